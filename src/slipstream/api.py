@@ -32,9 +32,9 @@ __all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
 
 T = TypeVar("T")
 Told = Callable[[Line], object] | None
-"""Callback on a line of metrics.jsonl. It ends the run with a checkpoint by an exception, or without error by False."""
+"""Callback for a line of metrics.jsonl. False stops the run without error, an exception stops it with that error."""
 RUN_LOCK = threading.Lock()
-"""Held while a run is active, as two runs in one process would share its file mode mask and its signals."""
+"""Lock of the only active run: two runs in one process would share the file mode mask and the signal handlers."""
 
 
 def train(
@@ -82,7 +82,7 @@ class Run(RunDir):
 
     @property
     def student(self) -> tuple[Any, Any]:
-        """Model and tokenizer as transformers objects, final ones or else those of the last checkpoint."""
+        """Student model and tokenizer (transformers), from `final`, or the last checkpoint of an unfinished run."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -109,7 +109,7 @@ def config_of(given: object, say: Callable[[str], None]) -> tuple[Config, str]:
 
 
 def screen_for(quiet: bool) -> Console:
-    """Return a console that prints plain lines in a notebook, which claims to be a terminal but shows no live panel."""
+    """Return a console; in a notebook it prints plain lines, as a notebook cannot show a live panel."""
     plain = quiet or Console().is_jupyter
     return Screen(quiet=quiet, force_jupyter=False, force_terminal=False if plain else None)
 
@@ -124,7 +124,7 @@ def callbacks_by_kind(on_update: Told, on_eval: Told) -> dict[str, Callable[[Lin
 
 
 def run_in_thread(work: Callable[[], T], caller: Caller) -> T:
-    """Do the work in this thread, or in a new one if this thread runs an event loop, as in a notebook.
+    """Call `work` in this thread, or in a new thread if this thread runs an event loop (notebook); return its result.
 
     The new thread gets no signals. So an exception in this thread, as from a notebook's stop button, stops the run.
     """
@@ -132,7 +132,7 @@ def run_in_thread(work: Callable[[], T], caller: Caller) -> T:
         if not in_a_loop():
             return work()
         with ThreadPoolExecutor(1, "slipstream") as thread:
-            done = thread.submit(copy_context().run, work)  # with this context its output appears in this cell
+            done = thread.submit(copy_context().run, work)  # so output appears in this notebook cell
             while True:
                 try:
                     return done.result()

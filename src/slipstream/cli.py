@@ -91,7 +91,7 @@ def stoppable(received: list[int]) -> Iterator[None]:
         received.append(number)
         if number == signal.SIGHUP:
             let_go_of_terminal()
-        handler = signal.getsignal(signal.SIGINT)  # that of a running event loop; not callable in a background job
+        handler = signal.getsignal(signal.SIGINT)  # handler of a running event loop; not callable in a background job
         (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
     here = threading.current_thread() is threading.main_thread()

@@ -88,7 +88,7 @@ class NonFiniteError(SlipstreamError):
 
 
 class Unhealthy(SlipstreamError):
-    """The run's metrics show that it should stop. `harmful`: the updates so far may have made the weights worse."""
+    """The run's metrics show that it should stop. `harmful` is True if updates may have damaged the weights."""
 
     def __init__(self, message: str, *, harmful: bool = False) -> None:
         super().__init__(message)
@@ -115,7 +115,7 @@ class EnvironmentFailed(Exception):
 
 
 class Suspected(EnvironmentFailed):
-    """A process ended, and any environment in it may be the cause. `acting`: this one was running a call."""
+    """A process ended, and any environment in it may be the cause. `acting` is True if this one was running a call."""
 
     def __init__(self, message: str, *, acting: bool) -> None:
         super().__init__("crash", message)

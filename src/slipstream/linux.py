@@ -23,7 +23,7 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """Kill this process when its parent dies. A parent that has died before this call has no effect."""
+    """Kill this process when its parent dies. If the parent died before this call, nothing happens."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -462,12 +462,12 @@ def patterns() -> list[tuple[re.Pattern[str], Term]]:
 
 
 def find(name: str) -> list[Term]:
-    """Return the term of a metric name in a list; the list is empty for an unknown name."""
+    """Return a list with the `Term` that describes a metric; the list is empty for an unknown name."""
     return [term for pattern, term in patterns() if pattern.fullmatch(name)]
 
 
 def extreme(name: str) -> Literal["max", "min", ""]:
-    """Return "max" or "min" for a metric whose name ends so, and "" for sums and means."""
+    """Return "max" or "min" if the metric name ends with that word, and "" for sums and means."""
     ending = name.rpartition("_")[2]
     return "max" if ending == "max" else "min" if ending == "min" else ""
 

@@ -18,7 +18,7 @@ Workers = dict[str, list[Interval]]
 WARMUP = 5
 """Number of first updates that averages over a run leave out."""
 TREND, ENDS = 100, 10
-"""Number of updates over which the trend of lengths is taken, and number of updates averaged at each end."""
+"""Number of updates between the two lengths that a trend compares, and number of updates averaged for each."""
 
 
 def lag_metrics(headers: Iterable[Header], version: int) -> Metrics:
@@ -38,7 +38,7 @@ def mean_lag(header: Header, version: int) -> float:
 
 
 def sample_metrics(headers: Sequence[Header]) -> Metrics:
-    """Return metrics of lengths, truncation and rewards; an episode counts once for rewards, however many branches."""
+    """Return metrics of lengths, truncation and rewards; an episode's reward counts once, even with branches."""
     episodes = {(header.number, header.episode): header for header in headers}.values()
     lengths = [header.tokens for header in headers]
     numbers: Metrics = {
@@ -80,11 +80,11 @@ def episode_metrics(headers: Sequence[Header]) -> Metrics:
 
 
 LIMITS = {"out_of_turns": "turns", "out_of_time": "time"}
-"""Limits of an episode beside its length: finish reason by metric name."""
+"""Finish reason of an episode that reached a limit other than length, by metric name."""
 
 
 def trend(lengths: Sequence[float]) -> Metrics:
-    """Return mean length in the last 10 over the first 10 of up to 110 updates; empty for fewer than 20 updates."""
+    """Return the ratio of the last 10 to the first 10 mean lengths of up to 110 updates; {} for fewer than 20."""
     lengths = lengths[-TREND - ENDS :]
     if len(lengths) < 2 * ENDS:
         return {}
@@ -94,8 +94,8 @@ def trend(lengths: Sequence[float]) -> Metrics:
 def trust_metrics(headers: Sequence[Header]) -> Metrics:
     """Return the reverse KL from the sampler to each teacher, and the number of floored teacher log-probs.
 
-    teacher/kl is the mean of log b − log q over tokens drawn from b. Its expectation is KL(b ‖ q) ≥ 0. Tokens of one
-    response depend on one another. So the standard error is that of a ratio of sums over k responses:
+    teacher/kl is the mean of log b − log q over tokens drawn from b (b: sampler, q: teacher). Its expectation is
+    KL(b ‖ q) ≥ 0. Tokens of a response are not independent, so the error is that of a ratio of sums over k responses:
     √(k/(k−1) · Σ (gap − kl·tokens)²) / Σ tokens.
     """
     by_teacher: dict[str, list[Header]] = {}
@@ -114,7 +114,7 @@ def trust_metrics(headers: Sequence[Header]) -> Metrics:
 
 
 def relabel_metrics(headers: Sequence[Header]) -> Metrics:
-    """Return how far the supervision of relabelled samples has moved, over the tokens where that is known."""
+    """Return the number of samples scored again, and mean KL(new ‖ first) of their teacher scores where known."""
     asked = [header for header in headers if header.moved is not None and header.trained_tokens]
     if not asked:
         return {}

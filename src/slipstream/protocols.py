@@ -1,7 +1,7 @@
 """Protocols of the engines: samplers, scorers, graders and the learner. Nothing here needs torch.
 
-The pipeline knows engines only through this file. Engines take and return whole groups. `Handle.body` is the record
-itself, or a reference to a record in another process.
+The pipeline knows engines only through this file. Engines receive and return whole groups: all responses to a prompt.
+`Handle.body` is the record itself, or a reference to a record in another process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from slipstream.records import Said as Said
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
-"""Effect of a publish on running requests: continue with the new weights, finish first, or start again."""
+"""Effect of new weights on running requests: continue with them, finish before they are loaded, or start again."""
 Fingerprint = str
 Quote = dict[str, Any]
-"""One line of samples.jsonl."""
+"""One line of samples.jsonl as a dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Sampling:
     max_tokens: int
     group: int = 1
     draws: int = 1
-    """Tokens sampled independently at every position; the first of them is the emitted token."""
+    """Number of tokens sampled independently at every position; the first one is the emitted token."""
     best: int = 0
     """Number of most likely ids recorded at every position, in addition to the draws. 0 records none."""
     temperature: float = 1.0
@@ -39,13 +39,13 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     keep_mask: bool = False
-    """Record the sampling support of every token: the ids that min_p, top_k and top_p left."""
+    """Record the sampling support of every token: the ids that remain after min_p, top_k and top_p."""
     greedy: bool = False
     """Also generate and grade one greedy answer per prompt, and keep only its rewards (see `Graded`)."""
     alone: bool = False
-    """Generate one answer of the student without an agent. Comparisons between engines use this."""
+    """Generate answers directly, without an external agent, even if the run has agents. Checks of engines use this."""
     park: bool = False
-    """These sequences will probably be continued, so the engine may keep their cache until the weights change."""
+    """The responses will probably be continued, so the engine may keep their KV cache until the weights change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """All weights as one flat byte array or a reference to it, with the position of each tensor and a version."""
+    """All weights as one flat byte array (or a reference to it), the position of each tensor, and the version."""
 
     manifest: tuple[TensorSpec, ...]
     body: Any
@@ -79,7 +79,7 @@ class Loaded:
     rebuild: float = 0.0
     """Seconds in which the prefixes of running requests were recomputed with the new weights."""
     thrown: int = 0
-    """Discarded tokens of running requests that start again."""
+    """Number of tokens discarded because running requests start again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Weighed:
     lag: int
     """Updates since the version of the oldest trained token."""
     roll: float
-    """Mean of KL(current student ‖ sampling policy) over trained tokens; infinite if it is known for no token."""
+    """Mean of KL(current student ‖ sampling policy) over trained tokens; infinite if no token has a known KL."""
     sup: float
     """Mean of KL(teacher now ‖ teacher when it scored the sample) over trained tokens; infinite as for `roll`."""
     roll_coverage: float
@@ -109,7 +109,7 @@ class Sampler(Protocol):
         ...
 
     async def release(self, numbers: Collection[int] = ()) -> None:
-        """Release the groups of these prompts, or all groups if `numbers` is empty.
+        """Stop the groups of these prompts (all groups if `numbers` is empty), so that any sampler can continue them.
 
         Their `generate` calls return at the next token boundary with the tokens sampled so far
         (`records.handed_over`), without members that have no token. Their slots are free afterwards.
@@ -125,7 +125,7 @@ class Scorer(Protocol):
     async def score(self, group: Group) -> list[Handle]: ...
 
     async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
-        """Score texts that the coordinator made, and return the log-probs themselves."""
+        """Score texts that the coordinator made, and return their log-probs instead of records."""
         ...
 
 
@@ -133,15 +133,15 @@ class MovingScorer(Scorer, Protocol):
     """Scorer whose weights the learner publishes."""
 
     async def publish(self, weights: WeightsRef) -> Loaded:
-        """Load weights between two passes. One version scores a whole group, and its records hold that version."""
+        """Load weights between two passes. A group is scored by one version, which its records hold."""
         ...
 
 
 class Relabeller(Scorer, Protocol):
-    """Scorer that can compare its scores with those under earlier weights and contexts."""
+    """Scorer that can score responses again after its weights or contexts changed, and compare both scores."""
 
     async def relabel(self, group: Group) -> list[Handle]:
-        """Score responses again, and record the KL between new and old scores; return unchanged ones as they are."""
+        """Score responses again, and record KL(new ‖ old scores); keep responses whose scores cannot have changed."""
         ...
 
 
@@ -153,14 +153,14 @@ class Follower:
     every: int
     """Number of updates between two moves of the teacher."""
     dtype: str
-    """Data type in which the teacher's scorers run its weights."""
+    """Data type in which scorers run the teacher's weights."""
 
 
 class Context(Protocol):
     """Function that returns the tokens a teacher sees before a response, in place of the student's prompt."""
 
     def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
-        """Return the tokens, or raise NoContext if they cannot be built."""
+        """Return the tokens to put before this response, or raise NoContext if they cannot be built."""
         ...
 
     def close(self) -> None: ...
@@ -176,14 +176,14 @@ class SamePrompt:
 
 class Learner(Protocol):
     async def prepare(self, batch: Batch) -> list[Counts]:
-        """Take in (a part of) a batch, fix its values for the update, and return each group's counts after rejection.
+        """Store (a part of) a batch, compute the values that stay fixed in the update, and return counts of each group.
 
-        Fixed values are old log-probs, rejected tokens, advantages and importance weights.
+        Fixed values are old log-probs, rejected tokens, advantages and importance weights. Counts omit rejected tokens.
         """
         ...
 
     async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
-        """Add the gradient of prepared groups, whose bodies may be missing: sums divided by `counts`.
+        """Add the gradient of prepared groups, as sums divided by `counts`; handles may lack bodies.
 
         Return each sample's freshness weight, or an empty list if freshness weighting is off.
         """
@@ -198,7 +198,7 @@ class Learner(Protocol):
         ...
 
     async def quote(self, batch: Batch) -> list[Quote]:
-        """Return the lines of samples.jsonl for samples of the current update, whose bodies may be missing."""
+        """Return the lines of samples.jsonl for samples of the current update; handles may lack bodies."""
         ...
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
@@ -222,11 +222,11 @@ class Learner(Protocol):
         ...
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
-        """Write a Hugging Face model directory; with `optimizer`, also the state and groups that `restore` reads."""
+        """Write a Hugging Face model directory; if `optimizer`, also the state and groups that `restore` reads."""
         ...
 
     async def restore(self, path: Path) -> Sequence[Group]:
-        """Load the saved state, and return the saved groups."""
+        """Load the state that `save` wrote, and return the saved groups."""
         ...
 
 
@@ -250,12 +250,12 @@ def greedy(reward: str) -> str:
 
 
 class Graded:
-    """Sampler whose responses come with rewards; a failed response has no rewards, which differs from a reward of 0.
+    """Sampler that also grades its responses. A failed response has no rewards, which differs from a reward of 0.
 
-    With `sampling.greedy`, responses also hold the rewards of the greedy answer to their prompt. The greedy answer is
-    not scored or trained; `Header.greedy_tokens` of the first response is its length in tokens.
+    If `sampling.greedy`, responses also hold the rewards of the greedy answer to their prompt. The greedy answer is not
+    scored or trained; `Header.greedy_tokens` of the first response is its length in tokens.
 
-    A released group is not graded yet, and its greedy answer is generated again when the group continues.
+    A released (stopped and incomplete) group is not graded; when it continues, its greedy answer is generated again.
     """
 
     def __init__(self, sampler: Sampler, grader: Grader) -> None:
@@ -301,7 +301,7 @@ def with_grade(handle: Handle, graded: Header | None) -> Handle:
 
 
 def beside(best: Header, group: Group) -> list[Handle]:
-    """Add the rewards of the greedy answer to every member, or mark all as failed or ungraded if that answer is."""
+    """Add the greedy answer's rewards to all members; if that answer failed or is ungraded, mark all members so."""
     if best.finish == "error":
         return [Handle(replace(handle.header, finish="error"), handle.body) for handle in group]
     if best.ungraded is not None:
@@ -315,7 +315,7 @@ def beside(best: Header, group: Group) -> list[Handle]:
 
 
 def of_teacher(found: Mapping[str, T], teacher: str) -> T:
-    """Return the entry of this teacher. If there is only one entry, it serves all names."""
+    """Return the entry of this teacher; if `found` has only one entry, return that entry for any name."""
     return found[teacher] if len(found) > 1 else next(iter(found.values()))
 
 
@@ -329,14 +329,14 @@ class Engines:
     learner: Learner
     close: Callable[[], None]
     replace: Callable[[Any], Awaitable[Any]] | None = None
-    """Replace a dead sampler or scorer: end its process and its calls, and return a new engine with loaded weights.
+    """Replace a dead sampler or scorer: end its process and calls, and return a new engine whose weights are loaded.
     None if the engines share this process."""
     hire: Callable[[str, str], Any] | None = None
     """Reserve resources for one more engine, given its kind (`sampler`, `teacher.NAME`) and its unique name. `replace`
-    makes an engine from the returned placeholder. None as for `replace`."""
+    makes an engine from the returned placeholder. None if the engines share this process."""
     dismiss: Callable[[Any], Awaitable[None]] | None = None
-    """End an idle engine and its process, or give up a reservation of `hire`. None as for `replace`."""
+    """End an idle engine and its process, or cancel a reservation of `hire`. None if the engines share this process."""
     takes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Resources that one engine needs, for each kind of which more can be started."""
+    """Resources that one engine needs, by kind of engine; only for kinds of which more engines can be started."""
     free: Callable[[], Mapping[str, float]] = dict
     """Return the numbers of GPUs and CPUs that are neither used nor reserved."""

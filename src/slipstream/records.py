@@ -1,4 +1,4 @@
-"""The pipeline's four records, Prompt → Rollout → Scored → Batch, and the handles that carry them.
+"""The pipeline's four records, Prompt → Rollout → Scored → Batch, and the handles that refer to them.
 
 The module uses numpy only. Arrays of all tokens have T rows; arrays of trained tokens have N rows, in token order.
 Draws are tokens sampled at one position; the first draw is the emitted token. A row describes the prediction *of* its
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 Finish = Literal["eos", "length", "turns", "time", "error", "released"]
-"""Reason why a response ended. A `released` response was interrupted, and its sampling can be continued."""
+"""Reason why a response ended. `released`: sampling was interrupted at a token, and can be continued."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -247,7 +247,7 @@ def _all_kept(parts: Sequence[Rollout]) -> Kept | None:
 
 
 def said_and_seen(rollout: Rollout) -> list[tuple[bool, Ints]]:
-    """Split a rollout into sampled turns and the observations between them: (sampled?, tokens) each."""
+    """Split a rollout into sampled turns and the observations between them: pairs of (True if sampled, tokens)."""
     edges = np.flatnonzero(np.diff(rollout.turn)) + 1
     return [
         (bool(turn[0] >= 0), tokens)
@@ -305,7 +305,7 @@ def one_turn(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
-    """A rollout and the teacher's scores in at most one cache: sampled, student_topk, teacher_topk or hidden.
+    """A rollout and the teacher's scores, in at most one kind of cache: sampled, student_topk, teacher_topk or hidden.
 
     Every teacher field has one row per trained token. Without a teacher all teacher fields are None.
     """
@@ -319,7 +319,7 @@ class Scored:
     context: Ints | None = None
     """Tokens of the teacher's context; None if the teacher read the student's prompt."""
     supervision_kl: Floats | None = None
-    """KL(teacher now ‖ teacher at the first scoring) at every trained position, [N]; NaN where the first is lost.
+    """KL(teacher now ‖ teacher at the first scoring) at every trained position, [N]; NaN if the first scores are lost.
     None: neither the teacher's weights nor its context changed."""
     teacher_logp: Floats | None = None
     teacher_action_logp: Floats | None = None
@@ -474,7 +474,7 @@ def handed_over(rollouts: Iterable[Rollout]) -> list[Handle]:
 
 
 def unfinished(group: Group) -> bool:
-    """Return whether a group still has to be continued; a group without any sampled token has no members."""
+    """Return True if sampling of this group must start or continue; an empty group has no sampled token yet."""
     return not group or any(handle.header.finish == "released" for handle in group)
 
 
@@ -509,7 +509,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Denominators of a step over all its groups: losses are sums divided by these. A sequence is an episode."""
+    """Denominators of the losses of an optimizer step: token and episode counts over all groups of the step."""
 
     n_tokens: int = 0
     n_sequences: int = 0
@@ -527,14 +527,14 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 
 def counts_of(group: Group, left: Sequence[int] | None = None) -> Counts:
-    """Count trained tokens and the episodes that have any; `left` replaces the members' token counts."""
+    """Count trained tokens and the episodes that have any; `left` is the token count of each member, if given."""
     tokens = [handle.header.trained_tokens for handle in group] if left is None else left
     episodes = {handle.header.episode for handle, count in zip(group, tokens, strict=True) if count}
     return Counts(n_tokens=sum(tokens), n_sequences=len(episodes))
 
 
 def version_runs(versions: Ints, mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """Run-length encode the versions of the trained tokens; without any, return the first version with count 0."""
+    """Run-length encode the versions of the trained tokens; if there are none, return a pair with count 0."""
     kept = versions[mask]
     if len(kept) == 0:
         return ((int(versions[0]), 0),)

@@ -589,7 +589,7 @@ def test_a_teacher_that_stays_down_stops_the_run_by_its_name(
     fake.always, said = "broken", list[str]()
     with pytest.raises(EngineError, match=f"scoring failed .* teacher main at {fake.url} .*answers 500") as caught:
         train(tmp_path, fake, said=said)
-    assert any(re.match(rf"scoring has failed at the last 5 tries, .* again: .*{fake.url}", line) for line in said)
+    assert any(re.match(rf"scoring has failed at the last 5 tries, .* retried: .*{fake.url}", line) for line in said)
     dropped = [entry for entry in read_lines(tmp_path / "ledger.jsonl") if entry["reason"] == "scoring failed"]
     assert len(dropped) == 2 and all(fake.url in entry["cause"] for entry in dropped)
     everything = "".join(

@@ -114,7 +114,7 @@ def test_wrong_kinds_are_named_with_the_nearest() -> None:
         kl_estimate(x, x, kind="k3++")
     with pytest.raises(ValueError, match="'revers': choose one of forward, reverse, jsd; did you mean 'reverse'"):
         dense(x[None], x[None], kind="revers")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"beta must lie in \[0, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"beta must be in \[0, 1\], got 2"):
         dense(x[None], x[None], kind="jsd", beta=2)
     with pytest.raises(ValueError, match=r"logp \(2,\), logq \(1, 2\)"):
         kl_estimate(x, x[None], kind="k1")

@@ -504,7 +504,7 @@ def test_a_decoupled_correction_measures_the_engines_apart_from_staleness(case: 
     """Sampler and learner are the same code here: at its own version, a token has the same log-prob in both."""
     learner = make_learner(case, replace(method(preset="decoupled_token_is"), policy=PolicyConfig()))
     run(learner.prepare(Batch(tuple(case.groups), 3)))
-    ((_, noted),) = learner.noted
+    ((_, noted),) = learner.notes
     assert noted["mismatch/k3_kl"] < 1e-20 and noted["old_logp_missing"] == 0
     assert noted["correction/rollout_is_mean"] == pytest.approx(1.0)
 
@@ -585,7 +585,7 @@ def test_rows_beyond_the_trust_region_are_rejected_by_their_exact_kl(case: Case)
     run(learner.prepare(Batch(tuple(case.groups), 3)))
     kept = [bool(learner.frozen[key].mask_T.any()) for key in learner.samples]
     assert kept == [each <= bound for each in worst] and 0 < sum(kept) < len(kept)
-    ((_, noted),) = learner.noted
+    ((_, noted),) = learner.notes
     assert noted["kl_missing"] == 0
 
     learner = make_learner(case, by_kl)
@@ -593,7 +593,7 @@ def test_rows_beyond_the_trust_region_are_rejected_by_their_exact_kl(case: Case)
     run(learner.prepare(Batch(tuple(case.groups), 3)))
     assert not any(each.mask_T.any() for each in learner.frozen.values()), "version 0 drew the beginning of every row"
     gone = sum(int((s.rollout.loss_mask & (s.rollout.versions == 0)).sum()) for s in samples)
-    ((_, noted),) = learner.noted
+    ((_, noted),) = learner.notes
     assert noted["kl_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in samples) > 0
 
 
@@ -632,7 +632,7 @@ def test_tokens_whose_version_is_gone_are_corrected_by_what_drew_them_and_counte
     del learner.snapshots.held[0]
     run(learner.prepare(Batch(tuple(case.groups), 3)))
     gone = sum(int((s.rollout.loss_mask & (s.rollout.versions == 0)).sum()) for s in case.samples)
-    ((_, noted),) = learner.noted
+    ((_, noted),) = learner.notes
     assert noted["old_logp_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in case.samples) > 0
     for sample in case.samples:
         frozen = learner.frozen[sample.rollout.prompt.number, sample.rollout.index]
@@ -769,7 +769,7 @@ def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> Non
             here = torch.from_numpy(rollout.loss_mask & (rollout.versions == version))
             kl += float((now.exp() * (now - old)).sum(-1)[here].sum())
             tokens += int(here.sum())
-    ((_, noted),) = learner.noted
+    ((_, noted),) = learner.notes
     assert noted["drift/rollout_kl"] == pytest.approx(kl / tokens, rel=1e-9)
     assert noted["drift/rollout_kl_coverage"] == 1.0
 
@@ -783,7 +783,7 @@ def test_the_trust_region_and_exact_drift_make_their_passes_once(case: Case) -> 
         learner = make_learner(case, given, **config)
         run(learner.prepare(Batch(tuple(case.groups), 3)))
         computed.append(learner.passes.tokens["computed"])
-        noted.append({name: value for _, part in learner.noted for name, value in part.items()})
+        noted.append({name: value for _, part in learner.notes for name, value in part.items()})
         learner.close()
     region, drift, both = computed
     plain = make_learner(case, replace(by_kl, correction=PRESETS["bypass_ppo_clip_geo_rs"]))

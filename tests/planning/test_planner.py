@@ -296,7 +296,7 @@ def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.splitlines()[-1].endswith("figures are in plan.html")
     text = Path("plan.html").read_text()
     assert text.count("<figure") == 3 and f"<code>slipstream {' '.join(words)}</code>" in text
-    assert "the config has async(4), and 12 updates" in text and "[decode]" in text
+    assert "The config has async(4), and 12 updates" in text and "[decode]" in text
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,7 @@ def test_a_page_of_findings_tells_what_the_pages_of_its_chapters_say(tmp_path: P
     other.write_text("# Something else\n\n| a | b |\n\nThe conjecture fails here.\n\nIn short: nothing is left.\n")
     text = "\n".join(chapters.index([study, other]))
     there = tmp_path.name
-    assert f"chapters {study} {other} > docs/findings.md" in text
+    assert f"findings_page {study} {other} > docs/findings.md" in text
     own, others = text.split(f"\n## [Something else]({there}/other.md)\n")
     assert f"\n## [Forward against reverse KL]({there}/study.md)\n" in own and f"]({there}/study.svg)" in own
     assert (

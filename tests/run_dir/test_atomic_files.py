@@ -491,7 +491,7 @@ def other_data(run: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "finished": (lambda run: None, [], "is finished: the student is in"),
-    "no more updates": (lambda run: None, ["--updates", "4"], "--updates with more than 4 goes on"),
+    "no more updates": (lambda run: None, ["--updates", "4"], "write --updates above 4"),
     "fewer updates than there are": (
         lambda run: None,
         ["--from", "4", "--updates", "3"],

@@ -180,7 +180,7 @@ def test_what_a_killed_run_left_of_ray_is_removed_by_the_next_and_what_is_in_use
 
 
 @pytest.fixture(scope="module")
-def process_launcher() -> Iterator[ProcessLauncher]:
+def launcher() -> Iterator[ProcessLauncher]:
     with ProcessLauncher() as made:
         yield made
 

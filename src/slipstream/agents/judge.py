@@ -42,7 +42,7 @@ class Broken(BaseException):
 
 
 def run(argv: list[str], stdin: str = "", seconds: float = 10.0) -> Any:
-    """Run a program in the solution's copy of the workspace; return its status, code, out, err and seconds."""
+    """Run a program in the solution's sandbox; return an object with its status, code, out, err and seconds."""
     with socket.socket(socket.AF_UNIX) as service:
         service.connect(os.environ["SLIPSTREAM_SOLUTION"])
         service.sendall(json.dumps({"argv": argv, "stdin": stdin, "seconds": seconds}).encode())

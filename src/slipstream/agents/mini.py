@@ -1,8 +1,8 @@
 """Sandbox for the commands of mini-swe-agent: `mini --environment-class slipstream.agents.mini.Sandboxed`.
 
 mini-swe-agent's own environment gives commands access to the network, the agent's variables and all files. In this
-environment, commands run in a copy of the workspace. The copy replaces the workspace when the agent ends. A process can
-run one agent.
+environment, commands run in a copy of the workspace. The copy replaces the workspace when the agent ends. One process
+can run only one agent.
 """
 
 from __future__ import annotations

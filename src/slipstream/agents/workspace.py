@@ -19,14 +19,14 @@ TAKE = ("/bin/sh", "-c", "tar --ignore-failed-read -cf - . 2>/dev/null | base64 
 
 
 async def put(session: Session, directory: Path, limits: Limits) -> None:
-    """Copy a directory into a new sandbox; raise SandboxError on failure, as no program of a model has run yet."""
+    """Copy a directory into a new sandbox; raise SandboxError on failure, which no program of a model has caused."""
     ran = await session.run(PUT, stdin=packed(directory), limits=limits)
     if ran.status != "ok" or ran.err:
         raise SandboxError(f"{directory} cannot be copied into the sandbox: {why(ran)}")
 
 
 async def take(session: Session, directory: Path, limits: Limits) -> str:
-    """Replace the directory's contents by the sandbox's; return why this failed, or an empty string."""
+    """Replace the directory's contents by the sandbox's files; return the reason of a failure, or "" on success."""
     ran = await session.run(TAKE, limits=replace(limits, output=2 * limits.disk))
     if ran.status != "ok":
         return f"the sandbox's files cannot be read: {why(ran)}"
@@ -94,7 +94,7 @@ def write(place: Path, content: bytes, *, executable: bool) -> None:
 
 
 def within(link: Sequence[str], target: str) -> bool:
-    """Return true if a relative link goes up at most to the top of the workspace, and then only down."""
+    """Return true if a link is relative, goes up at most to the top of the workspace, and then only down."""
     parts = PurePosixPath(target).parts
     up = next((n for n, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and up < len(link) and ".." not in parts[up:]

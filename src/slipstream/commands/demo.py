@@ -86,7 +86,7 @@ def demo(config: Config, console: Console) -> None:
 
 
 def configs_to_compare(config: Config) -> list[Config]:
-    """Return two configs: the run made synchronous in one process, which is fastest for tiny models, and as given."""
+    """Return two configs: a synchronous one in one process (fastest for tiny models), and the given one."""
     if config.schedule.kind == "sync":
         return [config]
     serial = {"schedule": Sync(), "runtime": config.runtime.model_copy(update={"kind": "inline", "address": None})}

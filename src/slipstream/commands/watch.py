@@ -102,7 +102,7 @@ def unbuffered_keys() -> Iterator[int | None]:
 
 @contextmanager
 def wakeup_signals() -> Iterator[tuple[int, set[int]]]:
-    """Yield a descriptor that becomes readable on SIGWINCH (resize) or SIGTSTP (Ctrl-Z), and the signals seen."""
+    """Yield a descriptor, readable after SIGWINCH (resize) or SIGTSTP (Ctrl-Z), and the set of received signals."""
     caught = set[int]()
     wake, end = os.pipe()
     os.set_blocking(end, False)

@@ -13,14 +13,14 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 OWN = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 """Pattern that names a user function: `./file.py:function` or `package.module:function`."""
 GREEDY = 1e-3
-"""Lowest sampling temperature. Below this value every draw is the most likely token."""
+"""Lowest sampling temperature. Below this value sampling always returns the most likely token."""
 Temperature = Annotated[float, Field(ge=GREEDY, le=100)]
 Epsilon = Annotated[float, Field(gt=0)]
 Replicas = Annotated[int, Field(ge=1)] | Literal["auto"]
 THREADS = 1024
-"""Largest number of threads of one engine. A machine may refuse to start more, and the process then ends at once."""
+"""Largest number of CPU threads of one engine. Some machines refuse to start more threads and end the process."""
 DRAWS = 10_000
-"""Largest number of draws at one position. With more, an exact loss over the vocabulary is cheaper."""
+"""Largest number of draws (tokens sampled at one position). With more, an exact loss is cheaper."""
 
 
 def at_first(replicas: Replicas) -> int:
@@ -29,7 +29,7 @@ def at_first(replicas: Replicas) -> int:
 
 
 def as_tuple(given: Any) -> Any:
-    """Return one name or a list of names as a tuple. Return other values unchanged."""
+    """Convert one name, or a list of names, to a tuple of names. Return other values unchanged."""
     names = [given] if isinstance(given, str) else given
     return tuple(names) if isinstance(names, list) else names
 
@@ -46,6 +46,6 @@ class Section(BaseModel):
 
     @classmethod
     def kinds(cls) -> tuple[str, ...]:
-        """Return the values of `kind` that select this section; empty if the section has no `kind`."""
+        """Return the values of `kind` that select this section; an empty tuple if the section has no `kind`."""
         kind: Any = cls.model_fields.get("kind")
         return get_args(kind.annotation) if kind else ()

@@ -1,7 +1,7 @@
-"""Inference engines as rows: what each can do, and why it refuses a setting.
+"""Table of inference engines: features of each engine, and error messages for settings that an engine refuses.
 
-The schema, the plan and the simulation read this table, so that an engine without a row cannot be mistaken for another.
-The plan of an engine is made in `plan/engines`, and its classes in `runtimes/build`.
+The schema, the plan and the simulation read this table; an engine that is not in the table raises an error.
+Module `plan/engines` makes the plan of an engine, and `runtimes/build` makes its objects.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ USER_CONTEXT = 'a context that a function writes is for engine = "native": write
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     sampler_refuses: Mapping[str, str] = field(default_factory=dict)
-    """Error message, with the remedy, for each feature of `sampler_features` that samplers of this engine lack."""
+    """Error message for each feature (of `Config.sampler_features`) that samplers of this engine do not support."""
     teacher_refuses: Mapping[str, str] = field(default_factory=dict)
-    """Error message for each feature of `teacher_features` that teachers of this engine lack."""
+    """Error message for each feature (of `TeacherConfig.features`) that teachers of this engine do not support."""
     loads_adapters: bool = True
-    """True if models that are adapter directories can run."""
+    """True if the engine can load a model from the directory of a LoRA adapter."""
     same_code_as_learner: bool = False
-    """True if samplers use the learner's code, so that equal precision means equal log-probs."""
+    """True if samplers run the learner's model code, so that log-probs are equal if the precision is equal."""
     gathers_prompts: bool = False
-    """True if samplers wait for several free slots before they read new prompts."""
+    """True if samplers start new prompts only after several slots (places of running sequences) are free."""
     packs: bool = False
-    """True if teachers pack sequences into passes of `token_budget` tokens, up to `longest` tokens each."""
+    """True if teachers pack several sequences (of up to `longest` tokens) into a pass of `token_budget` tokens."""
     checks_weights: bool = False
     """True if the engine itself refuses weights that are not finite."""
 

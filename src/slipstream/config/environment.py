@@ -1,4 +1,4 @@
-"""Environments in which a student acts in several turns, and limits of an episode."""
+"""Settings of environments, in which the student acts in several turns, and limits of an episode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.config.base import OWN, Section
 from slipstream.errors import did_you_mean
 
 ENVIRONMENTS = ("table", "lookup", "python")
-"""Environments of this package."""
+"""Names of the built-in environments."""
 
 
 def check_sandbox(sandbox: str | None) -> str | None:
@@ -28,15 +28,15 @@ class GatewayConfig(Section):
     """Program and arguments that start the agent, without a shell. The variables OPENAI_BASE_URL and OPENAI_API_KEY are
     set. {base_url}, {session}, {workspace}, {prompt} and {prompt_file} are filled in. None needs `listen`."""
     workspace: str | None = Field(None, min_length=1)
-    """Directory that is copied for every episode. The agent starts in the copy and finds task.json there: its row
-    without the answer. None starts the agent in an empty directory."""
+    """Directory that is copied for every episode. The agent starts in the copy and finds task.json there: the data
+    row without the answer. None starts the agent in an empty directory."""
     verify: str | None = Field(None, min_length=1)
     """Program that judges the agent's work after the agent has ended. It writes the reward, or several rewards by name,
     as JSON into the file $SLIPSTREAM_VERDICT; its exit status is ignored. It has its own working directory, HOME and
     sandbox, a copy of the workspace ($SLIPSTREAM_WORKSPACE), and the row with its answer ($SLIPSTREAM_TASK). None lets
     the agent, and any program that the student runs, write the reward into reward.json."""
     at_once: int = Field(8, ge=1)
-    """Number of concurrent agents beside each sampler."""
+    """Largest number of agents that run at the same time for each sampler."""
     listen: str | None = Field(None, min_length=1)
     """Address for agents that are started elsewhere, such as "127.0.0.1:8008". None needs `command`."""
 
@@ -67,7 +67,7 @@ class EnvironmentConfig(Section):
     gateway: GatewayConfig | None = None
     """Agent that uses the student through a chat API, instead of an environment in `use`."""
     turns: int = Field(10, ge=1)
-    """Largest number of turns of the student in an episode. For an agent: of API calls in all its conversations."""
+    """Largest number of the student's turns in an episode. With `gateway`: largest number of API calls of the agent."""
     calls: int = Field(6, ge=0)
     """Largest number of tool calls in an episode, malformed calls included."""
     turn_tokens: int | None = Field(None, ge=1)
@@ -75,17 +75,17 @@ class EnvironmentConfig(Section):
     observation: int = Field(4096, ge=32)
     """Largest number of characters of one observation. The middle of a longer observation is left out."""
     seconds: float = Field(600.0, gt=0)
-    """Time limit of an episode in seconds. At the limit its step is cancelled; it is closed, graded and trained on."""
+    """Time limit of an episode in seconds. At the limit it stops, is graded, and is used for training."""
     step_seconds: float = Field(60.0, gt=0)
     """Time limit in seconds of each start, step and close of the environment. A slower episode fails and is retried."""
     processes: int = Field(1, ge=1)
-    """Number of environment processes beside each sampler. If one dies, its episodes are retried alone."""
+    """Number of environment processes for each sampler. If one dies, each of its episodes is retried separately."""
     sandbox: Where = None
     """Sandbox in which code of the student runs: bubblewrap, the URL of a server with SandboxFusion's API, or "none",
     which isolates nothing. None provides no sandbox."""
     format: Literal["auto", "hermes"] = "auto"
     """Format of the student's tool calls. auto: the format of its chat template. hermes: JSON between <tool_call> and
-    </tool_call>, which the system prompt must then explain."""
+    </tool_call>, which the system prompt must explain."""
 
     @field_validator("use")
     @classmethod

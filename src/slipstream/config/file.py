@@ -20,9 +20,9 @@ from slipstream.config.teacher import TeacherConfig, endpoint_defaults
 from slipstream.errors import ConfigError, did_you_mean
 
 SHOULD = "Input should be "
-"""Start of pydantic's messages about an expected value."""
+"""First words of pydantic's error messages about an expected value."""
 STUDY = "sweep"
-"""Table that makes a config file a study of several runs."""
+"""Name of the TOML table that makes a config file a study, which consists of several runs."""
 TOO_DEEP = "nested too deeply: no setting is more than a few tables or lists deep; take the brackets out"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
@@ -71,7 +71,7 @@ def parse(
 def overridden(
     tree: dict[str, Any], overrides: Sequence[tuple[str, str]], *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return a copy with these overrides, those of `kind` first: a new kind discards other settings of its section."""
+    """Return a copy with the overrides applied, `kind` first: a new kind discards other settings of its section."""
     tree = _add_kinds(tree)
     for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
         tree = _override(tree, key.split("."), value_of(text), say)
@@ -79,7 +79,7 @@ def overridden(
 
 
 def data_section(given: Mapping[str, Any]) -> DataConfig:
-    """Return the [data] section made of these values, for commands without a config file. None means not given."""
+    """Return a [data] section with these values, for commands without a config file. Values of None are ignored."""
     try:
         return DataConfig.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
@@ -88,7 +88,7 @@ def data_section(given: Mapping[str, Any]) -> DataConfig:
 
 
 def _add_kinds(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which every section of several kinds contains its `kind`, by default the default kind."""
+    """Return a copy in which every section with several kinds has a `kind`; a missing `kind` is set to the default."""
     kinds = {name: info.default.kind for name, info in Config.model_fields.items() if info.discriminator}
     below = {name: tree.get(name, {}) for name in kinds}
     return tree | {name: {"kind": kinds[name], **own} for name, own in below.items() if isinstance(own, dict)}
@@ -119,7 +119,7 @@ def _set_endpoint_defaults(tree: dict[str, Any], say: Callable[[str], None]) -> 
 
 
 def value_of(text: str) -> Any:
-    """Return the value that a TOML file would hold: `1e-5`, `true`, `[1, 2]`, `"x"`. Other text is a string."""
+    """Parse text as a TOML value: `1e-5`, `true`, `[1, 2]`, `"x"`. `none` is None, and other text is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -127,7 +127,7 @@ def value_of(text: str) -> Any:
 
 
 def _override(tree: dict[str, Any], path: list[str], value: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return a copy with one value replaced. A new `kind` discards the settings of the old one, with a note."""
+    """Return a copy with one value replaced. A new `kind` discards the old kind's settings; `say` receives a note."""
     head, *rest = path
     if rest:
         below = tree.get(head, {})
@@ -143,7 +143,7 @@ def _override(tree: dict[str, Any], path: list[str], value: Any, say: Callable[[
 
 
 def _merge_errors(error: ValidationError) -> list[ErrorDetails]:
-    """Return one error for each setting, also if the setting accepts several types."""
+    """Merge errors to one per setting. A setting that accepts several types has an error for each type."""
     found: dict[Any, ErrorDetails] = {}
     for detail in error.errors():
         name = ".".join(_locate(detail["loc"])[0])
@@ -174,7 +174,7 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
-    """Return the dotted name at a pydantic location and the section that holds it (None inside a value)."""
+    """Return the parts of a setting's dotted name and its section (None inside a value) for a pydantic location."""
     names: list[str] = []
     holder: type[Section] | None = None
     here: Any = Config
@@ -202,7 +202,7 @@ def members(annotation: Any) -> list[type[Section]]:
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Yield every setting as (dotted name, field, kinds that have it), for help texts."""
+    """Yield (dotted name, field, kinds) of every setting. `kinds` names the kinds that have it; "" means all."""
     for name, info in section.settings().items():
         sections = members(info.annotation)
         dotted = f"{prefix}{name}"
@@ -223,13 +223,13 @@ def to_toml(config: Config) -> str:
 
 
 def differing(one: Config, other: Config) -> list[tuple[str, Any, Any]]:
-    """Return every setting that differs between two configs, with both values."""
+    """Return (name, value in `one`, value in `other`) of every setting that differs between two configs."""
     a, b = (flat(each.model_dump(mode="json")) for each in (one, other))
     return [(name, a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
 
 
 def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """Return the values of a nested dict by dotted keys."""
+    """Return the values of a nested dict as a flat dict with dotted keys."""
     if not isinstance(tree, dict) or not tree:
         return {name: tree}
     return {
@@ -240,7 +240,7 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 def describe(info: FieldInfo) -> str:
-    """Return `type = default` of a setting in TOML notation. `none` means that the setting can only be left out."""
+    """Return the text `type = default` of a setting in TOML notation; `none` means that there is no default value."""
     kind = _type_name(info.annotation)
     if info.is_required():
         return kind
@@ -248,7 +248,7 @@ def describe(info: FieldInfo) -> str:
 
 
 def bounds(info: FieldInfo) -> str:
-    """Return the bounds of a setting, such as `≥ 0, < 1`. Return an empty text if it has none."""
+    """Return the bounds of a setting as text, such as `≥ 0, < 1`; an empty text if the setting has no bounds."""
     known = [(sign, getattr(each, key, None)) for each in info.metadata for key, sign in BOUNDS.items()]
     return ", ".join(f"{sign} {value:g}" for sign, value in known if value is not None)
 

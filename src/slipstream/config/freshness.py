@@ -1,4 +1,4 @@
-"""Settings for stale samples: their weights, an anchor to the sampling policy, and refreshing the buffer (f-OPD)."""
+"""Settings of f-OPD for stale samples: weights of samples, a KL to the sampling policy, refresh of the buffer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slipstream.config.base import DRAWS, Section, as_tuple
 
 class FreshnessConfig(Section):
     weight: Literal["freshness", "lag", "equal"] = "freshness"
-    """Weight of a sample relative to the others of a step. freshness: max(0, f − threshold) with f = exp(−alpha·√D_roll
-    − beta·√D_sup) / (lag + 1). lag: 1 / (lag + 1). equal: 1. Weights are divided by their mean over the step."""
+    """Weight of a sample, relative to the other samples of an optimizer step. freshness: max(0, f − threshold) with f =
+    exp(−alpha·√D_roll − beta·√D_sup) / (lag + 1). lag: 1 / (lag + 1). equal: 1. Weights are divided by their mean."""
     alpha: float = Field(1.0, ge=0)
     """Coefficient α of √D_roll, where D_roll is the KL between the current student and the student that sampled."""
     beta: float = Field(1.0, ge=0)
     """Coefficient β of √D_sup. D_sup is the KL between the teacher's current scores and its scores used so far."""
     lag: bool = True
-    """Divide freshness by lag + 1, where lag is the age of the sample in updates."""
+    """Divide freshness by lag + 1; lag is the age of the sample in updates. false ignores the age."""
     threshold: float = Field(0.02, ge=0, lt=1)
     """Threshold ξ: samples with a freshness of at most ξ have weight 0, and are still counted in the denominator."""
     anchor: float = Field(0.1, ge=0)
@@ -28,28 +28,28 @@ class FreshnessConfig(Section):
     """Measurement of the student's drift. cache: estimate from the recorded draws, in the learning pass. snapshots:
     exact, with the stored weights that sampled the sample (learner.snapshots). The anchor always uses the draws."""
     m: int | None = Field(None, ge=1, le=DRAWS)
-    """Number of draws (extra tokens sampled at the same position) that estimate drift if the loss has none. None: 8."""
+    """Number of draws (tokens sampled at one position) that estimate drift if the loss has no draws. None uses 8."""
     over: Literal["tokens", "samples"] = "tokens"
     """Unit of the weighted mean in the distillation loss. tokens: all tokens, as without [freshness]. samples: samples,
     each with the mean over its tokens, as in f-OPD; tokens of short answers then count more."""
     also: tuple[Literal["policy"], ...] = ()
     """Other losses that use the same weights: "policy" for the policy loss. Empty weighs distillation only."""
     refresh: Literal["adaptive", "fixed", "never"] = "adaptive"
-    """Rule that rolls out again all samples that are not yet learned from. adaptive: when the buffer is stale. fixed:
-    at regular intervals. never: not at all."""
+    """Rule for a refresh: unused samples of older weights are rolled out again. adaptive: when the buffer is stale.
+    fixed: at regular intervals. never: not at all."""
     every: int = Field(10, ge=1)
     """Number of updates between two refreshes with refresh = "fixed"."""
     kappa_f: float = Field(0.05, ge=0, le=1)
     """Mean freshness of the buffer at or below which refresh = "adaptive" acts."""
     kappa_roll: float = Field(0.5, ge=0, le=1)
-    """Share of the buffer's tokens with known student drift below which refresh = "adaptive" acts."""
+    """refresh = "adaptive" acts if student drift is known for less than this share of the buffer's tokens."""
     kappa_sup: float = Field(0.5, ge=0, le=1)
-    """Share of the buffer's tokens with known teacher drift below which refresh = "adaptive" acts."""
+    """refresh = "adaptive" acts if teacher drift is known for less than this share of the buffer's tokens."""
     cooldown: int = Field(200, ge=0)
     """Smallest number of optimizer steps between two refreshes with refresh = "adaptive"."""
     buffer: Literal["modelled", "measured"] = "modelled"
-    """Estimation of the buffer's freshness. modelled: from the lags in the buffer and the drift observed at each lag.
-    measured: by a pass over the whole buffer."""
+    """Method that estimates the buffer's mean freshness. modelled: from the lags in the buffer and the drift observed
+    at each lag. measured: by a pass over the whole buffer."""
     measure: int | None = Field(None, ge=1)
     """Number of updates between two measuring passes over the buffer. None is 1 with buffer = "measured", else 20."""
 
@@ -83,5 +83,5 @@ class FreshnessConfig(Section):
 
     @property
     def draws(self) -> int:
-        """Return the number of draws needed if the loss has no draws."""
+        """Return the number of draws at each position that drift and anchor need if the loss has no draws."""
         return (self.m or 8) if self.drift == "cache" or self.anchor else 1

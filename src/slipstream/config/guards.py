@@ -17,8 +17,8 @@ class LengthSurge(Section):
 
 class EssGuard(Section):
     target: float = Field(0.9, gt=0, le=1)
-    """Effective sample size, as a share of the tokens, below which the learning rate is multiplied by ess / target.
-    With importance weights of [correction] this is the metric correction/ess, without them drift/ess."""
+    """Effective sample size, as a share of the tokens, below which the learning rate is multiplied by ess / target. The
+    metric is correction/ess if [correction] gives importance weights, else drift/ess."""
 
 
 class EntropyFloor(Section):
@@ -49,7 +49,7 @@ class GradientCosine(Section):
     and the staler half of the samples of an update's first step. Each measurement needs memory for a copy of the
     gradient."""
     below: float | None = Field(None, gt=-1, lt=1)
-    """Cosine (mean of the last 5) below which the guard acts, until the cosine is 0.1 higher. None only measures."""
+    """Cosine, averaged over 5 measurements, below which the guard acts, until it is 0.1 higher. None only measures."""
     factor: float = Field(0.5, gt=0, lt=1)
     """Multiplier of the learning rate while the guard acts. Needs `below`."""
 
@@ -64,10 +64,10 @@ class GuardsConfig(Section):
     length_surge: LengthSurge | None = None
     """Lower the learning rate while responses become longer."""
     ess: EssGuard | None = None
-    """Lower the learning rate while a few samples have most of the importance weight."""
+    """Lower the learning rate while a few tokens have most of the importance weight (low effective sample size)."""
     entropy: EntropyFloor | None = None
     """Lower the learning rate while the student has almost no entropy left."""
     kl: KLBrake | None = None
-    """Lower schedule.tau, the work in flight, while the learner is far from the sampling policy (drift)."""
+    """Lower schedule.tau (bound on work in flight) while the learner is far from the sampling policy (drift)."""
     gac: GradientCosine | None = None
-    """Compare the gradients of fresh and stale samples."""
+    """Compare the gradients of fresh and stale samples. Lower the learning rate while the cosine is below `below`."""

@@ -1,8 +1,8 @@
-"""Table of distillation losses. Each row is a section of the config and describes everything that other code needs.
+"""Table of distillation losses. Each row (class) is a section of the config and contains all that other code needs.
 
-The fields of a row are the loss options, with their bounds. Samplers, scorers, endpoints, learner and objective read
-`asks`: number of draws, cache, passes and formula. Schedules read `scope`. The page of estimators prints `told`. No
-other code asks for the kind of a loss. A new loss needs a row here and in `LossConfig`, and a formula in estimators/.
+The fields of a row are the loss options, with their bounds. Property `asks` describes what samplers, scorers,
+endpoints, learner and objective must provide. `scope` is for schedules; `told` is for the page of estimators. Other
+code does not depend on `kind`. A new loss needs a row here and in `LossConfig`, and a formula in estimators/.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slipstream.config.base import DRAWS, Epsilon, Section, Temperature
 from slipstream.scope import Scope
 
 Cache = Literal["sampled", "student_topk", "teacher_topk", "hidden"]
-"""Content of a teacher's scores: log-probs of the draws (extra tokens at the same position), the student's top ids or
-the teacher's top ids; or the teacher's last hidden state."""
+"""Kind of teacher scores: log-probs of draws (tokens sampled at a position, the emitted one included), of the student's
+or the teacher's top-k ids; or the teacher's last hidden state."""
 Operand = Literal["student", "behavior", "proximal", "teacher", "keep"]
 """Inputs of a loss formula: log-probs under the current student, the policy that sampled the tokens, the student when
-the batch arrived, and the teacher. `keep` is the choice of draws made over the whole batch."""
+the batch arrived, and the teacher. `keep` is the mask of draws that are selected over the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class Asks:
     formula: str
     """Formula as module.function under slipstream.estimators: maps operands and options to one loss per position."""
     takes: tuple[Operand, ...] = ("student", "teacher")
-    """Operands, in the order of the formula's parameters."""
+    """Inputs of the formula, in the order of its parameters."""
     options: Mapping[str, Any] = field(default_factory=dict)
     chooses: str = ""
-    """Formula that selects draws over the whole batch first. Empty for none. `choice` holds its options."""
+    """Formula that first selects draws of the whole batch; empty to use all draws. `choice` contains its options."""
     choice: Mapping[str, Any] = field(default_factory=dict)
     compares: bool = False
     """True if the loss uses probabilities of the policy that sampled the tokens."""
@@ -55,22 +55,22 @@ class Told:
     unit: str
     trust_region: str = "none"
     importance: str
-    """Treatment of draws from an older student."""
+    """Correction for draws that an older student sampled."""
     targets: str
-    """Failure that the loss is made for."""
+    """Problem that the loss is designed to avoid."""
     cost: str
     use_when: str
 
 
 class DistillationLoss(Section):
     told: ClassVar[Mapping[str, Told]]
-    """Descriptions by kind."""
+    """Description of the loss for each value of `kind`."""
     scope: ClassVar[Scope] = "token"
 
     weight: float = Field(1.0, ge=0)
-    """Weight of the distillation loss beside a policy loss; 0 uses no distillation and no teacher."""
+    """Weight of the distillation loss in the total loss; 0 uses no distillation and no teacher."""
     temperature: Temperature = 1.0
-    """Temperature of student and teacher in the distillation loss."""
+    """Temperature applied to the distributions of student and teacher in the distillation loss."""
 
     @property
     def asks(self) -> Asks:
@@ -95,13 +95,13 @@ class ReverseKLMC(DistillationLoss):
     m: int = Field(16, ge=1, le=DRAWS)
     """Number of draws at every position, the emitted token included. Raise it if the gradient is noisy."""
     advantage: Literal["current", "behavior"] = "current"
-    """Advantage log q − log p. current: p is the current student. behavior: p is the policy that sampled the token."""
+    """Policy p in log q − log p (teacher q). current: current student. behavior: policy that sampled the token."""
     clip: Epsilon | tuple[Epsilon, Epsilon] | None = None
     """PPO clip ε or [low, high] of p_current / p_behaviour. None does not clip."""
     importance: bool = True
     """Weight draws by p_current / p_behaviour. false is biased on stale draws; use it only for comparison."""
     ratio_cap: float | None = Field(None, gt=0)
-    """Upper bound of importance weights; draws at the bound keep a gradient. None does not truncate."""
+    """Upper bound of importance weights; draws whose weight is reduced still have a gradient. None sets no bound."""
 
     @model_validator(mode="after")
     def _check_trust_region(self) -> ReverseKLMC:
@@ -139,16 +139,16 @@ class DecoupledPPO(DistillationLoss):
     }
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """PPO on draws of the student, around the student when the batch arrived."""
+    """PPO on draws of the student; the clip limits the change since the batch arrived, not the staleness."""
     m: int = Field(16, ge=1, le=DRAWS)
     """Number of draws at every position, the emitted token included."""
     advantage: Literal["behavior", "proximal", "current"] = "behavior"
-    """Policy p of the advantage log q − log p. behavior: the policy that sampled the token. proximal: the student when
-    the batch arrived. current: the current student."""
+    """Policy p of the advantage log q − log p (q: teacher). behavior: the policy that sampled the token. proximal: the
+    student when the batch arrived. current: the current student."""
     clip: Epsilon | tuple[Epsilon, Epsilon] = 0.2
     """PPO clip ε or [low, high] of p_current / p_proximal."""
     weight_cap: float = Field(5.0, gt=0)
-    """Upper bound of p_proximal / p_behaviour; draws above the bound are left out."""
+    """Upper bound of p_proximal / p_behaviour; draws with a larger ratio are left out."""
 
     @property
     def asks(self) -> Asks:
@@ -200,7 +200,7 @@ class Divergence(DistillationLoss):
     """Losses that compare two distributions, or estimate a divergence between them."""
 
     loss_max_clamp: float | None = Field(None, gt=0)
-    """Bound c of the loss of a position, which is clamped to ±c; there is no gradient beyond. None sets no bound."""
+    """Bound c: the loss of a position is clamped to ±c, without gradient at the clamp. None sets no bound."""
     log_prob_min_clamp: float | None = Field(None, lt=0)
     """Lower bound of the log-probs of student and teacher, applied before they are compared. None sets no bound."""
 
@@ -227,15 +227,15 @@ class ReverseKLTopK(Divergence):
     }
 
     kind: Literal["reverse_kl_topk"] = "reverse_kl_topk"
-    """Reverse KL on the student's own top-k."""
+    """Reverse KL on the top-k ids of the student that sampled the token."""
     k: int = Field(64, ge=1)
-    """Number of ids in the student's top-k when it sampled the token. Raise it if student_mass is far below 1."""
+    """Number of top-k ids of the student that sampled the token. Raise it if metric student_mass is far below 1."""
     reweight: bool = True
-    """Weight the ids by the current student. false weights by the policy that sampled them: biased on stale tokens."""
+    """Weight ids by the current student. false weights by the policy that sampled the token: biased on stale tokens."""
     tail: bool = False
-    """Add the remaining mass of both models as one more bucket; needs renormalise = false."""
+    """Add one more bucket: the probability mass outside the top-k, for both models. Needs renormalise = false."""
     renormalise: bool = True
-    """Renormalise both models on the top-k."""
+    """Scale the probabilities of both models on the top-k to sum to 1."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> ReverseKLTopK:
@@ -297,9 +297,9 @@ class ForwardKL(Divergence):
     k: int = Field(32, ge=1)
     """Number of ids in the teacher's top-k. Raise it if the metric teacher_mass is far below 1."""
     tail: bool = False
-    """Add the remaining mass of both models as one more bucket: equal models then have no gradient."""
+    """Add one more bucket: the probability mass outside the top-k. Equal models then have no gradient."""
     renormalise: bool = False
-    """Renormalise both models on the top-k: equal models then have no gradient. Exclusive with tail."""
+    """Scale probabilities on the top-k to sum to 1. Equal models then have no gradient. Not allowed with tail."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> ForwardKL:
@@ -335,12 +335,12 @@ class JSD(Divergence):
     kind: Literal["jsd"] = "jsd"
     """Generalised Jensen-Shannon divergence, between forward and reverse KL."""
     cache: Literal["hidden", "teacher_topk"] = "hidden"
-    """Scores from the teacher: the last hidden state, which is exact, or the top-k tokens with one bucket for the
-    rest."""
+    """Scores from the teacher: the last hidden state, which is exact, or the top-k tokens with one bucket for the mass
+    of all other tokens."""
     k: int = Field(32, ge=1)
     """Number of ids in the teacher's top-k. Raise it if the metric teacher_mass is far below 1."""
     beta: float = Field(0.5, ge=0, le=1)
-    """Interpolation between the directions: 0 is forward KL, 1 is reverse KL."""
+    """Interpolation between the two KL directions: 0 is forward KL, 1 is reverse KL."""
 
     @model_validator(mode="after")
     def _check_k_is_used(self) -> JSD:
@@ -454,10 +454,10 @@ LOSSES: dict[str, type[DistillationLoss]] = {
 
 
 def caches(row: type[DistillationLoss]) -> tuple[Cache, ...]:
-    """Return the caches that a loss can choose from; empty if there is no choice."""
+    """Return the caches (kinds of teacher scores) that a loss can choose from; empty if there is no choice."""
     offered = row.model_fields.get("cache")
     return get_args(offered.annotation) if offered else ()
 
 
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "forward_kl_topk": "forward_kl"}
-"""Names of losses in verl."""
+"""Names that verl uses for losses, and the names of the same losses here."""

@@ -1,4 +1,4 @@
-"""Parts of the objective beside distillation: policy loss, reference KL, and corrections for stale tokens."""
+"""Settings of other losses than distillation (policy loss, reference KL), and of corrections for stale tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AdvantageName = Literal[
     "remax",
     "optimal_token_baseline",
 ]
-"""Advantages that need no critic."""
+"""Names of the advantage estimators that need no critic."""
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 PresetName = Literal[
     "decoupled_token_is",
@@ -75,7 +75,7 @@ class PolicyConfig(Section):
     """Policy loss on task rewards (RL), added to the distillation loss, or used alone with loss.weight = 0. `slipstream
     estimators` explains the names."""
     weight: float = Field(1.0, gt=0)
-    """Weight of the policy loss beside the other losses."""
+    """Weight of the policy loss in the total loss."""
     options: dict[str, float] = Field({})
     """Hyperparameters of the loss, for example { clip_high = 0.28 }. Empty uses the defaults of the loss."""
     aggregation: Aggregation | None = None
@@ -87,8 +87,8 @@ class PolicyConfig(Section):
     reward_weights: dict[str, float] = Field({})
     """Weights of several rewards, for example { math = 1.0, exact = 0.2 }. A reward without an entry has weight 1."""
     old: Literal["behavior", "previous"] = "behavior"
-    """Denominator of the importance ratio. behavior: the policy that sampled the tokens. previous: the learner before
-    its last update."""
+    """Old policy, the denominator of the importance ratio. behavior: the policy that sampled the tokens. previous: the
+    learner before its last update."""
 
     @field_validator("advantage", mode="before")
     @classmethod
@@ -100,9 +100,9 @@ class PolicyConfig(Section):
 
 class ReferenceConfig(Section):
     weight: float = Field(gt=0)
-    """Coefficient β of the KL to the reference, the student at the start. An adaptive β starts with this value."""
+    """Coefficient β of the KL to the reference policy, the student at the start of the run; start value if adaptive."""
     into: Literal["loss", "reward"] = "loss"
-    """Place of the KL. loss: a term of the loss. reward: subtracted from the rewards of [policy]."""
+    """Use of the KL. loss: a term of the loss. reward: subtracted from the rewards of [policy]."""
     estimate: EstimateName | None = None
     """Estimator of the KL from the emitted token. None: k3 in the loss (k2 with importance = false), k1 in the
     reward."""

@@ -1,4 +1,4 @@
-"""Schedules: when rollout, scoring, learning and publishing happen. Each kind of schedule is a section."""
+"""Schedules, one section per kind: order of rollout, scoring, learning and publishing. tau bounds work in flight."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from slipstream.config.base import Section
 
 
 class ScheduleSection(Section):
-    """Properties that every schedule has, so that other files need not ask which kind it is."""
+    """Properties of all schedules, so that other code does not depend on the kind."""
 
     serial: ClassVar[bool] = False
-    """Roll out, score and learn one after the other."""
+    """True if rollout, scoring and learning run one after the other."""
     learns_as_ready: ClassVar[bool] = False
-    """Gather gradients from groups as they come, and make one step at the end of an update."""
+    """True if the learner adds up gradients of groups as they arrive, and makes one step at the end of an update."""
 
     @property
     def label(self) -> str:
-        """Return the name with the most important setting, such as `step_off(2)`."""
+        """Return the name of the schedule and its most important setting, such as `step_off(2)`."""
         return self.kinds()[0]
 
     @property
@@ -40,7 +40,7 @@ class ScheduleSection(Section):
 
     @property
     def finds_tau(self) -> bool:
-        """Return whether the run chooses tau."""
+        """Return whether the run itself adapts tau (tau = "auto")."""
         return False
 
 
@@ -76,7 +76,7 @@ class Async(ScheduleSection):
     tau_max: int = Field(8, ge=1)
     """Largest tau that tau = "auto" can choose."""
     drift: float = Field(0.02, gt=0)
-    """Drift in nats (metric drift/k3_kl) that tau = "auto" does not exceed."""
+    """Drift in nats (metric drift/k3_kl) above which tau = "auto" lowers tau."""
     publish_every: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """Number of updates between two publishes of weights. Work in flight grows in proportion. "auto" needs tau =
     "auto". It starts with 1 and doubles while the learner waits and publishes take long. A change that makes samples
@@ -84,12 +84,12 @@ class Async(ScheduleSection):
     publish_max: int = Field(4, ge=2)
     """Largest number of updates that publish_every = "auto" can choose; a power of two."""
     on_publish: Literal["keep", "drain", "restart"] = "keep"
-    """Treatment of running responses when new weights are published. keep: continue them under the new weights. drain:
-    finish them first. restart: start them again."""
+    """Treatment of running responses when new weights are published. keep: continue under the new weights. drain:
+    finish running responses first. restart: start the responses again."""
     order: Literal["mixture", "completion", "submission"] = "mixture"
-    """Order in which the learner takes groups. mixture: as groups finish, with each teacher's share of the prompts in
-    every update. completion: as groups finish. submission: in the order of submission: bounded staleness, but
-    stragglers block."""
+    """Order in which groups enter updates. mixture: as groups finish, with each teacher's share of the prompts in every
+    update. completion: as groups finish. submission: in the order of submission, which bounds staleness, but a slow
+    group blocks the others."""
     mixture: str | None = Field(None, min_length=1)
     """Column of the data whose values also keep their shares, with order = "mixture". Every update has as many groups
     of each value as in the order of submission. Dots select fields of objects and items of lists. None uses no column.
@@ -98,8 +98,8 @@ class Async(ScheduleSection):
     """Largest lag in updates between the policy that sampled a token and the policy that learns from it. None: no
     limit."""
     on_old: Literal["wait", "restart", "drop"] | None = None
-    """Action that keeps max_lag. wait (the default): hold the learner. restart: roll out the group again. drop: drop
-    the group, which favours short responses. Needs max_lag."""
+    """Action that keeps max_lag. wait (the default): updates wait for old groups. restart: roll out the group again.
+    drop: drop the group, which favours short responses. Needs max_lag."""
 
     @property
     def most(self) -> float:
@@ -118,7 +118,7 @@ class Async(ScheduleSection):
 
     @property
     def batches(self) -> float:
-        """Return the largest possible number of batches in flight. Rarer publishes by "auto" do not raise it."""
+        """Return the largest possible number of batches in flight, which publish_every = "auto" does not raise."""
         return (self.most + 1) * self.often
 
     @property

@@ -1,7 +1,7 @@
 """The configuration: one schema, one set of defaults. Unknown keys are errors.
 
-The text under each field is its help, which `slipstream config` prints. A section whose settings depend on its `kind`
-(`loss`, `schedule`) is a union of sections. `file.py` reads config files.
+The string under each field is the help text that `slipstream config` prints. A section whose settings depend on its
+`kind` (`loss`, `schedule`) is a union of sections. `file.py` reads config files.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     """Numerator of the adapters' scale, which is alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers with an adapter, such as ["q_proj", "v_proj"]. "all-linear" is all but the head."""
+    """Names of the linear layers with an adapter, such as ["q_proj", "v_proj"]. "all-linear": all except the head."""
 
     def among(self, layers: Sequence[str]) -> list[str]:
         """Return the linear layers that get an adapter. Raise a ConfigError for an unknown target."""
@@ -192,12 +192,12 @@ class LearnerConfig(Section):
     token_budget: int = Field(16384, ge=1)
     """Largest number of tokens, padding included, in one micro-batch. Lower it if memory runs out."""
     packing: bool = True
-    """Put several sequences into one row; each attends only to itself. Write false for models that cannot do this."""
+    """Put several sequences into one row; a sequence attends only to itself. Write false for models without support."""
     shared_prompt: bool = False
     """Compute the prompt of a group only once: its responses share a row. Each attends to the prompt and to itself."""
     dropout: bool = False
-    """Train with the dropout rates of the model's config. With false the gradient is that of the policy that
-    sampled."""
+    """Train with the dropout rates of the model's config. false uses no dropout, so that learner and sampler compute
+    the same policy."""
     checkpointing: bool = False
     """Recompute activations in the backward pass (gradient checkpointing): less memory, a third more time."""
     dtype: Dtype = "float32"
@@ -289,14 +289,14 @@ class CheckpointConfig(Section):
     """Minutes after which a checkpoint is saved, at the end of the next update; 0 saves by `every` only. With either
     setting the end of a run is saved too. If both are 0, a run that is killed loses everything."""
     keep: int = Field(2, ge=1)
-    """Number of checkpoints to keep, beside the last proven one (docs/trust.md) and the next one to be proven."""
+    """Number of newest checkpoints to keep. The last proven one and the next to prove (docs/trust.md) also stay."""
 
 
 class HealthConfig(Section):
     stop: bool = True
     """Stop the run at a finding that no run recovers from. false only prints findings."""
     updates: int = Field(3, ge=1)
-    """Number of consecutive updates that a problem must last to be a finding."""
+    """Number of consecutive updates with the same problem that count as a finding."""
     window: int = Field(50, ge=5)
     """Number of preceding updates that define the usual values."""
     kl: float = Field(0.05, ge=0)
@@ -316,13 +316,13 @@ class HealthConfig(Section):
     rise: float = Field(5.0, gt=0)
     """Rise in nats of the mean reverse KL to the teachers since the start that is a finding if no reward improved."""
     idle: int = Field(50, ge=1)
-    """Number of consecutive updates with a zero gradient that is a finding."""
+    """Number of consecutive updates with a gradient of zero that count as a finding."""
     reward: int = Field(100, ge=2)
-    """Number of consecutive updates with an unchanged reward that is reported. This never stops the run."""
+    """Number of consecutive updates with an unchanged reward that cause a report. The run is not stopped."""
 
     @property
     def proof(self) -> int:
-        """Return the number of updates until every rule and every canary has tested the weights of a checkpoint."""
+        """Return the number of updates in which all health rules and canary checks test a checkpoint's weights."""
         return max(self.updates, self.canary)
 
 
@@ -355,8 +355,8 @@ class RuntimeConfig(Section):
     """Seconds without an answer after which an engine's process counts as hanging and is killed. Engines answer while
     they compute, except inside a call that blocks Python, such as writing part of a checkpoint to a slow disk."""
     restarts: int = Field(3, ge=0)
-    """Number of restarts per hour of each engine that died. Samplers and scorers restart while the others continue. For
-    the learner the run goes back to its last checkpoint. Then the run continues without the engine, if possible."""
+    """Number of restarts per hour of each engine that died; above it the run continues without the engine, if possible.
+    Samplers and scorers restart while others continue. For the learner the run goes back to its last checkpoint."""
     device: str = "auto"
     """Device of the models: auto, cpu or cuda; with kind = "inline" also cuda:1 and so on."""
     threads: int = Field(1, ge=1, le=THREADS)
@@ -587,7 +587,7 @@ class Config(Section):
 
     @property
     def sampler_features(self) -> set[str]:
-        """Return the features that this config needs of its sampler's engine, beside sampling."""
+        """Return names of the features that samplers of this config need from their engine, in addition to sampling."""
         needed = {
             "engine_args": bool(self.sampler.engine_args),
             "keep_mask": self.sampler.keep_mask,
@@ -616,7 +616,7 @@ class Config(Section):
 
     @property
     def most_workers(self) -> dict[str, int]:
-        """Return the largest number of workers of each kind with replicas = "auto"."""
+        """Return the largest number of workers for each kind of worker that has replicas = "auto"."""
         sampler = {"sampler": self.sampler.replicas_max} if self.sampler.replicas == "auto" else {}
         return sampler | {
             f"teacher.{name}": teacher.replicas_max

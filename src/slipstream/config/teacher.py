@@ -1,7 +1,7 @@
-"""Teachers: where each runs, which responses it scores, and which scores it can provide.
+"""Teachers: the place where a teacher runs, the responses that it scores, and the scores that it can provide.
 
-A teacher behind an endpoint returns log-probs of the given tokens and of a few most likely tokens, at temperature 1.
-Losses that need more are refused here, and the message says what to write instead.
+A teacher behind an endpoint returns log-probs of the given tokens and of a few most likely tokens, at temperature 1. A
+loss that needs more raises an error here, and the message names settings to write instead.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class FollowConfig(Section):
     """Schedule by which a teacher's weights follow the student's: as a moving average, or as a copy."""
 
     ema: float | None = Field(None, gt=0, lt=1)
-    """Decay of the moving average: the share of the teacher's own weights that stays at each move. 0.99 moves slowly,
+    """Decay of the moving average: the share of the teacher's own weights that stays at each step. 0.99 follows slowly,
     0.5 fast. None needs copy_every."""
     every: int = Field(1, ge=1)
-    """Number of updates between two moves of the moving average. Each move is published to the teacher's scorers."""
+    """Number of updates between two steps of the moving average. Each step is published to the teacher's scorers."""
     copy_every: int | None = Field(None, ge=1)
     """Number of updates after which the teacher becomes a copy of the current student. None needs ema."""
 
@@ -73,8 +73,8 @@ class TeacherConfig(Section):
     timeout: float = Field(120.0, gt=0)
     """Time limit of one request in seconds."""
     key: str | None = None
-    """Value of data_source that selects the prompts of this teacher. None: the teacher's name. One teacher scores
-    all."""
+    """Value of data_source (data.teacher_key) that selects this teacher's prompts. None: the teacher's name. A single
+    teacher scores all prompts."""
     weight: float = Field(1.0, ge=0)
     """Weight of this teacher's samples in the distillation loss."""
     context: str | None = None
@@ -86,29 +86,29 @@ class TeacherConfig(Section):
     """Schedule by which the weights of a teacher with model = "self" follow the student: { ema = 0.99, every = 5 } is a
     moving average, { copy_every = 20 } is a copy. None keeps the weights of the start."""
     relabel: Literal["never", "stale", "always"] = "never"
-    """Responses that are scored again just before the update. stale: those for which the teacher's weights or the shown
-    attempts changed. always: all; use this with a context written by a function. The KL between the new and the old
-    scores is also measured (for an endpoint, a lower bound)."""
+    """Responses that are scored again just before the update. stale: responses for which the teacher's weights or the
+    shown attempts changed. always: all; use this with a context written by a function. The KL between new and old
+    scores is measured too (for an endpoint, a lower bound)."""
     dtype: Dtype = "float32"
     """Number format of the teacher's weights and computations."""
     token_budget: int = Field(16384, ge=1)
     """Largest number of tokens, padding included, in one forward pass. Lower it if memory runs out."""
     packing: bool = True
-    """Put several sequences into one row; each attends only to itself. Write false for models that cannot do this."""
+    """Put several sequences into one row; a sequence attends only to itself. Write false for models without support."""
     longest: int | None = Field(None, ge=2)
     """Largest number of tokens of a prompt with its response. None: the longest in the data (see sampler.longest)."""
     replicas: Replicas = 1
     """Number of copies of the teacher. For an endpoint this is the number of clients that share `concurrency`. Each
-    group goes to the least busy copy. "auto" starts with one, adds copies while the learner waits for them and they
-    help, and removes idle copies."""
+    group goes to the least busy copy. "auto" starts with one, adds copies while the learner waits for scores and more
+    copies help, and removes idle copies."""
     replicas_max: int = Field(8, ge=1)
     """Largest number of copies that replicas = "auto" can choose."""
     recheck: float = Field(0.01, ge=0, le=1)
-    """Share of groups that are scored twice, by another copy if one exists. Both scores must agree. 0: none."""
+    """Share of groups that are scored twice, by another copy if possible, to check that both scores agree. 0: none."""
 
     @property
     def promised(self) -> float:
-        """Return the allowed root mean square difference between log-probs of one response that is scored twice."""
+        """Return the allowed root mean square difference between two scorings of one response, in log-probs."""
         # rounding depends on the other rows of a batch; the precision of an endpoint is unknown
         return 0.01 if self.exact else 0.25
 
@@ -184,7 +184,7 @@ class TeacherConfig(Section):
 
     @property
     def features(self) -> set[str]:
-        """Return the features that this teacher needs of its engine, beside scoring."""
+        """Return names of the features that this teacher needs from its engine, in addition to scoring."""
         changed = {name for name in LOCAL_OPTIONS if getattr(self, name) != type(self).model_fields[name].default}
         needed = {
             "user_context": self.own_context,
@@ -227,7 +227,7 @@ class TeacherConfig(Section):
 
 
 def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
-    """Return the name of the teacher for each value of data_source."""
+    """Return a map from each value of data_source to the name of the teacher that scores its prompts."""
     return {name if teacher.key is None else teacher.key: name for name, teacher in teachers.items()}
 
 
@@ -289,7 +289,7 @@ def endpoint_problems(where: str, teacher: TeacherConfig, loss: LossConfig) -> I
 def endpoint_defaults(loss: dict[str, Any], most: int) -> dict[str, Any]:
     """Return new defaults of a loss for endpoint teachers that return `most` log-probs per token.
 
-    `loss` holds the options that the file sets. Only options that the file leaves open are changed.
+    `loss` holds the options that the config file sets. Only defaults of other options are returned.
     """
     row = LOSSES.get(str(loss.get("kind")))
     if row is None:

@@ -1,1 +1,1 @@
-"""Training data: rows of files and datasets, prompts, tokenizers, and the contexts of teachers."""
+"""Training data: readers of files and datasets, prompts, tokenizers, and the contexts that teachers see."""

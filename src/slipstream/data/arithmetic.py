@@ -18,7 +18,7 @@ SPLITS = ("train", "eval")
 
 
 def problem(rng: random.Random) -> tuple[str, str]:
-    """Draw one prompt and its answer. Letters never repeat within a chain, since chains are shorter than 26."""
+    """Draw one random prompt and its answer. No letter repeats in a chain, since chains are shorter than 26."""
     length = min(LONGEST, SHORTEST + int(rng.expovariate(1 / MEAN_EXTRA)))
     start = rng.randrange(26)
     prompt, answer, total = "", "", 0
@@ -37,7 +37,7 @@ def split_of(prompt: str) -> str:
 
 
 def problems(split: str, count: int) -> Iterator[tuple[str, str]]:
-    """Yield the first ``count`` problems of a split. They are always the same, and the splits share none.
+    """Yield the first ``count`` problems of a split. They are the same in every run. No prompt is in both splits.
 
     Different seeds would not separate the splits, since short chains are often drawn twice. Each problem is therefore
     drawn again until its prompt belongs to the split.
@@ -46,7 +46,7 @@ def problems(split: str, count: int) -> Iterator[tuple[str, str]]:
 
 
 def numbered(split: str, index: int) -> tuple[str, str]:
-    """Return problem number ``index`` of a split, independently of all others."""
+    """Return prompt and answer of problem number ``index`` of a split; no other problem is computed."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     rng = random.Random(f"{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs

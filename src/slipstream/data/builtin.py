@@ -1,4 +1,4 @@
-"""Built-in tasks: the data sets with `builtin:` names in `[data]`, as numbered problems."""
+"""Built-in tasks: data sets that `[data]` names as `builtin:NAME`; each generates numbered problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.errors import DataError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A row of a built-in task, without an id."""
+    """Problem of a built-in task: the content of a data row."""
 
     prompt: str | list[dict[str, Any]]
     answer: str
@@ -34,7 +34,7 @@ TASKS: dict[str, Callable[[str, int], Problem]] = {
     "arithmetic": _arithmetic,
     **{task: partial(_hidden, task) for task in hidden.TASKS},
 }
-"""Tasks by name; each returns problem number i of a split, for every i."""
+"""Tasks by name: functions from a split and a number i ≥ 0 to problem number i."""
 
 
 def check(name: str, split: str) -> None:

@@ -1,6 +1,6 @@
-"""Layouts of data rows: the columns of prompt and answer, recognised by their names or set in the config.
+"""Layouts of data rows: which columns hold prompt and answer. A layout is recognised by column names or configured.
 
-A path in a row is a column or a dotted path into its value: `reward_model.ground_truth`, `choices.0.text`.
+A path names a column, or a part of a column's value by dots: `reward_model.ground_truth`, `choices.0.text`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MARK = "####"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Paths of prompt and answer, in order of preference; the first path that holds a value is used."""
+    """Alternative paths of the prompt and of the answer; in each row, the first path that has a value is used."""
 
     name: str
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
     take: Literal["all", "after mark", "last turn"] = "all"
-    """Part of the value at the answer's path that is the answer."""
+    """Which part of the value is the answer: all, the text after `MARK`, or the text of the last assistant turn."""
 
     def __str__(self) -> str:
         taken = f" after {MARK}" if self.take == "after mark" else ""
@@ -43,7 +43,7 @@ GSM8K = Layout("GSM8K", ("question",), ("answer",), take="after mark")
 
 
 def layout_of(rows: Sequence[Any]) -> Layout:
-    """Recognise the layout by the first row's columns and the answers of all given rows; `PLAIN` if no other fits."""
+    """Return the layout that fits the first row's columns and the answers of all `rows`; `PLAIN` if no other fits."""
     found = next((row for row in rows if isinstance(row, dict)), {})
     asked, graded = found.keys() & {"prompt", "messages"}, found.keys() & {"ground_truth", "answer"}
     if asked and graded:
@@ -68,7 +68,7 @@ def _column(rows: Iterable[Any]) -> Iterable[Any]:
 
 
 def as_told(layout: Layout, data: DataConfig) -> Layout:
-    """Replace the paths of a layout by those that the config sets."""
+    """Return the layout with the paths that the config sets in place of its own."""
     if data.template is not None:
         layout = replace(layout, prompt=(f"data.template = {data.template!r}",))
     if data.prompt is not None:
@@ -81,7 +81,7 @@ def as_told(layout: Layout, data: DataConfig) -> Layout:
 
 
 def reach(fields: Any, path: str) -> Any:
-    """Return the value at a path, or raise LookupError. A column whose own name contains dots has precedence."""
+    """Return the value at a path; raise LookupError if none exists. Column names that contain dots are tried first."""
     if isinstance(fields, Mapping) and path in fields:
         return fields[path]
     head, dot, rest = path.partition(".")
@@ -95,7 +95,7 @@ def reach(fields: Any, path: str) -> Any:
 
 
 def first_of(fields: Mapping[str, Any], paths: Iterable[str]) -> Any:
-    """Return the first value at these paths that exists and is not None; None if there is none."""
+    """Return the value at the first path that has a value other than None; None if no path has one."""
     for path in paths:
         try:
             found = reach(fields, path)
@@ -107,7 +107,7 @@ def first_of(fields: Mapping[str, Any], paths: Iterable[str]) -> Any:
 
 
 def told(where: str, fields: Mapping[str, Any], path: str, setting: str) -> Any:
-    """Return the value at the path of a config setting; raise DataError if the row lacks it."""
+    """Return the value at `path`, which a config setting names; raise DataError if the row has no such path."""
     try:
         return reach(fields, path)
     except LookupError:
@@ -115,7 +115,7 @@ def told(where: str, fields: Mapping[str, Any], path: str, setting: str) -> Any:
 
 
 def _paths(fields: Mapping[str, Any], before: str = "") -> list[str]:
-    """List all paths of one or two levels."""
+    """List all paths of one or two levels in a row."""
     found = []
     for name, value in fields.items():
         inner = _paths(value, f"{name}.") if isinstance(value, Mapping) and not before else [f"{before}{name}"]
@@ -124,7 +124,7 @@ def _paths(fields: Mapping[str, Any], before: str = "") -> list[str]:
 
 
 def filled(where: str, template: str, fields: Mapping[str, Any]) -> str:
-    """Fill a template with the values of a row."""
+    """Fill the placeholders {path} of a template with values of a row; raise DataError for values that are not text."""
     parts = []
     for text, path, _, _ in Formatter().parse(template):
         parts.append(text)

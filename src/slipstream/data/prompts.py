@@ -1,7 +1,7 @@
-"""Rows of a dataset, and the endless sequence of prompts that a run takes from them.
+"""Rows of a dataset, and the endless sequence of prompts that a run makes from these rows.
 
-A row becomes a prompt (text or a list of messages) and an optional answer; `layouts` finds the columns of both. In
-every layout the columns `id`, `data_source` and `tools` are read. `tools` holds JSON schemas and needs messages.
+A row becomes a prompt (text or a list of messages) and an optional answer, whose columns `layouts` finds. Columns
+`id`, `data_source` and `tools` are read, too. `tools` holds JSON schemas; the prompt must then be messages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Messages = list[dict[str, Any]]
 EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
 NO_MESSAGE = "a message must have 'role' and 'content', both text"
 LIKELY = ("question", "problem", "instruction", "query", "input", "text")
-"""Usual names of the prompt column, for the hint in an error message."""
+"""Usual names of prompt columns, which the error message for a missing prompt suggests."""
 LOOKED_AT = 8
-"""Number of rows from which the layout is recognised."""
+"""Number of rows at the start of a source from which the layout is recognised."""
 DEEPEST = 50
 """Largest nesting depth of lists and objects in a row."""
 BUILT_IN_ROWS = 20_000
-"""Number of rows of a built-in task without `data.limit`."""
+"""Number of rows that a built-in task has if `data.limit` is not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class Row:
     ground_truth: Any = None
     meta: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of tools for the chat template; None if the row has none."""
+    """JSON schemas of tools for the chat template; None if the row names no tools."""
     where: str = field(default="", compare=False)
-    """File and line; empty if unknown."""
+    """File and line of the row; empty if unknown."""
 
     @property
     def place(self) -> str:
-        """File and line of the row, or its id, for messages."""
+        """File and line of the row, or the row's id if unknown, for error messages."""
         return self.where or self.id
 
 
 def check_there(source: str, split: str) -> None:
-    """Raise DataError if a source does not exist. No file is read, and names on the hub are not checked."""
+    """Raise DataError if a source does not exist. Contents are not read, and names on the hub are not checked."""
     if source.startswith("builtin:"):
         builtin.check(source.removeprefix("builtin:"), split)
     else:
@@ -62,7 +62,7 @@ def check_there(source: str, split: str) -> None:
 
 
 def check_told(data: DataConfig, *given: str) -> None:
-    """Raise ConfigError if a config names columns, but all sources are built-in tasks, which have none."""
+    """Raise ConfigError if the config names columns, but all sources are built-in tasks, which have no columns."""
     if all(source.startswith("builtin:") for source in given):
         for name in ("prompt", "answer", "template"):
             if getattr(data, name) is not None:
@@ -77,7 +77,7 @@ def load_rows(
     limit: int | None = None,
     say: Callable[[str], object] = str,
 ) -> Sequence[Row]:
-    """Load and check all rows of a source; raise DataError for the first bad row. `say` gets the recognised layout."""
+    """Load and check all rows of a source; raise DataError for the first bad row. `say` prints the layout."""
     data = data or DataConfig()
     if source.startswith("builtin:"):
         name = source.removeprefix("builtin:")
@@ -94,7 +94,7 @@ def load_rows(
 
 
 class Problems(Sequence[Row]):
-    """Rows of a built-in task, each made at its first use."""
+    """Rows of a built-in task; each row is generated when it is first read."""
 
     def __init__(self, name: str, split: str, size: int) -> None:
         self.name, self.split, self.size = name, split, size
@@ -154,7 +154,7 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
 
 
 def fault_of(value: Any, depth: int = 0) -> str:
-    """Return why a value cannot be stored or tokenized; empty if it can."""
+    """Return the reason why a value cannot be stored or tokenized; empty if it can be."""
     if isinstance(value, str):
         if "\0" in value:
             return "holds a NUL character"
@@ -172,7 +172,7 @@ def fault_of(value: Any, depth: int = 0) -> str:
 
 
 def _prompt(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig) -> Any:
-    """Return the prompt column unchecked, or the filled `data.template`."""
+    """Return the value of the prompt column without checks, or `data.template` filled with the row's values."""
     if data.template is not None:
         return filled(where, data.template, fields)
     if data.prompt is not None:
@@ -204,9 +204,9 @@ def _answer(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig
 
 
 def _conversation(where: str, messages: list[Any]) -> tuple[Messages, str | None]:
-    """Return the messages before the student's turn with all their fields, and the text of the removed last turn.
+    """Return the messages before the student's turn, and the text of the removed assistant turn (None without one).
 
-    A message that calls tools may have no text. Fields that are None are dropped, since tables fill every column.
+    A message that calls tools may have no text. Fields that are None are dropped: tables fill missing fields with None.
     """
     kept: Messages = []
     for message in messages:
@@ -227,7 +227,7 @@ def _conversation(where: str, messages: list[Any]) -> tuple[Messages, str | None
 
 
 def _joined(content: Any) -> Any:
-    """Join a content whose parts are all text; return any other content unchanged."""
+    """Join a message content that is a list of text parts; return any other content unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
@@ -259,7 +259,7 @@ class Ragged(Sequence[Ints]):
 
 
 class Prompts:
-    """Prompt number i of a run, for every i: a pure function of the seed, so a run can resume at any prompt."""
+    """Prompts of a run by number i ≥ 0. A prompt depends only on the seed and i, so a run can resume at any prompt."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class Prompts:
         sources: Sequence[str] = (),
         tells: bool = False,
     ) -> None:
-        """Set scoring teacher and mixture component of each row. `tells`: prompts keep their text or messages."""
+        """Set teacher and mixture component (`sources`) of each row. `tells`: prompts keep their text or messages."""
         self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
         self.sources = list(sources) or self.teachers
@@ -284,7 +284,7 @@ class Prompts:
         return self.row(self._index(number), number)
 
     def source(self, number: int) -> str:
-        """Return the mixture component of a prompt."""
+        """Return the mixture component of prompt `number`, by which updates keep the shares of the data."""
         return self.sources[self._index(number)]
 
     def _index(self, number: int) -> int:
@@ -312,7 +312,7 @@ class Prompts:
 
 
 def digest(rows: Iterable[Row], tokens: Iterable[Ints], teachers: Iterable[str]) -> str:
-    """Hash all rows in order: tokens, teacher, source, answer and metadata. Paths and ids are not included."""
+    """Hash tokens, teacher, source, answer and metadata of all rows in order. Paths and ids of rows are not hashed."""
     found = hashlib.sha256()
     for row, ids, teacher in zip(rows, tokens, teachers, strict=True):
         found.update(repr((len(ids), teacher, row.data_source, row.ground_truth, row.meta)).encode())

@@ -1,6 +1,6 @@
-"""Readers of data sources: local files, saved datasets, and datasets on the hub. They yield rows with their places.
+"""Readers of data sources: local files, saved datasets, and datasets on the hub. Each yields pairs of place and row.
 
-Files are streamed, must be UTF-8, and are parsed by their extension. Errors are one line that names the place.
+Files are streamed and must be UTF-8; the extension selects the parser. An error message names file and line.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def rows_of(source: str, split: str) -> Rows:
 
 
 def ending_of(source: str) -> str:
-    """Return the extension that names the format (`.jsonl` for `a.jsonl.gz`); empty if the source is not one file."""
+    """Return the extension of a file's format (`.jsonl` for `a.jsonl.gz`); empty if the source is a dataset."""
     path = Path(source)
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     return plain.suffix if plain.suffix in READERS else ""
 
 
 def has_splits(source: str) -> bool:
-    """Return whether a source may have splits. Files and single saved tables have none."""
+    """Return True if a source may have splits: it is neither a file nor a dataset that was saved as one table."""
     return not ending_of(source) and not (Path(source) / "state.json").exists()
 
 
 def check_there(source: str) -> None:
-    """Raise DataError if a source cannot exist. No content is read, and names on the hub are not looked up."""
+    """Raise DataError if a source cannot exist. Contents are not read, and dataset names on the hub are not checked."""
     name, _, subset = source.rpartition(":")
     if not source.strip():
         raise DataError(f"{source!r} names no data: write a file ({', '.join(READERS)}) or a HF dataset")
@@ -78,7 +78,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _json(path: Path) -> Rows:
-    """Yield objects from a file with one object per line, or with one list of objects."""
+    """Yield rows from a file that has one JSON object per line, or one JSON list of objects."""
     lines = ((number, line) for number, line in _lines(path) if line.strip())
     for number, line in lines:
         if number == 1 and line.lstrip().startswith("["):
@@ -101,7 +101,7 @@ def _parsed(where: str, text: str, expected: str) -> Any:
 
 
 def _csv(path: Path) -> Rows:
-    """Yield the rows of a CSV file with header. Empty cells are None; columns without name are skipped."""
+    """Yield the rows of a CSV file with a header line. Empty cells become None; unnamed columns are dropped."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader((line for _, line in _lines(path)), strict=True)
     names: list[str] = []
@@ -168,7 +168,7 @@ def _hf_dataset(source: str, split: str) -> Rows:
 
 
 def named(source: str) -> tuple[str, str | None]:
-    """Split `openai/gsm8k:main` into dataset and subset; an existing path is never split at a colon."""
+    """Split `openai/gsm8k:main` into dataset and subset; the subset is None without colon, or if the path exists."""
     name, colon, subset = source.rpartition(":")
     return (source, None) if not colon or Path(source).exists() else (name, subset)
 
@@ -178,4 +178,4 @@ def _why(error: BaseException) -> str:
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-"""Readers by file extension."""
+"""Function that reads a file, by file extension."""

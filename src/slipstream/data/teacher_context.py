@@ -1,10 +1,10 @@
 """Teacher contexts: the text that a teacher reads before a response instead of the student's prompt.
 
-A context is a template with placeholders, or the result of a user function. It is the whole prefix with all special
-tokens: {prompt} is the student's prompt as rendered by the chat template. The context is tokenized once. The response's
-tokens follow it unchanged.
+A context is a filled template or the result of a user function. The context replaces the whole prompt, special tokens
+included; {prompt} is the student's prompt as the chat template renders it. The teacher reads the tokens of the context
+and then the unchanged tokens of the response.
 
-A user function runs in a separate process, as rewards do. The names of its parameters select the fields that it gets.
+A user function runs in a separate process, as rewards do. It gets the fields of `Seen` that its parameters name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.rewards.grading import GradingProcess
 def context_of(
     spec: str | None, tokenizer: Tokenizer, *, longest: int | None = None, timeout: float = 30.0
 ) -> TextContext | None:
-    """Build the context of `teachers.NAME.context`; None (the default) means the student's prompt."""
+    """Build the context from `teachers.NAME.context`; None (the default): the teacher sees the student's prompt."""
     if spec is None:
         return None
     if OWN.fullmatch(spec):
@@ -36,7 +36,7 @@ def context_of(
 
 
 def check_function(teacher: str, spec: str, *, graded: bool) -> None:
-    """Raise ConfigError if a context function cannot be loaded or needs unknown values; load it in a child process."""
+    """Raise ConfigError if a context function cannot be loaded, or requires rewards that the run lacks (`graded`)."""
     process = GradingProcess([spec], timeout=0.0, makes="context")
     try:
         process.ready()
@@ -52,7 +52,7 @@ def check_function(teacher: str, spec: str, *, graded: bool) -> None:
 
 
 class TextContext:
-    """A context of text. Subclasses make the text; this class tokenizes it."""
+    """Base class of contexts. Subclasses write the text in `text`; this class turns the text into tokens."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int | None) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not thread-safe
@@ -66,7 +66,7 @@ class TextContext:
         return tokens
 
     def close(self) -> None:
-        """Release resources; a template has none."""
+        """Release resources; a template holds none."""
 
     def before(self, prompt: Prompt, response: Ints | None = None, attempts: Attempts | None = None) -> Ints:
         seen = Seen(
@@ -113,7 +113,7 @@ class WrittenContext(TextContext):
     def __init__(self, spec: str, tokenizer: Tokenizer, longest: int | None, timeout: float) -> None:
         super().__init__(tokenizer, longest)
         self.spec, self.timeout = spec, timeout
-        self.process = self._process()  # started early, so that it starts while the model loads
+        self.process = self._process()  # start now, while the model loads
 
     def _process(self) -> GradingProcess:
         return GradingProcess([self.spec], self.timeout, makes="context")

@@ -1,4 +1,4 @@
-"""Encoding of data rows to token ids by the model's tokenizer and chat template, and checks of tokenizers."""
+"""Conversion of data rows to token ids by the model's tokenizer and chat template, and checks of tokenizers."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ModelError(f"{name}: cannot load a tokenizer there: {first_line(error)}") from None
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise ModelError(f"{name}: its tokenizer has only special tokens: one of its files is missing or empty")
-    tokenizer.name_or_path = name  # messages must show the name that the config has
+    tokenizer.name_or_path = name  # error messages must show the name that the config uses
     return tokenizer
 
 
 def encode_rows(
     rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None = None
 ) -> list[Ints]:
-    """Encode plain text directly, and messages by the chat template. Rows without own tools get `tools`."""
+    """Encode text prompts directly, and messages by the chat template. Rows that name no tools get `tools`."""
     text = isinstance(rows[0].prompt, str)
     for row in rows:
         if isinstance(row.prompt, str) != text:
@@ -125,7 +125,7 @@ def check_fits(
 
 
 def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, vocabulary: int) -> None:
-    """Raise ModelError for a prompt token without an embedding: a tokenizer may have more tokens than the model."""
+    """Raise ModelError for a prompt token whose id is not below `vocabulary`, the number of the model's embeddings."""
     for row, ids in zip(rows, tokens, strict=True):
         if (highest := int(ids.max())) >= vocabulary:
             raise ModelError(
@@ -135,7 +135,7 @@ def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, 
 
 
 def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tuple[str, str]) -> None:
-    """Raise ModelError unless every token id means the same to both models; padded embeddings may differ in size."""
+    """Raise ModelError unless every token id has the same text in both tokenizers; numbers of embeddings may differ."""
     ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (student, teacher))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
@@ -146,7 +146,7 @@ def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tupl
 
 
 def stop_ids(tokenizer: Tokenizer, generation_config: Any) -> set[int]:
-    """Return the tokens that end a response, from the tokenizer and from the model's generation config."""
+    """Return the ids of tokens that end a response, from the tokenizer and the model's generation config."""
     found = getattr(generation_config, "eos_token_id", None)
     ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}
     ids.discard(None)

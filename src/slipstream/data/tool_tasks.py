@@ -1,7 +1,7 @@
 """Built-in tasks for tool calls. The answer depends on a table that the student cannot see.
 
-`table` asks for a sum or difference of the numbers of two or three keys. `lookup` asks which key is reached from a
-start key after some hops; the table holds the next key of every key. Tools read the table
+`table`: the table maps keys to numbers; the question is a sum or difference of two or three of these. `lookup`: the
+table maps each key to a next key; the question is which key follows a start key after some hops. Tools read the table
 (`slipstream.environments.builtin`). A student without tools can only guess.
 """
 
@@ -19,7 +19,7 @@ KEYS = 10
 
 
 Problem = tuple[str, str, dict[str, Any]]
-"""Question, answer and table."""
+"""Question, answer, and the table that only tools can read."""
 
 
 def table(rng: random.Random) -> Problem:
@@ -34,7 +34,7 @@ def table(rng: random.Random) -> Problem:
 
 
 def lookup(rng: random.Random) -> Problem:
-    """Draw a problem whose keys form one cycle. A path is shorter than the cycle, so no key repeats in it."""
+    """Draw a problem in which following keys leads through all keys in a cycle. Paths are shorter than the cycle."""
     circle = rng.sample(string.ascii_lowercase, KEYS)
     hops = rng.randrange(2, 6)
     after = dict(zip(circle, circle[1:] + circle[:1], strict=True))
@@ -45,7 +45,7 @@ TASKS: dict[str, Callable[[random.Random], Problem]] = {"table": table, "lookup"
 
 
 def numbered(task: str, split: str, index: int) -> Problem:
-    """Return problem number `index` of a split. No question about the same table is in both splits."""
+    """Return problem number `index` of a split. The splits have no problem (question and table) in common."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     rng = random.Random(f"{task}/{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs

@@ -1,1 +1,1 @@
-"""Engines that run models. The pipeline imports only `base.py`, which holds their protocols."""
+"""Engines that run models. The pipeline imports only their protocols (`slipstream/protocols.py`)."""

@@ -1,8 +1,8 @@
-"""Token sampling as a pure function of (seed, position, column) and the distribution.
+"""Token sampling as a pure function of (seed, position, number of the draw) and the distribution.
 
-Random numbers are counter-based. Therefore a response does not depend on its neighbours in the batch. Draws (extra
-tokens sampled at the same position) do not change the emitted token. Guarantor of invariant 4: a log-prob belongs
-to the distribution that was sampled from, after temperature, min-p, top-k and top-p.
+Random numbers are hashes of these integers. Therefore a response does not depend on its neighbours in the batch.
+Draws (extra tokens sampled at the same position) do not change the emitted token. Guarantor of invariant 4: a log-prob
+belongs to the distribution that was sampled from, after temperature, min-p, top-k and top-p.
 
 Shapes: N rows, M draws, V vocabulary.
 """
@@ -42,7 +42,7 @@ def uniforms(seed_N: Tensor, position_N: Tensor, draws: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, sampling: Sampling) -> Tensor:
-    """Return log-probs of the distribution to sample from: −inf for cut tokens, NaN in rows without a distribution."""
+    """Return log-probs of the distribution to sample from: −inf for cut tokens, NaN in rows with invalid logits."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if sampling.temperature == 0:
         best_N1, id_N1 = logits_NV.max(-1, keepdim=True)  # NaN if any logit is NaN
@@ -75,7 +75,7 @@ def kept_ids(logp_NV: Tensor) -> list[NDArray[np.int32]]:
 
 
 def draw(logp_NV: Tensor, uniform_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert the cumulative distribution at every uniform number; return ids [N, M] and their log-probs."""
+    """Sample by inverting the cumulative distribution at the uniform numbers; return ids [N, M] and their log-probs."""
     cdf_NV = logp_NV.double().exp().cumsum(-1)
     if not cdf_NV[:, -1].isfinite().all():
         raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")

@@ -60,7 +60,7 @@ class Writer:
         return self.record(body)
 
     def record(self, of: Any) -> dict[str, Any]:
-        """Return all fields for JSON: array fields as their names in `arrays`, and nested records as dicts."""
+        """Return all fields in a dict: array fields as their names in `arrays`, and nested records as dicts."""
         found: dict[str, Any] = {}
         for name in (field.name for field in fields(of)):
             match value := getattr(of, name):

@@ -1,12 +1,12 @@
-"""Checks of a teacher's scores, which every engine makes once, when the scores become a record.
+"""Checks of a teacher's scores; every engine runs them once, when it puts the scores into a record.
 
 A log-prob is checked in float32, the lowest precision of a learner. Invalid log-probs are NaN, infinite, above 0, or
 placeholders that servers write for unknown tokens. A response with an invalid log-prob becomes a failed member of its
-group, with the cause. A valid log-prob below FLOOR is raised to FLOOR, only in this file, and counted.
+group, whose header names the cause. A valid log-prob below FLOOR is raised to FLOOR, only in this file, and counted.
 
 If a response was scored before, the header of the new record holds the difference of the two scores.
 
-Shapes: N trained tokens, X log-probs of each of them.
+Shapes: N trained tokens, X log-probs per trained token.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ PLACEHOLDER = -999.0
 TOLERANCE = 1e-3
 """Amount by which a log-prob may exceed 0, because servers round; such log-probs become 0."""
 MASS = 1 + 10 * TOLERANCE
-"""Largest sum allowed for the probabilities of different tokens."""
+"""Largest sum allowed for the probabilities of different tokens at one position."""
 Found = Mapping[str, NDArray[Any]]
-"""The fields of `Scored` that a teacher fills."""
+"""Arrays that a teacher returns, by field name of `Scored`."""
 
 
 def scored(
     handle: Handle, *, teacher: str, version: int = 0, seen: Ints | None = None, **found: NDArray[Any]
 ) -> Handle:
-    """Return the response with its teacher's scores, or a failed member with the cause if the scores are invalid.
+    """Return a record of the response and its teacher's scores, or a failed member if the scores are invalid.
 
     `seen` holds the tokens that the teacher saw before the response; None means the student's prompt.
     """
@@ -106,7 +106,7 @@ IDS: dict[str, Callable[[Rollout, Found], Any]] = {
     "teacher_best_logp": lambda rollout, found: rollout.best_ids,
     "teacher_topk_logp": lambda rollout, found: found["teacher_ids"],
 }
-"""Functions that return the token ids to which each field's log-probs belong."""
+"""For each field of log-probs, a function that returns the token ids to which these log-probs belong."""
 DIFFERENT = ("teacher_best_logp", "teacher_topk_logp")
 """Fields that hold different tokens of one distribution, so their probabilities add up to at most 1."""
 
@@ -134,7 +134,7 @@ def columns(logp: NDArray[Any]) -> NDArray[Any]:
 
 
 def unbelievable(logp_NX: NDArray[np.float32]) -> tuple[int, int] | None:
-    """Return the position of the first invalid log-prob, or None if all are valid."""
+    """Return the row and column of the first invalid log-prob, or None if all are valid."""
     wrong_NX = ~((logp_NX <= TOLERANCE) & (logp_NX > PLACEHOLDER))  # NaN fails both comparisons
     return tuple(np.argwhere(wrong_NX)[0].tolist()) if wrong_NX.any() else None
 

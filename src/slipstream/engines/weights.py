@@ -32,7 +32,7 @@ def is_fingerprinted(name: str) -> bool:
 
 
 def fingerprinted(names: Iterable[str]) -> list[str]:
-    """Return the names of output projections, experts and adapters, or all names if none of them is known."""
+    """Return the names of output projections, experts and adapters, or all names if there are none of these."""
     every = list(names)
     return list(filter(is_fingerprinted, every)) or every
 
@@ -74,7 +74,7 @@ def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> No
 
 
 def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the trained parameters: adapters if there are any, else all; tied weights once, under their first name."""
+    """Yield name and tensor of each trained parameter: adapters if any, else all; tied weights once, by first name."""
     named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     yield from [pair for pair in named if is_adapter(pair[0])] or named
 
@@ -82,7 +82,7 @@ def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def export_weights(
     model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True, others: Mapping[str, Tensor] | None = None
 ) -> WeightsRef:
-    """Return all published weights once, converted to `dtype`; tensors in `others` replace the model's own.
+    """Return a copy of the published weights, converted to `dtype`; tensors in `others` replace the model's own.
 
     All ranks of a sharded model must call this function. Ranks with `keep=False` get only the manifest.
     """

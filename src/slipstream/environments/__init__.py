@@ -1,9 +1,9 @@
 """Interface of environments, in which a student acts by tool calls or by replies.
 
-An environment is a user class in one of two forms. In the first form its public methods are the tools. Type annotations
-give the schema of the arguments, docstrings the descriptions, and the student sees the return values. In the second
-form `step(reply)` handles every reply. Both forms may have `start`, whose parameters name the fields of `Start` that it
-gets. They may have `close`, which returns a reward or several rewards by name. All of these methods may be `async`.
+An environment is a user class in one of two forms. In the first form the public methods are the tools of the student.
+Type annotations give the schema of the arguments, docstrings the descriptions; the student sees the return values. In
+the second form `step(reply)` handles every reply. Optional in both forms: `start` gets the fields of `Start` that its
+parameters are named after; `close` returns a reward or several rewards by name. All methods may be `async`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Reply:
     """One parsed turn of the student."""
 
     text: str
-    """Text without calls and special tokens."""
+    """Text of the turn, without tool calls and special tokens."""
     calls: tuple[Call, ...] = ()
     faults: tuple[str, ...] = ()
-    """Malformed calls: one line of explanation each, which the student reads."""
+    """One error line for each malformed tool call; the student reads these lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Result of a reply."""
+    """Answer of an environment to one reply of the student."""
 
     messages: tuple[Message, ...] = ()
     """Messages that the student sees next."""
@@ -45,7 +45,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Fields that `start` may request by the names of its parameters."""
+    """Values for the method `start`, which gets those fields that its parameters are named after."""
 
     id: str
     prompt: str
@@ -55,6 +55,6 @@ class Start:
     """All other columns of the prompt's row."""
     data_source: str
     seed: int
-    """Seed; all responses to one prompt get the same one."""
+    """Random seed; all responses to the same prompt get the same seed."""
     sandbox: Any
-    """Sandbox in which code may run (`Sandbox`); None without `environment.sandbox`."""
+    """`Sandbox` in which the environment may run code; None if `environment.sandbox` is not set."""

@@ -1,16 +1,16 @@
-"""Sampler whose responses are episodes: turns of the student and answers of its environment, in one lineage.
+"""Sampler whose responses are episodes: turns of the student and answers of an environment, in one token sequence.
 
-Each turn is one call to the wrapped sampler. Its prompt holds all earlier tokens, so sampled tokens are never converted
-to text and back. `Prompt.offset` counts the sampled tokens, so an episode does not depend on its number of calls. A
-publish between two turns costs nothing. A publish in mode `restart` repeats only the current turn.
+Each turn is one call to the wrapped sampler. The prompt of this call contains the ids of all earlier tokens, so sampled
+tokens are never converted to text and back. `Prompt.offset` is the number of sampled tokens, so random numbers do not
+depend on the number of calls. A publish in mode `restart` repeats only the current turn.
 
-There are three kinds of failure. The environment answers errors of the student; they are counted and trained. A limit
-ends an episode, is recorded in `finish`, and the episode is graded. An environment that hangs, crashes or raises is
-retried. After the last retry the episode is dropped without a reward, and the rest of the group continues. A try is not
-counted if the failed process also held other environments; a later try then gets a process of its own.
+There are three kinds of failure. Errors of the student are answered by the environment, counted, and trained on. Limits
+end an episode; `finish` records the limit, and the episode is graded. If the environment hangs, crashes or raises, the
+episode is retried. After the last try it is dropped without a reward; the rest of its group continues. A try is not
+counted if the failed process also held other environments. A later try then runs in a separate process.
 
-A released episode, or one whose environment failed, continues with a new environment that receives all earlier turns
-again. If the answers differ from the recorded ones, the rest of the episode is sampled anew.
+After a release or a failure, an episode continues with a new environment, to which all earlier turns are sent again. If
+an answer differs from the recorded one, the rest of the episode is sampled anew.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from slipstream.records import (
 
 T = TypeVar("T")
 TRIES = 3
-"""Number of tries of an episode whose environment fails."""
+"""Maximum number of tries of an episode whose environment fails."""
 TURN = "turn"
-"""Name of the spans in which the student generates; all other spans are steps of its environment."""
+"""Name of time spans in which the student generates; other spans are calls of the environment."""
 LOOP = 3
 """Number of consecutive equal tool calls with equal answers that count as a loop."""
 
 
 class Environment(Protocol):
     async def ready(self) -> None:
-        """Wait until the environment's process runs; this does not count as time of the episode."""
+        """Wait until the environment's process is ready. This time does not count for the limit `seconds`."""
         ...
 
     async def start(self, given: dict[str, Any]) -> None: ...
@@ -59,7 +59,7 @@ class Environment(Protocol):
     async def step(self, reply: Reply) -> Step: ...
 
     async def close(self) -> dict[str, float]:
-        """Return the rewards, after stopping a running step or waiting for it."""
+        """Close the environment and return its rewards by name. A step that still runs is cancelled or awaited."""
         ...
 
     def drop(self) -> None:
@@ -68,14 +68,14 @@ class Environment(Protocol):
 
 
 class Policy(Sampler, Protocol):
-    """Sampler that generates single turns."""
+    """Sampler (of student responses) that generates single turns."""
 
     def close(self) -> None: ...
 
 
 class Environments(Protocol):
     def place(self, *, alone: bool = False) -> Environment:
-        """Return an environment that is not started yet; `alone` gives it a process of its own."""
+        """Return an environment that is not started yet. `alone`: it gets a separate process."""
         ...
 
     def close(self) -> None: ...
@@ -87,13 +87,13 @@ class Renders(Protocol):
     stop_ids: frozenset[int]
 
     def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
-        """Return the reply in a turn's tokens; `cut` means that the turn has no stop token at its end."""
+        """Parse the tokens of one turn. `cut`: the turn does not end with a stop token."""
         ...
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints: ...
 
     def text(self, ids: Ints) -> str:
-        """Return the text of the tokens, including special tokens."""
+        """Decode tokens to text, special tokens included."""
         ...
 
 
@@ -102,30 +102,30 @@ class Limits:
     turns: int
     calls: int
     turn_tokens: int | None
-    """Maximum tokens of a turn. None: only the remaining tokens of the episode limit a turn."""
+    """Maximum tokens of a turn. None: a turn may use all remaining tokens of the episode."""
     seconds: float
     """Maximum seconds of an episode."""
     step_seconds: float
-    """Maximum seconds in which an environment may start, answer once, or close."""
+    """Maximum seconds of one call of the environment: start, step or close."""
 
 
 class Left(Exception):
-    """The episode has to be released in its current state."""
+    """Stop signal: the episode must be released (returned unfinished) in its current state."""
 
 
 @dataclass
 class Call:
-    """Running call for a group."""
+    """Running call of `generate` for one group of episodes."""
 
     prompt: Prompt
     sampling: Sampling
     leaving: asyncio.Future[None]
-    """Done as soon as the group must be released."""
+    """Future that is done as soon as the group must be released."""
     ended: asyncio.Future[None]
 
 
 class Calls:
-    """Running calls, each of which generates the members of its group concurrently."""
+    """Running calls of `generate`. Each call generates the members of its group concurrently."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -134,7 +134,7 @@ class Calls:
     async def answered(
         self, prompt: Prompt, sampling: Sampling, member: Callable[[Call, int], Coroutine[Any, Any, T]]
     ) -> list[T]:
-        """Return all members of a group. A failure or cancellation of one member ends all."""
+        """Run `member` for each place in a group; return all results. If one member fails, all are cancelled."""
         loop = asyncio.get_running_loop()
         call = Call(prompt, sampling, loop.create_future(), loop.create_future())
         self.open.append(call)
@@ -165,14 +165,14 @@ class Episode:
     until: float
     failures: int
     parts: list[Rollout | Ints] = field(default_factory=list)
-    """Turns, and the observed tokens between them."""
+    """Responses of the student's turns, and the observed tokens between turns, in order."""
     tokens: int = 0
     sampled: int = 0
     turns: int = 0
     """Number of complete turns; a released turn is not counted."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     seen: list[Any] = field(default_factory=list)
-    """Latest replies with tool calls, and their answers; empty after a reply without a tool call."""
+    """Latest pairs of tool calls and answers, to detect loops; empty after a reply without tool calls."""
     looped: bool = False
     silent: bool = False
     """True if the latest reply has no text."""
@@ -191,7 +191,7 @@ class Episode:
         self.tokens += len(part.tokens) if isinstance(part, Rollout) else len(part)
 
     def asks(self) -> Prompt:
-        """Return the prompt of the next turn."""
+        """Return the prompt of the next turn: the episode's prompt and all tokens so far."""
         prompt = self.call.prompt
         so_far = [part.tokens if isinstance(part, Rollout) else part for part in self.parts]
         return replace(
@@ -243,7 +243,7 @@ class Episodes:
         return tuple((what, self._now() - began, seconds) for what, began, seconds in header.spans)
 
     async def _member(self, call: Call, place: int, begun: Rollout | None) -> Handle | None:
-        """Play one episode; return None if it is released before it has any token."""
+        """Run one episode; return None if the episode is released before it has any token."""
         if begun is not None and begun.finish != "released":
             return Handle(header_of(begun), begun)
         failures, suspected, alone = 0, 0, False
@@ -338,7 +338,7 @@ class Episodes:
             if known:
                 seen = known.pop(0)
                 assert isinstance(seen, np.ndarray)
-                if not np.array_equal(seen, tail):  # the new environment answers differently from the failed one
+                if not np.array_equal(seen, tail):  # the new environment answers differently from the earlier one
                     known.clear()
             episode.add(tail)
 
@@ -358,9 +358,9 @@ class Episodes:
         return rollout
 
     async def _in_time(self, episode: Episode, what: str, asked: Coroutine[Any, Any, T], *, late: bool = False) -> T:
-        """Wait for the environment within its time limit.
+        """Wait for a call of the environment within its time limit.
 
-        Raise EnvironmentFailed if it hangs, TimeoutError at the end of the episode's time, and Left on a release.
+        Raise EnvironmentFailed after the call's limit, TimeoutError after the episode's time, and Left on a release.
         `late` doubles the limit, because a step may still be running.
         """
         began, limit = self._now(), self.limits.step_seconds * (2 if late else 1)
@@ -376,7 +376,7 @@ class Episodes:
             episode.spans.append((what, began, self._now() - began))
 
     async def _unless_left(self, call: Call, asked: Coroutine[Any, Any, T], limit: float | None = None) -> T:
-        """Wait for `asked`; raise Left if the group is released first, and TimeoutError after `limit` seconds."""
+        """Return the result of `asked`; raise Left if the group is released, TimeoutError after `limit` seconds."""
         task = asyncio.ensure_future(asked)
         either: list[asyncio.Future[Any]] = [task, call.leaving]
         try:

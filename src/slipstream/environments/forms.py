@@ -1,4 +1,4 @@
-"""Adapter from a user class to an environment that handles replies: tools, their schemas, and their results."""
+"""Adapter from a user's environment class to replies and steps: find its tools, make their schemas, call them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ BUILT_IN = {
     "lookup": f"{SHIPPED}.builtin:Lookup",
     "python": f"{SHIPPED}.python:Python",
 }
-"""Built-in environments by their names in a config."""
+"""Import paths of built-in environments, by their names in a config."""
 OWN_METHODS = ("start", "step", "close")
 """Methods of the environment interface; every other public method is a tool."""
 OF_STEP = (bool, int, float, dict, bytes, set), "a text, a list of messages, a Step, or None at the end"
 OF_TOOLS = (bytes, set), "a text, or what JSON holds"
-"""Return types that `step` and tools must not declare, and a description of the allowed values."""
+"""Return types that `step` or tools must not declare, each with the text about allowed values for error messages."""
 Run = Callable[..., Awaitable[Any]]
-"""Function that calls a user method with these arguments in the right thread, and awaits the result."""
+"""Function that calls a method of the user with these arguments, in the thread of its environment."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the tool in the form that chat templates take."""
+        """JSON schema of the tool, in the form that chat templates expect."""
         given = without_titles(self.arguments.model_json_schema())
         return {
             "type": "function",
@@ -74,14 +74,14 @@ def without_titles(schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """An inspected environment class."""
+    """Environment class of the user, with its tools found."""
 
     spec: str
     made: type[Any]
     asks: tuple[str, ...]
-    """Fields of `Start` that the method `start` gets."""
+    """Names of the fields of `Start` that the method `start` gets."""
     tools: Mapping[str, Tool]
-    """Tools by name; empty for a class with `step`."""
+    """Tools by name; empty if the class has `step`."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def kind_of(spec: str) -> Kind:
 
 
 def _methods(made: type[Any], *, tools: bool) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a class and its bases in source order; `tools` includes all public methods."""
+    """Return the interface methods of a class and its bases in source order. `tools`: also all other public methods."""
     names = dict.fromkeys(name for each in reversed(made.__mro__[:-1]) for name in vars(each))
     mine = [name for name in names if name in OWN_METHODS or (tools and not name.startswith("_"))]
     found = {name: inspect.getattr_static(made, name) for name in mine}
@@ -127,7 +127,7 @@ def _methods(made: type[Any], *, tools: bool) -> dict[str, Callable[..., Any]]:
 
 
 def _check_returned(name: str, method: Callable[..., Any], never: tuple[type[Any], ...], write: str) -> None:
-    """Raise ConfigError if a method's annotation declares a return type in `never`."""
+    """Raise ConfigError if a method is annotated to return a type in `never`; `write` describes allowed values."""
     try:
         hint = get_type_hints(method).get("return")
     except (NameError, AttributeError):  # the annotation may use a name that only type checkers import
@@ -167,10 +167,10 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
 
 
 class Acting:
-    """One instance of an environment, for one episode."""
+    """One instance of an environment class, used by one episode."""
 
     def __init__(self, kind: Kind, run: Run, shown: int) -> None:
-        """`shown`: largest number of characters of an observation that the student sees."""
+        """Prepare an instance. `shown`: maximum number of characters of an observation that the student sees."""
         self.kind, self.run, self.shown = kind, run, shown
         self.there: Any = None
         self.counts = Counter[str]()
@@ -181,7 +181,7 @@ class Acting:
             await self.run(self.there.start, **{name: getattr(given, name) for name in self.kind.asks})
 
     async def step(self, reply: Reply) -> Step:
-        """Handle a reply. With tools, a reply without calls ends the episode. Malformed calls are answered here."""
+        """Answer a reply. If the class has tools, a reply without calls ends the episode."""
         self.counts["calls"] += len(reply.calls) + len(reply.faults)
         self.counts["invalid"] += len(reply.faults)
         faults = [observation(f"error: {fault}") for fault in reply.faults]
@@ -239,7 +239,7 @@ class Acting:
             raise self._wrong("close", str(error)) from None
 
     def _step_of(self, returned: Any) -> Step:
-        """Convert the result of `step`: a Step, text or messages that the student sees next, or None at the end."""
+        """Convert the result of a user's `step` to a Step: text or messages for the student, or None at the end."""
         match returned:
             case Step():
                 step = returned
@@ -268,12 +268,12 @@ def observation(text: str, of: Call | None = None) -> Message:
 
 
 def plain(value: Any) -> Any:
-    """Copy a value through JSON: instances of user classes cannot be unpickled in other processes."""
+    """Copy a value through JSON, because other processes cannot unpickle instances of user classes."""
     return json.loads(json.dumps(value))
 
 
 def shortened(text: str, most: int) -> str:
-    """Shorten a text to about `most` characters: keep the beginning and the end."""
+    """Shorten a text to about `most` characters: keep its beginning and its end."""
     if len(text) <= most:
         return text
     ends = most * 2 // 3, most - most * 2 // 3
@@ -287,6 +287,6 @@ def _faults(error: ValidationError) -> str:
 
 
 def told_of(kind: Kind, error: BaseException) -> str:
-    """Describe an exception in one line, with the line of the user's file that raised it."""
+    """Describe an exception in one line, with the line number in the file of the user's class."""
     file = inspect.getsourcefile(kind.made) or file_of(kind.made)
     return told(error, file) if file else f"{type(error).__name__}: {first_line(error)} ({near(file)})"

@@ -1,12 +1,12 @@
 """Host processes of environments; each host runs many environments.
 
 Environments are user code and may hang, crash or run out of memory, so they do not run in engine processes. `async`
-methods run on the host's event loop, all other methods in one thread per environment. A hanging environment cannot be
-stopped alone: its host takes no further environment, and is killed when all others have ended. A host ends with its
-parent, however the parent ends.
+methods run on the host's event loop, all other methods in one thread per environment. A single hanging environment
+cannot be stopped. Its host gets no further environments, and is killed when its other environments have ended. If the
+parent process ends, even by a crash, its hosts end, too.
 
-If a host dies with several environments in it, all of them are suspects (`Suspected`). A suspect's episode is retried
-alone in a new host, so that only this environment can end the host. At most `APART` suspects run at a time.
+If a host dies while several environments run in it, any of these may be the cause, so all are suspects (`Suspected`).
+The episode of a suspect may be retried alone in a new host. At most `APART` such hosts run at a time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from slipstream.sandbox.base import Sandbox
 from slipstream.user_code.process import STARTED, Child, begun
 
 LEAVES = 5.0
-"""Seconds in which an abandoned environment must end; if it does not, its host takes no further environment."""
+"""Time limit in seconds for the end of an abandoned environment; after it, the host gets no further environments."""
 APART = 4
-"""Largest number of suspects that run at a time, each in its own process."""
+"""Maximum number of suspects that run at the same time, each in its own process."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Settings of a host process."""
+    """Settings of host processes: environment class, sandbox, and maximum characters of an observation."""
 
     spec: str
     sandbox: str | None
@@ -79,7 +79,7 @@ class Host:
         self.here: dict[int, Acting] = {}
         self.threads: dict[int, ThreadPoolExecutor] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Latest task of each environment."""
+        """Latest asyncio task of each environment, by the environment's number."""
 
     async def served(self) -> None:
         loop = asyncio.get_running_loop()
@@ -98,7 +98,7 @@ class Host:
 
     async def _answered(self, call: int, number: int, what: str, *given: Any, last: asyncio.Task[None] | None) -> None:
         try:
-            if last is not None:  # the parent has given up this call, which may still be running
+            if last is not None:  # the parent no longer waits for the last call, which may still run
                 last.cancel()
                 await asyncio.wait([last])
             answer = await getattr(self, f"_{what}")(number, *given)
@@ -119,17 +119,17 @@ class Host:
         return await self.here[number].step(reply)
 
     async def _close(self, number: int) -> dict[str, float]:
-        """Close an environment in its thread, after a running step. If this fails, the parent drops the environment."""
+        """Close an environment and return its rewards. If this fails, the parent drops the environment."""
         rewards = await self.here.pop(number).close()
         self._gone(number)
         return rewards
 
     async def _drop(self, number: int) -> None:
-        """Abandon an environment. Close it first, since it may hold open resources."""
+        """Abandon an environment: close it, ignore its errors and rewards, and wait until its thread is idle."""
         with suppress(Exception):
             if number in self.here:
                 await self.here[number].close()
-        if number in self.threads:  # wait until the thread is idle, which may never happen
+        if number in self.threads:  # this may wait forever
             await asyncio.get_running_loop().run_in_executor(self.threads[number], int)
         self._gone(number)
 
@@ -151,7 +151,7 @@ class Host:
 
 
 class NotStarted(ConfigError):
-    """The process of an environment ended or timed out before it was ready."""
+    """A host process ended or timed out before it was ready."""
 
 
 class HostProcess(Child):
@@ -159,19 +159,19 @@ class HostProcess(Child):
         super().__init__("slipstream.environments.hosts", wanted)
         self.wanted = wanted
         self.live = set[int]()
-        """Numbers of the environments in this process."""
+        """Numbers of the environments that run in this process."""
         self.crowd = frozenset[int]()
-        """Numbers of the environments that were in this process when it ended."""
+        """Numbers of the environments that were in this process when the process ended."""
         self.schemas: list[dict[str, Any]] | None = None
         self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any], int]] = {}
-        """Waiting callers by call number: event loop, future and environment. An abandoned call is removed."""
+        """Calls for which a caller still waits, by number: event loop, future and number of the environment."""
         self.calls = count()
         self.starting, self.lock = threading.Lock(), threading.Lock()
         self.reader = threading.Thread(target=self._hear, daemon=True)
 
     def ready(self) -> list[dict[str, Any]]:
-        """Wait until ready, and return the schemas of the tools; ConfigError if the environment is unusable."""
-        with self.starting:  # several threads may wait, but only one may read the connection
+        """Wait until the host is ready; return the schemas of the tools. ConfigError if the class cannot be used."""
+        with self.starting:  # several threads may wait here, but only one thread may read the connection
             if self.schemas is None:
                 try:
                     if not self.connection.poll(STARTED):
@@ -239,19 +239,19 @@ def settle(waiting: asyncio.Future[Any], answer: Any) -> None:
 
 
 class Hosts:
-    """Environments of one class, distributed over several host processes."""
+    """Host processes, over which the environments of one class are distributed."""
 
     def __init__(self, wanted: Wanted, processes: int = 1) -> None:
         self.wanted, self.numbers = wanted, count()
-        self.processes = [HostProcess(wanted) for _ in range(processes)]  # early, so that they start while models load
+        self.processes = [HostProcess(wanted) for _ in range(processes)]  # now, while models load
         self.retired: list[HostProcess] = []
-        """Hosts that take no further environment and still have some."""
+        """Hosts that get no further environments, but in which some still run."""
         self.apart: dict[HostProcess, asyncio.Future[None]] = {}
-        """Hosts of one suspect each; the future is done when the suspect has ended."""
+        """Hosts that run one suspect each, with a future that is done when the suspect has ended."""
         self.leaving: set[asyncio.Task[None]] = set()
 
     def ready(self) -> list[dict[str, Any]]:
-        """Return the schemas of the tools. If a process ends or times out while it starts, it is started once more."""
+        """Return the schemas of the tools. If the first host ends or times out while it starts, start it once more."""
         try:
             return self.processes[0].ready()
         except NotStarted:
@@ -263,7 +263,7 @@ class Hosts:
         return Episode(self, next(self.numbers), alone)
 
     async def host(self, *, alone: bool) -> HostProcess:
-        """Return the host with the fewest environments; with `alone`, start a host as soon as `APART` allows it."""
+        """Return the host with the fewest environments, or for `alone` a new host (when suspects are below `APART`)."""
         for host in [host for host in self.processes if host.ended]:
             self.retire(host)
         if not alone:
@@ -275,7 +275,7 @@ class Hosts:
         return host
 
     def drop(self, host: HostProcess, number: int) -> None:
-        """Abandon an environment: close it in the background."""
+        """Abandon an environment: ask its host in the background to close it."""
         task = asyncio.get_running_loop().create_task(self._dropped(host, number))
         self.leaving.add(task)
         task.add_done_callback(self.leaving.discard)
@@ -283,7 +283,7 @@ class Hosts:
     async def _dropped(self, host: HostProcess, number: int) -> None:
         try:
             async with asyncio.timeout(LEAVES):
-                if host.schemas is not None:  # otherwise the environment never started
+                if host.schemas is not None:  # if None, the environment never started
                     await host.call(number, "drop")
         except (TimeoutError, EnvironmentFailed):
             self.retire(host)
@@ -291,7 +291,7 @@ class Hosts:
             self.left(host, number)
 
     def left(self, host: HostProcess, number: int) -> None:
-        """Forget an environment that has ended or hangs; end a retired host with its last environment."""
+        """Remove an environment that has ended or hangs from its host's list; close a host that is no longer needed."""
         host.live.discard(number)
         if host in self.retired and not host.live:
             self.retired.remove(host)
@@ -301,7 +301,7 @@ class Hosts:
             host.close()
 
     def retire(self, host: HostProcess) -> None:
-        """Replace a host, which takes no further environment and ends with the last that it has."""
+        """Replace a host by a new one. The old host is closed when its last environment has ended."""
         if host in self.processes:
             self.processes[self.processes.index(host)] = HostProcess(self.wanted)
             if host.live:
@@ -318,7 +318,7 @@ class Hosts:
 
 @dataclass
 class Episode:
-    """One environment in a host, as its episode uses it."""
+    """Handle of one environment in a host; the episode calls its methods."""
 
     hosts: Hosts
     number: int
@@ -353,7 +353,7 @@ class Episode:
 
 
 def schemas(wanted: Wanted) -> list[dict[str, Any]]:
-    """Return the schemas of an environment's tools; ConfigError if the environment is unusable."""
+    """Start a host to get the schemas of the tools, and return these; ConfigError if the class cannot be used."""
     hosts = Hosts(wanted)
     try:
         return hosts.ready()

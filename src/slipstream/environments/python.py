@@ -1,21 +1,21 @@
-"""Environment `python`: one tool, a Python interpreter without state. Every call is a new program in the sandbox."""
+"""Environment `python` with one tool: run a Python program in the sandbox. No state is kept between calls."""
 
 from __future__ import annotations
 
 from slipstream.sandbox.base import Limits, Ran, Sandbox, run_python
 
 SHOWN = 4000
-"""Largest number of characters of stdout, and of stderr, that the student sees."""
+"""Maximum characters of stdout that the student sees; stderr has the same, separate limit."""
 
 
 class Python:
-    """Environment whose results are reproducible: fixed hash seed, no network, and no times in its output."""
+    """Environment with one tool, `python`. Results are reproducible: fixed hash seed, no network, no times."""
 
     limits = Limits()
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
-        """Number of programs by status, as additional metrics of the episode."""
+        """Number of programs that ended with each status (`python/ok`, …), recorded as metrics of the episode."""
 
     def start(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -43,7 +43,7 @@ def observation(ran: Ran, limits: Limits) -> str:
 
 
 def shown(text: str) -> str:
-    """Shorten an output to its beginning and its end, where errors usually are."""
+    """Keep the first and last characters of an output that is too long; errors are usually at the end."""
     text = text.removesuffix("\n")
     left_out = len(text) - SHOWN
     if left_out <= 0:

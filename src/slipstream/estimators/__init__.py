@@ -1,1 +1,1 @@
-"""Pure tensor functions, which know no config object, clock, device choice, file or log."""
+"""Pure tensor functions, which use no config object, clock, device choice, file or log."""

@@ -27,9 +27,9 @@ def aggregate(
 ) -> Tensor:
     """Sum the masked losses and divide by the counts of the global batch.
 
-    Missing counts are taken from this mask, over non-empty rows. `token-sum` divides by nothing. `…-norm` also divides
-    by `scale`, by default the number of positions T of a whole batch (Dr. GRPO, 2503.20783). `seq-mean-token-mean`
-    averages each row first, so short rows count as much as long ones. If several rows are one sequence,
+    Counts of None are computed from this mask, over non-empty rows. `token-sum` divides by nothing. `…-norm` also
+    divides by `scale`, by default the number of positions T of a whole batch (Dr. GRPO, 2503.20783).
+    `seq-mean-token-mean` averages each row first, so all rows have equal weight. If several rows are one sequence,
     `sequence_tokens` [B] is the number of tokens of the whole sequence, and `n_sequences` the number of sequences.
     """
     same_shape(loss=loss_BT, mask=mask_BT)

@@ -62,7 +62,7 @@ INTRODUCTIONS = {
 
 
 def catalogue() -> dict[str, list[Entry]]:
-    """Return the families of estimators, in the order of the page."""
+    """Return the entries of every family of estimators, in the order of the page."""
     distillation = [
         Entry(
             name=name,
@@ -120,7 +120,7 @@ def catalogue() -> dict[str, list[Entry]]:
 
 
 def find(name: str) -> list[Entry]:
-    """Return the entries with this name; several families may have one. Raise a ValueError for an unusable name."""
+    """Return all entries with this name, from every family. Raise a ValueError for an unknown or unusable name."""
     if name in ADVANTAGES and ADVANTAGES[name].needs_critic:
         raise ValueError(f"{name} needs a critic, and there is none here: see reinforce_plus_plus, or remax")
     known = [entry for entries in catalogue().values() for entry in entries]
@@ -187,21 +187,21 @@ LEVELS: dict[Unit, tuple[str, str, str]] = {
     ),
     "turn": ("product over the tokens of one turn", "ratios that cross tool output", "agents, whose actions are turns"),
 }
-"""Texts of each level: importance treatment, failure it targets, when to use it."""
+"""Texts of each level: importance treatment, problem that it avoids, when to use it."""
 SPANS = {
     "token": ("of the token", "single tokens are outliers"),
     "seq_sum": ("summed over the row", "rows are short"),
     "seq_mean": ("averaged over the row", "rows are long"),
     "seq_max": ("at the worst token of the row", "one bad token spoils a row"),
 }
-"""Texts of each span of a rejection mode: where it compares, when to use it."""
+"""Texts of each span of a rejection mode: tokens that are compared, when to use it."""
 MEASURES = {
     "k1": ("e^Δ in (L, U), Δ", "; separates the directions of drift"),
     "k2": ("½Δ²", ""),
     "k3": ("e^Δ − 1 − Δ", ""),
     "kl": ("exact KL, sampling ‖ current policy,", ": a trust region without an estimate"),
 }
-"""Texts of each measure of a rejection mode: the compared quantity, addition to when to use it."""
+"""Texts of each measure of a rejection mode: the compared quantity, and additional text on when to use it."""
 ESTIMATES: dict[str, tuple[str, str, str, str]] = {
     "k1": ("loss, with importance, or in the reward", "none", "none: simple and unbiased", "the default in the reward"),
     "abs": ("loss or in the reward", "the sign of the gap", "single tokens with huge gaps", "for comparison"),
@@ -215,7 +215,7 @@ ESTIMATES: dict[str, tuple[str, str, str, str]] = {
         "as k1+, with a less noisy logged value",
     ),
 }
-"""Texts of each estimate: where it can be used, its own gradient, failure it targets, when to use it."""
+"""Texts of each estimate: place where it can be used, gradient as a loss, problem that it avoids, when to use it."""
 CONTROL: dict[str, tuple[str, str, str, str]] = {
     "fixed": ("β is constant", "oscillation", "–", "the default"),
     "adaptive": (
@@ -225,7 +225,7 @@ CONTROL: dict[str, tuple[str, str, str, str]] = {
         "the best β changes during the run",
     ),
 }
-"""Texts of each controller: what it does, failure it targets, cost, when to use it."""
+"""Texts of each controller: formula, problem that it avoids, cost, when to use it."""
 
 
 def _level(unit: Unit) -> Entry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def fixed_beta(*, beta: float, kl: float, samples: int) -> float:
-    """Return the same β for the next update. A constant β cannot oscillate, but the user must choose it."""
+    """Return the same β for the next update. A constant β cannot oscillate, but the user must choose β."""
     return beta
 
 

@@ -3,8 +3,8 @@
 Δ_t = log π_old − log π_rollout of the emitted token. `decoupled`: old is the training engine at the version that drew
 the token, so Δ is the difference between the engines. `bypass`: old is the current policy, so Δ also includes
 staleness. Two rejection modes, `seq_max_kl` and `negative_seq`, always compare with the current policy. Weights and
-masks are detached. Every choice has a scope (SCOPE): the tokens needed to compute it. A frozen result of a whole batch
-may be cut anywhere; the counts of tokens left are also those of the batch.
+masks are detached. Every level and mode has a scope (SCOPE): the tokens that its result depends on. A batch may be cut
+after the correction of the whole batch; counts of the tokens left then come from the whole batch.
 
 Shapes: B rows, T positions.
 """
@@ -46,7 +46,7 @@ __all__ = ["PRESETS", "RS_MODES", "Correction", "CorrectionPreset", "check_combi
 @dataclass(frozen=True)
 class Correction:
     weights: Tensor | None
-    """Importance weights [B, T], 0 where masked. None if no weights are requested."""
+    """Importance weights [B, T], 0 at masked or rejected tokens. None if no weights are requested."""
     mask: Tensor
     """Given mask without the rejected tokens."""
     metrics: dict[str, float]
@@ -79,8 +79,8 @@ def correct(
              seq_max_kl: max_t KL_t ≤ bound. `kl` [B, T] is the KL from the policy that drew to the current one over the
              whole vocabulary, infinite where unknown  (TRM, 2512.23075). seq_max_k3 is its estimate.
              negative_seq: rejects a row if its `advantages` [B, T] sum to less than 0 and its mean of log π_rollout −
-             log π_θ is > bound. π_θ is `current` [B, T]. These are bad answers that are already unlikely, because of
-             staleness or of a difference between engines  (DeepSeek-V3.2, 2512.02556).
+             log π_θ is > bound. `current` [B, T] is log π_θ. Such bad answers are already unlikely,
+             because of staleness or of a difference between engines  (DeepSeek-V3.2, 2512.02556).
     metrics  named as in verl. rollout_is_…: see `weight_metrics`, before normalisation. rollout_rs_[MODE_]…: share of
              tokens rejected (masked_fraction), and of rows with a rejected token (seq_masked_fraction). ess of the
              weights, or of ρ without weights. All except the rejected shares are over the tokens left.

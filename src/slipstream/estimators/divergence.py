@@ -1,7 +1,7 @@
 """Divergences between student and teacher at each position, computed from a cache of teacher scores.
 
-Each function returns one loss per position (token scope), differentiable in `logp`, the student's log-probs. Log-probs
-are floored at −1e4 on entry.
+Each function returns one loss per position (token scope), differentiable in `logp`. p is the student (`logp`), q the
+teacher (`logq`). Log-probs are floored at −1e4 on entry.
 
 Shapes: N positions, K support, V vocabulary.
 """
@@ -50,7 +50,7 @@ def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
 
 
 def clamped(loss: Tensor, *, loss_max_clamp: float | None = None) -> Tensor:
-    """Return a position's loss clamped to ±loss_max_clamp as in verl, without gradient beyond. None does nothing."""
+    """Return the losses clamped to ±loss_max_clamp as in verl, without gradient at the clamp. None changes nothing."""
     return loss if loss_max_clamp is None else loss.clamp(-loss_max_clamp, loss_max_clamp)
 
 
@@ -62,10 +62,10 @@ def raised(logp: Tensor, *, log_prob_min_clamp: float | None = None) -> Tensor:
 def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, renormalise: bool = False) -> Tensor:
     """Return KL(q‖p) on the teacher's top-k: Σ_S q (log q − log p) (Agarwal et al., 2306.13649; truncated as in verl).
 
-    The plain form has a gradient at p = q (−Σ_S q ∇log p), which pushes mass into the support. `tail` adds the
+    Without options there is a gradient at p = q (−Σ_S q ∇log p), which pushes mass into the support. `tail` adds the
     remaining mass of both models as one more bucket. `renormalise` conditions both on the support. Either option makes
     student = teacher a stationary point.
-    Use this loss for stale rollouts: the teacher's weights do not depend on the sampling policy.
+    Use this loss for stale rollouts: the teacher's probabilities q do not depend on the sampling policy.
     """
     same_matrix(logp=logp_NK, logq=logq_NK)
     logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
@@ -87,7 +87,7 @@ def reverse_kl_topk(
     the "plain" form without reweighting, −Σ_S sg(p̃_old Ã) log p̃ with Ã = log q̃ − log p̃. Its gradient is the same
     on-policy and biased on stale rollouts.
     Use this loss for fresh rollouts: it has low variance. On stale rollouts S misses tokens that only the current
-    student likes, and no weight on S can replace their teacher scores; use `mc_reverse_kl`.
+    student likes, and weights on S cannot replace teacher scores of these tokens; use `mc_reverse_kl`.
     """
     same_matrix(logp=logp_NK, logq=logq_NK, behavior_logp=logp_NK if behavior_logp is None else behavior_logp)
     logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
@@ -131,7 +131,7 @@ def jsd_topk(logp_NK: Tensor, logq_NK: Tensor, *, beta: float = 0.5) -> Tensor:
 def with_tail(logp_NK: Tensor) -> Tensor:
     """Return the log-probs with one more column: the log of the mass outside the support.
 
-    The mass is at least the smallest normal number. There is no gradient at that bound, because it is only rounding
+    The mass is at least the smallest normal number. A mass at this bound has no gradient, because it is only a rounding
     error.
     """
     logp_NK = floored(logp_NK)
@@ -145,7 +145,7 @@ def with_tail(logp_NK: Tensor) -> Tensor:
 def support_mass(logp_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
     """Return the probability mass of student and teacher on the support, per position.
 
-    Low masses mean that k is too small. Pass the models' log-probs before any clamp. Each mass is returned under three
+    Low masses mean that k is too small. Pass log-probs that are not clamped. Each mass is returned under three
     names, for the mean, `…_min` and `…_max`, because metrics are merged by name.
     """
     same_matrix(logp=logp_NK, logq=logq_NK)
@@ -154,17 +154,17 @@ def support_mass(logp_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
 
 
 def overlap_ratio(student_ids_NK: Tensor, teacher_ids_NK: Tensor) -> Tensor:
-    """Return |TopK_q ∩ TopK_p| / k per position. Near 1, student and teacher consider the same tokens."""
+    """Return |TopK_q ∩ TopK_p| / k per position: the share of the top-k ids that student and teacher have in common."""
     return _shared(student_ids_NK, teacher_ids_NK).float().mean(-1)
 
 
 def overlap_token_advantage(
     student_ids_NK: Tensor, teacher_ids_NK: Tensor, logp_NK: Tensor, logq_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean of −q (log q − log p) over the shared tokens of both top-k sets, and where any token is shared.
+    """Return the mean of −q (log q − log p) over ids in both top-k sets, and a mask of positions with such ids.
 
-    Log-probs are at the teacher's ids. The mean is 0 where nothing is shared; verl averages over the other positions
-    only.
+    p is the student, q the teacher; log-probs are at the teacher's ids. At positions without shared ids the mean is 0;
+    verl leaves these positions out.
     """
     same_shape(teacher_ids=teacher_ids_NK, logp=logp_NK, logq=logq_NK)
     shared_NK = _shared(student_ids_NK, teacher_ids_NK)
@@ -174,7 +174,7 @@ def overlap_token_advantage(
 
 
 def _shared(student_ids_NK: Tensor, teacher_ids_NK: Tensor) -> Tensor:
-    """Return which of the teacher's ids the student's top-k also holds. The padding id −1 is never shared."""
+    """Return a mask of the teacher's ids that are also in the student's top-k. The padding id −1 is never shared."""
     same_shape(student_ids=student_ids_NK, teacher_ids=teacher_ids_NK)
     return (teacher_ids_NK[:, :, None] == student_ids_NK[:, None, :]).any(-1) & (teacher_ids_NK >= 0)
 

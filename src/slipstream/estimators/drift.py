@@ -1,7 +1,7 @@
-"""Distance of two policies on tokens that one of them drew. These functions only measure.
+"""Metrics of the distance between two policies, measured on tokens that one of the two drew.
 
 Δ_t = log π_old − log π_rollout of the emitted token, ρ = exp(Δ) with Δ clamped to ±20. Statistics are over valid tokens
-and non-empty rows, in float64. Names are those of verl where verl has one.
+and non-empty rows, in float64. Names are verl's names if verl has the metric.
 
 Shapes: B rows, T positions, N valid tokens or samples.
 """
@@ -128,7 +128,7 @@ def _of_probabilities(old_N: Tensor, rollout_N: Tensor) -> dict[str, Tensor]:
     difference_N = (old_N - rollout_N).abs()
     a_N, b_N = old_N - old_N.mean(), rollout_N - rollout_N.mean()
     spread = a_N.norm() * b_N.norm()
-    # without spread the correlation is undefined: use 1 where the two agree, else 0
+    # if all values are equal the correlation is undefined: use 1 if the two policies agree, else 0
     without = (difference_N.max() == 0).to(spread.dtype)
     return {
         "probs_pearson": torch.where(spread > 0, (a_N * b_N).sum() / torch.where(spread > 0, spread, 1.0), without),

@@ -25,8 +25,8 @@ def score(
 ) -> Tensor:
     """Return the freshness f = exp(−α√D_roll − β√D_sup) / (lag + 1), 1 for a sample of the current policy (Eq. 11).
 
-    Drifts are means over the aligned positions (`aligned_mean`). An infinite drift marks a sample without aligned
-    positions, whose score is 0. Negative drifts are rounding errors and count as 0. Scalars broadcast; there is no
+    Drifts are means over the aligned positions (`aligned_mean`). A sample without aligned positions has an infinite
+    drift, and its score is 0. Negative drifts are rounding errors and count as 0. Scalars broadcast; there is no
     gradient. If contexts are just prefixes and the teacher is frozen, supervision_kl is 0.
     """
     lag, rollout_kl, supervision_kl = _tensor(lag), _tensor(rollout_kl), _tensor(supervision_kl)
@@ -47,8 +47,8 @@ def rollout_kl_from_cache(logp_NM: Tensor, behavior_logp_NM: Tensor) -> Tensor:
     """Estimate KL(p_θ‖p_old) from draws of p_old: 1/M Σ (ρ log ρ − ρ + 1), each term ≥ 0. Differentiable.
 
     Value and gradient are unbiased while no ratio is clamped and p_θ is processed exactly like p_old (temperature,
-    sampling support). Otherwise the estimate is positive at lag 0. Stored weights give the exact value: `dense(logp,
-    logp_old, kind="reverse")`.
+    sampling support). If the processing differs, the estimate is above 0 even at lag 0. Stored weights give the exact
+    value: `dense(logp, logp_old, kind="reverse")`.
     """
     same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM)
     log_ratio_NM = bounded(floored(logp_NM) - floored(behavior_logp_NM), -RATIO_BOUND, RATIO_BOUND)
@@ -57,7 +57,7 @@ def rollout_kl_from_cache(logp_NM: Tensor, behavior_logp_NM: Tensor) -> Tensor:
 
 
 def aligned_mean(kl_BT: Tensor, aligned_BT: Tensor) -> Tensor:
-    """Return the drift of each sample: the mean over positions where replay is valid, infinite if there are none."""
+    """Return each sample's mean drift over aligned positions (with known drift); infinite without such positions."""
     same_shape(kl=kl_BT, aligned=aligned_BT)
     count_B = (aligned_BT != 0).sum(-1)
     mean_B = kl_BT.masked_fill(aligned_BT == 0, 0.0).sum(-1) / count_B.clamp(min=1)

@@ -1,7 +1,7 @@
 """KL to a reference policy, as a term of the loss or of the reward.
 
-The estimates are those of `divergence.kl_estimate`. s is the log-prob of the emitted token under the current policy, t
-under the reference. The right estimate depends on where the term is used; tests check every combination.
+The estimates are those of `divergence.kl_estimate`. π is the current policy, π_ref the reference, sg
+stop-gradient. The right estimate depends on where the term is used; tests check every combination.
 
 Shapes: B rows, T positions.
 """
@@ -65,8 +65,8 @@ def kl_reward(
 ) -> tuple[Tensor, Metrics]:
     """Return rewards minus β times the detached KL estimate of each token, and its mean as metric `kl_reward`.
 
-    r − β·sg(k1) (Ziegler et al., 1909.08593). The policy gradient turns k1 into the gradient of the KL. It does not do
-    so for other kinds. abs, k2 and k3, which verl offers, are never negative, so they also penalise tokens that the
+    r − β·sg(k1) (Ziegler et al., 1909.08593). The policy gradient turns k1 into the gradient of the KL. Other kinds do
+    not have this property. abs, k2 and k3, which verl offers, are never negative, so they also penalise tokens that the
     reference prefers. They penalise any distance from the reference.
     Use this term if advantages should contain the price of drift. Masked rewards are returned as 0.
     """

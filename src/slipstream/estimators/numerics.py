@@ -29,7 +29,7 @@ class _Bounded(torch.autograd.Function):
 def bounded(x: Tensor, least: float, most: float | None = None) -> Tensor:
     """Clamp x to bounds and pass the gradient unchanged: values stay finite, and every token keeps its gradient.
 
-    Use `Tensor.clamp` where the gradient beyond a bound must be 0, as in a trust region.
+    Use `Tensor.clamp` if the gradient beyond a bound must be 0, as in a trust region.
     """
     found: Tensor = _Bounded.apply(x, least, most)  # type: ignore[no-untyped-call]
     return found
@@ -41,7 +41,7 @@ def with_gradient(value: Tensor, by: Tensor) -> Tensor:
 
 
 def floored(logp: Tensor) -> Tensor:
-    """Return log-probs in at least float32, raised to at least the floor."""
+    """Return log-probs in at least float32, raised to at least LOG_FLOOR. The gradient is not changed."""
     return bounded(logp.to(torch.promote_types(logp.dtype, torch.float32)), LOG_FLOOR)
 
 
@@ -65,9 +65,9 @@ def same_matrix(**tensors: Tensor) -> None:
 
 
 def zeroed(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with 0 where `keep` is 0. There is no gradient at these positions, even if they held NaN.
+    """Return the tensors with 0 where `keep` is 0. The gradient is 0 at these positions, even if the values were NaN.
 
-    `keep` has the leading dimensions of the tensors. Estimators without a mask have loss 0 on zeros.
+    `keep` has the leading dimensions of the tensors. Estimators that take no mask return loss 0 for zeros.
     """
     out = []
     for tensor in tensors:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 REQUIRED: Any = inspect.Parameter.empty
-"""Marker for an option without a default."""
+"""Default value that stands for "this option has no default"."""
 
 Options = dict[str, Any]
 Function = Callable[..., Any]
@@ -44,7 +44,7 @@ def check_options(owner: str, given: Options, called: Function, *others: Functio
 
 
 def only(given: Options, function: Function) -> Options:
-    """Return those of the given options that the function takes."""
+    """Return only the given options that the function accepts."""
     known = options_of(function)
     return {name: value for name, value in given.items() if name in known}
 

@@ -57,7 +57,7 @@ def importance_ratio(
 
 
 def same_rows(**tensors: Tensor) -> None:
-    """Raise a ValueError unless all arguments are [B, T] of one shape. A packed batch has no rows to sum over."""
+    """Raise a ValueError unless all arguments are [B, T] of one shape: one row for each sample, without packing."""
     if len(shape := same_shape(**tensors)) != 2:
         raise ValueError(f"{', '.join(tensors)} must be [B, T], one row per sample, got {tuple(shape)}")
 
@@ -92,7 +92,7 @@ def weight_metrics(
     """Return statistics of truncated importance weights over tokens, and the shares of ratios above C and below 1/C.
 
     With `over_rows` the shares are of rows. A single threshold C truncates only above: ratios below 1/C are counted and
-    not changed. A pair drops both.
+    not changed. A pair (low, high) replaces 1/C and C; ratios outside the band get weight 0.
     """
     valid_BT = mask_BT != 0
     low, high = threshold if isinstance(threshold, tuple) else (1 / threshold, threshold)
@@ -109,25 +109,25 @@ def weight_metrics(
 
 
 def share(hit_BT: Tensor, valid_BT: Tensor, *, of_rows: bool = False) -> Tensor:
-    """Return the share of valid tokens that are hit, or of non-empty rows with any hit."""
+    """Return the share of valid tokens with `hit`; with `of_rows` the share of non-empty rows with any such token."""
     if of_rows:
         hit_BT, valid_BT = (hit_BT & valid_BT).any(-1, keepdim=True), valid_BT.any(-1, keepdim=True)
     return token_mean(hit_BT.double(), valid_BT)
 
 
 def token_mean(x_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """Return the mean over valid tokens; 0 if there are none."""
+    """Return the mean over valid tokens; 0 if no token is valid."""
     return x_BT.masked_fill(~valid_BT, 0.0).sum() / valid_BT.sum().clamp(min=1)
 
 
 def row_mean(x_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """Return the mean over non-empty rows of each row's mean; 0 if there are none."""
+    """Return the mean over non-empty rows of each row's mean; 0 if all rows are empty."""
     each_B = x_BT.masked_fill(~valid_BT, 0.0).sum(-1) / valid_BT.sum(-1).clamp(min=1)
     return each_B.sum() / valid_BT.any(-1).sum().clamp(min=1)
 
 
 def _least_before(log_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """Return the smallest valid log-ratio strictly before each position; 0 if there is none."""
+    """Return the smallest valid log-ratio strictly before each position; 0 if no valid token is before it."""
     least_BT = log_BT.masked_fill(~valid_BT, torch.inf).cummin(-1).values
     before_BT = pad(least_BT[:, :-1], (1, 0), value=torch.inf)
     return torch.where(before_BT.isinf(), 0.0, before_BT)

@@ -1,8 +1,8 @@
-"""Reverse KL on draws of the behaviour policy. The gradient of these surrogates matters and not their value.
+"""Reverse KL on draws of the behaviour policy. Use the gradients of these losses; the values have no meaning.
 
-Draws are extra tokens sampled at the same position. Log-probs are floored at −1e4 on entry and log-ratios clamped to
-±20 before exp; gradients pass these bounds. Metrics have one detached value per position. Token scope, except `m2po`,
-whose mask needs the batch.
+Draws are tokens sampled at one position. p_θ is the student, p_old the behaviour policy, q the teacher. Log-probs are
+floored at −1e4 and log-ratios clamped to ±20 before exp; gradients pass these bounds. Metrics have one detached value
+per position. Token scope, except `m2po`, whose mask needs the batch.
 
 Shapes: N positions, M cached draws.
 """
@@ -118,7 +118,7 @@ def m2po(
 def kept_reverse_kl(
     logp_NM: Tensor, behavior_logp_NM: Tensor, logq_NM: Tensor, keep_NM: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """Apply `mc_reverse_kl` to the kept draws. The others are 0 and still count in the mean over draws."""
+    """Apply `mc_reverse_kl` to the kept draws. Removed draws have loss 0 and still count in the mean over draws."""
     return mc_reverse_kl(*zeroed(keep_NM, logp_NM, behavior_logp_NM, logq_NM))
 
 
@@ -130,7 +130,7 @@ def m2po_mask(
     mask: Tensor | None = None,
     budget: float = 0.04,
 ) -> tuple[Tensor, Metrics]:
-    """Return which draws of the whole batch `m2po` keeps, without gradient.
+    """Return a mask [N, M] of the draws in the whole batch that `m2po` keeps, and metrics; no gradient.
 
     `mask` [N] or [N, M] marks the draws that count. Metrics are those of `second_moment_mask`.
     """
@@ -157,7 +157,7 @@ def second_moment_mask(log_ratio: Tensor, advantage: Tensor, valid: Tensor, *, b
     harmful = valid & (advantage.sign() * log_ratio > 0)
     harmless = valid & ~harmful
     ascending = square[harmful].sort().values
-    # entry i: the i smallest harmful tokens stay
+    # entry i: sum over the harmless tokens and the i smallest harmful tokens
     sums = square[harmless].sum() + torch.cat([ascending.new_zeros(1), ascending.cumsum(0)])
     counts = harmless.sum() + torch.arange(len(sums), device=sums.device)
     met = (sums / counts.clamp(min=1) <= budget).nonzero()
@@ -179,7 +179,7 @@ def _advantage(name: str, logq_NM: Tensor, **policies: Tensor) -> Tensor:
 
 
 def _ppo(ratio_NM: Tensor, advantage_NM: Tensor, clip: Epsilon) -> tuple[Tensor, Tensor]:
-    """Return min(ρA, clip(ρ)A), and the positions where the clip decided."""
+    """Return min(ρA, clip(ρ)A), and a mask of the positions where the clip changes the result."""
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     plain_NM = ratio_NM * advantage_NM
     bounded_NM = ratio_NM.clamp(1 - low, 1 + high) * advantage_NM

@@ -1,1 +1,1 @@
-"""Models by name: built-in models, adapters, and the model card of the final student."""
+"""Model files: names and built-in models, adapter directories, and the model card of the final student."""

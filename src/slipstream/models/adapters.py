@@ -1,7 +1,7 @@
-"""Reader of adapter directories in PEFT's format. It needs neither peft nor the values of the weights.
+"""Reader of adapter directories in PEFT's format. Only config and shapes are read; the peft package is not needed.
 
-adapter_config.json names base, rank and scale; adapter_model.safetensors holds two matrices, A and B, for each layer.
-An adapter that does more than add scale · B A to linear layers is refused with ModelError.
+adapter_config.json holds base model, rank and scale. adapter_model.safetensors holds two matrices A and B per layer.
+ModelError refuses adapters that do anything else than add scale · B A to the weights of linear layers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha"}
 ANYTHING = {
     *("task_type", "inference_mode", "auto_mapping", "peft_version", "lora_dropout", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the names of the weights suffice
-    *("loftq_config", "eva_config", "megatron_core", "qalora_group_size"),  # options of features refused by other keys
+    *("loftq_config", "eva_config", "megatron_core", "qalora_group_size"),  # of features that other keys refuse
 }
 """Config keys that do not change the output of a trained adapter, whatever their value."""
 NOTHING: tuple[Any, ...] = (None, False, {}, [], "none")
 PLAIN = {"revision": ("main",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
-"""Values of other config keys that do not change the output of a trained adapter."""
+"""Allowed values of single config keys, besides `NOTHING`: they do not change the output of a trained adapter."""
 Shape = tuple[int, ...]
 
 
@@ -38,7 +38,7 @@ class Adapter:
     rank: int
     alpha: float
     layers: Mapping[str, tuple[int, int]]
-    """Numbers of inputs and outputs of each adapted layer, by the layer's name in the base model."""
+    """Numbers of inputs and outputs of each layer that the adapter changes, by the layer's name in the base model."""
 
     @property
     def scale(self) -> float:
@@ -57,7 +57,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_of(name: str) -> str:
-    """Return the name of the base model of an adapter."""
+    """Return the name of the base model that an adapter directory names."""
     base = _config(Path(name)).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"{name}: {CONFIG} names no base (base_model_name_or_path)")
@@ -98,7 +98,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _layers(path: Path, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield each adapted layer with its numbers of inputs and outputs (the weight's shape, transposed)."""
+    """Yield the name of each adapted layer, and the pair of its numbers of inputs and outputs."""
     parts: dict[str, dict[str, Shape]] = {}
     for name, shape in _shapes(path / WEIGHTS).items():
         if (found := PART.fullmatch(name)) is None:

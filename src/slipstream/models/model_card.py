@@ -22,14 +22,14 @@ SHOWN = (
     "truncated",
     "lag/mean",
 )
-"""Patterns of the metrics whose first and last values are printed."""
+"""Regular expressions for names of metrics whose first and last values the card shows."""
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 Tree = Mapping[str, Any]
 Row = tuple[str, ...]
 
 
 def card(config: Tree, path: Path) -> str:
-    """Return the model card of the finished run with this configuration and directory."""
+    """Return the text of the model card of a finished run; `path` is its run directory."""
     lines = read_lines(path / METRICS)
     trained, evaluated = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
     parts = [
@@ -105,7 +105,7 @@ def settings(section: Tree) -> str:
 
 
 def course(trained: Sequence[Tree]) -> Iterator[Row]:
-    """Yield name, first and last value of each metric that both the first and the last update recorded."""
+    """Yield name, first value and last value of each `SHOWN` metric that the first and the last update recorded."""
     for shown in SHOWN if trained else ():
         for name, last in trained[-1].items():
             if re.fullmatch(shown, name) and name in trained[0]:
@@ -113,7 +113,7 @@ def course(trained: Sequence[Tree]) -> Iterator[Row]:
 
 
 def accuracies(config: Tree, evaluated: Sequence[Tree]) -> Iterator[Row]:
-    """Yield the accuracy of every evaluation set at the first and the last evaluation."""
+    """Yield table rows with the accuracy of each evaluation set: at the first evaluation and at the last."""
     held_out = config["data"].get("eval")
     for name in dict.fromkeys(line.get("set", "") for line in evaluated):
         of_set = [line for line in evaluated if line.get("set", "") == name]
@@ -142,10 +142,10 @@ def loading(config: Tree, final: Path) -> str:
 
 
 def misread(student: str, targets: str | Sequence[str]) -> bool:
-    """Return whether PEFT would read the adapters of dense layers as adapters of experts, whose weights are fused."""
+    """Return True if PEFT would load adapters of dense layers as adapters of experts (mixture of experts)."""
     try:
         file = file_of(student, "config.json")
-    except ModelError:  # the student may have been moved since the run began; that must not fail the run
+    except ModelError:  # the student may have been moved since the run began, which must not make the run fail
         return False
     experts = file is not None and "experts" in file.read_text("utf-8")
     return experts and (targets == "all-linear" or not FEED_FORWARD.isdisjoint(targets))

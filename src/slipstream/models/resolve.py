@@ -1,4 +1,4 @@
-"""Tiny models that ship with the package, and the resolution of model names, `builtin:` names included."""
+"""Resolution of model names: directories, hub names, adapters, and `builtin:NAME` for tiny models of this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KNOCK = 10.0
 
 
 def model_path(name: str) -> str:
-    """Resolve `builtin:` names to directories and adapters to their bases; raise ModelError if there is no model."""
+    """Return the directory or hub name of a model, for an adapter that of its base; ModelError if none can exist."""
     if not name.strip():
         raise ModelError(f"{name!r} names no model: write an HF directory or a hub name")
     if is_adapter(name):
@@ -37,7 +37,7 @@ def model_path(name: str) -> str:
 
 
 def file_of(name: str, file: str) -> Path | None:
-    """Return a model's file in its directory or in the hub's cache; None if it is in neither."""
+    """Return the path of a model's file in its directory or in the hub's cache; None if the file is not there."""
     path = Path(model_path(name))
     if path.is_dir():
         return found if (found := path / file).exists() else None
@@ -49,7 +49,7 @@ def file_of(name: str, file: str) -> Path | None:
 
 @cache
 def check_reachable(name: str) -> None:
-    """Raise ModelError early if a model is not local and the hub is unreachable; its library retries for a minute."""
+    """Raise ModelError if a model is not local and the hub does not answer; the hub's library retries for a minute."""
     path = model_path(name)
     if Path(path).is_dir():
         return

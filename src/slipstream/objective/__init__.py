@@ -1,1 +1,1 @@
-"""Objective of an update, and everything that is decided before its first gradient."""
+"""Objective of an update, and the decisions about its batch that are made before its first gradient."""

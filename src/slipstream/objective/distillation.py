@@ -1,4 +1,4 @@
-"""Distillation losses in use: the ids that a formula needs, and the loss of each position.
+"""Distillation loss of a batch: ids and log-probs for a formula, and the loss of each position.
 
 Shapes: N trained tokens, C rows of a chunk, M cached draws, K support, V vocabulary, D teacher's hidden size.
 """
@@ -24,14 +24,14 @@ from slipstream.records import Scored
 
 Metrics = dict[str, Tensor]
 LossOfRows = Callable[..., tuple[Tensor, Metrics]]
-"""Function (student's log-probs at the ids, slice of rows, best_ids of the student) → (loss per row, metrics per
+"""Function from (student's log-probs at the ids, slice of rows, best_ids of the student) to (loss per row, metrics per
 row)."""
 Array = NDArray[Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Functions that read the data of a cache from a scored sample."""
+    """Functions that read ids and log-probs for one kind of teacher scores (cache) from a scored sample."""
 
     ids: Callable[[Scored], Array]
     behavior: Callable[[Scored], Array]
@@ -55,7 +55,7 @@ COLUMNS: dict[Cache, Columns] = {
         teacher=lambda s: s.teacher_topk_logp,
     ),
 }
-"""Columns by cache. `hidden` has none."""
+"""Columns for each kind of teacher scores (cache); hidden states have no columns."""
 
 
 class Distillation:
@@ -63,19 +63,19 @@ class Distillation:
         self.asks, self.temperature, self.teacher_head = loss.asks, loss.temperature, teacher_head
         self.formula = formula(self.asks.formula)
         self.dense = self.asks.cache == "hidden"
-        """True if the formula needs whole distributions."""
+        """True if the formula needs distributions over the whole vocabulary."""
         self.on_draws = self.asks.cache == "sampled"
-        """True if the ids are the draws."""
+        """True if the loss is computed at the draws (tokens sampled at each position)."""
         self.on_kept = self.on_draws and "behavior" in self.asks.takes
-        """True if the formula compares with the sampling policy, so that log-probs are conditioned on the sampling
+        """True if the formula compares with the sampling policy. Log-probs are then conditioned on the sampling
         support."""
         self.best = self.asks.k if self.asks.cache == "teacher_topk" else 0
-        """Number of the student's most likely ids that metrics compare with the teacher's."""
+        """Number of the student's most likely ids that metrics compare with the teacher's top-k; 0 for none."""
 
     def __call__(
         self, samples: Sequence[Scored], frozen: Sequence[Frozen], tokens_N: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor | None, LossOfRows]:
-        """Return the ids that the loss needs, the emitted token's first (None: all), and the loss given log-probs."""
+        """Return the ids of the loss, emitted token first (None: whole vocabulary), and a function for the loss."""
         if self.dense:
             return None, self._on_vocabulary(samples, tokens_N.device, dtype)
         columns, takes = COLUMNS[self.asks.cache], self.asks.takes
@@ -90,7 +90,7 @@ class Distillation:
             known["proximal"] = _of_draws([each.proximal_NM for each in frozen], tokens_N.device).to(dtype)
         if "keep" in takes:
             known["keep"] = _of_draws([each.keep_NM for each in frozen], tokens_N.device)
-        # draws begin with the emitted token; best ids may not contain it
+        # draws begin with the emitted token; top-k ids may not contain it
         first = 0 if self.asks.cache == "sampled" else 1
 
         def on_ids(logp_CM: Tensor, rows: slice, best_ids: Tensor | None = None) -> tuple[Tensor, Metrics]:
@@ -106,7 +106,7 @@ class Distillation:
         return torch.cat([tokens_N[:, None], ids_NM], 1) if first else ids_NM, on_ids
 
     def _on_vocabulary(self, samples: Sequence[Scored], device: torch.device, dtype: torch.dtype) -> LossOfRows:
-        """Return the loss over the vocabulary: the teacher's head is applied to chunks, without an N×V tensor."""
+        """Return a function that applies the teacher's head to a chunk and computes the loss, without an N×V tensor."""
         head = self.teacher_head
         assert head is not None, "the hidden cache needs the teacher's head"
         hidden_ND = _hidden([_present(sample.teacher_hidden) for sample in samples]).to(device)
@@ -131,7 +131,7 @@ class Distillation:
 
 
 def overlap(best_ids: Tensor, ids_CK: Tensor, logp_CK: Tensor, logq_CK: Tensor) -> Metrics:
-    """Return the overlap of the student's and the teacher's top-k, and the advantage of the shared ids."""
+    """Return metrics: the overlap of the student's and the teacher's top-k, and the advantage of the shared ids."""
     advantage_C, shared_C = overlap_token_advantage(best_ids, ids_CK, logp_CK, logq_CK)
     ratio_C = overlap_ratio(best_ids, ids_CK).to(logp_CK.dtype)
     return {

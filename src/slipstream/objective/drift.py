@@ -17,7 +17,7 @@ from slipstream.records import Scored
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Sample as the loss saw it: tensors over its T tokens."""
+    """Data of one sample at the time of its loss: tensors over its T tokens."""
 
     logp_T: Tensor
     behavior_T: Tensor
@@ -33,7 +33,7 @@ class Seen:
 
 
 def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
-    """Return the metrics of `estimators.drift` for the current policy against the sampling policy, also by lag."""
+    """Return metrics of `estimators.drift` that compare current and sampling policy, over all tokens and by lag."""
     if not samples:
         return {}
     lag_BT = (version - padded([sample.version_T for sample in samples])).clamp(min=0)
@@ -47,7 +47,7 @@ def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
 
 
 def sharpness(samples: Sequence[Seen]) -> Metrics:
-    """Return the slope of the sampler's log-probs against the learner's: 1, or 1/T if a temperature T differs."""
+    """Return the regression slope of the sampler's log-probs on the learner's: 1, or 1/T if a temperature T differs."""
     ours_N = torch.cat([sample.logp_T[sample.mask_T].double() for sample in samples])
     theirs_N = torch.cat([sample.behavior_T[sample.mask_T].double() for sample in samples])
     ours, theirs = ours_N - ours_N.mean(), theirs_N - theirs_N.mean()
@@ -55,7 +55,7 @@ def sharpness(samples: Sequence[Seen]) -> Metrics:
 
 
 def against_teachers(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
-    """Compare the student with each teacher on the trained tokens: largest difference, and alignment of rows."""
+    """Return metrics that compare each teacher's log-probs of the trained tokens with the student's."""
     pairs: dict[str, list[Pair]] = {}
     prefixes = set[int]()
     for sample, logp_T in zip(samples, logp, strict=True):
@@ -68,11 +68,11 @@ def against_teachers(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metri
 
 
 Pair = tuple[Tensor, Tensor, int]
-"""Log-probs of one response by a teacher and by the student, and its first row that no other response contains."""
+"""(Teacher's log-probs, student's log-probs, index of the first row that no earlier response has) of a response."""
 
 
 def first_new_row(sample: Scored, prefixes: set[int]) -> int:
-    """Return the index of the first trained token after a new prefix. A repeated response is no additional evidence."""
+    """Return the index of the first trained token whose prefix no earlier response had; token count if none."""
     prefix = hash((sample.teacher, sample.rollout.prompt.tokens.tobytes()))
     new_T = []
     for token in sample.rollout.tokens.tolist():
@@ -86,12 +86,12 @@ def first_new_row(sample: Scored, prefixes: set[int]) -> int:
 def comparison(pairs: Sequence[Pair]) -> Metrics:
     """Return statistics of a teacher's and the student's log-probs over several responses.
 
-    Tokens that are hard to predict are hard for both. Therefore log-probs correlate best without a shift.
+    Tokens that are hard to predict are hard for both models. Therefore probabilities correlate best at shift 0.
     """
     news = [(q_N[first:], p_N[first:]) for q_N, p_N, first in pairs]
 
     def correlation(shift: int) -> float:
-        """Return the correlation of the teacher's row n + shift with the student's row n."""
+        """Return the correlation of probabilities: the teacher's at row n + shift with the student's at row n."""
         q_N = torch.cat([q_N[max(shift, 0) : len(q_N) + min(shift, 0)] for q_N, _ in news])
         p_N = torch.cat([p_N[max(-shift, 0) : len(p_N) - max(shift, 0)] for _, p_N in news])
         both = torch.stack([q_N, p_N]).exp()

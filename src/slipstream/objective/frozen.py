@@ -1,7 +1,7 @@
-"""Decisions about a batch that are made before its first gradient and then stay: masks, advantages, importance weights.
+"""Decisions about a batch, made before its first gradient and then constant: masks, advantages, importance weights.
 
-All data here are small (a few numbers per token), on the CPU and in float64. Ranks exchange them, and each rank decides
-the same for the whole batch. The branches of an episode are treated as one sequence, one after the other. An episode
+All data are small (a few numbers per token), on the CPU, in float64. Ranks (processes of the learner) exchange the data
+and compute equal decisions for the whole batch. The branches of an episode are joined to one sequence. An episode
 has one reward, counts once in its group's baseline, and is one sequence for corrections. Guarantor of invariant 6:
 rejected tokens are in no loss, denominator or baseline.
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """Log-probs of all draws (extra tokens at the same position), at the temperature of the distillation loss."""
+    """Log-probs of all draws (tokens sampled at each position), at the temperature of the distillation loss."""
 
     current_NM: Tensor
     behavior_NM: Tensor
@@ -44,7 +44,7 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Data of a sample before its first gradient: tensors over its T tokens."""
+    """Inputs of the decisions about a sample: tensors over its T tokens."""
 
     group: int
     episode: int
@@ -52,17 +52,17 @@ class Evidence:
     mask_T: Tensor
     turn_T: Tensor
     behavior_T: Tensor
-    """Log-probs of the emitted tokens under the sampling policy. Other log-probs are those of learner versions."""
+    """Log-probs of the emitted tokens, recorded by the sampler. The learner computes all other log-probs."""
     old_T: Tensor | None = None
     current_T: Tensor | None = None
     squares_T: Tensor | None = None
-    """Σ_v π_v² of the current learner."""
+    """Σ_v π_v² over the vocabulary, for the current learner."""
     reference_T: Tensor | None = None
     kl_T: Tensor | None = None
-    """KL(sampling policy ‖ current learner) over the vocabulary; infinite if that version is no longer stored."""
+    """KL(sampling policy ‖ current learner) over the vocabulary; infinite if the sampling weights are not stored."""
     draws: Draws | None = None
     missing: int = 0
-    """Number of tokens whose version is no longer stored. The sampler's log-probs replace the version's."""
+    """Number of tokens whose weight version is no longer stored. For them `old_T` contains the sampler's log-probs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +71,15 @@ class Frozen:
     """Loss mask without the rejected tokens."""
     behavior_T: Tensor
     old_T: Tensor | None = None
-    """Log-probs under the old policy, the denominator of the policy loss's ratio."""
+    """Log-probs under the old policy, which is the denominator of the policy loss's ratio."""
     advantage_T: Tensor | None = None
     weight_T: Tensor | None = None
     chosen_T: Tensor | None = None
-    """Tokens that a batch-scope method chose."""
+    """Mask of the tokens that a batch-scope policy loss selected from the whole batch."""
     proximal_T: Tensor | None = None
     reference_T: Tensor | None = None
     proximal_NM: Tensor | None = None
-    """Log-probs of all draws when the batch arrived, and the mask of draws that a choice keeps."""
+    """Log-probs of all draws when the batch arrived. `keep_NM` is the mask of draws that a batch-scope loss keeps."""
     keep_NM: Tensor | None = None
     beta: float = 0.0
     """Coefficient of the KL to the reference."""
@@ -96,7 +96,7 @@ def behavior_of(sample: Scored) -> Tensor:
 
 
 def as_it_is(sample: Scored) -> Frozen:
-    """Return a sample with nothing rejected and nothing weighted."""
+    """Return decisions for a sample that reject no token and have no weights."""
     return Frozen(mask_T=torch.tensor(sample.rollout.loss_mask), behavior_T=behavior_of(sample))
 
 
@@ -166,7 +166,7 @@ def freeze(
 
 
 def episodes_of(samples: Sequence[Evidence]) -> tuple[list[Evidence], list[tuple[int, slice]]]:
-    """Join the branches of every episode, in the given order. Return also each sample's row and slice in it."""
+    """Join the branches of every episode, in the given order. Return the episodes and each sample's (row, slice)."""
     branches: dict[tuple[int, int], list[Evidence]] = {}
     for sample in samples:
         branches.setdefault((sample.group, sample.episode), []).append(sample)
@@ -217,7 +217,7 @@ def _current(batch: Sequence[Evidence]) -> Tensor:
 
 
 def _evidence(batch: Sequence[Evidence], method: Method, rewards: Rewards, mask_BT: Tensor) -> dict[str, Any]:
-    """Return the inputs of corrections beside log-probs. Rejection by advantages uses those before rejection."""
+    """Return the inputs of corrections other than log-probs. Advantages are computed before any rejection."""
     found: dict[str, Any] = {}
     if method.correction.is_level == "turn":
         found["turns"] = padded([sample.turn_T for sample in batch])
@@ -234,7 +234,7 @@ class Rewards:
     def __init__(self, batch: Sequence[Evidence], method: Method, old_BT: Tensor, beta: float) -> None:
         self.batch, self.method, self.old_BT, self.beta = batch, method, old_BT, beta
         self.charged: Metrics = {}
-        """Mean KL that was last subtracted from the rewards."""
+        """Metric of the mean KL that `advantages` subtracted from the rewards; empty if no KL was subtracted."""
         self.group_B = torch.tensor([sample.group for sample in batch])
         self.of_each = {name: self._named(name) for name in method.rewards}
         self.reward_B = self._summed(self.of_each)
@@ -261,7 +261,7 @@ class Rewards:
         return advantage_BT
 
     def _evidence(self, mask_BT: Tensor, weight_BT: Tensor | None) -> dict[str, Any]:
-        """Return the tensor options of this advantage."""
+        """Return the additional inputs of the configured advantage estimator."""
         assert self.method.policy is not None
         found: dict[str, Any] = {}
         for name in ADVANTAGES[self.method.policy.advantage].evidence:
@@ -298,7 +298,7 @@ class Rewards:
         return padded([present(sample.squares_T) for sample in self.batch])
 
     def metrics(self, advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
-        """Return the mean rewards of the rows left, and the share of these rows with an advantage other than 0."""
+        """Return metrics of rows with tokens left: mean rewards, and the share of rows with a non-zero advantage."""
         left_B = (mask_BT != 0).any(-1)
         moved_B = ((advantage_BT != 0) & (mask_BT != 0)).any(-1)
         rows = max(int(left_B.sum()), 1)
@@ -313,7 +313,7 @@ class Rewards:
 def _kept_draws(
     samples: Sequence[Evidence], method: Method, left: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-    """Return the draws that a batch-scope distillation loss chooses, among all draws of the tokens left."""
+    """Return masks of the draws that a batch-scope distillation loss keeps, one mask per sample, and metrics."""
     asks = method.loss.asks
     draws = [present(sample.draws) for sample in samples]
     keep_NM, metrics = formula(asks.chooses)(

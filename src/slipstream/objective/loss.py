@@ -2,8 +2,8 @@
 
 Losses of token scope, at the temperature of the distillation loss, are computed in the fused head. A policy loss that
 needs whole rows, or another temperature, has its own pass. Metrics are divided by the counts like the losses, so
-metrics of micro-batches add up. Guarantor of invariant 5: every loss is a sum divided by given counts. The cuts of a
-batch, and the order of its parts, change nothing.
+metrics of micro-batches add up. Guarantor of invariant 5: every loss is a sum divided by given counts. The result
+is the same for all cuts of a batch and all orders of its parts.
 
 Shapes: N trained tokens, C rows of a chunk, M ids of a row, V vocabulary, B samples, T positions.
 """
@@ -36,9 +36,9 @@ from slipstream.records import Counts, Scored
 
 Metrics = dict[str, Tensor]
 DENSE = 4
-"""Factor by which chunks are smaller for a loss over the vocabulary, which needs about twelve tensors of that size."""
+"""Divisor of the chunk size for a loss over the vocabulary, which needs about twelve tensors of that size."""
 Cut = Callable[[Tensor], Tensor]
-"""Function from a tensor over N to the [B, T] that a policy loss receives."""
+"""Function that converts a tensor over N to the shape [B, T] of a policy loss."""
 
 
 class Objective:
@@ -47,9 +47,9 @@ class Objective:
         self.distillation = Distillation(loss, teacher_head) if loss.weight else None
         self.has_policy_terms = method.policy is not None or (reference is not None and reference.into == "loss")
         self.single_pass = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
-        """True if all parts have token scope and one temperature: one pass of the fused head."""
+        """True if no loss needs whole rows and all use one temperature, so that one pass of the fused head computes them."""
         self.mean_weight = 1.0
-        """Divisor of freshness weights, unless the whole gradient is divided."""
+        """Mean freshness weight, by which weights are divided; 1 if the whole gradient is divided instead."""
 
     def __call__(
         self,
@@ -136,14 +136,14 @@ class Objective:
             ids_NM, distilled = row(samples, terms.frozen, terms.tokens_N, terms.dtype)
             temperature, best, on_kept, on_draws = row.temperature, row.best, row.on_kept, row.on_draws
         asked = draws = slice(0, None if ids_NM is None else ids_NM.shape[1])
-        """Slices of all log-probs: those for the distillation loss, and those of the draws."""
+        """Columns of the log-probs: `asked` for the distillation loss, and `draws` for the draws."""
         draws_NM = terms.draws_NM if self.single_pass else None
         if draws_NM is not None and ids_NM is not None and not on_draws:
             draws = slice(ids_NM.shape[1], ids_NM.shape[1] + draws_NM.shape[1])
             ids_NM = torch.cat([ids_NM, draws_NM], 1)
 
         def loss_of_chunk(logp_CX: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
-            """Return the loss of a chunk. X: the requested ids and then the sampling support, or the vocabulary."""
+            """Return loss and metrics of a chunk. X: requested ids, then the sampling support; or the vocabulary."""
             m = logp_CX.shape[1] if ids_NM is None else ids_NM.shape[1]
             asked_CM, emitted_C1 = logp_CX[:, asked], logp_CX[:, :1]
             if ids_NM is None:
@@ -220,11 +220,11 @@ class Terms:
         self.sample_N = torch.arange(len(samples), device=device).repeat_interleave(counts_B)
         episodes = [list(its) for _, its in groupby(range(len(samples)), lambda i: episode_of(samples[i]))]
         self.rows_B = [int(counts_B[its].sum()) for its in episodes]
-        """Number of trained tokens of each row. A row is an episode, as far as its branches are adjacent."""
+        """Number of trained tokens of each row. Adjacent samples of one episode form a row."""
         self.of_rows = [frozen[its[0]] for its in episodes]
         self.episode_tokens_B = torch.tensor([each.episode_tokens for each in self.of_rows], device=device)
         self.worth_N = self.anchor_N = self.draws_NM = None
-        """With [freshness]: factor of each token in distillation and in the anchor, and its draws. None without."""
+        """With [freshness]: factors of each token in distillation and in the anchor, and its draws. Else None."""
         if judged:
             self.worth_N = torch.cat([each.distill_N for each in judged]).to(device, dtype) / mean_weight
             self.weight_B = torch.tensor([each.weighed.w / mean_weight for each in judged], device=device, dtype=dtype)
@@ -241,14 +241,14 @@ class Terms:
         return self._of_mask([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
 
     def with_kept(self, ids_NM: Tensor | None) -> Ids:
-        """Return these ids, followed by the sampling support if samples recorded one."""
+        """Return `ids_NM`, or a function that appends the sampling support to the ids if samples recorded one."""
         support = self.support
         if ids_NM is None or support is None:
             return ids_NM
         return lambda rows: torch.cat([ids_NM[rows], support[rows]], 1)
 
     def rows(self, x_N: Tensor) -> Tensor:
-        """Return the trained tokens with one row for each sample or episode, [B, T]."""
+        """Return the values of trained tokens as padded rows [B, T]; a row is a sample or an episode."""
         return padded(torch.split(x_N, self.rows_B))
 
     def entropy(self, entropy_C: Tensor, rows: slice) -> Metrics:
@@ -275,7 +275,7 @@ class Terms:
         return max(self.counts.n_sequences if self.method.over_samples else self.counts.n_tokens, 1)
 
     def anchored(self, logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
-        """Return the KL to the sampling policy, estimated from the recorded draws."""
+        """Return the anchor (weighted KL to the sampling policy, estimated from the recorded draws) and its metric."""
         assert self.anchor_N is not None
         kl_C = rollout_kl_from_cache(logp_CM, self.drew_NM[rows]) * self.anchor_N[rows]
         loss = kl_C.sum() / self.units
@@ -292,7 +292,7 @@ class Terms:
         return found
 
     def others(self, logp_BT: Tensor, cut: Cut) -> tuple[Tensor, Metrics]:
-        """Return policy loss and reference KL. `cut` brings every tensor into the shape of `logp`."""
+        """Return the sum of policy loss and reference KL, and metrics. `cut` gives every tensor the shape of `logp`."""
         policy, reference, counts = self.method.policy, self.method.reference, self.counts
         losses, metrics = list[Tensor](), Metrics()
         known = {name: cut(value_N) for name, value_N in self.frozen_N.items()}
@@ -332,7 +332,7 @@ class Terms:
         return torch.stack(losses).sum(), metrics
 
     def _evidence(self, known: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the additional inputs of some policy losses."""
+        """Return the additional inputs that some policy losses need."""
         found: dict[str, Any] = {}
         if self.method.chooses:
             found["chosen"] = known["chosen_T"]

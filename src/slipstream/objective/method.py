@@ -1,4 +1,4 @@
-"""Objective of an update with its checks: every part has an effect, and no ratio counts twice (invariant 7)."""
+"""Objective of an update. Checks reject parts without effect, and ratios that would count twice (invariant 7)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
 TENSOR_OPTIONS = ("generator", "positive", "proximal_logp")
-"""Options of policy losses that are tensors, which a config cannot set."""
+"""Options of policy losses that the program computes and a config cannot set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Method:
 
     @property
     def decoupled(self) -> bool:
-        """Return whether the old policy is the learner at the version that drew a token, instead of the sampler."""
+        """Return whether the old policy is the learner version that drew a token, instead of the sampler."""
         return self.correction.mode == "decoupled"
 
     @property
@@ -61,12 +61,12 @@ class Method:
 
     @property
     def reads_snapshots(self) -> bool:
-        """Return whether any part needs the weights that drew a token."""
+        """Return whether any part needs stored weights of the versions that drew the tokens."""
         return self.decoupled or self.rejects("seq_max_kl") or self.replays
 
     @property
     def replays(self) -> bool:
-        """Return whether the student's drift is computed with the weights that drew a sample."""
+        """Return whether the student's drift is computed with stored weights of the version that drew a sample."""
         return self.freshness is not None and self.freshness.drift == "snapshots"
 
     @property
@@ -80,7 +80,7 @@ class Method:
 
     @property
     def weighs_all(self) -> bool:
-        """Return whether the gradient may be divided by the mean weight: all parts are weighted, or all with 1."""
+        """Return whether the mean weight may divide the gradient: all parts are weighted, or all weights are 1."""
         fresh, reference = self.freshness, self.reference
         others = (self.policy is not None and not self.weighs_policy) or (reference and reference.into == "loss")
         return fresh is None or fresh.weight == "equal" or not others
@@ -100,13 +100,13 @@ class Method:
 
     @property
     def looks_first(self) -> bool:
-        """Return whether anything about a batch must be decided before its first gradient."""
+        """Return whether decisions about the whole batch are needed before its first gradient."""
         others = self.policy is not None or self.correction.corrects or self.reference is not None
         return others or self.draws_first
 
     @property
     def chooses(self) -> bool:
-        """Return whether a batch-scope policy loss chooses tokens first."""
+        """Return whether the policy loss has batch scope: it first selects tokens from the whole batch."""
         return self.policy is not None and LOSSES[self.policy.loss].choice != ""
 
     @property
@@ -139,7 +139,7 @@ class Method:
         return self.reference is not None and self.reference.control == "adaptive"
 
     def beta_after(self, beta: float, *, kl: float, samples: int) -> float:
-        """Return the coefficient of the KL after an update with this KL and this number of samples."""
+        """Return the coefficient of the KL for the next update, after one with this KL and this number of samples."""
         reference = self.reference
         if reference is None or reference.target is None or reference.horizon is None:
             return fixed_beta(beta=beta, kl=kl, samples=samples)
@@ -147,7 +147,7 @@ class Method:
 
     @property
     def scopes(self) -> dict[str, Scope]:
-        """Return the scope of each part, by its name in the config."""
+        """Return the scope (tokens that a token's loss depends on) of each part, by its name in the config."""
         found: dict[str, Scope] = {"correction": self.correction.scope}
         if self.loss.weight:
             found[f"loss.kind = {self.loss.kind}"] = self.loss.scope
@@ -164,7 +164,7 @@ class Method:
 
     @property
     def over_sequences(self) -> bool:
-        """Return whether the policy loss is divided by sequences, not tokens; if there is none, `over_samples`."""
+        """Return whether the policy loss is divided by sequences, not tokens; without policy loss `over_samples`."""
         if (policy := self.policy) is None:
             return self.over_samples
         return (policy.aggregation or LOSSES[policy.loss].agg).startswith("seq")
@@ -275,7 +275,7 @@ def _check_correction(config: Config, preset: CorrectionPreset) -> None:
 
 
 def _correction_text(config: Config) -> str:
-    """Return the correction's settings in the config that decide if it has an effect."""
+    """Return the text for error messages that names the correction's preset and level."""
     level = config.correction.is_level
     with_level = f" with is_level = {level!r}" if level is not None else ""
     return f"correction.preset = {config.correction.preset!r}{with_level}"
@@ -341,7 +341,7 @@ def _check_horizon(config: Config) -> None:
 
 
 def _check_truncation(config: Config, method: Method) -> None:
-    """Refuse ratios between the truncated distribution that draws and the whole distribution."""
+    """Raise an error if a ratio compares the truncated sampling distribution with a whole distribution."""
     sampler = config.sampler
     whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     cut = [name for name, value in whole.items() if getattr(sampler, name) != value]
@@ -367,7 +367,7 @@ def _check_truncation(config: Config, method: Method) -> None:
 
 
 def _first_ratio_to_sampler(config: Config, method: Method) -> tuple[str, str] | None:
-    """Return the first part that compares with the sampling policy, and a replacement to write; or None."""
+    """Return the first part that compares with the sampling policy, and a setting to write instead; or None."""
     loss, policy, reference = config.loss, method.policy, method.reference
     if loss.weight and loss.asks.compares:
         without = (
@@ -392,7 +392,7 @@ def _first_ratio_to_sampler(config: Config, method: Method) -> tuple[str, str] |
 
 
 def _check_parts(method: Method) -> None:
-    """Refuse parts that need the whole batch: a periodic schedule learns from groups as they come (invariant 5)."""
+    """Raise an error for parts that need the whole batch: periodic learns from groups as they come (invariant 5)."""
     for part, scope in method.scopes.items():
         if scope == "batch":
             raise ConfigError(
@@ -421,7 +421,7 @@ def _check_parts(method: Method) -> None:
 
 
 def _divided_by_tokens(method: Method) -> dict[str, bool]:
-    """Return for every part of the loss if it is divided by tokens; otherwise it is divided by sequences."""
+    """Return for every part of the loss True if it is divided by tokens, False if it is divided by sequences."""
     found: dict[str, bool] = {}
     if method.loss.weight or method.anchored:
         found["distillation" if method.loss.weight else "the anchor"] = not method.over_samples

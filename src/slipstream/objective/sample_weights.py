@@ -5,8 +5,9 @@
   w̄ = mean of w over the samples of the optimizer step: gradients do not shrink as samples grow older
   w_i = relu(f_i − ξ),  f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
 
-A sample is one lineage (branch) of an episode and has its own weight. The means ℓ_i and D_roll,i of an episode are over
-the aligned tokens of all its branches. Weights stay the same for all steps of the update.
+A sample is one branch of an episode and has its own weight. ℓ is the distillation loss. D_roll and D_sup are drifts of
+student and teacher. Means ℓ_i and D_roll,i are over the aligned tokens (with known drift) of all branches of an
+episode. Weights stay the same for all steps of the update.
 
 Shapes: B samples, N trained tokens (of one sample, or of several, one after the other), M cached draws.
 """
@@ -27,7 +28,7 @@ from slipstream.protocols import Weighed
 from slipstream.records import Scored
 
 Key = tuple[int, int]
-"""Group number, and index or episode in the group."""
+"""(Group number, index of the sample), or (group number, number of the episode)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,14 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Drifted:
-    """Change of student or teacher at every trained token, as a KL, and the tokens at which it is known."""
+    """Drift (a KL) of student or teacher at every trained token, and the mask of tokens with known drift."""
 
     kl_N: Tensor
     known_N: Tensor
 
 
 def drifted(sample: Scored, logp_NM: Tensor) -> Drifted:
-    """Return the student's drift, from its log-probs of the recorded draws."""
+    """Return the student's drift, estimated from the current log-probs of the recorded draws."""
     kl_N = rollout_kl_from_cache(logp_NM, torch.from_numpy(sample.rollout.action_logp).double())
     return Drifted(kl_N, torch.ones_like(kl_N, dtype=torch.bool))
 
@@ -63,31 +64,30 @@ def supervision(sample: Scored) -> Drifted:
 
 
 def means(drift: Sequence[Drifted]) -> tuple[Tensor, list[float]]:
-    """Return for each sample the mean drift over the known tokens, and their share."""
+    """Return each sample's mean drift over tokens with known drift, and the shares of such tokens."""
     mean_B = aligned_mean(padded([each.kl_N for each in drift]), padded([each.known_N for each in drift]))
     return mean_B, [float(each.known_N.sum()) / max(len(each.known_N), 1) for each in drift]
 
 
 class Judge:
-    """Freshness weights of the samples of one update at a time."""
+    """Freshness weights of the samples of one update, which are stored until the next update begins."""
 
     def __init__(self, freshness: FreshnessConfig) -> None:
         self.freshness = freshness
         self.begin()
 
     def begin(self) -> None:
-        """Forget the previous update."""
+        """Delete all data of the previous update."""
         self.judged: dict[Key, Judged] = {}
         self.drifted: dict[Key, Drifted] = {}
-        """Drift of samples, if known before the learning pass."""
+        """Student drift of each sample for which it is known."""
         self.supervised, self.replayed = Counter[Key](), Counter[Key]()
         """Numbers of trained tokens of every episode with known teacher drift, and with known student drift."""
         self.left, self.share = Counter[Key](), dict[Key, tuple[Key, int]]()
-        """Number of trained tokens of every episode; and for every sample its episode and its number of trained
-        tokens."""
+        """Number of trained tokens of every episode. `share`: episode and number of trained tokens of every sample."""
 
     def take(self, samples: Sequence[Scored], frozen: Sequence[Frozen], found: Sequence[Drifted] | None = None) -> None:
-        """Register the samples of whole episodes, with their drift if it is already known."""
+        """Register the samples of whole episodes. `found` is the student's drift of each sample, or None if unknown."""
         for i, (sample, each) in enumerate(zip(samples, frozen, strict=True)):
             episode, left_N = episode_of(sample), each.mask_T[torch.from_numpy(sample.rollout.loss_mask)]
             if found is not None:
@@ -106,7 +106,7 @@ class Judge:
         version: int,
         draws: Callable[[], Sequence[Tensor]],
     ) -> list[Judged]:
-        """Return the weights of these samples. `draws` returns the learner's log-probs of their draws, [N, M] each."""
+        """Return weights of samples. `draws` returns the learner's log-probs of the draws, [N, M] for each sample."""
         keys = [key_of(sample) for sample in samples]
         if new := [i for i, key in enumerate(keys) if key not in self.judged]:
             if missing := [i for i in new if keys[i] not in self.drifted]:
@@ -180,6 +180,6 @@ def episode_of(sample: Scored) -> Key:
 
 
 def oldest(sample: Scored, version: int) -> int:
-    """Return the version of the oldest trained token."""
+    """Return the smallest version among trained tokens; `version` if there are no trained tokens."""
     rollout = sample.rollout
     return int(rollout.versions[rollout.loss_mask].min(initial=version))

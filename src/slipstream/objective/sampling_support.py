@@ -1,4 +1,4 @@
-"""Sampling supports of several samples, in the form that estimators use."""
+"""Sampling supports (ids that truncated sampling can draw) of several samples, in the form that estimators use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission of groups by credits: a pure state machine without tasks, clock or tensors. A group is known by its number.
+"""Admission of groups. A credit is a permit for one group in flight. Pure code: no tasks, no clock, no tensors.
 
     submit ─▶ rolling ─rolled─▶ waiting ─take─▶ scoring ─scored─▶ ready ─learn─▶ learning ─train─▶ trained
                  ▲                                                  │                                 │
@@ -6,13 +6,13 @@
                                                      drop(reason): credit returned
 
 Guarantor of invariant 1: a credit returns only after its group is trained and the weights of that update are published.
-So `submitted − published ≤ credits` always holds. If the schedule promises a bound on lag, an update that would break
-the bound waits, and a group beyond the bound raises. Guarantor of invariant 2: every submitted group ends exactly once,
-trained or dropped. Admission ends after the configured number of updates. An update has B groups, or fewer if the
-schedule submits whole batches and groups of the batch were dropped.
+So `submitted − published ≤ credits` always holds. Lag is the age of tokens in updates. If the schedule bounds the lag,
+an update that would exceed the bound waits, and learning from a group that is too old raises RuntimeError.
+Guarantor of invariant 2: every submitted group ends exactly once, trained or dropped. An update has B groups, or fewer
+if the schedule submits whole batches and groups of the batch were dropped.
 
 This module also guarantees that updates keep the mixture of sources. The source of a group is its teacher, and with
-`schedule.mixture` also its value in a data column. Sources get their turns in the order of submission. Each turn goes
+`schedule.mixture` also its value in a data column. Each submitted group appends one turn for its source. Each turn goes
 to the first ready group of its source. So slow groups do not change the shares of sources. No update waits for a group
 that another group of the same source can replace.
 """
@@ -38,7 +38,7 @@ class Ticket:
     batch: int
     """Number of the first group that was submitted together with this one."""
     version: int
-    """Version of the group's oldest token once the group is rolled out, and a lower bound of it before."""
+    """Weights version of the group's oldest token; before the rollout ends, a lower bound of that version."""
     source: str
     """Source of the group, for the mixture; empty if the schedule ignores sources."""
 
@@ -54,13 +54,13 @@ class Standing:
     in_flight: dict[int, int]
     """Batch of each group that had not ended, by group number."""
     versions: dict[int, int] = field(default_factory=dict)
-    """`Ticket.version` of each of these groups."""
+    """`Ticket.version` of each group that had not ended, by group number."""
     waiting: list[int] = field(default_factory=list)
     """Groups that are rolled out and not scored, in the order of scoring."""
     ready: list[int] = field(default_factory=list)
     """Groups that are scored, in the order of arrival."""
     sources: dict[int, str] = field(default_factory=dict)
-    """Source of each group that had not ended."""
+    """Source of each group that had not ended, by group number."""
     turns: list[str] = field(default_factory=list)
     """Sources in the order of their turns, one for each group that had not ended."""
 
@@ -74,10 +74,10 @@ class Admission:
         source: Callable[[int], str] = lambda _: "",
         standing: Standing | None = None,
     ) -> None:
-        """Start a run, or continue one from `standing`. `source` returns the source of a group number."""
+        """Create the state of a new run, or continue from `standing`; `source` returns the source of a group number."""
         self.schedule, self.updates = schedule, updates
         self.credits, self.publish_every = schedule.credits, schedule.publish_every
-        """The current limits. `credits` bounds the groups in flight, and is at most the schedule's number."""
+        """Current limits: groups in flight (at most the schedule's credits), and updates between two publishes."""
         self.source = source if schedule.order == "mixture" else lambda _: ""
         self.version = self.published_version = standing.version if standing else 0
         """Number of updates made, and the last update whose weights are in every sampler."""
@@ -94,7 +94,7 @@ class Admission:
         """Sources in the order of their turns, one for each live group."""
         assert Counter(self.turns) == Counter(ticket.source for ticket in self.live.values())
         self.batches = Counter(in_flight.values())
-        """Number of live groups of each batch (groups submitted together), oldest batch first."""
+        """Number of live groups in each batch, by the number of the batch's first group, oldest batch first."""
         self.waiting: Line = dict.fromkeys(standing.waiting if standing else ())
         self.ready: Line = dict.fromkeys(standing.ready if standing else ())
         self.rolling: Line = {n: None for n in in_flight if n not in self.waiting and n not in self.ready}
@@ -103,7 +103,7 @@ class Admission:
         self.trained: Line = {}
         self.published = self.submitted - self.dropped.total() - len(self.live)
         self.gated = False
-        """True from the end of an update until its weights are in every sampler; no group may start meanwhile."""
+        """True while a publish is due or running: no group may start until all samplers have the new weights."""
         if len(self.live) > schedule.credits:
             raise ConfigError(
                 f"{len(self.live)} groups were in flight and this schedule has {schedule.credits} credits: write "
@@ -121,12 +121,12 @@ class Admission:
 
     @property
     def coming(self) -> bool:
-        """Return whether any group is on its way to the learner."""
+        """Return whether any group is being rolled out, waits to be scored, or is being scored."""
         return bool(self.rolling or self.waiting or self.scoring)
 
     @property
     def remaining(self) -> int:
-        """Number of groups still to be submitted. A drop adds one, or makes its batch one group smaller."""
+        """Number of groups that must still be submitted. Dropped groups are replaced only with submit = "stream"."""
         if self.schedule.submit == "batch":
             return (self.updates - self.version - len(self.batches)) * self.schedule.groups
         return self.updates * self.schedule.groups - (self.submitted - self.dropped.total())
@@ -174,17 +174,17 @@ class Admission:
 
     @property
     def full(self) -> bool:
-        """Return whether the groups being learned from fill an update."""
+        """Return whether enough groups are in learning to complete the update."""
         return len(self.learning) == self.size
 
     @property
     def publishes_next(self) -> bool:
-        """Return whether a publish follows the next update, at most `publish_every` updates after the last one."""
+        """Return whether the next update is published; two publishes are at most `publish_every` updates apart."""
         after = self.version + 1
         return after % self.publish_every == 0 or after - self.published_version >= self.publish_every
 
     def outdated(self) -> list[int]:
-        """Return the groups that are older than max_lag: they must be restarted or dropped."""
+        """Return the rolled-out groups that are older than max_lag and must be restarted or dropped now."""
         if self.schedule.max_lag is None or self.schedule.on_old == "wait" or self.gated:
             return []
         oldest = self.version - self.schedule.max_lag
@@ -210,7 +210,7 @@ class Admission:
     # --- transitions -----------------------------------------------------------------------------------------
 
     def submit(self) -> list[int]:
-        """Take credits for all groups that may start, and return their numbers."""
+        """Submit all groups that may start now, with one credit each, and return their numbers."""
         first = self.submitted
         while (count := self.quota()) > 0:
             batch = self.submitted
@@ -223,7 +223,7 @@ class Admission:
         return list(range(first, self.submitted))
 
     def allow(self, credits: int, publish_every: int) -> None:
-        """Change the limits; groups in flight above the new limit stay, and none starts until enough are published."""
+        """Change the limits. Groups in flight continue; no group starts while more are in flight than allowed."""
         assert self.schedule.groups * publish_every <= credits <= self.schedule.credits
         assert self.schedule.submit == "stream"
         self.credits, self.publish_every = credits, publish_every
@@ -235,7 +235,7 @@ class Admission:
         self.live[number].version = version
 
     def take(self) -> list[int]:
-        """Move waiting groups to scoring if they may be scored, and return their numbers."""
+        """Move all waiting groups to scoring if they may be scored now; return their numbers, or an empty list."""
         numbers = list(self.waiting) if self.scorable() else []
         for number in numbers:
             _move(number, self.waiting, self.scoring)
@@ -245,7 +245,7 @@ class Admission:
         _move(number, self.scoring, self.ready)
 
     def rescore(self, number: int) -> bool:
-        """Send a group that is being scored or ready back to be scored again; return whether it was in such a state."""
+        """Move a group from scoring or ready back to waiting; return False if the group is in neither state."""
         place = self.scoring if number in self.scoring else self.ready
         if number not in place:
             return False
@@ -253,7 +253,7 @@ class Admission:
         return True
 
     def learn(self) -> list[int]:
-        """Move the groups that the learner may take to learning, and return their numbers."""
+        """Move the learnable groups to learning, and return their numbers; raise if a group is older than promised."""
         numbers, bound = self.learnable(), self.schedule.bound
         for number in numbers:
             _move(number, self.ready, self.learning)
@@ -263,7 +263,7 @@ class Admission:
         return numbers
 
     def train(self) -> None:
-        """Record an update from the groups in learning. Their credits return when its weights are published."""
+        """Record that the groups in learning made an update; their credits return when the update is published."""
         assert self.full
         for number in list(self.learning):
             _move(number, self.learning, self.trained)
@@ -281,7 +281,7 @@ class Admission:
         self.gated = False
 
     def restart(self, number: int) -> None:
-        """Start a group again under the published weights with the same credit, whatever state it is in."""
+        """Move a group from any state back to rolling, under the published weights and with the same credit."""
         del self._place(number)[number]
         self.rolling[number] = None
         self.live[number].version = self.published_version
@@ -290,7 +290,7 @@ class Admission:
     def refresh(self, begun: Container[int]) -> list[int]:
         """Restart the groups begun under older weights than the next published ones; return their numbers.
 
-        `begun` holds the groups that have tokens. Groups in learning stay as they are. No rollout may be running.
+        `begun` contains the groups that have tokens. Groups in learning do not restart. No rollout may be running.
         """
         assert self.gated, "there are no newer weights to begin under"
         older = [number for number, ticket in self.live.items() if ticket.version < self.version]
@@ -322,9 +322,9 @@ class Admission:
         return ticket
 
     def _whose_turn_it_is(self, candidates: Iterable[int]) -> list[int]:
-        """Return the first candidates that fit the next B turns, less the turns taken by groups in learning.
+        """Return the first candidates that match the sources of the update's turns; groups in learning use some turns.
 
-        The list is empty if the schedule learns from whole batches and some turns stay open.
+        The list is empty if the schedule learns from whole batches and a turn has no matching candidate.
         """
         missing, chosen = self.size - len(self.learning), list[int]()
         wanted = Counter(self.turns[: self.size])
@@ -338,10 +338,10 @@ class Admission:
         return chosen if self.schedule.learn == "ready" or len(chosen) == missing else []
 
     def _oldest_within(self, max_lag: int) -> list[int]:
-        """Return the oldest ready groups, or none if a group that is left could then exceed max_lag.
+        """Return the oldest ready groups for an update; empty if another group would then exceed max_lag.
 
-        After this update the groups that are left take the next turns of their sources, oldest first. B turns make an
-        update. No turn may come too late for its group. This includes groups that are ready and were not chosen.
+        After this update, all other live groups get the later turns of their sources: oldest first, B turns per update.
+        With on_old = "wait", each of these groups must get its turn before the group is older than max_lag.
         """
         v, groups = self.version, self.schedule.groups
         age = {number: (self.live[number].version, number) for number in self.live}

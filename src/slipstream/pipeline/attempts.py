@@ -1,7 +1,7 @@
-"""The memory of earlier attempts at each prompt, for teachers that are shown them.
+"""The memory of earlier attempts (responses and rewards) at each prompt, for teachers that get attempts as context.
 
-`best` is the best attempt so far, including those of the group about to be scored. `last` is the newest attempt by
-another group. Memory is bounded: the prompts tried least recently are forgotten first.
+`best` is the best attempt so far, including attempts of the group that is scored next. `last` is the newest
+attempt by another group. Memory is bounded: the prompts tried least recently are forgotten first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.records import Attempts, Group, Handle, Header
 
 LIMIT = 1 << 27
-"""Maximum number of characters in memory."""
+"""Maximum number of characters that a `Memory` stores."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Memory:
         return [Handle(replace(handle.header, said=""), handle.body) for handle in group]
 
     def shown(self, header: Header, names: Collection[str]) -> Attempts:
-        """Return the attempts to show to the teacher of this response; `names` selects the fields."""
+        """Return the attempts for the teacher of this response; fields that are not in `names` stay empty."""
         tried = self.prompts.get(header.prompt, Tried())
         others = [(text, reward) for number, text, reward in tried.newest if number != header.number]
         last, last_reward = others[-1] if others else ("", None)

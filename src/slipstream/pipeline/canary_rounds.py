@@ -1,10 +1,10 @@
-"""Rounds of canary requests, which stop a replica whose answers are wrong and let other replicas redo its work.
+"""Rounds of canaries: test requests to every worker that find replicas whose answers are wrong, and stop them.
 
 All workers are checked before the first rollout (`begin`), then every [health].canary updates. They are also checked at
 the next opportunity after a worker joined or a stage recovered from failures. Fixed teachers are checked while the run
-continues (`after_update`). Samplers and teachers that follow the student are checked after a publish, before the first
-rollout under it (`after_publish`): then the learner has the same weights. `Worker.since` holds the groups that a worker
-answered since its last good check.
+continues (`after_update`). Samplers and teachers that follow the student are checked after a publish (`after_publish`),
+before the first rollout under the new weights: then the learner has the same weights. Other replicas redo the work
+of a wrong replica since its last passed check (`Worker.since`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, 
 
 @dataclass
 class Watched:
-    """A teacher with canary texts and reference answers."""
+    """A teacher that is checked, its canary texts, and the reference answers to compare with."""
 
     name: str
     pool: Pool[Scorer]
@@ -38,10 +38,10 @@ class Watched:
     exact: bool
     """True for a teacher that computes in float32 on this machine."""
     reference: canary.Reference = field(default_factory=list)
-    """Empty before the first check, and always for a teacher that follows the student: the learner is the reference."""
+    """Log-probs at the first check. Empty before it, and always for a teacher that follows the student."""
     limit: float = 0.0
     good: int = 0
-    """The update after which one of the replicas last passed a check."""
+    """The last update after which a replica of this teacher passed a check."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -70,10 +70,10 @@ class Canaries:
         last: Mapping[str, float],
         say: Callable[[str], None],
     ) -> None:
-        """Prepare the checks of `samplers` by the prompts `questions`, and of `teachers` by their texts.
+        """Prepare the checks: samplers answer the prompts `questions`, and `teachers` score their canary texts.
 
-        `exact` is True if samplers and learner compute in float32. `redo(number, worker, roll)` repeats the scoring or,
-        with `roll`, the rollout of a group that is not learned from yet. `last` is the metrics line before a resume.
+        `exact` is True if samplers and learner compute in float32. `redo(number, worker, roll)` repeats a group's
+        rollout if `roll` is True, else its scoring. `last` is the last metrics line before a resume.
         """
         self.every, self.updates, self.stops = health.canary, updates, health.stop
         self.learner, self.samplers, self.scorers, self.redo, self.say = learner, samplers, scorers, redo, say
@@ -82,12 +82,12 @@ class Canaries:
         self.questions, self.sampling, self.exact = questions, canary.drawn_by(sampling), exact
         self.counts = {name: round(last.get(f"canary/{name}", 0)) for name in ("retired", "redone", "trained")}
         self.apart = dict[str, float]()
-        """Largest differences since the previous update, for "sampler" and "teacher"."""
+        """Largest difference from the expected answers since the previous update, for "sampler" and for "teacher"."""
         self.asked = self.drawn = 0
-        """Updates after which the fixed teachers, and the other workers, were last checked."""
+        """Update at the last check: of fixed teachers (`asked`), of samplers and other teachers (`drawn`)."""
         self.task: asyncio.Task[Any] | None = None
         self.reported = set[str]()
-        """Workers already reported as wrong; a worker without a replacement continues."""
+        """Workers already reported as wrong. With health.stop = false, the last replica continues although wrong."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Canaries:
         return bool(self.every) and (new or update - last >= self.every or last < update == self.updates)
 
     def trained(self, numbers: Collection[int], update: int) -> None:
-        """Record in `Worker.since` which answers an update was made of."""
+        """Record in `Worker.since` that the groups `numbers` were learned from in this update."""
         for pool in (self.samplers, *self.scorers):
             for worker in pool.workers:
                 learned = dict.fromkeys(worker.since.keys() & numbers, update)
@@ -160,7 +160,7 @@ class Canaries:
             self._bad(pool, worker, wrong, harmful=worker.good < update, roll=False)
 
     async def _answers(self, pool: Pool[Any], worker: Worker[Any], asked: Sequence[Coroutine[Any, Any, Any]]) -> Any:
-        """Return the answers of a worker to all requests; on failure return None and check again later."""
+        """Return a worker's answers to all requests; on failure return None, and check this worker again later."""
         try:
             return await asyncio.gather(*asked)
         except WorkerDied as error:
@@ -182,7 +182,7 @@ class Canaries:
             await asyncio.gather(*(self._follow(watched, worker, shown, version) for worker in [*watched.pool.workers]))
 
     async def _draw(self, worker: Worker[Sampler], version: int) -> Group | None:
-        """Return the canary answers of a sampler if they pass the check, else None."""
+        """Check a sampler; return its canary answers if their log-probs agree with the learner's, else None."""
         done, asked = list(worker.since), [worker.engine.generate(each, self.sampling) for each in self.questions]
         drawn = await self._answers(self.samplers, worker, asked) or ()
         handles = [handle for group in drawn if not unfinished(group) for handle in group]
@@ -199,7 +199,7 @@ class Canaries:
         return handles
 
     async def _follow(self, watched: Watched, worker: Worker[Scorer], handles: Group, version: int) -> None:
-        """Compare scores by a teacher that follows the student with those that the learner gives with its weights."""
+        """Check a teacher that follows the student: compare its scores with the learner's, for equal weights."""
         done, pool = list(worker.since), watched.pool
         for scored in await self._answers(pool, worker, [worker.engine.score(handles)]) or ():
             apart = canary.worst_gap(await self.learner.compare(Batch((scored,), version + 1), watched.name), scored)
@@ -222,7 +222,7 @@ class Canaries:
             worker.since.pop(number, None)
 
     def _bad(self, pool: Pool[Any], worker: Worker[Any], wrong: str, *, harmful: bool, roll: bool) -> None:
-        """Stop a replica (the last one: the run) and let others redo its answers since its last good check."""
+        """Stop a wrong replica and redo its work since its last passed check; if no other is left, raise Unhealthy."""
         if worker not in pool.workers:  # already stopped for another answer, or gone
             return
         updates = sorted(update for update in worker.since.values() if update)

@@ -26,7 +26,7 @@ from slipstream.run_dir.writing import Mark
 
 STANDING = "standing.json"
 SMALL = 1 << 24
-"""Largest number of bytes whose checksums are computed without a thread."""
+"""Size of a directory in bytes above which its checksums are computed in a thread."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Checkpoint:
     attempts: Mapping[str, Any]
     """Attempts remembered for each prompt; empty if no teacher is shown attempts."""
     canaries: Mapping[str, Any]
-    """Reference answers of each teacher to the canary texts."""
+    """Reference answers of each teacher to the canary texts (fixed texts that test the teacher), by teacher name."""
 
 
 class Checkpoints:
     def __init__(self, directory: Path, *, every: int = 0, minutes: float = 0, keep: int = 1, proof: int = 0) -> None:
-        """Manage a directory of checkpoints; weights count as sound after `proof` further updates."""
+        """Manage a directory of checkpoints; a checkpoint counts as proven (sound) after `proof` more updates."""
         self.directory, self.every, self.minutes, self.keep, self.proof = directory, every, minutes, keep, proof
         self.last = 0.0
         """Time of the last checkpoint or resume, in seconds of the trace's clock."""
@@ -72,7 +72,7 @@ class Checkpoints:
     ) -> Path:
         """Save a checkpoint and return its directory.
 
-        `standing`, `groups`, `attempts` and `mark` must describe the same moment as this call. When the run is
+        `standing`, `groups`, `attempts` and `mark` must describe the state at this call. When the run is
         `stopping`, older checkpoints are kept, because the newest weights may be worse. A checkpoint whose weights are
         `suspect` is never resumed automatically. It is removed when a resumed run saves again.
         """
@@ -83,7 +83,7 @@ class Checkpoints:
                 with writing(path):
                     shutil.rmtree(path, ignore_errors=True)
                     plain.rename(path)
-        if standing.in_flight or not path.exists():  # an existing one has older states of the groups in flight
+        if standing.in_flight or not path.exists():  # an existing one has outdated groups
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
@@ -99,7 +99,7 @@ class Checkpoints:
         return path
 
     def _prune(self, version: int) -> None:
-        """Remove all checkpoints except the newest, the last proven one and the one that will be proven next."""
+        """Remove all checkpoints except the newest `keep`, the last proven one and the next to become proven."""
         existing, proven = self.existing(), self.proven(version)
         stay = {*existing[-self.keep :], *proven[-1:], *existing[len(proven) :][:1]}
         with writing(self.directory):
@@ -117,7 +117,7 @@ class Checkpoints:
         return sorted(self.directory.glob(suspect_of(Path("*")).name))
 
     def forget_after(self, version: int) -> None:
-        """Remove later and unfinished checkpoints before a run resumes from this one."""
+        """Remove unfinished checkpoints and all later than `version`, from which a run is about to resume."""
         with writing(self.directory):
             remove_unfinished(self.directory)
             for later in self.existing():
@@ -137,7 +137,7 @@ async def save_whole(
     *,
     optimizer: bool = False,
 ) -> None:
-    """Save the student and `files` atomically; with `optimizer`, also the learner's state to resume from."""
+    """Save the student and `files` atomically; if `optimizer` is True, also the learner's state for a resume."""
     beside, before = beside_of(path), beside_of(path.with_name(f"{path.name}.old"))
     shutil.rmtree(beside, ignore_errors=True)
     try:
@@ -159,7 +159,7 @@ async def save_whole(
 
 
 async def _sealed(path: Path) -> None:
-    """Seal a directory; a large one in a thread, so that the event loop is not blocked by checksums."""
+    """Seal a directory; if it is large, in a thread, so that checksums do not block the event loop."""
     if sum(each.stat().st_size for each in path.rglob("*")) > SMALL:
         await asyncio.get_running_loop().run_in_executor(None, seal, path)
     else:
@@ -169,7 +169,7 @@ async def _sealed(path: Path) -> None:
 def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callable[[str], None] = print) -> Checkpoint:
     """Return the last undamaged checkpoint of a run directory, or checkpoint `number`.
 
-    If the run went wrong (it has a suspect checkpoint), the result is at least `proof` updates older than that.
+    If a suspect checkpoint exists, the result is at least `proof` updates older, or just older if none is that old.
     """
     checkpoints = Checkpoints(run / "checkpoints")
     existing = checkpoints.existing()

@@ -37,21 +37,21 @@ class Ledger:
         self.thrown = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and never learned from, in the whole run."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
-        """Group members that an engine failed to answer; the rest of their groups was used."""
+        """Number of group members that an engine failed to answer, in the whole run."""
         self.failures = Counter[str]({name: round(n) for name, n in log.last.items() if name.startswith("failed/")})
         """Number of failed members by metric name, for failures of an environment."""
         before = {name.partition("/")[2]: round(n) for name, n in log.last.items() if name.startswith("ungraded/")}
         self.unrewarded = Counter[str](before)
         """Number of members without a reward because grading failed, by cause; they are not learned from."""
         self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
-        """Tokens of greedy answers; only the rewards of these are used."""
+        """Number of tokens of greedy answers; these answers only give rewards and are not trained on."""
         self.lengths = deque((line["length/mean"] for line in log.updates()), maxlen=TREND + ENDS)
         self.publish: Metrics = {}
         """Metrics of the publish since the last update; empty if there was none."""
         self.teachers: Metrics = {}
-        """Version of the weights of each teacher that follows the student."""
+        """Weights version of each teacher that follows the student, by metric name."""
         self.moves: Metrics = {}
-        """Seconds that these teachers took to load new weights since the last update."""
+        """Seconds that each such teacher took to load new weights since the last update, by metric name."""
         self.unusable, self.reported = 0, set[str]()
         """Responses with unusable scores since the last update, and the teachers already reported for it."""
         self.causes: dict[int, list[str]] = {}
@@ -59,9 +59,9 @@ class Ledger:
         self.redone: dict[int, str] = {}
         """Worker whose answer was not trusted, by the number of the group that was answered again."""
         self.again: list[float] = []
-        """Difference of the two answers for each group scored twice since the last update."""
+        """Largest difference of the two scores of each group that was scored twice, since the last update."""
         self.differed = 0
-        """Number of these differences above the promised one."""
+        """Number of groups whose two scores differ by more than the teacher promises, since the last update."""
         self._tokens = Counter[str]()
 
     def trained(
@@ -90,7 +90,7 @@ class Ledger:
         ))  # fmt: skip
 
     def failed(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
-        """Count the members that an engine failed to answer; report the first of each cause."""
+        """Count the members that an engine failed to answer; report the first failure of each kind."""
         for header in members:
             if header.finish != "error":
                 continue
@@ -104,7 +104,7 @@ class Ledger:
                 self.causes.setdefault(number, []).append(header.cause)
 
     def ungraded(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
-        """Count the members of a rolled-out group whose grading failed; report the first of each cause."""
+        """Count the members of a rolled-out group whose grading failed; report the first failure of each cause."""
         self.causes.pop(number, None)
         for header in members:
             if header.ungraded is None:
@@ -115,7 +115,7 @@ class Ledger:
             self.causes.setdefault(number, []).append(header.ungraded.said)
 
     def scored(self, group: Group, say: Callable[[str], None]) -> None:
-        """Count the members that a scorer failed on; report the first of each teacher."""
+        """Count the members that could not be scored; report only the first failure of each teacher."""
         failed = [handle.header for handle in group if handle.header.finish == "error"]
         self.unusable += len(failed)
         if len(failed) < len(group):  # else the whole group is dropped, and `Flow.forget` counts its tokens
@@ -138,7 +138,7 @@ class Ledger:
             )
 
     def dropped(self, prompt: Prompt, reason: str, cause: str = "") -> None:
-        """Write the ledger entry of a dropped group, with `row` (file and line) if known and not the prompt's id."""
+        """Write the ledger entry of a dropped group; omit `row` (file and line) if it is unknown or the prompt's id."""
         self.causes.pop(prompt.number, None)
         self.redone.pop(prompt.number, None)
         entry = {"number": prompt.number, "prompt": prompt.id, "end": "dropped", "reason": reason}
@@ -150,11 +150,11 @@ class Ledger:
         self.thrown += round(numbers.pop("thrown_tokens"))
 
     def evaluated(self, seconds: float) -> None:
-        """Record the duration of the evaluation after a publish; the learner waits for it."""
+        """Record the duration of the evaluation after a publish, for which the learner waited."""
         self.publish["seconds/eval"] = seconds
 
     def moved(self, teacher: str, version: int, seconds: float) -> None:
-        """Record that all scorers of a teacher run the weights made after update `version`."""
+        """Record that all scorers of a teacher have the weights of update `version`, after `seconds` of publishing."""
         self.teachers[f"teacher/{teacher}/version"] = float(version)
         self.moves[f"teacher/{teacher}/seconds/publish"] = seconds
 
@@ -163,7 +163,7 @@ class Ledger:
             self.log.samples(quotes, update=update)
 
     def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
-        """Write and return the metrics of an update, with the share of time each worker was busy since the last update."""
+        """Write and return the metrics of an update, including how long each worker was busy since the last update."""
         admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
         wall = max(lately.seconds, 1e-9)
         self.lengths.append(samples["length/mean"])

@@ -1,7 +1,7 @@
 """A pool of the workers of one stage, or of one teacher. Each group goes as a whole to the least loaded worker.
 
-When a worker dies, its groups go to other workers at once, and a replacement starts on the same track of the trace.
-Workers can be added and removed while a run continues. Calls wait while no worker is ready but one is starting.
+When a worker dies, its groups go to other workers at once, and a replacement starts on the same track (timeline).
+Workers can be added and removed while a run continues. A call waits if no worker is ready but one is starting.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Worker(Generic[E]):
         self.engine, self.track = engine, track
         self.load = 0
         self.since: dict[int, int] = {}
-        """Groups answered since the last good check, each with the update that learned from it; 0 for none yet."""
+        """Update that learned from each group answered since the last passed check, by group number; 0: none yet."""
         self.good, self.unproven = 0, True
-        """The update of the last good check, and whether to check at the next opportunity."""
+        """The update at the last passed check; and True if the worker must be checked at the next opportunity."""
         self.free = asyncio.Event()
         """Set when a removed worker has finished its last call."""
 
@@ -47,7 +47,7 @@ def scorer_name(teacher: str, teachers: Collection[str]) -> str:
 
 
 class Pool(Generic[E]):
-    """Workers ordered by load, so that the cost of finding the least loaded one does not grow with their number."""
+    """The workers of a stage or teacher, ordered by load: finding the least loaded worker takes constant time."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Pool(Generic[E]):
         engines: Engines,
         restarts: Restarts,
     ) -> None:
-        """Create a pool; messages call its stage `work`. Without `engines.replace`, dead workers are not replaced."""
+        """Create a pool. `work` names its stage in messages. If `engines.replace` is None, dead workers stay dead."""
         self.kind, self.stage, self.name = kind, stage, name
         self.trace, self.say, self.tasks = trace, say, tasks
         self.engines, self.restarts = engines, restarts
@@ -75,18 +75,18 @@ class Pool(Generic[E]):
         self.named = len(workers)
         """Number of names given so far; a name is never reused."""
         self.coming: dict[Worker[E], asyncio.Task[None]] = {}
-        """Workers whose engines are starting, for the first time or again, and the task that starts each."""
+        """Workers whose engines are being started or restarted, each with the task that starts it."""
         self.retired: set[Worker[E]] = set()
         """Workers whose answers cannot be trusted."""
         self.leaving: dict[Worker[E], asyncio.Task[None]] = {}
-        """Workers that get no more work, and the task that ends each."""
+        """Removed workers that have not ended yet, each with the task that ends it."""
         self.waiting, self.came = 0, asyncio.Event()
         """Number of calls that wait for a worker, and the event that ends their wait."""
         self._by_load: list[OrderedDict[Worker[E], None]] = [OrderedDict(self.workers)]
         self._least = 0
 
     async def call(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
-        """Call a worker, with retries until GivenUp; `name` is a group number, or describes other work."""
+        """Call a worker, and retry until GivenUp is raised; `name` is a group number, or a text for other work."""
         return await self.tries.call(lambda: self._once(name, work))
 
     async def _once(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
@@ -141,14 +141,14 @@ class Pool(Generic[E]):
             self.say(f"{worker.name} died and is started again: {error}")
 
     def retire(self, worker: Worker[E]) -> None:
-        """Give a worker no more work, and give its running calls to other workers."""
+        """Remove a worker that cannot be trusted; other workers repeat the calls that it has not finished."""
         self.retired.add(worker)
         self._remove(worker)
         if self.engines.dismiss is not None:
             self._end_later(worker)
 
     def close(self) -> None:
-        """Cancel the tasks that start and end workers."""
+        """Cancel the pending tasks that start or end workers, because the run ends."""
         for task in (*self.coming.values(), *self.leaving.values()):
             task.cancel()
 
@@ -156,7 +156,7 @@ class Pool(Generic[E]):
         """Prepare a new worker before it gets work; a hook for subclasses."""
 
     async def release_work(self, worker: Worker[E]) -> None:
-        """Take from a leaving worker the work that others can finish; a hook for subclasses."""
+        """Make a leaving worker return unfinished work that others can continue; a hook for subclasses."""
 
     def _restart_pause(self, worker: Worker[E]) -> float | None:
         if self.engines.replace is None:
@@ -172,7 +172,7 @@ class Pool(Generic[E]):
             self._end_later(worker)
 
     def _launch(self, worker: Worker[E], pause: float) -> bool:
-        """Start a worker's engine after a pause; return False if the whole run is being cancelled."""
+        """Start a worker's engine after `pause` seconds; return False if the whole run is being cancelled."""
         task = self._begin(self._start(worker, pause))
         if task:
             self.coming[worker] = task
@@ -235,7 +235,7 @@ class Pool(Generic[E]):
         return {what: [worker.name for worker in workers] for what, workers in found.items()}
 
     def resize(self, size: int) -> None:
-        """Start or remove workers until there are `size`; a removed one finishes or hands over its work first."""
+        """Start or remove workers until `size` remain; a removed worker first finishes or hands over its work."""
         for _ in range(size - self.size):
             self._hire()
         for _ in range(self.size - size):

@@ -1,6 +1,6 @@
 """The publish of new weights to samplers, and to scorers of teachers that follow the student.
 
-A publish closes the gate (in `admission`), pauses the engine, loads and checks the weights, and resumes. This module
+A publish stops new groups (`Admission.gated`), pauses engines, loads and checks the weights, and resumes. This module
 guarantees that every engine runs the exported weights: the fingerprint of the loaded weights must equal the learner's.
 """
 
@@ -54,7 +54,7 @@ class Newest(Pool[E]):
     """Version of the weights that all workers have or are loading."""
 
     async def publish(self, weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode) -> list[Loaded]:
-        """Load weights into all workers at the same time; raise ModelError if they are not of this version."""
+        """Load weights into all workers at the same time; raise ModelError if `weights` has another version."""
         if weights.version != version:
             raise ModelError(
                 f"publish of version {version}: the learner exported its weights after update {weights.version}"
@@ -88,7 +88,7 @@ class Newest(Pool[E]):
         raise NotImplementedError
 
     async def prepare(self, worker: Worker[E]) -> None:
-        """Load the newest weights, again if others are published meanwhile."""
+        """Load the newest weights into a new worker; repeat this if newer weights were published during the load."""
         loaded = None
         while self.newest is not loaded:
             loaded = self.newest
@@ -103,7 +103,7 @@ class Samplers(Newest[Sampler]):
         return await load(worker.engine, worker.name, weights, expected, mode=mode)
 
     async def release_work(self, worker: Worker[Sampler]) -> None:
-        """Release partial rollouts, which other samplers continue."""
+        """Make a leaving sampler return its partial rollouts, which other samplers continue."""
         with suppress(WorkerDied):
             await worker.engine.release()
 
@@ -118,7 +118,7 @@ class MovingTeacher(Newest[MovingScorer]):
 
 
 def publish_metrics(done: list[Loaded]) -> Metrics:
-    """Return the metrics of a publish: the longest pauses of a sampler by cause, and the tokens thrown away."""
+    """Return the metrics of a publish: longest wait, load and rebuild time of a sampler, and tokens thrown away."""
     return {
         "publish/wait": max((loaded.wait for loaded in done), default=0.0),
         "publish/load": max((loaded.load for loaded in done), default=0.0),

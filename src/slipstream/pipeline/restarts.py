@@ -13,7 +13,7 @@ METRIC = "restarts/"
 
 
 class Restarts:
-    """The restarts of all workers of a run, kept when the run goes back to a checkpoint after its learner's death."""
+    """The counts of worker restarts in a run. If the learner dies, the run restarts with the same object."""
 
     def __init__(self, most: int) -> None:
         """Allow each worker `most` restarts per hour."""
@@ -46,7 +46,7 @@ class Restarts:
         return min(2.0 ** (len(lately) - 1), LONGEST)
 
     def often(self, name: str) -> str:
-        """Return how often a worker died, as text for the message that it is not restarted; empty for once."""
+        """Return how often a worker died, as text for the message that it is not restarted; empty if once."""
         times = len(self.lately[name])
         return f" {times + 1} times in an hour (runtime.restarts = {self.most})" if times else ""
 

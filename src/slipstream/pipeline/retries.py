@@ -1,7 +1,7 @@
-"""Retries of failed calls. A call that fails finally costs its group, and several in a row stop the run.
+"""Retries of failed calls. If all tries fail, the group is dropped; many failed tries in a row stop the run.
 
 This layer retries the calls of whole groups, with pauses of seconds. An engine may retry a request at once by itself,
-for example after a lost connection. It must raise soon, so that this layer can report the problem.
+for example after a lost connection. The engine must raise soon, so that this layer can report the problem.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ PAUSES = (1.0, 2.0, 4.0, 8.0)
 """Seconds between the tries of a failing call."""
 TRIES = len(PAUSES) + 1
 DOWN = 3 * TRIES
-"""Number of failed tries since a stage's last success after which it is down: three groups with five tries each."""
+"""Number of failed tries without a success after which the run stops: three groups with five tries each."""
 DEFECTS = (TypeError, AttributeError, NameError, AssertionError)
 """Errors in the program itself: a retry cannot help, and the traceback is needed."""
 
 
 class GivenUp(Exception):
-    """The error of a call that failed at every try, or that a retry cannot help."""
+    """Raised for a call that failed at every try, or whose error a retry cannot fix."""
 
 
 class Retries:
     """Retries, with growing pauses, of the calls to one stage or one teacher.
 
-    A call that fails at every try is given up together with its group. Several in a row mean that the stage is down,
-    which stops the run.
+    After the last failed try, a call raises GivenUp, and its group is dropped. After `DOWN` failed tries without a
+    success in between, it raises EngineError, which stops the run.
     """
 
     def __init__(self, stage: str, *, say: Callable[[str], None] = print) -> None:
@@ -41,7 +41,7 @@ class Retries:
         """Number of failed tries since the last success, and the cause of the last failure."""
         self.since = 0.0
         self.recovered = False
-        """True if a call succeeded after a failed one; the reader resets it."""
+        """True if a call succeeded after a failed one; the code that reads this value sets it back to False."""
 
     async def call(self, work: Callable[[], Awaitable[T]]) -> T:
         for pause in (*PAUSES, None):

@@ -1,6 +1,6 @@
 """The coordinator of a run: it builds the pipeline, starts it, and ends with the final student.
 
-A group takes one credit. The credit returns when the weights of the group's update are published.
+A group in flight uses one credit (a permit). The credit returns when the weights of the group's update are published.
        ┌────────────────────────────────────────────────────────────────────────┐
 prompts ─▶ admission ─▶ roll (Samplers) ─▶ mark (Scorers) ─▶ learn (Learner) ─▶ deliver ┘
             limits         generates          scores            updates         publishes
@@ -64,7 +64,7 @@ T = TypeVar("T")
 HANDING_OVER = 30.0
 """Seconds that samplers get to return partial rollouts when a run stops; a response may have to be graded first."""
 STALLED_SAVE = 60.0
-"""Seconds for the checkpoint of a stalled run: the learner may be what hangs."""
+"""Time limit in seconds for saving the checkpoint of a stalled run, because the learner itself may hang."""
 
 
 class Run:
@@ -87,9 +87,9 @@ class Run:
     ) -> None:
         """Prepare a run; `standing`, `groups`, `attempts`, `canaries` and `restarts` are the state of an earlier part.
 
-        `standing` is the admission state, and `groups` were in flight in it. `attempts` are the attempts remembered
+        `standing` is the admission state, and `groups` are the groups in flight. `attempts` are the attempts remembered
         for each prompt, and `canaries` the reference answer of each teacher. `ends` are the student's end tokens.
-        `patience` is the most seconds without progress; None, for a virtual clock, means no limit.
+        `patience` is the longest time in seconds without progress; None means no limit (for a virtual clock).
         """
         self.config, self.engines, self.prompts, self.log = config, engines, prompts, log
         self.held_out = held_out or {}
@@ -121,7 +121,7 @@ class Run:
         self.task: asyncio.Task[Any] | None = None
         """The task that `stop` cancels."""
         self.at_once = False
-        """True: stop without saving a checkpoint."""
+        """True if the run must stop without saving a checkpoint."""
 
     async def train(self) -> Path:
         """Make all updates and return the directory of the final student."""
@@ -192,7 +192,7 @@ class Run:
 
     @property
     def tau(self) -> float:
-        """Return the tau that bounds the groups in flight now."""
+        """The current tau: at most (tau + 1) · `publish_every` batches may be in flight."""
         return (self.autopilot.tau if self.autopilot else self.most) - self.guards.lowered
 
     @property
@@ -355,7 +355,7 @@ class Run:
         return Buffer(self.config.freshness, steps=steps, last=self.log.last, say=self.say)
 
     async def _hand_over(self, flow: Flow) -> None:
-        """Collect partial rollouts for the checkpoint of a run that stops; a sampler that fails does not delay it."""
+        """Collect partial rollouts for the checkpoint of a stopping run; print errors and a timeout, do not raise."""
         flow.ending = True
         try:
             await asyncio.wait_for(hand_over(flow), HANDING_OVER)
@@ -368,7 +368,7 @@ class Run:
             self.say(f"partial rollouts are lost and will start again: {why}")
 
     def _trace(self) -> Trace:
-        """Start the trace; the clock includes the time between the death of a learner and the restart."""
+        """Start the recording of busy times; its clock also counts the time between a learner's death and restart."""
         clock = asyncio.get_running_loop().time
         began = self.restarts.began
         before = self.log.time if began is None else clock() - began
@@ -377,11 +377,11 @@ class Run:
         return trace
 
     async def _stopped(self, cause: BaseException) -> NoReturn:
-        """Save a checkpoint, record the groups in flight as dropped, and raise one cause instead of a group.
+        """Save a checkpoint, record the groups in flight as dropped in the ledger, and raise `cause`.
 
         After a non-finite loss or gradient the weights are still those of the last update, and are saved. Nothing is
         saved between two steps of one update, because such weights belong to no version. Nothing is saved either if
-        the disk or the learner failed. Then `resume` continues from the last checkpoint.
+        the disk or the learner failed, or if `at_once` is True. `resume` then uses the last saved checkpoint.
         """
         if isinstance(cause, RunDirError):
             raise cause from cause.__cause__
@@ -469,7 +469,7 @@ def autopilot_of(schedule: ScheduleConfig) -> Autopilot | None:
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Make garbage collection rare: nearly all objects of a run stay alive, and collecting took a third of the time."""
+    """Make garbage collection rare: most objects stay in use, and collection took a third of the time."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)
     try:
@@ -479,7 +479,7 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 async def in_time(work: Coroutine[Any, Any, T], seconds: float | None, doing: str) -> T:
-    """Wait for the learner, at most `seconds`; the watchdog does not run here, and the learner may hang."""
+    """Await work by the learner; raise Stalled after `seconds` (None: no limit). No watchdog runs at this time."""
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:

@@ -1,14 +1,14 @@
-"""Schedules as data: the same coroutines run all of them.
+"""Schedules as data: each schedule is a set of limits and modes for the same coroutines.
 
 | schedule    | credits   | submit | stages  | learn | publish | lag of a token                  |
 |-------------|-----------|--------|---------|-------|---------|---------------------------------|
 | sync        | B         | batch  | turns   | batch | drain   | 0                               |
 | periodic    | B         | stream | overlap | ready | drain   | 0                               |
-| step_off(k) | (k+1)·B   | batch  | overlap | batch | drain   | k, once k updates are made      |
-| replay(k)   | (k+1)·B   | batch  | turns   | batch | drain   | k, once k updates are made      |
+| step_off(k) | (k+1)·B   | batch  | overlap | batch | drain   | k, after the first k updates    |
+| replay(k)   | (k+1)·B   | batch  | turns   | batch | drain   | k, after the first k updates    |
 | async(τ)    | (τ+1)·B·P | stream | overlap | batch | keep    | by order or max_lag             |
 
-Units are groups. B groups make one update. P updates lie between two publishes.
+Credits count groups in flight. B groups make one update, and a publish follows every P updates. k and τ are settings.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Schedule:
     credits: int
     """Largest number of groups that are submitted and not yet trained and published."""
     submit: Literal["batch", "stream"]
-    """Submit whole batches when there is room for one, or single groups."""
+    """Mode of submission: batch submits B groups together when all have credits, stream submits single groups."""
     stages: Literal["turns", "overlap"]
-    """Run rollout, scoring and learning one after the other, or at the same time."""
+    """Mode of the stages (rollout, scoring, learning): turns runs one after the other, overlap all at the same time."""
     learn: Literal["batch", "ready"] = "batch"
-    """Learn from a whole batch, or accumulate gradients of its groups as they arrive."""
+    """Mode of learning: batch learns from a whole batch, ready accumulates gradients of groups as they are scored."""
     publish: Mode
-    """Effect of a publish on running requests."""
+    """Mode of a publish: its effect on running requests."""
     publish_every: int = 1
-    """P, the number of updates between two publishes; the smallest, if the autopilot may change it."""
+    """P: a publish follows every P updates. If the autopilot may change P, this is the smallest value."""
     order: Literal["mixture", "completion", "submission"] = "mixture"
     """Order in which scored groups are learned from; `admission` explains the mixture."""
     max_lag: int | None = None
@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def bound(self) -> int | None:
-        """The largest lag that the schedule promises, or None; `Admission.learn` raises beyond it."""
+        """Largest lag in updates that the schedule allows; None if unlimited. `Admission.learn` raises above it."""
         if self.max_lag is not None:
             return self.max_lag
         in_order = self.submit == "batch" or self.order == "submission" or self.reach == 0
@@ -66,12 +66,12 @@ class Schedule:
 
 
 def sync(groups: int) -> Schedule:
-    """Return three serial phases: no group is in flight when weights change, so every token is on-policy."""
+    """Return the schedule of serial phases: no group is in flight when weights change, so all tokens are on-policy."""
     return replay(groups, 0)
 
 
 def replay(groups: int, k: int) -> Schedule:
-    """Return the serial phases of sync, where each update learns from the oldest of k + 1 batches."""
+    """Return a schedule with serial phases as in sync; each update learns from the oldest of k + 1 batches."""
     return Schedule(groups=groups, credits=(k + 1) * groups, submit="batch", stages="turns", publish="drain")
 
 
@@ -81,12 +81,12 @@ def step_off(groups: int, k: int) -> Schedule:
 
 
 def periodic(groups: int) -> Schedule:
-    """Return overlapping stages within one update: all groups are learned from before weights change (on-policy)."""
+    """Return a schedule whose stages overlap within one update; weights change after all groups are learned from."""
     return Schedule(groups=groups, credits=groups, submit="stream", stages="overlap", learn="ready", publish="drain")
 
 
 def credits_of(tau: float, every: int, groups: int) -> int:
-    """Return the number of groups in flight for this tau and `every` updates between two publishes."""
+    """Return the largest number of groups in flight for this tau and a publish after every `every` updates."""
     return floor((tau + 1) * every * groups)
 
 

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Steps:
-    """Number of mini-batches of an update, with one optimizer step each, and of passes over them."""
+    """The split of an update into mini-batches, with one optimizer step each, and the number of passes over them."""
 
     minibatches: int = 1
     epochs: int = 1
@@ -92,11 +92,11 @@ class Flow:
     scorers: Mapping[str, Pool[Any]]
     canaries: Canaries
     follow: Mapping[str, int]
-    """Updates between two moves of each teacher that follows the student, by its name."""
+    """Interval in updates at which each teacher that follows the student gets new weights, by teacher name."""
     shows: Mapping[str, Sequence[str]]
-    """Fields of `Attempts` that each teacher is shown, by its name."""
+    """Fields of `Attempts` in the context of each teacher, by teacher name."""
     relabel: Mapping[str, str]
-    """When each teacher scores a group again just before it is learned from: never, stale or always."""
+    """When each teacher scores a group again before the learner uses it (never, stale, always), by teacher name."""
     memory: Memory
     learner: Learner
     learning: Track
@@ -110,7 +110,7 @@ class Flow:
     quoted: int
     """Number of samples per update that are written to samples.jsonl."""
     look: Callable[[Metrics], None]
-    """Called with the metrics of each update; guards, autopilot and autoscaler decide by them."""
+    """Called with the metrics of each update, so that guards, autopilot and autoscaler can decide."""
     due: Callable[[], bool]
     """Return whether a checkpoint is due at the end of this update."""
     checkpoint: Callable[[], Save]
@@ -119,19 +119,19 @@ class Flow:
     buffer: Buffer | None
     recheck: Mapping[str, Recheck]
     silence: Mapping[str, ResponseWatch]
-    """ResponseWatch of each teacher behind an endpoint, by its name."""
+    """Warns if an endpoint does not answer; one entry for each teacher with an endpoint, by teacher name."""
     after_publish: Callable[[], Awaitable[None]]
     """Called when every sampler has the newest weights, before a group starts under them."""
     held: dict[int, Group] = field(default_factory=dict)
-    """Newest handles of each group that has any, also of a partial rollout that was handed over."""
+    """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """Task of each group that is being rolled out or scored."""
+    """Task of each group that is being rolled out or scored, by group number."""
     drawing: set[int] = field(default_factory=set)
-    """Groups that are with a sampler."""
+    """Numbers of the groups for which a sampler is generating now."""
     still: bool = True
-    """True: no rollout is started until `go_on`."""
+    """True while rollouts are paused; `go_on` continues them."""
     ending: bool = False
-    """True: stop for good, no further rollout is started."""
+    """True if the run is stopping: paused rollouts do not continue."""
     lr: float = 1.0
     """Factor on the learning rate of the next update."""
     moved: float = 0.0
@@ -157,7 +157,7 @@ class Flow:
             self.start(number, roll)
 
     def advance(self) -> None:
-        """Start everything that may start after a change, and wake the waits in `until`."""
+        """Start all rollouts and scoring that may start after a change, and let `until` check its conditions again."""
         for number in self.admission.outdated():
             self.renew(number)
         self.begin(self.admission.submit())
@@ -183,21 +183,21 @@ class Flow:
         self.account.dropped(self.prompt(number), reason, cause)
 
     def forget(self, number: int) -> None:
-        """Discard the handles of a group and cancel its task."""
+        """Discard the responses of a group, and cancel its rollout or scoring."""
         self.account.thrown += tokens_of(self.held.pop(number, ()))
         task = self.running.pop(number, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
     def renew(self, number: int) -> None:
-        """Drop or restart a group that has become too old, as the schedule says."""
+        """Drop or restart a group that is older than max_lag, depending on `schedule.on_old`."""
         if self.admission.schedule.on_old == "drop":
             self.drop(number, "older than max_lag")
         else:
             self.restart(number)
 
     def redo(self, number: int, worker: str, *, roll: bool) -> bool:
-        """Repeat the rollout or the scoring that this worker did for a group; return whether that is still possible."""
+        """Repeat a group's rollout (if `roll`) or scoring by this worker; return False if it is too late for that."""
         if roll and number in self.admission.live and number not in self.admission.learning:
             self.restart(number)
         elif not roll and self.admission.rescore(number):
@@ -231,9 +231,9 @@ class Flow:
 
 
 async def roll(flow: Flow, number: int) -> None:
-    """Roll out a group to its end; a partial rollout that was handed over is continued by the next sampler.
+    """Generate all responses of a group; if a sampler returns them incomplete, the next call continues them.
 
-    With publish = "restart", a partial rollout with tokens of older weights is discarded first.
+    If schedule.publish is "restart", a partial rollout with tokens of older weights is discarded first.
     """
     prompt = flow.prompt(number)
 
@@ -294,7 +294,7 @@ def tokens_of(group: Group) -> int:
 
 
 async def hand_over(flow: Flow) -> None:
-    """Pause all rollouts: samplers return partial rollouts at the next token boundary, until `go_on`."""
+    """Pause all rollouts until `go_on`; samplers stop after the current token and return partial rollouts."""
     flow.still = True
 
     async def release(worker: Worker[Sampler]) -> None:
@@ -319,7 +319,7 @@ def go_on(flow: Flow) -> None:
 
 
 def answered_members(group: Group) -> list[Handle]:
-    """Return the members that have an answer, with a reward or not; raise GivenUp if there is none."""
+    """Return the members that have an answer, even one without a reward; raise GivenUp if no member has one."""
     found = [handle for handle in group if handle.header.finish != "error"]
     if not found:
         raise GivenUp(group[0].header.cause or "the engine could not answer it")
@@ -327,7 +327,7 @@ def answered_members(group: Group) -> list[Handle]:
 
 
 def gradable_members(group: Group) -> list[Handle]:
-    """Return the members that have an answer and did not fail in grading; raise GivenUp if there is none."""
+    """Return the members that have an answer and no grading failure; raise GivenUp if there is no such member."""
     there = answered_members(group)
     found = [handle for handle in there if handle.header.ungraded is None]
     if not found:
@@ -336,6 +336,7 @@ def gradable_members(group: Group) -> list[Handle]:
 
 
 async def mark(flow: Flow, number: int) -> None:
+    """Let a group's teacher score it, sometimes twice to compare the scores; drop the group if scoring fails."""
     teacher = flow.held[number][0].header.teacher
     scorers = of_teacher(flow.scorers, teacher)
     if shows := shown_to(flow, teacher):
@@ -375,7 +376,7 @@ def shown_to(flow: Flow, teacher: str) -> Sequence[str]:
 
 
 def with_attempts(flow: Flow, group: Group, shows: Sequence[str]) -> Group:
-    """Attach to every response the attempts that its teacher is shown now."""
+    """Attach to every response the earlier attempts for its teacher's context; `shows` names their fields."""
     if not shows:
         return group
     return [Handle(replace(h.header, attempts=flow.memory.shown(h.header, shows)), h.body) for h in group]
@@ -396,7 +397,7 @@ class Update:
     number: int
     groups: list[Group] = field(default_factory=list)
     counts: list[Counts] = field(default_factory=list)
-    """Loss denominators of each group, after rejection."""
+    """Loss denominators of each group (numbers of tokens and episodes), after the rejection of tokens."""
     weighed: dict[tuple[int, int], Weighed] = field(default_factory=dict)
     """Freshness of each sample, by group number and index; empty if the config has no freshness weights."""
     ahead: deque[tuple[Batch, Counts]] = field(default_factory=deque)
@@ -447,7 +448,7 @@ async def learn(flow: Flow) -> None:
 
 
 async def until_enough(flow: Flow, update: Update) -> None:
-    """Wait for scored groups; while no group may start before a publish, count the wait as one for weights."""
+    """Wait until enough groups are scored; if a publish blocks all work, count the time as a wait for weights."""
     admission = flow.admission
     update.seconds["weights"] += await flow.until(
         "weights in the samplers", lambda: admission.enough or admission.coming or not admission.gated
@@ -456,7 +457,7 @@ async def until_enough(flow: Flow, update: Update) -> None:
 
 
 def to_relabel(flow: Flow, update: Update) -> list[int]:
-    """Return the learnable groups that must be scored again first."""
+    """Return the groups that must be scored again before the learner may use them; empty if there are none."""
     if all(how == "never" for how in flow.relabel.values()):
         return []
     return [
@@ -467,7 +468,7 @@ def to_relabel(flow: Flow, update: Update) -> list[int]:
 
 
 def needs_relabel(flow: Flow, group: Group) -> bool:
-    """Return whether to score a group again: always, or if the teacher's weights or shown attempts have changed."""
+    """Return whether to score a group again: always, never, or (stale) if teacher weights or attempts changed."""
     teacher = group[0].header.teacher
     if (how := of_teacher(flow.relabel, teacher)) != "stale":
         return how == "always"
@@ -519,10 +520,10 @@ async def relabel_one(flow: Flow, update: Update, number: int) -> None:
 
 
 async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
-    """Compute the gradient of these groups; if they are a whole batch, of its first mini-batch.
+    """Add groups to the update and compute their gradient; for a whole batch, only that of the first mini-batch.
 
     The total counts of an update are unknown while its groups arrive one by one. Then gradients are plain sums, and
-    the optimizer step divides them.
+    the optimizer step divides them by the total counts.
     """
     groups = tuple(flow.held[number] for number in numbers)
     batch, began = Batch(groups, update.number), flow.trace.now()
@@ -547,7 +548,7 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
 
 
 async def finish(flow: Flow, update: Update) -> None:
-    """Make the optimizer step of an update, the gradients and steps of its other mini-batches, and all records."""
+    """Complete an update: make all its optimizer steps, then write its metrics, ledger entries and samples."""
     began, counts = flow.trace.now(), total(update.counts)
     # before the step: an error here must not leave a step without its records
     quotes = await flow.learner.quote(spread_samples(update, flow.quoted)) if flow.quoted else []
@@ -610,7 +611,7 @@ async def refresh_reason(
 
 
 def refresh_buffer(flow: Flow, buffer: Buffer, why: str | None) -> None:
-    """Restart all groups that began under older weights than this update's, if there is a reason for a refresh."""
+    """If there is a reason `why`, restart all groups that began under older weights than those of this update."""
     if not (why and flow.admission.gated):
         return
     before = flow.account.thrown
@@ -629,7 +630,7 @@ def spread_samples(update: Update, count: int) -> Batch:
 
 
 async def move_teachers(flow: Flow, *, first: bool = False) -> list[asyncio.Task[None]]:
-    """Move the teachers that follow the student and are due, or all at `first`; return the tasks that publish them."""
+    """Start to publish weights to teachers that follow the student and are due (`first`: all); return the tasks."""
     version, moving = flow.admission.version, list[asyncio.Task[None]]()
     for name, every in flow.follow.items():
         if first or version % every == 0:
@@ -648,7 +649,7 @@ async def teach(flow: Flow, name: str, weights: WeightsRef, expected: Fingerprin
 
 
 async def deliver(flow: Flow, publishing: Awaitable[list[Loaded]], moving: Sequence[asyncio.Task[None]]) -> None:
-    """Publish, then open the gate: the credits of all trained groups return."""
+    """Wait until all samplers have the new weights, then return credits and let groups start again."""
     began = flow.trace.now()
     numbers = publish_metrics(await publishing)
     flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
@@ -662,8 +663,7 @@ async def deliver(flow: Flow, publishing: Awaitable[list[Loaded]], moving: Seque
 async def unbroken(flow: Flow, work: Coroutine[Any, Any, T]) -> T:
     """Run work that a cancellation must not interrupt: an update happens with all its records, or not at all.
 
-    After a cancellation the work is still waited for. A stalled run does not wait, because this work may be what hangs;
-    a second cancellation ends the wait.
+    After a cancellation the work continues to its end, except in a stalled run or after a second cancellation.
     """
     task = asyncio.ensure_future(work)
     try:

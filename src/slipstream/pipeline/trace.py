@@ -2,7 +2,7 @@
 
 trace.json is in Chrome's format (a list of events that need not be closed) and opens in ui.perfetto.dev. It has one
 track per worker and one slice per busy interval. An arrow leads from each group's rollout to the update that learned
-from it. Every episode in an environment has a line with its turns and steps.
+from it. Every episode in an environment has its own row with its turns and steps.
 
 Guarantor of invariant 8: all code in the pipeline reads the time by `Trace.now`, which uses the event loop's clock.
 """
@@ -37,7 +37,7 @@ class Lately(NamedTuple):
 
 
 class Spans:
-    """The intervals in which a state is on, including the one that is not over yet."""
+    """The time intervals in which a state was on, including a current interval that has not ended."""
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -51,7 +51,7 @@ class Spans:
             self.since = None
 
     def between(self, start: float, end: float) -> list[Interval]:
-        """Return the intervals cut to the given period, and forget those that are over."""
+        """Return the intervals cut to the given period, and forget the intervals that have ended."""
         found = [*self._over, *([] if self.since is None else [(self.since, end)])]
         self._over = []
         return [(max(a, start), min(b, end)) for a, b in found if b > start]
@@ -88,7 +88,7 @@ class Track:
 
     @contextmanager
     def busy(self, call: str, kind: Kind = "stage") -> Iterator[None]:
-        """Mark the worker as busy with one call, which names the slice."""
+        """Record the worker as busy during this context; `call` is also the name of the slice in the trace."""
         self.label = call
         self.begin(call, kind)
         try:
@@ -117,18 +117,18 @@ class Track:
 
 class Trace:
     def __init__(self, file: Written | None, clock: Callable[[], float], *, before: float = 0.0) -> None:
-        """Start the trace; `before` is the seconds that the run has taken before a resume."""
+        """Start a trace in `file` (None: no file); `before` is the seconds that the run took before a resume."""
         self.file, self.clock, self.began = file, clock, clock() - before
         self.tracks: list[Track] = []
         self.at: float | None = None
-        """Start of the next period of `lately`: end of the last one, or start of the first work; None before that."""
+        """Start of the next period of `lately`: end of the last one, or start of the first work; None before."""
 
     def now(self) -> float:
         """Return the seconds since the run began."""
         return self.clock() - self.began
 
     def lately(self) -> Lately:
-        """Return the busy intervals since the last call, or since the first rollout began."""
+        """Return the busy intervals since the last call, or since the first stage began to work."""
         assert self.at is not None, "no work has begun"
         start, now = self.at, self.now()
         self.at = now
@@ -154,11 +154,11 @@ class Trace:
         self._write({"ph": "X", "pid": 1, "tid": track.tid, "ts": at, "dur": duration, "name": name})
 
     def leaves(self, track: Track, number: int) -> None:
-        """Draw the tail of a group's arrow, at its rollout; call this while the worker is busy with the group."""
+        """Write the start of a group's arrow, at its rollout; the worker must still be busy with the group."""
         self._arrow("s", track, number, self.now())
 
     def arrives(self, track: Track, number: int) -> None:
-        """Draw the head of a group's arrow, where an update begins to learn from the group."""
+        """Write the end of a group's arrow, where an update begins to learn from the group."""
         self._arrow("f", track, number, self.now())
 
     def _arrow(self, phase: str, track: Track, number: int, at: float) -> None:
@@ -169,7 +169,7 @@ class Trace:
             )
 
     def episodes(self, headers: Iterable[Header]) -> None:
-        """Write the turns and steps of a group that has just been rolled out, one line per episode."""
+        """Write the turns and steps of a group that has just been rolled out; each episode is a row in the viewer."""
         now = self.now()
         for header in headers:
             name = f"{header.number}/{header.index}"

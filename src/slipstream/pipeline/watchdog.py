@@ -11,7 +11,7 @@ FIRST = 10.0
 
 
 class ResponseWatch:
-    """The time without an answer of an endpoint with many open requests; any answer ends it."""
+    """Timer of an endpoint's silence: runs while requests are open, and starts again after each answer."""
 
     def __init__(self, who: str, say: Callable[[str], None]) -> None:
         self.who, self.say = who, say

@@ -1,1 +1,1 @@
-"""Planning: decisions and checks that come before any engine starts."""
+"""Planning of runs and evaluations: all decisions and checks that are made before any engine starts."""

@@ -1,4 +1,4 @@
-"""LoRA adapters: layers that get one, and checks that adapters fit models and settings. No weights are loaded."""
+"""LoRA adapters: layers that get an adapter, and checks that adapters fit models and settings. It loads no weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def lora_of_student(student: str, asked: LoraConfig | None, say: Callable[[str], object]) -> LoraConfig | None:
-    """Return LoRA settings: those of the student if it is an adapter (`asked` must agree with them), else `asked`."""
+    """Return LoRA settings: `asked`, or those of a student that is an adapter; ConfigError if the two disagree."""
     adapter = adapter_of(student)
     if adapter is None:
         return asked
@@ -34,12 +34,12 @@ def lora_of_student(student: str, asked: LoraConfig | None, say: Callable[[str],
 
 
 def last_parts(student: str, targets: Any) -> set[str]:
-    """Return the last parts of the names of the layers that match the targets."""
+    """Return the last name parts (`q_proj`) of the layers that match the targets."""
     return {name.rpartition(".")[2] for name in adapted(student, LoraConfig(targets=targets))}
 
 
 def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str]) -> None:
-    """Check that the layers of [learner.lora] exist, and that adapters among the models fit their base models."""
+    """Check that the layers of [learner.lora] exist, and that every model that is an adapter fits its base model."""
     for model in models:
         check_adapter(model)
     if lora is None:
@@ -61,7 +61,7 @@ def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str])
 
 
 def check_adapter(model: str) -> None:
-    """Raise an error if the model is an adapter for layers that its base model lacks."""
+    """Raise an error if `model` is an adapter, and its base model lacks some of the adapted layers."""
     from slipstream.engines.native.adapters import check_stands_on
     from slipstream.engines.native.files import empty_model
 
@@ -70,7 +70,7 @@ def check_adapter(model: str) -> None:
 
 
 def adapted(student: str, lora: LoraConfig) -> dict[str, nn.Linear]:
-    """Return the layers of the student that get an adapter, by name."""
+    """Return the linear layers of the student that get an adapter, by layer name."""
     from torch import nn
 
     from slipstream.engines.native.files import empty_model

@@ -1,6 +1,6 @@
-"""Start checks: a few prompts go through all engines, to find engines that disagree before a long run.
+"""Start checks: process a few prompts by all engines, to find engines that disagree before a long run.
 
-Coroutines collect numbers from the engines; pure functions turn numbers into findings, each with its fix.
+Coroutines collect numbers from the engines; pure functions turn the numbers into findings with advice.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from slipstream.protocols import Engines, Metrics, of_teacher
 from slipstream.records import Batch, Group, Header, Prompt
 
 PROMPTS, TOKENS = 8, 32
-"""Number of prompts per round of sampling, and longest answer in tokens."""
+"""Number of prompts per round of sampling, and maximum tokens of an answer."""
 ENOUGH, ROUNDS = 256, 8
-"""Tokens needed to judge a teacher, and most rounds of further sampling to get so many."""
+"""Number of tokens needed to judge a teacher, and maximum rounds of additional sampling to get this many."""
 SHORT = 8
-"""If the longest answer has fewer tokens, probabilities hardly vary, so that a low correlation proves nothing."""
+"""If all answers have fewer tokens than this, probabilities hardly vary, and a low correlation is not fatal."""
 FEW = 64
-"""If fewer tokens were scored, a low correlation is not fatal."""
+"""If fewer tokens than this were scored, a low correlation is not fatal."""
 CHANCE = 3.0
-"""Standard deviations beyond which a deviation counts as real; chance exceeds them once in 700 cases."""
+"""Number of standard deviations that chance alone exceeds, on one side, in one of about 700 cases."""
 LIKELY, PREFERRED = 0.1, 100
-"""A teacher prefers another end token if its probability is at least LIKELY, and PREFERRED times the student's."""
+"""A teacher prefers another end token if its probability is at least LIKELY and PREFERRED times the student token's."""
 SURE = 1e-3
-"""Largest range of the student's log-probs, in nats, that is too small for a correlation."""
+"""Range of the student's log-probs (maximum minus minimum, in nats) up to which a correlation is meaningless."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class Finding:
     detail: str
     fix: str = ""
     fatal: bool = True
-    """If the check failed, no run may start."""
+    """True: if `ok` is False, the run may not start."""
 
 
 class CheckFailed(ModelError):
-    """A start check failed: training would fail, or would train on wrong numbers."""
+    """A start check failed: training would crash, or would use wrong numbers."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Allowed differences between two engines with the same weights."""
+    """Allowed differences between the log-probs of two engines that have the same weights."""
 
     pearson: float
     k3: float
@@ -67,13 +67,13 @@ class Limits:
 
     @classmethod
     def of(cls, plan: EnginesPlan) -> Limits:
-        """Return wide limits if any engine computes in bfloat16, else narrow ones."""
+        """Return wide limits if any engine computes in bfloat16, else narrow limits."""
         half = "bfloat16" in plan.precisions
         return cls(0.99, 2e-2, 0.05, 0.5) if half else cls(0.999, 1e-3, 0.01, 2e-2)
 
 
 async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
-    """Run the checks that `train` makes before it starts: sampler against learner, teachers, end tokens, rewards."""
+    """Run the start checks of `train`: sampler against learner, teachers, end tokens, and rewards."""
     await publish(engines)
     for teacher in plan.engines.learner.follow:
         await publish_to(engines, teacher)
@@ -87,7 +87,7 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
         groups += await sample_more(plan, engines, teacher, groups)
     headers = [handle.header for group in groups for handle in group]
     if furthest := long_prompt(plan, prompts):
-        # in one batch with the others, to see if a long sequence changes the log-probs of a short one
+        # in one batch with the others, to find out if a long sequence changes the log-probs of a short one
         groups += without_failed(await sample_groups(plan, engines, [furthest]))
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
     ends = [await same_end(plan, engines, teacher) for teacher in plan.ends]
@@ -101,7 +101,7 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
 
 
 async def same_end(plan: Plan, engines: Engines, teacher: str) -> Finding:
-    """Let a teacher score its own end tokens and the student's after right answers, and judge the result."""
+    """Let a teacher score its own and the student's end tokens after right answers; return a finding."""
     probe, scorer = plan.ends[teacher], of_teacher(engines.scorers, teacher)[0]
     chance = dict[int, float]()
     for end in (*probe.stops, *probe.others):
@@ -111,7 +111,7 @@ async def same_end(plan: Plan, engines: Engines, teacher: str) -> Finding:
 
 
 def judged_ends(teacher: str, probe: EndProbe, chance: Mapping[int, float]) -> Finding:
-    """Return the finding about a teacher's end tokens from the mean probability of each."""
+    """Return the finding about a teacher's end tokens. `chance`: the teacher's mean probability of each token id."""
     stop, other = max(probe.stops, key=chance.__getitem__), max(probe.others, key=chance.__getitem__)
     other_end, student_end = names_of_ends({other: probe.others[other]}), names_of_ends({stop: probe.stops[stop]})
     detail = f"after {len(probe.answers)} right answers it ends with {student_end} at probability {chance[stop]:.2g}"
@@ -123,7 +123,7 @@ def judged_ends(teacher: str, probe: EndProbe, chance: Mapping[int, float]) -> F
 
 
 async def sample_more(plan: Plan, engines: Engines, teacher: str, groups: Sequence[Group]) -> list[Group]:
-    """Sample and score answers to more prompts of a teacher until there are `ENOUGH` tokens; return the new groups."""
+    """Sample and score answers to more prompts of a teacher, up to `ENOUGH` tokens in total; return the new groups."""
     found, its = list[Group](), (p for p in map(plan.prompts.at, count(PROMPTS)) if p.teacher == teacher)
     for _ in range(ROUNDS):
         headers = [handle.header for group in (*groups, *found) for handle in group]
@@ -134,14 +134,14 @@ async def sample_more(plan: Plan, engines: Engines, teacher: str, groups: Sequen
 
 
 def long_prompt(plan: Plan, prompts: Sequence[Prompt]) -> Prompt | None:
-    """Return a prompt so long that its answer reaches the run's longest sequence; None if that is hardly longer."""
+    """Return a prompt that with its answer is as long as the run's longest sequence; None if others nearly are."""
     prompt = max(prompts, key=lambda each: len(each.tokens))
     wanted = (plan.engines.learner.student.longest or 0) - min(TOKENS, plan.sampling.max_tokens)
     return replace(prompt, tokens=np.resize(prompt.tokens, wanted)) if wanted > len(prompt.tokens) + TOKENS else None
 
 
 async def publish(engines: Engines) -> str:
-    """Load the learner's weights into all samplers and return their fingerprint."""
+    """Load the learner's weights into all samplers; return the fingerprint of the weights."""
     weights, expected = await engines.learner.export()
     for name, sampler in zip(names("sampler", len(engines.samplers)), engines.samplers, strict=True):
         await load(sampler, name, weights, expected, mode="drain")
@@ -149,7 +149,7 @@ async def publish(engines: Engines) -> str:
 
 
 async def publish_to(engines: Engines, teacher: str) -> None:
-    """Load the weights of a teacher that follows the student into all its scorers."""
+    """Load the weights of a teacher that follows the student (moving average) into all scorers of this teacher."""
     weights, expected = await engines.learner.export(teacher)
     scorers: Any = engines.scorers[teacher]
     for name, scorer in zip(names(scorer_name(teacher, engines.scorers), len(scorers)), scorers, strict=True):
@@ -164,7 +164,7 @@ def has_agents(plan: Plan) -> bool:
 async def sample_groups(
     plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1, tokens: int = TOKENS
 ) -> list[Group]:
-    """Sample short answers from all samplers in turn, without truncated sampling and without starting agents."""
+    """Sample answers from all samplers in turn, without top_p, top_k and min_p. Short answers use no agents."""
     usual, alone = plan.sampling, tokens == TOKENS and has_agents(plan)
     sampling = replace(
         usual, max_tokens=min(tokens, usual.max_tokens), group=group, top_p=1.0, top_k=0, min_p=0.0, alone=alone
@@ -175,12 +175,12 @@ async def sample_groups(
 
 
 async def compared(engines: Engines, groups: Sequence[Group], *, update: int) -> Metrics:
-    """Let teachers score the samples, and return the learner's metrics that compare it with samplers and teachers."""
+    """Let teachers score the samples; return metrics that compare the learner with samplers and teachers."""
     return await engines.learner.compare(Batch(tuple(await scored(engines, groups)), update))
 
 
 def without_failed(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups without failed episodes, and without groups that have no others."""
+    """Return the groups without failed episodes; groups in which all episodes failed are left out."""
     kept_groups: list[Group] = [[handle for handle in group if handle.header.finish != "error"] for group in groups]
     return [group for group in kept_groups if group]
 
@@ -198,14 +198,14 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
         f"Pearson {pearson:.6f}, largest difference {numbers['drift/probs_diff_max']:.2g}, KL {k3:.2g}, "
         f"perplexity ratio {ppl:.4f}, sequences of up to {longest} tokens"
     )
-    # if all tokens are nearly certain, the correlation is one of rounding errors
+    # if all tokens are nearly certain, rounding errors dominate the correlation
     alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
     same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
     return [Finding("sampler and learner, one checkpoint", same, detail, "" if same else mismatch_cause(numbers))]
 
 
 def failure_findings(groups: Sequence[Group]) -> list[Finding]:
-    """Return a finding if episodes failed; it is fatal if all of them failed, or if the environment raised."""
+    """Return a finding if episodes failed; fatal if all episodes failed, or if the environment raised an exception."""
     headers = [handle.header for group in groups for handle in group]
     causes = Counter(header.cause for header in headers if header.finish == "error")
     if not causes:
@@ -217,7 +217,7 @@ def failure_findings(groups: Sequence[Group]) -> list[Finding]:
 
 
 async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Return findings on complete episodes and their rewards; none if the run has no environment."""
+    """Run complete episodes; return findings on them and their rewards, or an empty list without environment."""
     if plan.engines.sampler.environment is None:
         return []
     groups = await sample_groups(plan, engines, prompts, tokens=plan.sampling.max_tokens)
@@ -240,7 +240,7 @@ async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> l
 
 
 def reward_finding(groups: Sequence[Group]) -> Finding:
-    """Return a finding on the rewards of a few short answers; equal rewards are no failure, missing ones are."""
+    """Return a finding on the rewards of a few short answers. Missing rewards are a failure; equal rewards are not."""
     headers = [handle.header for group in groups for handle in group]
     names = dict.fromkeys(name for header in headers for name in header.rewards)
     detail = [
@@ -254,7 +254,7 @@ def reward_finding(groups: Sequence[Group]) -> Finding:
 
 
 def mismatch_cause(numbers: Metrics) -> str:
-    """Return the probable cause of a disagreement between sampler and learner, with advice."""
+    """Return the probable cause of a disagreement between sampler and learner, and advice."""
     if numbers["drift/probs_pearson"] < 0.8:
         return "these are different models: check that weights arrive, and that sampler and learner load one student"
     if abs(numbers["drift/sharpness"] - 1) > 0.05:
@@ -266,7 +266,7 @@ def mismatch_cause(numbers: Metrics) -> str:
 
 
 def teachers(numbers: Metrics, headers: Sequence[Header]) -> list[Finding]:
-    """Return one finding per teacher: answers usable, mean KL not below 0, and scores about the right tokens."""
+    """Return one finding per teacher: unusable scores, a mean KL below 0, or the correlation with the student."""
     found = []
     for name in sorted({header.teacher for header in headers if header.teacher}):
         theirs = [header for header in headers if header.teacher == name]
@@ -287,7 +287,7 @@ def unusable_finding(name: str, headers: Sequence[Header]) -> Finding | None:
 
 
 def negative_kl_finding(name: str, headers: Sequence[Header]) -> Finding | None:
-    """Return a finding if the mean KL to a teacher is below 0 beyond chance, which no distribution can have."""
+    """Return a finding if chance cannot explain that the mean KL to a teacher is below 0; a true KL never is."""
     numbers = trust_metrics(headers)
     kl, error = numbers.get("teacher/kl", 0.0), numbers.get("teacher/kl_error", 0.0)
     if kl + CHANCE * error >= -HealthConfig().kl:
@@ -297,12 +297,12 @@ def negative_kl_finding(name: str, headers: Sequence[Header]) -> Finding | None:
 
 
 def correlation_finding(name: str, seen: Metrics) -> Finding:
-    """Check that a teacher's scores belong to the right tokens: they correlate with the student's log-probs.
+    """Check that a teacher's scores are of the right tokens: correlate its probabilities with the student's.
 
-    If the scores had nothing to do with these tokens, any order of them would be equally likely. Over all permutations
-    of n scores the correlation has mean 0 and standard deviation 1/√(n − 1), exactly. The limit is `CHANCE` of these:
-    0.19 for 256 tokens. With fewer than 64 tokens (0.38) a lower correlation is not fatal. A token after the same
-    prefix counts once. The correlation shifted by one uses only tokens that have a neighbour.
+    If the scores did not depend on the tokens, any order of them would be equally likely. Over all permutations of
+    n scores the correlation has mean 0 and standard deviation 1/√(n − 1), exactly. The limit is `CHANCE` standard
+    deviations: 0.19 for 256 tokens, 0.38 for 64. With fewer tokens than `FEW`, a low correlation is not fatal. Equal
+    tokens after equal prefixes count once. The shifted correlation pairs scores with the next or previous token.
     """
     name = f"teacher {name}"
     if not seen or not seen["student_spread"] > SURE:
@@ -329,7 +329,7 @@ def correlation_finding(name: str, seen: Metrics) -> Finding:
 
 
 def self_taught_finding(numbers: Metrics, limits: Limits) -> Finding:
-    """Return a finding on the student as its own teacher: scores must equal the learner's log-probs."""
+    """Return a finding on the student as its own teacher: the scores must equal the learner's log-probs."""
     (gap,) = [value for name, value in numbers.items() if name.endswith("/difference_max")]
     return Finding(
         "a teacher equal to the student teaches nothing",

@@ -1,7 +1,7 @@
-"""End tokens of student and teachers, and a check that teachers end answers with a token at which the student stops.
+"""End tokens of student and teachers, and checks that the student stops at the token with which teachers end.
 
-A student that stops at another token than its teacher loses its answers: the teacher finds the student's end token
-unlikely, so training removes it, and the student does not stop at the teacher's end token.
+If the student stops at another token than the teacher, training makes answers endless. The teacher gives the student's
+end token a low probability, so training removes it. The student does not stop at the teacher's end token.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from slipstream.protocols import Sampling
 from slipstream.records import Handle, Ints, Prompt, header_of, lineage, one_turn
 
 MARK = "4f1d0c"
-"""Text for an assistant's message that no chat template changes."""
+"""Text of an assistant's message; no chat template changes this text."""
 ANSWERS = 8
-"""Number of right answers of the data after which a teacher scores end tokens."""
+"""Maximum number of right answers from the data after which a teacher scores end tokens."""
 
 
 @dataclass(frozen=True)
 class EndProbe:
-    """Question to one teacher before a run: which end token does it expect after right answers of the data?"""
+    """Test of one teacher before a run: which end token does it expect after right answers from the data?"""
 
     answers: tuple[tuple[Prompt, Ints], ...]
-    """Prompts, each with the tokens of its right answer."""
+    """Pairs of a prompt and the tokens of its right answer."""
     stops: Mapping[int, str]
-    """Tokens at which the student stops, text by id."""
+    """Tokens at which the student stops: their text, by id."""
     others: Mapping[int, str]
-    """End tokens of the teacher or the chat template at which the student does not stop, text by id."""
+    """End tokens of teacher or template at which the student does not stop: their text, by id."""
 
     def ended(self, end: int, sampling: Sampling, *, teacher: str) -> list[Handle]:
-        """Return every answer with this end token, the only one marked as trained, so the only one that is scored.
+        """Return every answer followed by this end token. Only the end token is marked as trained, and so scored.
 
-        The student's log-prob is set to 0, so that the header's `gap` is the negated log-prob of the teacher.
+        The student's log-prob is set to 0, so that the header's `gap` (student minus teacher) is minus the teacher's.
         """
         ids, best = np.full((1, sampling.draws), end, np.int32), np.arange(sampling.best)[None]
         if end >= sampling.best > 0:
@@ -57,10 +57,10 @@ class EndProbe:
 def end_probes(
     stops: set[int], ends: Mapping[str, set[int]], tokenizer: Tokenizer, prompts: Prompts, *, max_tokens: int
 ) -> dict[str, EndProbe]:
-    """Return the probe of each teacher by name. `stops` are the student's end tokens, `ends` those of teachers.
+    """Return the probe of each teacher, by name. `stops`: end tokens of the student. `ends`: end tokens by teacher.
 
-    A teacher gets no probe if it names no other end token than the student. Nor does a teacher whose prompts have no
-    right answers of fewer than `max_tokens` tokens.
+    A teacher gets no probe if all its end tokens are end tokens of the student. A teacher also gets no probe if its
+    prompts have no right answers of fewer than `max_tokens` tokens.
     """
     found = {}
     for name, teacher_ends in ends.items():
@@ -81,7 +81,7 @@ def end_probes(
 
 
 def template_end(tokenizer: Tokenizer, args: Mapping[str, Any]) -> int | None:
-    """Return the first added token that the chat template writes after an assistant's text; None if there is none."""
+    """Return the id of the first added token that the chat template writes after an assistant's text, or None."""
     if tokenizer.chat_template is None:
         return None
     try:
@@ -101,15 +101,15 @@ def check_same_end(
 ) -> tuple[set[int], set[int]]:
     """Raise ModelError if the student does not stop at the token with which the teacher ends answers.
 
-    Returns the student's end tokens, and those of the teacher and the template. `template` is the token with which the
-    chat template ends turns, None if prompts are plain text. If the teacher names it as an end token, it is taken as
-    the teacher's end; otherwise that is the `eos_token` of the teacher's tokenizer.
+    Returns two sets: end tokens of the student, and end tokens of the teacher and the template. `template` is the token
+    with which the chat template ends turns; None if prompts are plain text. The teacher's token is `template` if the
+    teacher has it as an end token. If not, the teacher's token is the `eos_token` of its tokenizer.
     """
     (student, teacher), (ours, theirs) = names, tokenizers
     stops = stop_ids(ours, generation_of(student))
     try:
         ends = stop_ids(theirs, generation_of(teacher))
-    except ModelError:  # for the model of an endpoint, there may be only a tokenizer here
+    except ModelError:  # of a model behind an endpoint, only the tokenizer may be on this machine
         ends = set[int]() if theirs.eos_token_id is None else {theirs.eos_token_id}
     end = template if template in ends else theirs.eos_token_id
     if end is None or end in stops:

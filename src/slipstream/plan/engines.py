@@ -1,4 +1,4 @@
-"""Plans of engines: all that a runtime needs to build each engine, in any process."""
+"""Plans of engines: all settings with which a runtime can build each engine, in any process."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class ModelPlan:
     dtype: str
     device: str
     longest: int | None = None
-    """Longest sequence in tokens; None if unknown."""
+    """Longest sequence (prompt and response) in tokens; None if unknown."""
     lora: LoraConfig | None = None
-    """LoRA adapters of the model; None trains all weights."""
+    """Settings of the LoRA adapters that are trained; None: no adapters, and all weights are trained."""
     seed: int = 0
     """Seed of the adapters' initial values."""
 
@@ -46,28 +46,28 @@ class ModelPlan:
 @dataclass(frozen=True, kw_only=True)
 class GatewayPlan:
     agent: Agent | None
-    """Program started for every episode; None if agents are started elsewhere."""
+    """Agent program that is started for every episode; None if the user starts agents elsewhere."""
     at_once: int
     host: str
     port: int
     name: str
-    """Name of the model in the API for agents."""
+    """Model name that the gateway's API shows to agents."""
     vocabulary: int
     token: str = field(default_factory=partial(secrets.token_urlsafe, 32), compare=False, repr=False)
-    """Access token with which agents started elsewhere open episodes and grade them."""
+    """Access token for programs that open and grade episodes when agents are started elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentPlan:
-    """An environment of the user, or a gateway for agents: one of `wanted` and `gateway` is not None."""
+    """An environment of the user (`wanted` is set), or a gateway for agents (`gateway` is set)."""
 
     wanted: Wanted | None
-    """Request for the environment, sent to the processes that run it."""
+    """Settings of the host processes that run the environment; None for a gateway."""
     gateway: GatewayPlan | None
     processes: int
     limits: Limits
     renderer: Mapping[str, Any]
-    """Arguments of the `Renderer`, without the tokenizer."""
+    """Keyword arguments of `Renderer`: call format and template arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class SamplerPlan:
     devices: int = 1
     """Number of devices per replica."""
     environment: EnvironmentPlan | None = None
-    """Environment for responses in several turns; None for plain responses."""
+    """Environment, if responses are episodes of several turns; None: a response is one turn."""
 
     @property
     def model(self) -> str:
@@ -96,26 +96,26 @@ class ScorerPlan:
 
     name: str
     runs: ModelPlan | Settings | Endpoint
-    """Model and engine: native, vLLM, or an endpoint elsewhere."""
+    """Model and engine: `ModelPlan` for the native engine, `Settings` for vLLM, `Endpoint` for a remote server."""
     asks: Asks
-    """Quantities that the loss needs from the teacher."""
+    """Scores that the loss needs from the teacher."""
     temperature: float
     token_budget: int
     packing: bool
     vocabulary: int
     """Size of the student's vocabulary."""
     context: str | None
-    """Template of the prompt that the teacher sees, or name of the function that writes it; None: as the student."""
+    """Template of the teacher's prompt, or name of a user function that writes it; None: the student's prompt."""
     timeout: float
-    """Time limit in seconds of the function that writes the context."""
+    """Time limit in seconds of the user function that writes the context."""
     keep: int
-    """Number of versions of the teacher's weights that are kept, to compute earlier scores again."""
+    """Number of earlier versions of the teacher's weights that are kept, to compute scores again; 0 keeps none."""
     threads: int
     replicas: int
 
     @property
     def here(self) -> str:
-        """Name of the model that is loaded here; empty for an endpoint."""
+        """Name of the model that this run loads; empty for an endpoint."""
         match self.runs:
             case ModelPlan(name=name) | Settings(model=name):
                 return name
@@ -130,19 +130,19 @@ class LearnerPlan:
     method: Method
     updates: int
     width: int
-    """Hidden size of the student, from which the cost of a sequence is estimated."""
+    """Hidden size of the student; the learner estimates the cost of sequences from it."""
     export_dtype: str
     teacher: ModelPlan | None
-    """Teacher whose head the learner applies to cached hidden states; None if the loss needs none."""
+    """Teacher whose output layer the learner applies to cached hidden states; None if the loss caches none."""
     snapshots: int
-    """Number of published versions whose weights are kept."""
+    """Number of published versions of the student whose weights are kept; 0 keeps none."""
     follow: Mapping[str, Follower]
-    """Teachers whose weights follow the student's, by name."""
+    """Rules of teachers whose weights follow the student's weights, by teacher."""
     cosine_every: int
-    """Number of updates between two comparisons of gradients of fresh and stale samples; 0 compares never."""
+    """Number of updates between two comparisons of the gradients of fresh and stale samples; 0: no comparison."""
     threads: int
     patience: float
-    """Seconds that ranks wait for one another."""
+    """Seconds for which the learner's ranks wait for one another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +151,9 @@ class GraderPlan:
     processes: int = 1
     timeout: float = 30.0
     sandbox: str | None = None
-    """Kind of sandbox in which rewards run code; None without one."""
+    """Kind of sandbox in which rewards run code; None if rewards get no sandbox."""
     tells: bool = False
-    """Return texts of responses, too, for teachers whose context shows earlier attempts."""
+    """True: also return the texts of responses, for teachers whose context shows earlier responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class EnginesPlan:
 
     @property
     def precisions(self) -> set[str]:
-        """Dtypes in which sampler, learner and teachers compute."""
+        """Return the dtypes in which sampler, learner and teachers compute, endpoints excluded."""
         learner = self.learner.settings
         models = [self.sampler.runs, *(scorer.runs for scorer in self.scorers.values())]
         here = {model.dtype for model in models if not isinstance(model, Endpoint)}
@@ -255,7 +255,7 @@ def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
                 words[name] = tuple(shlex.split(given))
             except ValueError as error:
                 raise ConfigError(f"environment.gateway.{name} = {given!r}: {error}") from None
-    verify = words["verify"] and tuple(  # absolute paths, as it starts in another directory
+    verify = words["verify"] and tuple(  # absolute paths, since the program starts in another directory
         str(Path(word).absolute()) if "/" in word and Path(word).exists() else word for word in words["verify"]
     )
     return Agent(command=words["command"] or (), verify=verify, workspace=gateway.workspace, walled=walled)
@@ -287,7 +287,7 @@ def teacher_of(config: Config, name: str) -> ModelPlan:
 
 
 def endpoint_of(config: Config, name: str) -> Endpoint | None:
-    """Return a teacher's endpoint for one replica, with the API key from the environment; None if it runs here."""
+    """Return a teacher's endpoint, with its share of `concurrency` for one replica; None if the teacher runs here."""
     teacher = config.teachers[name]
     if teacher.base_url is None:
         return None
@@ -328,7 +328,7 @@ def followers_of(config: Config) -> dict[str, Follower]:
 
 
 def versions_in_flight(config: Config, name: str) -> int:
-    """Return how many versions of a following teacher may have scored groups in flight; 0 if it never relabels."""
+    """Return how many versions of a teacher may have scored groups in flight; 0 if scores are never computed again."""
     teacher = config.teachers[name]
     if teacher.follow is None or teacher.relabel == "never":
         return 0
@@ -337,7 +337,7 @@ def versions_in_flight(config: Config, name: str) -> int:
 
 
 def snapshots_of(config: Config, method: Method) -> int:
-    """Return `learner.snapshots`, or by default as many versions as tokens in flight may have, 0 if none are needed."""
+    """Return `learner.snapshots`; if unset, the number of versions in flight, or 0 if the method needs no snapshots."""
     needed = config.learner.exact_drift or method.reads_snapshots
     if config.learner.snapshots is not None or not needed:
         return config.learner.snapshots or 0
@@ -350,4 +350,4 @@ SAMPLERS: dict[str, Callable[[Config], ModelPlan | Settings]] = {
     "vllm": sampler_settings,
 }
 SCORERS: dict[str, Callable[[Config, str], ModelPlan | Settings]] = {"native": teacher_of, "vllm": scorer_settings}
-"""Function that plans a local engine, for each row of `config.engines.ENGINES` that samples or scores locally."""
+"""Functions that plan local engines, by the engine's name in `config.engines.ENGINES`: samplers and scorers."""

@@ -1,4 +1,4 @@
-"""Checks of an environment: it exists, its tools load, and the chat template supports several turns."""
+"""Checks of an environment: its class or agent exists, its tools load, and the chat template supports several turns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slipstream.plan.engines import EnvironmentPlan
 from slipstream.sandbox import sandbox_of
 
 Tools = Sequence[dict[str, Any]] | None
-"""JSON schemas of an environment's tools; None without an environment or with a gateway."""
+"""JSON schemas of an environment's tools; None if there is no environment, or a gateway."""
 
 
 def tools_of(env: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, say: Callable[[str], object]) -> Tools:
-    """Check the environment and return the tools for the chat template; agents on a gateway bring their own tools."""
+    """Check the environment and return its tools for the chat template; None for a gateway or no environment."""
     if env is None:
         return None
     from slipstream.environments.chat.renderer import Renderer
@@ -45,7 +45,7 @@ def check_agent(agent: Agent) -> None:
     if agent.verify and agent.workspace is not None and (why := too_large(Path(agent.workspace))):
         raise ConfigError(f"environment.gateway.workspace = {agent.workspace!r}: {why}: leave out what is not needed")
     if agent.verify and "judge.py" in agent.verify:
-        sandbox_of("bubblewrap")  # judge.py runs the solution in this sandbox, in any sandbox of the agent
+        sandbox_of("bubblewrap")  # judge.py runs solutions in this sandbox, even if the agent runs without one
     for name, words in (("command", agent.command), ("verify", agent.verify)):
         word = words[0] if words else ""
         inside = name == "command" and "/" in word and not Path(word).is_absolute()

@@ -1,4 +1,4 @@
-"""Plan of an evaluation: one model on held-out prompts, for `eval` and the demo."""
+"""Plan of an evaluation of one model on held-out prompts, for `eval` and the demo."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from slipstream.rewards.functions import Answer, unfit
 
 SLOTS = 64
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>")
-"""Usual forms of an answer in a response, with which rewards are tested."""
+"""Usual forms in which a response contains its answer; `reward_warnings` tests rewards with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Settings of an evaluation, named as options of the command line; defaults are for a model that has no run."""
+    """Settings of an evaluation, named like command-line options. Defaults are for a model that no run saved."""
 
     data: Mapping[str, str] = field(default_factory=lambda: {"": "builtin:arithmetic"})
-    """Source of every set of prompts, by the name of the set; the name of a single set may be empty."""
+    """Data source of each set of prompts, by the set's name. The name may be empty if there is only one set."""
     split: str = "eval"
     prompt: str | None = None
     answer: str | None = None
@@ -46,13 +46,13 @@ class Asked:
     device: str = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
     longest: int | None = None
-    """Longest sequence in tokens, by which some models choose position factors; None takes that of the prompts."""
+    """Longest sequence in tokens, by which some models choose position factors. None: computed from the prompts."""
     slots: int = SLOTS
     threads: int = 1
     graders: int = 1
     timeout: float = 30.0
     sandbox: str | None = None
-    """Kind of sandbox in which rewards run code; None without one."""
+    """Kind of sandbox in which rewards run code; None if rewards get no sandbox."""
     environment: EnvironmentPlan | None = None
 
     @property
@@ -70,7 +70,7 @@ class Evaluation:
 
 
 def graded_rows(rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None = None) -> Sequence[Row]:
-    """Return the rows; raise DataError if a reward needs an answer that a row lacks, or cannot compare an answer."""
+    """Return the rows unchanged; raise DataError for a row whose answer is missing or unusable for a reward."""
     needed = grading.needs(rewards, sandbox)
     for row in rows if rewards else ():
         for reward in rewards:
@@ -87,13 +87,13 @@ def graded_rows(rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None
 def eval_prompts(
     rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int, tools: Tools = None, tells: bool = False
 ) -> list[Prompt]:
-    """Return the prompts in the order of the rows; `tells` adds their text, which agents need."""
+    """Return the prompts in the order of the rows. `tells`: prompts keep their text or messages, which agents need."""
     prompts = Prompts(rows, encode_rows(rows, tokenizer, data, tools), seed=seed, shuffle=False, tells=tells)
     return [prompts.at(number) for number in range(len(rows))]
 
 
 def reward_warnings(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
-    """Return a warning for each reward that gives 0 to right answers of the data in all usual forms."""
+    """Return a warning for each reward that gives 0 to the first right answers of the data in every form of `FORMS`."""
     answered = [row for row in rows[:3] if isinstance(row.ground_truth, str | int | float)]
     answers = [
         Answer(text=text, messages=[{"role": "assistant", "content": text}], tokens=[], prompt=str(row.prompt),
@@ -115,7 +115,7 @@ def reward_warnings(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
 
 
 def copy_warnings(prompts: Prompts, held_out: Mapping[str, Sequence[Prompt]]) -> list[str]:
-    """Return warnings if training prompts are mostly copies, or if held-out prompts are trained on, too."""
+    """Return warnings if most training prompts are copies, or if held-out prompts are also training prompts."""
     hashes = [hash(tokens.tobytes()) for tokens in prompts.tokens]
     times, found = Counter(hashes), list[str]()
     most, copies = times.most_common(1)[0]

@@ -1,8 +1,6 @@
 """Placement: device and memory of every process, computed from the plan without loading weights.
 
-Weights, gradients, moments and caches are computed exactly; activations are an estimate, marked by ~.
-
-Shapes: P parameters of a model.
+Weights, gradients, moments and caches are computed exactly. Estimates, such as activations, are marked by ~.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, Sampler
 
 GIB = 2**30
 ACTIVATIONS = 34
-"""Bytes per token and unit of width that a layer keeps for its backward pass in 16 bits.  (Korthikanti et al.)"""
+"""Bytes per token and hidden unit that a layer stores for its backward pass in 16 bits.  (Korthikanti et al.)"""
 DRAW = 8
-"""Bytes of a draw (a token sampled at a position, and its log-prob)."""
+"""Bytes of one draw: a token sampled at a position, and its log-prob."""
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -35,7 +33,7 @@ class Shape:
     width: int
     layers: int
     cache: int
-    """Elements that one token adds to the key and value caches."""
+    """Number of elements that one token adds to the key and value caches of all layers."""
     context: int
 
 
@@ -46,7 +44,7 @@ class Need:
     name: str
     where: str
     parts: dict[str, float] = field(default_factory=dict)
-    """Bytes by purpose; names of estimates begin with ~."""
+    """Bytes by purpose (`weights`, …); names of estimated parts begin with ~."""
 
     @property
     def total(self) -> float:
@@ -58,7 +56,7 @@ class Need:
 
     @property
     def counted(self) -> float:
-        """Sum of the bytes that are known exactly: all but the estimates."""
+        """Sum of the bytes that are computed exactly; parts that are only estimated are left out."""
         return sum(value for name, value in self.parts.items() if not name.startswith("~"))
 
     def __str__(self) -> str:
@@ -76,7 +74,7 @@ def shape_of(model: str) -> Shape:
 
     config = load_config(model)
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1  # a purely recurrent model has none
+    heads = getattr(text, "num_attention_heads", None) or 1  # a purely recurrent model has no heads
     per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
     grouped = getattr(text, "num_key_value_heads", None) or heads
     return Shape(
@@ -89,7 +87,7 @@ def shape_of(model: str) -> Shape:
 
 
 def remembering(text: Any) -> int:
-    """Return the number of layers that cache keys and values of every token; recurrent layers do not."""
+    """Return the number of layers that cache keys and values of every token: all layers except recurrent ones."""
     kinds: list[str] | None = getattr(text, "layer_types", None)
     if not kinds:
         return int(text.num_hidden_layers)
@@ -97,7 +95,7 @@ def remembering(text: Any) -> int:
 
 
 def needs(plan: EnginesPlan) -> list[Need]:
-    """Return the memory needs of every process."""
+    """Return the memory that each process needs on its device."""
     import torch
 
     runtime = plan.runtime
@@ -117,7 +115,7 @@ def needs(plan: EnginesPlan) -> list[Need]:
 
 
 def check_room(plan: EnginesPlan) -> list[str]:
-    """Raise ConfigError if memory does not suffice without the estimates; return warnings if it does not with them."""
+    """Raise ConfigError if the exact parts exceed the memory; return warnings if they do so with the estimates."""
     if plan.runtime.address is not None:  # the devices are on a cluster
         return []
     needed, (each, available) = needs(plan), memory(plan.runtime)
@@ -133,7 +131,7 @@ def check_room(plan: EnginesPlan) -> list[str]:
 
 
 def check_alone(plan: SamplerPlan, device: str) -> None:
-    """Raise ConfigError if a sampler alone, as in an evaluation, does not fit into the device's memory."""
+    """Raise ConfigError if an evaluation's sampler does not fit into the device's memory."""
     need, (each, _) = Need("sampler", device, sampler(plan)), memory(RuntimeConfig(kind="inline", device=device))
     if need.counted > each:
         raise ConfigError(f"{need}, and its device has {size(each)}: lower -n or --max-tokens")
@@ -145,11 +143,11 @@ LESS_MEMORY_OF = {
     "sampler": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
     "teacher": "lower its token_budget, or use a smaller teacher",
 }
-"""Advice by kind of engine if its memory does not suffice."""
+"""Advice for an engine whose memory does not suffice, by kind of engine."""
 
 
 def memory(runtime: RuntimeConfig) -> tuple[float, float]:
-    """Return the memory in bytes for one engine and for all engines: of the GPUs if they are used, else of the host."""
+    """Return the bytes of memory for one engine and for all engines: GPU memory if GPUs are used, else host memory."""
     import torch
 
     if runtime.device == "cpu" or not torch.cuda.is_available():
@@ -160,16 +158,16 @@ def memory(runtime: RuntimeConfig) -> tuple[float, float]:
 
 
 def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
-    """Return the bytes of one rank by purpose; versions and teachers kept in host memory count only on a CPU."""
+    """Return the bytes that one rank needs, by purpose. Copies kept in host memory count only on a CPU (`on_host`)."""
     settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
     trained = shape.parameters if settings.lora is None else adapters(plan.student.name, settings.lora)
     kept = trained if method.reference is not None and not method.reference.host else 0
-    # a copy of the weights while other versions are in use, and with policy.old = "previous" two more versions
+    # a copy of the weights while others are loaded; two more versions if policy.old = "previous"
     others = int(method.reference is not None or method.decoupled) + 3 * method.previous
     others += (plan.snapshots + len(plan.follow)) if on_host else 0
     per_token = ACTIVATIONS * shape.width * width(settings.compute_dtype or settings.dtype) / 2
     layers, kept_inputs = shape.layers, 0
-    if settings.checkpointing:  # the inputs of all layers, in 32 bits, and the activations of one layer
+    if settings.checkpointing:  # keep the inputs of all layers in 32 bits, and the activations of one layer
         layers, kept_inputs = 1, 4 * shape.width * shape.layers
     return {
         "weights": shape.parameters * width(settings.dtype) / settings.ranks,
@@ -182,13 +180,13 @@ def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
 
 
 def adapters(student: str, lora: LoraConfig) -> int:
-    """Return the number of trained parameters: rank · (in + out), summed over layers that get an adapter."""
+    """Return the number of trained parameters: rank · (inputs + outputs), summed over layers that get an adapter."""
     return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(student, lora).values())
 
 
 def sampler(plan: SamplerPlan) -> dict[str, float]:
     match plan.runs:
-        case Settings(model=name, dtype=dtype):  # vLLM fits its cache of keys and values into the memory that is left
+        case Settings(model=name, dtype=dtype):  # vLLM's cache uses the memory that is left
             return {"weights": shape_of(name).parameters * width(dtype)}
         case ModelPlan(name=name, dtype=dtype, longest=longest):
             shape = shape_of(name)
@@ -201,7 +199,7 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
 
 
 def teacher(plan: ScorerPlan, runs: ModelPlan | Settings, *, on_host: bool) -> dict[str, float]:
-    """Return the bytes that one scorer needs, by purpose. Earlier versions are in host memory, shared by replicas."""
+    """Return the bytes that one scorer needs, by purpose. Earlier versions are kept in host memory."""
     shape = shape_of(plan.here)
     return {
         "weights": shape.parameters * width(runs.dtype),

@@ -1,4 +1,4 @@
-"""Planning of a run: turns a config into a plan, or raises an error whose line states what to write instead."""
+"""Planning of a run: turn a config into a plan, or raise an error whose message states what to write instead."""
 
 from __future__ import annotations
 
@@ -41,45 +41,45 @@ from slipstream.run_dir.writing import check_trackers
 from slipstream.sandbox.cgroups import in_force, writable
 
 TOO_FAST = 0.1
-"""Learning rate from which on a warning is given, as training of any model would diverge."""
+"""Smallest learning rate that causes a warning, because training of any model would diverge."""
 SAMPLE = 1 << 10
-"""Minimum number of bytes that a sample in flight needs."""
+"""Minimum memory in bytes of a sample in flight (submitted, but not learned from yet)."""
 PROCESS, OPEN_FILES, PER_CPU = 50 << 20, 4, 32
-"""Minimum memory of a process in bytes; open files per engine process; most engines, and threads of one, per CPU."""
+"""Minimum bytes of a process; open files per engine process; maximum engines (or threads of an engine) per CPU."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything decided about a run before it starts; the files of its config have been read and checked."""
+    """All decisions about a run before its start, after the files that its config names were read and checked."""
 
     config: Config
-    """The config, with values filled in that depend on the files and on installed engines."""
+    """The config, completed with values that depend on files and on installed engines."""
     method: Method
     tokenizer: Tokenizer
     end_ids: tuple[int, ...]
-    """The student's end tokens."""
+    """Ids of the student's end tokens."""
     prompts: Prompts
     held_out: Mapping[str, Sequence[Prompt]]
-    """Held-out prompts by the name of their set; empty if the run does not evaluate."""
+    """Held-out prompts, by the name of their set; empty if the run does not evaluate."""
     engines: EnginesPlan
     sampling: Sampling
     """Sampling options of rollouts."""
     notes: tuple[str, ...]
-    """Decisions that the config leaves open, as lines to print."""
+    """Lines to print about decisions that the config leaves open."""
     warnings: tuple[str, ...]
     ends: Mapping[str, EndProbe]
-    """Questions of the start check about end tokens, by teacher; teachers without questions are absent."""
+    """Tests of end tokens in the start checks, by teacher; teachers that need no test are absent."""
 
     @property
     def needs(self) -> list[Need]:
-        """Device and memory of every process."""
+        """Return the device and memory that every process needs."""
         return needs(self.engines)
 
 
 def plan(config: Config, *, ask: bool = True) -> Plan:
     """Make the plan of a run; raise an error if the config is invalid or does not fit its files.
 
-    With `ask`, small requests test that endpoints can serve what the run needs.
+    `ask`: send small requests to endpoints, to test that they can serve the run.
     """
     fast_checks(config)
     notes: list[str] = []
@@ -108,7 +108,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     notes += [*checkpoint_notes(config), *sandbox_notes(config)]
     engines = engines_of(config, method)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
-    if config.environment is None:  # in an environment, equal prompts may have different hidden states
+    if config.environment is None:  # in an environment, rows with equal prompts may still differ
         warnings += copy_warnings(prompts, held_out)
         if tried := [each for each in config.task.reward if each != "exact" and config.task.sandbox is None]:
             warnings += reward_warnings(prompts.rows, tried)
@@ -128,11 +128,11 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
 
 
 INSTALL_CHECKS = {"vllm": check_installed}
-"""Function that raises if the package of an engine is missing, for engines that need one."""
+"""Functions that raise ConfigError if an engine's package is not installed, by engine."""
 
 
 def fast_checks(config: Config) -> None:
-    """Run the fast checks: contradictions in the config, missing packages and missing files. Nothing is loaded."""
+    """Check for contradictions in the config, missing packages and missing files. No data and no model is loaded."""
     check_trackers(config.log.to)
     check_runtime(config)
     for model, engine in engines_here(config):
@@ -167,7 +167,7 @@ def fast_checks(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Raise unless all weights exist. Only weights for vLLM are read for NaN here, as other engines check theirs."""
+    """Raise ModelError unless all weight files exist. Read those of vLLM teachers: vLLM does not check for NaN."""
     from slipstream.engines.native.files import check_complete, read_through
 
     for model in models_here(config):
@@ -178,7 +178,7 @@ def check_weights(config: Config) -> None:
 
 
 def read_weights(config: Config) -> list[str]:
-    """Read all weights of models that run here and check that they are finite; return lines on what was read."""
+    """Read all weights of models that run here; raise if one is not finite. Return a line to print for each model."""
     from slipstream.engines.native.files import read_through, weights_of
 
     found = []
@@ -206,14 +206,14 @@ def check_ends(student: str, tokenizer: Tokenizer) -> None:
 
 
 def changed(made: Plan, config: Config) -> Plan:
-    """Return the plan for another config that uses the same files."""
+    """Return the plan for a changed config whose files (models, data) are the same, without reading them again."""
     method = method_of(config)
     engines, sampling = engines_of(config, method), rollout_sampling(config)
     return replace(made, config=config, method=method, engines=engines, sampling=sampling)
 
 
 def check_runtime(config: Config) -> None:
-    """Check runtime and device, and that processes and samples in flight fit on this machine."""
+    """Check runtime and device settings, and that this machine can hold the processes and samples in flight."""
     device, runtime = config.runtime.device, config.runtime
     if runtime.kind == "ray" and find_spec("ray") is None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
@@ -225,7 +225,7 @@ def check_runtime(config: Config) -> None:
 
 
 def on_cpu(config: Config) -> bool:
-    """Return True if engines run on a CPU, as far as this machine can tell."""
+    """Return True if device is "cpu", or "auto" on a machine without GPU; "auto" on a cluster gives False."""
     if config.runtime.device != "auto" or config.runtime.address is not None:
         return config.runtime.device == "cpu"
     from torch import cuda
@@ -234,7 +234,7 @@ def on_cpu(config: Config) -> bool:
 
 
 def check_device(config: Config) -> None:
-    """Check that the device exists on this machine; engines on a cluster check for themselves."""
+    """Check that the device exists on this machine; on a cluster, the engines check their own devices."""
     if config.runtime.address is None and config.runtime.device not in ("auto", "cpu"):
         from slipstream.engines.native.model import pick_device
 
@@ -246,7 +246,7 @@ def most_replicas(workers: SamplerConfig | TeacherConfig) -> int:
 
 
 def check_processes(config: Config) -> None:
-    """Raise ConfigError if this machine cannot hold so many processes, threads or open files; it would swap."""
+    """Raise ConfigError if the run needs more processes, threads or open files than this machine allows."""
     runtime, samplers = config.runtime, most_replicas(config.sampler)
     if runtime.address is not None:
         return
@@ -278,7 +278,7 @@ def check_processes(config: Config) -> None:
 
 
 def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
-    """Check processes as `check_processes` does, with other numbers of workers, by kind (`sampler`, `teacher.NAME`)."""
+    """Run `check_processes` with the numbers of workers in `sizes`, by kind (`sampler`, `teacher.NAME`)."""
     sizes = {kind: number for kind, number in sizes.items() if kind not in config.most_workers}
     samplers = config.sampler.model_copy(update={"replicas": sizes.get("sampler", config.sampler.replicas)})
     teachers = {
@@ -289,7 +289,7 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
 
 
 def check_in_flight(config: Config) -> None:
-    """Raise ConfigError if the schedule allows more samples in flight than fit into memory, even if they are tiny."""
+    """Raise ConfigError if the samples that the schedule allows in flight cannot fit into memory, even if tiny."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     samples = schedule.credits * config.sampler.group
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -318,7 +318,7 @@ def engines_here(config: Config) -> list[tuple[str, str]]:
 
 
 def with_own_adapter(config: Config, say: Callable[[str], object]) -> Config:
-    """Return the config with the student's own LoRA settings, if the student is an adapter."""
+    """Return the config with LoRA settings completed from the student's, if the student is an adapter."""
     lora = lora_of_student(config.student, config.learner.lora, say)
     return config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
 
@@ -358,7 +358,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
 
 
 def has_agents(config: Config) -> bool:
-    """Return True if external agents act as the student; they need prompts as text."""
+    """Return True if external agents (programs behind a gateway) sample from the student; they need prompts as text."""
     return config.environment is not None and config.environment.gateway is not None
 
 
@@ -369,7 +369,7 @@ def check_split(field: str, data: DataConfig, source: str) -> None:
 
 
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
-    """Return the config with missing lengths filled in: longest sequence of the sampler and of every teacher."""
+    """Return the config with missing `longest` settings of the sampler and of local teachers filled in."""
     teachers = {
         name: teacher.model_copy(update={"longest": length_for(f"teachers.{name}", teacher.longest, scored[name])})
         if name in scored and ENGINES[teacher.engine].packs
@@ -404,14 +404,14 @@ def held_out_prompts(
 
 
 def prompt_preview(made: Plan) -> list[str]:
-    """Return two lines: the first prompt as the student sees it, and its answer, both shortened."""
+    """Return two lines to print: the first prompt as the student sees it, and the prompt's answer, both shortened."""
     seen = str(made.tokenizer.decode(made.prompts.tokens[0]))
     answer = made.prompts.rows[0].ground_truth
     return [f"first prompt: {shortened(seen)}", f"its answer: {'none' if answer is None else shortened(answer)}"]
 
 
 def shortened(value: Any, width: int = 120) -> str:
-    """Return the repr of a value, so without control characters, and without its middle if it is too long."""
+    """Return the repr of a value, which escapes control characters; cut out its middle if it is too long."""
     text = repr(value)
     return text if len(text) <= width else f"{text[: width * 2 // 3]} … {text[-width // 3 :]}"
 
@@ -420,7 +420,7 @@ def shortened(value: Any, width: int = 120) -> str:
 
 
 def position_notes(config: Config) -> list[str]:
-    """Return notes on models whose position factors depend on the length of a sequence."""
+    """Return a note for each model whose position factors depend on the length of a sequence."""
     models = {config.student: config.sampler.longest}
     models |= {config.model_of(t): t.longest for t in config.teachers.values() if t.base_url is None}
     notes = {name: position_note(load_config(name), longest) for name, longest in models.items() if longest}
@@ -428,7 +428,7 @@ def position_notes(config: Config) -> list[str]:
 
 
 def baseline_notes(config: Config) -> list[str]:
-    """Return a note if the advantage samples answers that are not trained on."""
+    """Return a note if the advantage (remax) needs additional answers that are not trained on."""
     if config.policy is None or config.policy.advantage != "remax":
         return []
     group = config.sampler.group
@@ -447,7 +447,7 @@ def checkpoint_notes(config: Config) -> list[str]:
 
 
 def sandbox_notes(config: Config) -> list[str]:
-    """Return a note on the sandbox limits of this machine, if the config uses a sandbox."""
+    """Return a note on how this machine enforces sandbox limits, if the config uses bubblewrap."""
     env = config.environment
     judged = env is not None and env.gateway is not None and env.gateway.verify is not None
     named = [config.task.sandbox, env.sandbox if env is not None and env.gateway is None else None]
@@ -455,7 +455,7 @@ def sandbox_notes(config: Config) -> list[str]:
 
 
 def clip_notes(config: Config) -> list[str]:
-    """Return notes on clip settings without effect: importance ratios are 1 if each update is one on-policy step."""
+    """Return a note for each clip setting without effect: ratios are 1 if every update is one on-policy step."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     if schedule.bound != 0 or config.learner.minibatches * config.learner.epochs > 1:
         return []
@@ -471,7 +471,7 @@ def clip_notes(config: Config) -> list[str]:
 
 
 def freshness_notes(config: Config) -> list[str]:
-    """Return notes on freshness settings: without effect, or with supervision drift that is unknown in part."""
+    """Return notes on [freshness]: that it has no effect, or that supervision drift is not fully measured."""
     if config.freshness is None:
         return []
     if schedule_of(config.schedule, config.groups_per_update).bound == 0:

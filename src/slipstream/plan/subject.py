@@ -1,4 +1,4 @@
-"""Model to evaluate, from the name given to `eval`, and the run it belongs to. Only reads: the run may be active."""
+"""Model that `eval` evaluates, and the run that saved the model. Nothing is written, since the run may be active."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import LEDGER, METRICS
 
 DEEPEST = 3
-"""Levels above a model at which its run directory is searched."""
+"""Maximum number of directory levels above a model at which its run directory is searched."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Subject:
     model: str
     run: Path | None = None
     asked: Asked | None = None
-    """Evaluation settings of the run; None if the model belongs to no run."""
+    """Evaluation settings of the run; None if no run directory was found for the model."""
     trained_on: bool = False
-    """Evaluate on training prompts, as the run has no held-out ones."""
+    """True: evaluate on training prompts, because the run has no held-out prompts."""
     update: int | None = None
     """Number of the update after which the model was saved; None if unknown."""
     notes: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def subject_of(name: str) -> Subject:
 
 
 def asked_by(config: Config) -> Asked:
-    """Return the settings with which a run evaluates; training prompts are used if it has no held-out ones."""
+    """Return the evaluation settings of a run's config; training prompts are used if held-out prompts are missing."""
     data, task, sampler, runtime = config.data, config.task, config.sampler, config.runtime
     limit = config.eval.prompts if data.held_out else min(config.eval.prompts, data.limit or config.eval.prompts)
     return Asked(
@@ -89,7 +89,7 @@ def asked_by(config: Config) -> Asked:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run directory that `path` is, or is in; None if there is none."""
+    """Return the run directory that is `path` or contains `path`; None if there is no such directory."""
     if not path.is_dir():
         return None
     if is_run_directory(path):
@@ -99,7 +99,7 @@ def run_of(path: Path) -> Path | None:
 
 
 def check_no_run_is_meant(name: str) -> None:
-    """Raise RunDirError if `name` is probably a mistyped run, or a directory of runs, and not a name on the hub."""
+    """Raise RunDirError if `name` is a directory of runs, or probably a mistyped run rather than a hub name."""
     path, beside = Path(name), "/" in name and not Path(name).is_dir()
     where = path.parent if beside else path
     runs = sorted(str(each) for each in where.glob("*") if os.access(each, os.X_OK) and is_run_directory(each))
@@ -110,13 +110,13 @@ def check_no_run_is_meant(name: str) -> None:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Return True if `path` is a run directory, also if some of its files are lost."""
+    """Return True if `path` is a run directory, even if some of its files are lost."""
     begun = [name for name in (METRICS, "checkpoints", "final") if (path / name).exists()]
     return (path / LEDGER).exists() or ((path / "config.toml").exists() and bool(begun))
 
 
 def student_of(run: Path, notes: list[str]) -> Path:
-    """Return the directory of the final student, or else of the last undamaged checkpoint; append to `notes`."""
+    """Return the directory of the final student, else the last undamaged checkpoint; append remarks to `notes`."""
     final, checkpoints = run / "final", Checkpoints(run / "checkpoints")
     if final.is_dir():
         if wrong := damage(final):
@@ -132,7 +132,7 @@ def student_of(run: Path, notes: list[str]) -> Path:
 
 
 def update_of(path: Path, run: Path, updates: int) -> int | None:
-    """Return the update number of a model in final, final-N or checkpoints/N; None for other paths."""
+    """Return the number of the update after which a model in final, final-N or checkpoints/N was saved; else None."""
     inside = path.absolute().relative_to(run.absolute()).as_posix()
     if inside.split("/")[0] == "final":
         return updates
@@ -141,7 +141,7 @@ def update_of(path: Path, run: Path, updates: int) -> int | None:
 
 
 def check_known(subject: Subject) -> None:
-    """Raise ConfigError for a model saved by a run whose directory is missing, as its task is unknown."""
+    """Raise ConfigError if a run saved this model but its run directory is missing, so that the task is unknown."""
     if subject.run is None and (Path(subject.model) / MANIFEST).exists():
         raise ConfigError(
             f"{subject.model} was saved by a run, but is outside of its run directory, which has the settings: write "

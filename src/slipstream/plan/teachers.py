@@ -1,4 +1,4 @@
-"""Teachers in a plan: routes of prompts to teachers, and checks that each teacher can score all its sequences."""
+"""Teachers in a plan: which teacher scores which prompt, and checks that each teacher can score all its sequences."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints
 
 PROBED = 16
-"""Tokens of a prompt that are sent to an endpoint as a test."""
+"""Number of prompt tokens that are sent to an endpoint as a test."""
 
 
 def routes(config: Config, rows: Sequence[Row]) -> list[str]:
-    """Return the name of the teacher of every row; a single teacher scores all rows, and none gives empty names."""
+    """Return the name of the teacher of every row; names are empty if the run has no teacher."""
     if len(config.teachers) <= 1:
         return [next(iter(config.teachers), "")] * len(rows)
     column, by_key = config.data.teacher_key, routed_by(config.teachers)
@@ -54,7 +54,7 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
 
 
 def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> list[str]:
-    """Return the source of every row (its teacher, and its value in `schedule.mixture`); updates keep their mixture."""
+    """Return every row's mixture component (teacher, and value of `schedule.mixture`); updates keep their shares."""
     column = config.schedule.mixture if isinstance(config.schedule, Async) else None
     if column is None:
         return list(teachers)
@@ -76,9 +76,9 @@ def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> 
 def check_teachers(
     config: Config, tokenizer: Tokenizer, prompts: Prompts
 ) -> tuple[dict[str, int], dict[str, EndProbe]]:
-    """Check vocabulary, end tokens and context of teachers, and that their token budget fits the longest sequence.
+    """Check vocabulary, end tokens and context length of teachers, and that token budgets fit the longest sequence.
 
-    Returns the length of that sequence for every teacher that runs here, and the end-token probes.
+    Returns the longest sequence of every teacher that runs here, and the end-token probes, both by teacher.
     """
     found, stops, ends = dict[str, int](), set[int](), dict[str, set[int]]()
     plain = isinstance(prompts.rows[0].prompt, str) and not config.data.chat
@@ -140,7 +140,7 @@ def check_budget(section: str, budget: int, longest: int) -> None:
 
 
 def prompts_seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -> list[tuple[Row, Ints]]:
-    """Return every row of a teacher with the prompt tokens that the teacher sees, without parts made from responses."""
+    """Return pairs of row and prompt tokens that a teacher sees; parts of its context made from responses are empty."""
     template = config.teachers[name].context
     context = None if template is None else TemplateContext(template, tokenizer)
     own = [index for index, teacher in enumerate(prompts.teachers) if teacher == name]
@@ -149,13 +149,13 @@ def prompts_seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Pr
 
 
 def longest_answer(config: Config, teacher: TeacherConfig) -> int:
-    """Return the most tokens a teacher sees beside the prompt: the response, and attempts in its context."""
+    """Return the maximum tokens that a teacher sees in addition to the prompt: responses, also those in its context."""
     held = teacher.context_fields & {"response", "best", "last"}
     return config.sampler.max_tokens * (1 + len(held))
 
 
 def longest_of_function(config: Config, name: str) -> int:
-    """Return `longest` of a teacher whose context a user's function writes, after checking that it fits."""
+    """Return `longest` of a teacher whose context a user function writes; ConfigError if the model allows less."""
     teacher = config.teachers[name]
     model, longest = config.model_of(teacher), teacher.longest
     assert longest is not None

@@ -1,4 +1,4 @@
-"""Plans of vLLM engines, and settings that are refused or replaced because vLLM does not support them."""
+"""Plans of vLLM engines, and checks that refuse or replace settings that vLLM does not support."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slipstream.engines.vllm.core import COLDEST, Settings, check_args, check_in
 from slipstream.errors import ConfigError
 
 SCORED = 64
-"""Number of responses that a teacher scores at a time."""
+"""Maximum number of responses that a teacher in vLLM scores at the same time."""
 UNPUBLISHED = {"gpt_oss"}
-"""Model families whose weights vLLM cannot load again while it runs."""
+"""Model types whose weights vLLM cannot replace while it runs."""
 
 
 def sampler_settings(config: Config) -> Settings:
@@ -32,7 +32,7 @@ def sampler_settings(config: Config) -> Settings:
 
 
 def longest_first(longest: int | None) -> dict[str, Any]:
-    """Return vLLM's argument for the longest sequence, which decides reserved memory and position factors."""
+    """Return vLLM's argument for the longest sequence, on which its memory and position factors depend; {} for None."""
     return {"max_model_len": longest} if longest else {}
 
 
@@ -60,7 +60,7 @@ def sampler_devices(config: Config) -> int:
 
 
 def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
-    """Return the config with native teachers where vLLM cannot serve them; raise ConfigError for other conflicts."""
+    """Return the config with the native engine for teachers that vLLM cannot run; ConfigError for other conflicts."""
     config = with_draws(config, say)
     local = {name: teacher for name, teacher in config.teachers.items() if teacher.base_url is None}
     natives = {}
@@ -72,7 +72,7 @@ def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
 
 
 def unserved(config: Config, name: str) -> str:
-    """Return why vLLM cannot run this teacher for this loss; empty if vLLM can."""
+    """Return the reason why vLLM cannot score for this teacher and loss; empty if vLLM can."""
     check_installed(f"teachers.{name}.engine")
     loss, asks = config.loss, config.loss.asks
     if loss.temperature != 1:

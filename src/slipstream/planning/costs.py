@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError, did_you_mean
 
 Seconds = Annotated[float, Field(ge=0)]
 PATIENCE = ("apart", "enough")
-"""Fields that are no work of a device, so `Costs.scaled` leaves them unchanged."""
+"""Fields that describe waiting and not device work; `Costs.scaled` leaves these fields unchanged."""
 
 
 class DecodeCost(Section):
@@ -49,7 +49,7 @@ class ScoreCost(PassCost):
     apart: Seconds = 0.0
     """Minimum seconds between two passes, unless `enough` tokens wait."""
     enough: int = Field(1, ge=1)
-    """Number of waiting response tokens with which a pass begins at once."""
+    """Number of waiting response tokens from which a pass begins at once, even before `apart` seconds."""
 
 
 class LearnCost(PassCost):

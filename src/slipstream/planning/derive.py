@@ -12,7 +12,7 @@ from slipstream.planning.fit import Paid, fitted
 from slipstream.run_dir.reading import Line, RunDir
 
 FIRST = 2
-"""Number of first updates that are left out, as they are slower than others."""
+"""Number of first updates to leave out, because first updates are slower."""
 
 
 def costs_of(run: RunDir) -> Costs:

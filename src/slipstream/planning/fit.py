@@ -9,20 +9,20 @@ from itertools import combinations
 import numpy as np
 
 Terms = dict[str, float]
-"""Counts of cost terms, or seconds per count, by the name of the term."""
+"""Numbers by cost term (such as step or row): either how often a cost is paid, or its seconds."""
 
 
 @dataclass(frozen=True)
 class Paid:
     seconds: float
     terms: Terms
-    """Number of times that each cost was paid."""
+    """Number of times that each cost was paid, by cost term."""
     kind: str = ""
     """Name shared by repeats of the same measurement; empty if there are none."""
 
 
 def fitted_to_fastest(paid: Sequence[Paid]) -> Terms:
-    """Return fitted costs of the fastest repeat of each kind, as other load on the machine only adds time."""
+    """Return costs fitted to the fastest repeat of each kind, because other load on the machine only adds time."""
     prices, best = fitted(paid), dict[str, tuple[float, Paid]]()
     for each in paid:
         ratio = each.seconds / sum(prices[name] * count for name, count in each.terms.items())
@@ -32,7 +32,7 @@ def fitted_to_fastest(paid: Sequence[Paid]) -> Terms:
 
 
 def fitted(paid: Sequence[Paid]) -> Terms:
-    """Return costs, none below zero, with the least squares of relative errors over all choices of terms."""
+    """Return non-negative seconds per term that minimize the squared relative errors; unneeded terms get 0."""
     names = list(paid[0].terms)
     a_NK = np.array([[each.terms[name] / each.seconds for name in names] for each in paid])
     best, least = dict.fromkeys(names, 0.0), float("inf")

@@ -42,7 +42,7 @@ class Meter:
         self.engines, self.by_cpu = engines, by_cpu
 
     async def of(self, worker: str, work: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
-        """Return the mean seconds of the workers whose names begin with `worker`, and the result of the call."""
+        """Return the seconds of `work` (CPU: mean of workers whose names begin with `worker`) and its result."""
         before = await self._clock(worker)
         result = await work()
         return await self._clock(worker) - before, result
@@ -56,7 +56,7 @@ class Meter:
 
 
 def cores_of(config: Config) -> float | None:
-    """Return the number of CPU cores that engines share, 1 if all are in one process; None if they have GPUs."""
+    """Return the number of CPU cores that engines share: 1 if they run in one process, None if they use GPUs."""
     if config.runtime.kind == "inline":
         return 1.0
     return float(len(os.sched_getaffinity(0))) if on_cpu(config) else None
@@ -110,7 +110,7 @@ def simulated_work(costs: Costs, made: Plan, engines: Engines) -> float:
 
 
 async def warm_up(made: Plan, engines: Engines, meter: Meter) -> None:
-    """Call every engine once, as first calls are slower."""
+    """Call every engine once before measuring, because first calls are slower."""
     await checks.publish(engines)
     count = max(1, made.engines.sampler.slots // made.sampling.group)
     _, groups = await wave(made, engines, meter, made.sampling, range(count))
@@ -138,7 +138,7 @@ async def engines_cpu(engines: Engines) -> float:
 
 
 async def decoding(made: Plan, engines: Engines, meter: Meter) -> tuple[list[Paid], list[Group]]:
-    """Time waves of different numbers of rows, with full responses and with one token; return times and full groups."""
+    """Time waves (groups decoded together) of several sizes, with one token or full length; return times and groups."""
     size, slots = made.sampling.group, made.engines.sampler.slots
     counts = sorted({max(1, rows // size) for rows in (size, slots // 8, slots // 2, slots)})
     waves, full_groups, number = list[Paid](), list[Group](), 0
@@ -166,7 +166,7 @@ async def wave(
 
 
 def paid_for(groups: Sequence[Group]) -> Terms:
-    """Return the counts of cost terms of a wave; its steps are the tokens of the longest response."""
+    """Return how often each cost is paid in a wave; the number of steps is the length of the longest response."""
     headers = [handle.header for group in groups for handle in group]
     return {
         "step": max(header.tokens for header in headers),
@@ -186,7 +186,7 @@ def decode_cost(waves: Sequence[Paid]) -> tuple[DecodeCost, PassCost]:
 
 
 async def scoring(made: Plan, engines: Engines, meter: Meter, groups: Sequence[Group]) -> ScoreCost:
-    """Return the cost of scoring, from calls with many groups and with single ones."""
+    """Return the cost of scoring, measured by calls with many groups and by calls with a single group."""
     paid, some = list[Paid](), groups[-made.config.groups_per_update :]
     one = replace(engines, scorers={name: scorers[:1] for name, scorers in engines.scorers.items()})
     for _ in range(REPEATS):
@@ -204,7 +204,7 @@ def tokens_of(groups: Sequence[Group]) -> float:
 
 
 async def learning(made: Plan, engines: Engines, meter: Meter, groups: Sequence[Group]) -> LearnCost:
-    """Return the cost of learning, from batches of an update's size and smaller ones."""
+    """Return the cost of learning, measured on batches of a full update and on smaller batches."""
     scored, count = await checks.scored(engines, groups), made.config.groups_per_update
     paid, steps = list[Paid](), list[float]()
     for _ in range(REPEATS):

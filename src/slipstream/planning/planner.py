@@ -23,7 +23,7 @@ from slipstream.run_dir.reading import RunDir
 
 USUAL: tuple[ScheduleConfig, ...] = (Sync(), Periodic(), StepOff(k=1), StepOff(k=2), Async(tau=1), Async(tau=4))
 WITHIN, MOST = 0.7, 4
-"""Splits are simulated if their estimate is at least this share of the best one, at most this many per schedule."""
+"""Splits are simulated if their estimate is at least WITHIN × the best estimate, at most MOST splits per schedule."""
 SAMPLES, UPDATES = 2500, (10, 25)
 """Number of samples of a simulation, and least and largest number of its updates."""
 LEAST = Split(1, 1, 1)
@@ -31,10 +31,10 @@ LEAST = Split(1, 1, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Rules of splits: stages that devices can be given to, with their least numbers."""
+    """Rules for splits of devices: the stages that can get devices, and the smallest number for each stage."""
 
     scorers: int | None = None
-    """Number of scorers that need no device: endpoints, or 0 without teachers. None gives scorers devices, too."""
+    """Number of scorers that need no device: endpoints, or 0 without teachers. None: scorers need devices."""
     least: Split = LEAST
 
     def splits(self, devices: int) -> Iterator[Split]:
@@ -133,7 +133,7 @@ def promising_splits(
 
 
 def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig, *, teacher: bool = True) -> float:
-    """Return an upper estimate of samples per second: of the slowest stage, or of stages in turn, or of shared cores.
+    """Return an upper bound on samples per second, set by the slowest stage, stages in turn, or shared cores.
 
     A decoding step is shared by the rows of a batch if whole batches roll out, else by all rows in flight.
     """
@@ -148,7 +148,7 @@ def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig, *
 
 
 def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -> dict[str, float]:
-    """Return the least device seconds of each stage per sample, with `rows` in every step and no cost per pass."""
+    """Return the minimum device seconds per sample of each stage, with `rows` rows per step and no cost per pass."""
     lengths, decode, learn = costs.lengths, costs.decode, costs.learn
     drawn = [min(work.max_tokens, lengths.draw(number, 0)) for number in range(1000)]
     mean, context = fmean(drawn), fmean(n * (lengths.prompt + n / 2) for n in drawn)
@@ -165,7 +165,7 @@ def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -
 
 @dataclass(frozen=True)
 class Subject:
-    """The config to plan for, and the run that it is from, if any."""
+    """The config to plan for, and the run that this config was read from, if any."""
 
     config: Config
     run: RunDir | None = None

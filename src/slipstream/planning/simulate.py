@@ -36,7 +36,7 @@ WARMUP = 5
 
 @dataclass(frozen=True, order=True)
 class Split:
-    """Number of devices of each stage."""
+    """Split of devices: the number of devices of each stage."""
 
     samplers: int
     scorers: int
@@ -61,11 +61,11 @@ class Work:
     slots: int
     """Rows of a sampler."""
     gather: int = 0
-    """Number of rows that must be free before a sampler fills some of them."""
+    """Number of rows of a sampler that must be free before it starts new responses."""
     minibatches: int = 1
     epochs: int = 1
     rebuilds: bool = True
-    """Read the prefixes of running rows again after a publish."""
+    """True if a sampler recomputes the prefixes of running rows after a publish."""
     rechecked: float = 0.0
     """Share of the groups that are scored twice."""
 
@@ -133,7 +133,7 @@ def forecast(
 
 
 def ahead(schedule: ScheduleConfig, work: Work) -> int:
-    """Return the number of last updates to leave out: no new groups roll out in them, so their speed differs."""
+    """Return the number of last updates to leave out: they start no new groups, so their speed differs."""
     groups = work.batch // work.group
     return math.ceil(schedule_of(schedule, groups).credits / groups)
 
@@ -205,7 +205,7 @@ def sequence(header: Header) -> int:
 
 
 class Rows(SleepSampler):
-    """A simulated sampler. Half of the coordinator's work on a group follows its rollout."""
+    """A simulated sampler. After each rollout of a group, it adds half of the coordinator's work on that group."""
 
     def __init__(self, length: Length, coordinator: Server, **options: Any) -> None:
         super().__init__(length, **options)
@@ -218,7 +218,7 @@ class Rows(SleepSampler):
 
 
 class Passes(SleepScorer):
-    """A simulated scorer that scores all waiting groups in one pass. The coordinator's other half of work follows."""
+    """A simulated scorer: one pass scores all waiting groups. Then it adds the other half of the coordinator's work."""
 
     def __init__(self, costs: ScoreCost, coordinator: Server, cores: Cores) -> None:
         super().__init__(lambda tokens: pass_seconds(costs, tokens), cores)

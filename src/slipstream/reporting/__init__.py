@@ -1,1 +1,1 @@
-"""Runs and studies as text, terminal panels and HTML pages, read from their directories alone."""
+"""Display of runs and studies as text, terminal panels and HTML pages, from the files in a run directory only."""

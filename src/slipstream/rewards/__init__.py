@@ -1,1 +1,1 @@
-"""Rewards: how an answer is graded, and the processes that grade."""
+"""Rewards: functions that grade responses, and the processes that call these functions."""

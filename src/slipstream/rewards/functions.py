@@ -1,7 +1,7 @@
-"""Grading of one response by built-in rewards or user functions.
+"""Rewards: built-in functions and user functions that grade one response.
 
-The names of a function's parameters select the fields of `Answer` that it gets. It returns a number, or several numbers
-by name. Any failure is reported in one line with the line of the user's file, and never counts as a reward of 0.
+A function gets the fields of `Answer` that its parameters are named after. It returns a number, or a dict of numbers by
+name. A failure is reported in one line that names the line of the user's file. A failure is never a reward of 0.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from slipstream.records import Ungraded
 from slipstream.user_code.loading import asked_of, brief, file_of, own, parameters, told
 
 WHOLE = "reward"
-"""Name of the total reward among several numbers; without this name, the total is their sum."""
+"""Name of the total among several returned numbers. If no number has this name, the total is the sum of all."""
 MOST_REWARDS = 32
-"""Largest number of named rewards that an environment or an agent may report."""
+"""Maximum number of named rewards that an environment or an agent may report."""
 LARGEST_REWARD = 1e6
-"""Largest absolute reward. Advantages are computed in float32, which keeps differences of 0.1 up to this size."""
+"""Largest absolute reward. Float32, in which advantages are computed, can represent differences of 0.1 up to it."""
 NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
-"""Allowed names of rewards, which become part of metric names."""
+"""Pattern of allowed reward names; they become part of metric names."""
 Grades = dict[str, Any] | Ungraded
-"""Numbers by name, or the text of a context function, or the reason of a failure."""
+"""Rewards by name, or the text of a context function under the key `context`, or the reason why grading failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Fields that a reward may request by the names of its parameters."""
+    """Values for a reward function, which gets those fields that its parameters are named after."""
 
     text: str
-    """Response without special tokens; in an environment, the last response of the episode."""
+    """Text of the response without special tokens; in an environment, of the last response of the episode."""
     messages: list[dict[str, str]]
-    """The whole episode in order: responses (`role` is "assistant") and observations ("observation")."""
+    """All responses (`role` is "assistant") and observations ("observation") of the episode, in order."""
     tokens: list[int]
-    """Token ids of the whole episode, observations and end token included."""
+    """Token ids of the response or the whole episode, observations and end token included."""
     prompt: str
     """Prompt as the student saw it, without special tokens."""
     ground_truth: Any
@@ -51,35 +51,35 @@ class Answer:
     """All other columns of the prompt's row."""
     data_source: str
     finish: str
-    """`eos`, or `length` if the response was cut off; in an environment also `turns` or `time`."""
+    """Reason of the end: `eos`, `length` if the response was cut off, or an environment's limit `turns` or `time`."""
     outcome: dict[str, float]
-    """Rewards (`reward`, `reward/NAME`) and counters that the environment reports; empty without environment."""
+    """Rewards (`reward`, `reward/NAME`) and counters from the environment; empty if there is no environment."""
     sandbox: Any = None
-    """Sandbox in which code may run (`Sandbox`); None without `task.sandbox`."""
+    """`Sandbox` in which the function may run code; None if `task.sandbox` is not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Fields that a context function may request by the names of its parameters."""
+    """Values for a function that writes a teacher's context; it gets the fields that its parameters are named after."""
 
     prompt: str
     """Prompt as the student saw it, with special tokens."""
     response: str
-    """Response that is about to be scored, without special tokens."""
+    """Text of the response that the teacher will score, without special tokens."""
     ground_truth: Any
     meta: dict[str, Any]
     """All other columns of the prompt's row."""
     data_source: str
     best: str
-    """Best attempt at this prompt so far, with its reward; empty and None if there is none."""
+    """Text of the best earlier response to this prompt; empty, and `best_reward` None, if there is none."""
     best_reward: float | None
     last: str
-    """Newest attempt of another group, with its reward; empty and None if there is none."""
+    """Text of the newest response to this prompt in another group; empty, and `last_reward` None, if there is none."""
     last_reward: float | None
 
 
 def environment(outcome: dict[str, float], finish: str) -> dict[str, float]:
-    """Return the rewards that the environment reported."""
+    """Return the rewards that the environment reported in `outcome`; raise Unusable if it has no `reward`."""
     if WHOLE not in outcome:
         late = ", at the end of environment.seconds" if finish == "time" else ""
         raise Unusable("error", f"has no reward: close() returned none, or the agent left none{late}")
@@ -92,18 +92,18 @@ def exact(text: str, ground_truth: Any) -> float:
 
 
 def each_of(truth: Any) -> list[Any]:
-    """Return the accepted answers as a list; a list of answers accepts any of them."""
+    """Return the list of accepted answers: a list as given, and any other value as a list of one."""
     return truth if isinstance(truth, list) else [truth]
 
 
 def math(text: str, ground_truth: Any) -> float:
-    """Return 1 if math-verify finds both answers equal. Its timeouts are off, since `grade` has one for all rewards."""
+    """Return 1 if math-verify finds both answers equal, else 0. `grade` limits the time of all rewards."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # hide the warning about disabled timeouts
     said = parse(text, parsing_timeout=None)
     for truth in each_of(ground_truth):
-        # parse as LaTeX first: as plain text, 2^{10} would be its first number, 2
+        # parse as LaTeX first, since plain 2^{10} would be parsed as its first number, 2
         gold = parse(f"${truth}$", parsing_timeout=None) or parse(str(truth), parsing_timeout=None)
         if verify(gold, said, timeout_seconds=None):
             return 1.0
@@ -114,7 +114,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {"exact": exact, "math": math, "enviro
 
 
 def unfit(reward: str, truth: Any) -> str:
-    """Return why a reward could never accept this ground truth; empty if it could, or for a user's reward."""
+    """Return the reason why a reward can never accept this ground truth; empty if it can, and for user functions."""
     if reward not in ("exact", "math"):
         return ""
     if isinstance(truth, list):
@@ -141,11 +141,11 @@ def _unfit(reward: str, truth: Any) -> str:
 @dataclass(frozen=True)
 class Reward:
     spec: str
-    """Entry of `task.reward`."""
+    """Name of the reward in `task.reward`: a built-in reward, or FILE:FUNCTION."""
     function: Callable[..., Any]
     asks: tuple[str, ...]
     needs: tuple[str, ...]
-    """Fields in `asks` that the function requires, since the parameter has no default."""
+    """Fields in `asks` that the function requires, because their parameters have no default."""
 
     @property
     def name(self) -> str:
@@ -156,7 +156,7 @@ class Reward:
         return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
 
     def of(self, answer: Any) -> dict[str, Any]:
-        """Return the total under the reward's name, and each part under NAME/PART."""
+        """Call the function; return the total under the reward's name NAME, and each part under NAME/PART."""
         returned = self.returned(answer)
         if not isinstance(returned, Mapping):
             return {self.name: number(returned)}
@@ -189,7 +189,7 @@ async def _awaited(returned: Awaitable[Any]) -> Any:
 
 
 class Unusable(Exception):
-    """The return value of a function is not a valid reward or context."""
+    """The return value of a user function is not a valid reward or context."""
 
     def __init__(self, cause: str, said: str) -> None:
         super().__init__(said)
@@ -206,7 +206,7 @@ def number(returned: Any, of: str = "") -> float:
 
 
 def rewards_of(returned: Any) -> dict[str, float]:
-    """Convert a return value (number, numbers by name, or None) to the rewards of an outcome; None gives none."""
+    """Convert a number, or numbers by name, to rewards named `reward` and `reward/NAME`; None gives an empty dict."""
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
@@ -223,7 +223,7 @@ def rewards_of(returned: Any) -> dict[str, float]:
 
 
 def bounded(returned: Any, of: str = "") -> float:
-    """Return a finite number; raise Unusable above `LARGEST_REWARD`."""
+    """Convert a reward to float; raise Unusable if it is not finite or its absolute value exceeds `LARGEST_REWARD`."""
     value = number(returned, of)
     if abs(value) > LARGEST_REWARD:
         raise Unusable("type", f"returned {value:g}{of}, which is larger than {LARGEST_REWARD:g}")
@@ -234,11 +234,11 @@ def bounded(returned: Any, of: str = "") -> float:
 
 
 class OutOfTime(BaseException):
-    """Timeout of a reward. Not an Exception, since verifiers such as math-verify catch those and continue."""
+    """Timeout of a reward. The base is BaseException, since verifiers such as math-verify catch every Exception."""
 
 
 def grade(rewards: Sequence[Reward], answer: Any, timeout: float) -> Grades:
-    """Grade by every reward until the first failure. Call this in the main thread only, which SIGALRM interrupts."""
+    """Grade a response by all rewards, up to the first failure. Call this in the main thread only: SIGALRM needs it."""
     before = signal.signal(signal.SIGALRM, _out_of_time)
     found: dict[str, float] = {}
     try:
@@ -249,7 +249,7 @@ def grade(rewards: Sequence[Reward], answer: Any, timeout: float) -> Grades:
                 return Ungraded("timeout", f"{reward.spec} took more than {timeout:g} s (task.timeout)")
             except Unusable as error:
                 return Ungraded(error.cause, f"{reward.spec} {error}")
-            except BaseException as error:  # SystemExit and KeyboardInterrupt, too, fail only this response
+            except BaseException as error:  # SystemExit and KeyboardInterrupt of user code fail only this response, too
                 return Ungraded("error", f"{reward.spec} raised {told(error, file_of(reward.function))}")
         return found
     finally:
@@ -281,7 +281,7 @@ def check_installed(specs: Iterable[str]) -> None:
 
 
 def reward_of(spec: str) -> Reward:
-    """Load a reward. The import runs user code, so call this only in a child process."""
+    """Load a reward by its entry in `task.reward`. The import runs user code: call this in a child process."""
     try:
         function = own(spec) if is_own(spec) else BUILT_IN[spec]
         asks, needs = parameters(function, asked_of(Answer))
@@ -303,4 +303,4 @@ def context_function_of(spec: str) -> Reward:
 
 
 MAKES: dict[str, Callable[[str], Reward]] = {"reward": reward_of, "context": context_function_of}
-"""Loaders of user functions, by the kind of their result."""
+"""Loaders of user functions, by the kind of result that the function computes."""

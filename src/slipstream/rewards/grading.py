@@ -1,7 +1,7 @@
 """Grading processes, each of which grades one response at a time.
 
 A reward may loop, crash or run out of memory on a model's text, so it does not run in engine processes. A response is
-`Ungraded` if its grading takes too long, ends the process, or returns no number. Other responses are not affected.
+`Ungraded` if its grading takes too long, ends the process, raises, or returns no number. Other responses are graded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from slipstream.sandbox.base import Sandbox
 from slipstream.user_code.process import STARTED, Child, begun
 
 GRACE = 5.0
-"""Seconds that a process may take after the timeout of a response to report the timeout itself."""
+"""Seconds for which the parent waits after a timeout, so that the process can report the timeout itself."""
 
 
 # --- in a grading process ---------------------------------------------------------------------------------------------
 
 
 def serve(parent: Connection) -> None:
-    """Load the functions that the parent names, report what they need, then grade responses until the parent ends."""
+    """Load the functions that the parent names, send their required fields, and grade until the parent ends."""
     makes, specs, timeout, wanted = begun(parent)
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
@@ -53,7 +53,7 @@ def serve(parent: Connection) -> None:
 
 
 def sandbox_for(rewards: Sequence[Reward], wanted: str | None) -> Sandbox | None:
-    """Return the sandbox of rewards that ask for one, or None; ConfigError if `task.sandbox` and rewards disagree."""
+    """Return the sandbox named `wanted` (task.sandbox) or None; ConfigError if `wanted` and the rewards disagree."""
     if wanted is None:
         for reward in rewards:
             if "sandbox" in inspect.signature(reward.function).parameters:  # **kwargs alone does not ask for a sandbox
@@ -76,7 +76,7 @@ def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
 
 
 class GradingProcess(Child):
-    """One grading process. Only one thread at a time may use it."""
+    """Parent's side of one grading process. Only one thread at a time may use this object."""
 
     def __init__(self, specs: Sequence[str], timeout: float, makes: str = "reward", sandbox: str | None = None) -> None:
         super().__init__("slipstream.rewards.grading", (makes, tuple(specs), timeout, sandbox))
@@ -84,7 +84,7 @@ class GradingProcess(Child):
         self.needs: dict[str, tuple[str, ...]] = {}
 
     def ready(self) -> None:
-        """Wait until the process is ready; ConfigError if a reward is unusable."""
+        """Wait until the process has loaded its functions; raise ConfigError if one of them cannot be used."""
         if self.needs:
             return
         try:
@@ -99,7 +99,7 @@ class GradingProcess(Child):
         self.needs = said
 
     def grades(self, answers: Sequence[Any]) -> list[Grades]:
-        """Grade responses in order, up to the first one that ends the process or times out."""
+        """Grade responses in order. Stop after one that ends the process or blocks it; later responses get no entry."""
         found: list[Grades] = []
         self.ready()
         try:
@@ -115,14 +115,14 @@ class GradingProcess(Child):
         return found
 
     def end(self) -> str:
-        """Kill the process if it is alive, close the connection, and return how it ended."""
+        """Kill the process if it still runs, close the connection, and describe how the process ended."""
         said = super().end()
         self.close()
         return said
 
 
 def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[str, ...]]:
-    """Return the required fields of each reward; ConfigError if one is unusable. User code is loaded in a child."""
+    """Return the required fields of each reward, by reward; raise ConfigError if a reward cannot be used."""
     check_installed(specs)
     if sandbox is None and not any(map(is_own, specs)):
         return {spec: reward_of(spec).needs for spec in specs}
@@ -135,7 +135,7 @@ def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[s
 
 
 class PoolGrader:
-    """Grader of whole groups by all rewards; without rewards it returns groups unchanged."""
+    """Grader of groups in several processes. If no rewards are configured, groups are returned without grades."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class PoolGrader:
         tells: bool = False,
         sandbox: str | None = None,
     ) -> None:
-        """`tells`: headers also get the text of their response."""
+        """Start the processes. `tells`: write the text of each response into its header, too."""
         check_installed(rewards)
         self.rewards, self.decode, self.timeout, self.tells = tuple(rewards), decode, timeout, tells
         self.closed, self.sandbox = False, sandbox
@@ -188,7 +188,7 @@ class PoolGrader:
         )
 
     def _grades(self, answers: Sequence[Answer]) -> list[Grades]:
-        """Grade responses in a free process. If a response ends it, a new process grades the remaining responses."""
+        """Grade responses in a free process. If a response ends the process, a new one grades the rest."""
         place, found = self.idle.get(), list[Grades]()
         try:
             while len(found) < len(answers) and not self.closed:
@@ -198,7 +198,7 @@ class PoolGrader:
             self.idle.put(place)
 
     def _ready(self, place: int) -> GradingProcess:
-        """Return a process that is ready. If it ends or times out while it starts, start it once more."""
+        """Return process number `place` when it is ready. If its start fails, start it once more."""
         for again in (True, False):
             if self.processes[place].ended:
                 self.processes[place].close()

@@ -80,7 +80,7 @@ def reading(path: Path) -> Iterator[BufferedReader]:
 def alone_in(path: Path) -> Iterator[None]:
     """Hold the lock of a directory, so that it has one writer; the system releases it when the process ends.
 
-    Fork children before taking the lock, because they would hold it too.
+    Fork child processes before this call: children that are forked later also hold the lock.
     """
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     except OSError as error:
         if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise  # some network file systems cannot sync a directory, and keep names in order without it
+            raise  # some network file systems cannot sync a directory, and do not need it
     finally:
         os.close(descriptor)
 
@@ -253,7 +253,7 @@ def prefix(path: Path, count: int) -> hashlib._Hash:
 
 
 def begins_with(path: Path, end: Extent) -> hashlib._Hash:
-    """Return the running checksum at `end`; raise RunDirError if the file no longer begins with that content."""
+    """Return the checksum object of the first bytes of a file; raise RunDirError if they differ from `end`."""
     digest = prefix(path, end["bytes"]) if path.exists() else hashlib.sha256()
     if digest.hexdigest() != end["sha256"]:
         raise RunDirError(
@@ -264,13 +264,13 @@ def begins_with(path: Path, end: Extent) -> hashlib._Hash:
 
 
 class Lines:
-    """A file of lines that are written completely or not at all, in whatever way the run ends.
+    """A file to which whole lines are appended; only a killed process can leave an incomplete last line.
 
-    A failed write raises once, and its incomplete line is removed. Later lines are not written.
+    If a write fails, RunDirError is raised once and the incomplete line is removed. All later lines are discarded.
     """
 
     def __init__(self, path: Path, *, end: Extent | None = None, ahead: int = 0) -> None:
-        """Open the file, cut back to the extent `end` if given; up to `ahead` bytes are buffered before a write."""
+        """Open the file, truncated to the extent `end` if given; up to `ahead` bytes are buffered before a write."""
         self.path, self.ahead = path, ahead
         self.waiting = bytearray()
         self.failed = False

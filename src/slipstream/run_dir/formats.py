@@ -66,7 +66,7 @@ are not named.
 DECIDES = ("kind", "end", "ph")
 PER_TOKEN = ("tokens", "logp", "teacher_logp")
 PLAIN = {str, float, NoneType}
-"""Types of which a list is checked by one value of each type only, for speed."""
+"""In a list of only these types, one value of each type is checked, for speed."""
 
 
 def written_by() -> Line:
@@ -94,10 +94,10 @@ def upgraded(name: str, data: Line, number: int) -> Line:
 
 
 def resumable(checkpoints: Path, proof: int) -> list[int]:
-    """Return the checkpoints from which `resume` chooses: it takes the last one that is not damaged.
+    """Return the numbers of the checkpoints that `resume` may use; it uses the last undamaged one of them.
 
-    If the run went wrong (it has a suspect checkpoint), these are the ones at least `proof` updates older than that.
-    If there are none, these are all earlier ones.
+    If a suspect checkpoint exists, the list contains only checkpoints that are at least `proof` updates older. If no
+    checkpoint is that old, the list contains all checkpoints before the suspect one.
     """
     existing = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
     suspects = [int(path.stem) for path in checkpoints.glob(f"*{SUSPECT}") if path.stem.isdecimal()]
@@ -110,7 +110,7 @@ def resumable(checkpoints: Path, proof: int) -> list[int]:
 def parsed(path: Path, lines: Iterable[bytes], before: Callable[[], int] = int, *, number: int = FORMAT) -> list[Line]:
     """Return the objects on these lines of a file of format `number`; raise RunDirError for a damaged line.
 
-    `before` returns the number of lines before them in the file, for the message.
+    `before` returns the number of the file's lines before `lines`, for the error message.
     """
     found: list[Line] = []
     for line in lines:

@@ -1,10 +1,10 @@
-"""The writer of the run directory, which is all that a run and its readers share. Guarantor of invariant 10.
+"""The writer of the run directory. Readers know a run only by these files. Guarantor of invariant 10.
 
 config.toml    the resolved configuration          metrics.jsonl   one line per update (and per evaluation)
 meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended
 checkpoints/N  HF directories to resume from       samples.jsonl   texts and tokens of some samples of every update
 final/         the trained student, a HF directory trace.json      the busy times of every worker, in Chrome's format
-eval.jsonl     results of `eval`, one line per set lock            the process that writes here, while it does
+eval.jsonl     results of `eval`, one line per set lock            the process that writes here, or wrote last
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ TEXTS = 10
 
 
 class Sink(Protocol):
-    """A tracker that also gets the metrics, and samples of some updates."""
+    """A receiver of all metrics, and of samples of some updates: a tracker or the display."""
 
     every: int
-    """Interval in updates at which the tracker gets samples, beginning with the first update."""
+    """Interval in updates at which the sink gets samples, beginning with the first update."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None: ...
     def samples(self, quotes: Quotes, step: int) -> None: ...
@@ -67,7 +67,7 @@ class RunLog:
     def __init__(
         self, path: Path, sinks: list[Sink], *, samples: bool = True, trace: bool = True, mark: Mark | None = None
     ) -> None:
-        """Open the files for writing; with a `mark`, cut them back to their state at that checkpoint."""
+        """Open the files for writing; if `mark` is given, truncate them to their size at that checkpoint."""
         self.path, self.sinks = path, sinks
         before = mark or {}
         ends = ends_of(path, mark) if mark else {}
@@ -80,7 +80,7 @@ class RunLog:
         self.evaluated: int | None = before.get("evaluated")
         """The update of the last evaluation; None before the first."""
         self.time: float = before.get("time", 0.0)
-        """Seconds that the run had taken at the checkpoint."""
+        """Seconds that the run had taken at the checkpoint; 0 for a new run."""
         names = (METRICS, LEDGER, *([SAMPLES] if samples else []), *([TRACE] if trace else []))
         with writing(path):
             self.files = {
@@ -102,7 +102,7 @@ class RunLog:
         try:
             sinks = start_trackers(config, path)
         except ConfigError:
-            for written in ("config.toml", META):  # the directory may hold files of the user's own
+            for written in ("config.toml", META):  # the directory may contain files of the user
                 (path / written).unlink()
             raise
         return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace)
@@ -218,7 +218,7 @@ def check_lines(path: Path, mark: Mark) -> None:
 
 
 def ends_of(path: Path, mark: Mark) -> dict[str, Extent]:
-    """Return the extent of each file at the checkpoint, without files of `LOOKED_AT` that were deleted."""
+    """Return size and checksum of each file at the checkpoint, except deleted files that are in `LOOKED_AT`."""
     return {name: end for name, end in mark["files"].items() if name not in LOOKED_AT or (path / name).exists()}
 
 
@@ -256,7 +256,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def format_in(path: Path) -> int:
-    """Return the format of a run directory; without meta.json, the current format."""
+    """Return the format number of a run directory; if meta.json is missing, the current one."""
     return format_of(path / META, read_meta(path)) if (path / META).exists() else FORMAT
 
 

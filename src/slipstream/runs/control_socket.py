@@ -84,7 +84,7 @@ def answer_of(line: bytes, answer: Answering) -> dict[str, Any]:
 
 @asynccontextmanager
 async def scale_server(path: Path, answer: Answering, say: Callable[[str], None]) -> AsyncIterator[None]:
-    """Answer scale requests inside this context; if the socket cannot be made, print a note and continue."""
+    """Answer requests of `slipstream scale` in this context; if there can be no socket, print a note and continue."""
     file, active, loop = path / SOCKET, set[Conversation](), asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as listener:
         try:

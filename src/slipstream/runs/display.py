@@ -119,9 +119,9 @@ def is_live(console: Console) -> bool:
 
 @contextmanager
 def waiting(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
-    """Show the current activity and its duration in one line; the function yielded changes the activity.
+    """Show the current activity and its duration in one line; the yielded function sets a new activity.
 
-    Nothing is shown if the console cannot replace text. The cursor stays, as a killed process cannot restore it.
+    Nothing is shown if the console cannot replace text. The cursor stays: a killed process could not restore it.
     """
     began, now = time.monotonic(), [doing]
 

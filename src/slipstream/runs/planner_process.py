@@ -1,4 +1,4 @@
-"""Planning in a process that has imported the model libraries; for local engines that is not the calling process."""
+"""Planning of a run; for local engines in a separate process, which has imported the model libraries."""
 
 from __future__ import annotations
 

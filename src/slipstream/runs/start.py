@@ -57,11 +57,11 @@ Part = Callable[[Restarts], None]
 
 
 class Enough(Exception):
-    """Raised by a callback on metrics to stop the run: it ends like a stopped run, without an error."""
+    """Raised by a callback on metrics to stop the run, which then ends without an error and can be resumed."""
 
 
 class Caller:
-    """The Python caller of a run: has callbacks on metrics, by the kind of line, and can stop the run from a thread."""
+    """The Python code that started a run: its callbacks for metrics lines, and a way to stop from any thread."""
 
     def __init__(self, heard: Mapping[str, Callable[[dict[str, Any]], None]] | None = None) -> None:
         self.heard = heard or {}
@@ -166,7 +166,7 @@ def continue_run(
     checkpoint: Checkpoint,
     restarts: Restarts,
 ) -> None:
-    """Continue a run from a checkpoint; once the learner has loaded it, delete later checkpoints and log lines."""
+    """Continue a run from a checkpoint; when the learner has loaded it, delete later checkpoints and log lines."""
     try:
         with opened(made, launcher, console) as engines:
             reading = engines.learner.restore(checkpoint.path)
@@ -185,7 +185,7 @@ def continue_run(
 
 
 def run_with_restarts(part: Part, made: Plan, launcher: Home, path: Path, console: Console, caller: Caller) -> None:
-    """Run a part of a run; whenever the learner dies, run another part from the last checkpoint."""
+    """Run `part`; whenever the learner dies, continue the run from its last checkpoint."""
     restarts = Restarts(made.config.runtime.restarts)
     while True:
         try:
@@ -354,11 +354,11 @@ def announce_gateway(environment: EnvironmentPlan | None, directory: Path | None
 def stoppable(
     run: Run, console: Console, loop: asyncio.AbstractEventLoop, caller: Caller
 ) -> Iterator[list[type[BaseException]]]:
-    """Handle signals while the run is active; yield the list of exceptions that received stop signals stand for.
+    """Handle signals while the run is active; yield a list that collects an exception type for each stop signal.
 
-    Ctrl-C, SIGTERM and SIGHUP stop in order, a second one stops at once. SIGQUIT prints which stage waits for which.
-    Outside the main thread there are no signals, and only the caller can stop the run. Under nohup, SIGHUP is ignored.
-    An exception raised inside the event loop would leave tasks behind. Ray sets handlers, too, so these are set later.
+    The first Ctrl-C, SIGTERM or SIGHUP stops the run and saves a checkpoint; the second stops without saving. SIGQUIT
+    prints a report of what each stage waits for. Outside the main thread no signal is handled. Under nohup, SIGHUP is
+    ignored. Handlers do not raise inside the event loop, because tasks would stay. They replace handlers set by Ray.
     """
     stop_reasons: list[type[BaseException]] = []
 

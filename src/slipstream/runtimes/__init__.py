@@ -1,1 +1,1 @@
-"""Runtimes: where engines run, and how the coordinator reaches them."""
+"""Runtimes start engines in threads, processes or Ray actors, and connect the coordinator to the engines."""

@@ -1,4 +1,4 @@
-"""A Ray actor with an engine, and the link to it. Calls and answers are those of `exchange`, and travel in batches.
+"""A Ray actor that runs an engine, and the coordinator's link to it, which sends calls and answers in batches.
 
     coordinator: RayLink                                  actor: Actor
     call 1 ─▶ outbox ─┐
@@ -6,7 +6,7 @@
     cancel 0 ▶ outbox ┘                                     exchange 6, if it still waits here, returns empty
     answers ◀───────────────── headers, bodies ───────────  7 returns when something has finished, or when 8 comes
 
-At most two exchanges are in flight, and only the newer one waits. So nothing polls, a call leaves as soon as it is
+At most two exchanges are in flight, and only the newer exchange waits. So nothing polls, a call leaves as soon as it is
 made, and calls that accumulate leave together. The coordinator has `bodies`, the second return value, as an ObjectRef
 and never fetches it. The coordinator owns `bodies`, so they outlive the actor and are freed with the last `Body`.
 """
@@ -58,7 +58,7 @@ class Actor:
         return self.host.name
 
     def meet(self) -> tuple[str, int]:
-        """Return the rendezvous address of the ranks, at the address by which Ray knows this machine."""
+        """Open a rendezvous store for the ranks, and return its host (Ray's address of this machine) and port."""
         from slipstream.engines.native.ranks import open_store
 
         self.store, where = open_store(ray.util.get_node_ip_address())
@@ -116,7 +116,7 @@ class RayLink:
         self.actor, self.pid = actor.remote(name, threads, str(Path.cwd())), 0
         self.ended, self.turn = ended, 0
         self.sent, self.delayed = 0.0, False
-        """`sent`: time of the last exchange. `delayed`: True if the next one is scheduled."""
+        """`sent`: time of the last exchange. `delayed`: True if the next exchange is scheduled."""
         self.receiving: set[asyncio.Task[None]] = set()
         """One task of this event loop for each exchange in flight."""
 
@@ -138,7 +138,7 @@ class RayLink:
         worker.end("it was dismissed")
 
     def attach(self, worker: RemoteWorker) -> None:
-        """Use another event loop; exchanges of the earlier loop are abandoned."""
+        """Use the running event loop; exchanges of the earlier loop are abandoned."""
         self.worker, self.receiving, self.sent, self.delayed = worker, set(), 0.0, False
 
     def _send_delayed(self) -> None:
@@ -172,7 +172,7 @@ class RayLink:
         self.receiving.add(asyncio.get_running_loop().create_task(self._receive(turn, calls, *returned)))
 
     def _resend_without(self, lost: str, calls: Sequence[Call]) -> None:
-        """Fail the calls that use the lost bundle (all with bundles, if `lost` is ""), and post the others again."""
+        """Fail the calls that use the bundle `lost` ("": calls that use any bundle), and post the other calls again."""
         worker, again = self.worker, list[Call]()
         for call in calls:
             if any(lost in ("", bundle.hex()) for bundle in bundles(call)):

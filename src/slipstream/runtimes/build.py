@@ -99,7 +99,7 @@ def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan
 
 
 def build_policy(plan: SamplerPlan, tokenizer: Tokenizer) -> NativeSampler | VllmSampler:
-    """Build the engine that draws single turns."""
+    """Build the sampler of the student, which generates one turn per call."""
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_of(settings.model))

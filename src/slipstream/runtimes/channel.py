@@ -4,7 +4,7 @@
     head        pickle of (value, size of each parcel)
     parcels     Packed: its bytes. Mapped: nothing; its descriptor came with the first bytes of the message
 
-Nothing here blocks: `read` takes the available bytes, `write` sends what the socket accepts, and an event loop calls
+Only `drain` blocks: `read` takes the available bytes, `write` sends what the socket accepts, and an event loop calls
 both. Partial messages stay in the channel, so it can move to another event loop.
 """
 
@@ -43,7 +43,7 @@ class Packed:
 
 
 class Mapped:
-    """Bytes in anonymous shared memory, readable in place and freed with the last holder."""
+    """Bytes in anonymous shared memory, readable without a copy, and freed when no process uses them."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor, self.size = descriptor, size
@@ -121,7 +121,7 @@ class Channel:
             self.loop.add_writer(self.socket, self._writable)
 
     def write(self) -> bool:
-        """Send what the socket accepts; return True if nothing is left. A closed socket drops the rest."""
+        """Send what the socket accepts; return True if nothing remains. If the socket is closed, drop the rest."""
         while self.unsent:
             parts, mapped = self.unsent[0]
             try:
@@ -158,7 +158,7 @@ class Channel:
                 self.part = next(self.parts)
 
     def _parts(self) -> Iterator[memoryview]:
-        """Yield the buffers to fill next."""
+        """Yield, one after the other, the buffers that received bytes must fill."""
         while True:
             yield from self._message()  # a generator per message frees the message's buffers
 

@@ -4,13 +4,13 @@
     call 1, call 2, cancel 0 ───────────▶ starts 1 and 2, cancels 0
     answer ◀───────────────── value, bodies of 2
 
-Calls are sent at once and answered when they end, so a publish is answered while a thousand generates wait. An answer
-is small: records and exported weights are replaced by indices into `bodies`. The coordinator never opens bodies. It
+Calls are sent immediately and answered when they end, so a publish is answered while a thousand generates wait. Answers
+are small: records and exported weights are replaced by indices into `bodies`. The coordinator never opens bodies. It
 holds each as a `Body`, which the link forwards and which is freed with its last holder.
 
-While callers wait, the process gets regular pings. Its event loop answers them, because engines are built and compute
-in threads. A process that is silent for `heartbeat` seconds is considered hung and killed. These seconds are counted in
-beats of the coordinator's own loop, so a stopped or busy coordinator blames no worker.
+While callers wait, the process gets regular pings. Its event loop answers the pings, because engines are built and
+compute in threads. A process that is silent for `heartbeat` seconds is considered hung and killed. These seconds are
+counted in beats of the coordinator's own loop, so a coordinator that was stopped kills no worker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slipstream.records import Batch, Handle
 START, CANCEL, PING, CPU_SECONDS = "start", "", "ping", "cpu seconds"
 """Methods of the host itself; all other calls go to the engine."""
 NOBODY = -1
-"""Id of calls whose answer nobody waits for."""
+"""Id of calls whose answer is ignored, such as pings."""
 BEATS = 6
 """Pings per heartbeat period."""
 HEARTBEAT = 60.0
@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Reference to a record: the bundle of an answer and the index in it; links translate both in calls."""
+    """Reference to a record: the bundle that holds it, and its index there. Links number the bundles of each call."""
 
     bundle: Any
     index: Any
@@ -97,7 +97,7 @@ def map_bodies(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_references(value: Any, change: Callable[[Body], Any]) -> Any:
-    """Return the same calls with every `Body` changed; records made by the coordinator stay inside the call."""
+    """Return the same calls with every `Body` replaced by `change(body)`; other records are not replaced."""
     return map_bodies(value, lambda body: change(body) if isinstance(body, Body) else body)
 
 
@@ -112,7 +112,7 @@ def failed(id: int, error: BaseException) -> Answer:
 
 
 class Host:
-    """The engine's side: runs calls and sends their answers with bodies."""
+    """Server in the process of an engine: it runs the coordinator's calls, and sends answers and bodies."""
 
     def __init__(
         self,
@@ -188,11 +188,11 @@ class Link(Protocol):
         ...
 
     def attach(self, worker: RemoteWorker) -> None:
-        """Serve calls from the running event loop from now on."""
+        """Use the running event loop for all further calls and answers."""
         ...
 
     def send(self) -> None:
-        """Take the calls in the worker's outbox, now or later."""
+        """Send the calls in the worker's outbox, now or after a short delay."""
         ...
 
     def kill(self) -> None:
@@ -205,7 +205,7 @@ class Link(Protocol):
 
 
 class RemoteWorker:
-    """The coordinator's side. When the process is gone, all pending and later calls raise WorkerDied."""
+    """Client of one engine in the coordinator. If the process is gone, all pending and later calls raise WorkerDied."""
 
     def __init__(self, name: str, link: Link, heartbeat: float = HEARTBEAT) -> None:
         self.name, self.link, self.heartbeat = name, link, heartbeat
@@ -217,7 +217,7 @@ class RemoteWorker:
         self.beat: asyncio.TimerHandle | None = None
         """Timer of the next beat; None if no caller waits."""
         self.silent = 0
-        """Beats since the last answer."""
+        """Number of beats since the last answer."""
 
     @property
     def pid(self) -> int:
@@ -280,7 +280,7 @@ class RemoteWorker:
         return calls
 
     def settle(self, answer: Answer, body: Callable[[Any], Body]) -> None:
-        """Give an answer to its caller; `body` turns an index into a `Body`."""
+        """Pass an answer to its waiting caller; `body` turns an index into a `Body`."""
         self.silent = 0
         waiting = self.waiting.get(answer.id)
         if waiting is None or waiting.done():

@@ -1,8 +1,8 @@
 """Processes of the local runtime: one per engine, and the process launcher that forks them.
 
-The launcher imports once what all engines need, and computes nothing. When it forks it has no thread, GPU or lock that
-a copy could be left with. It sleeps while engines work, notices when one dies, and adopts the processes they leave
-behind. It ends with the coordinator and then ends all of them; if it is killed itself, the kernel kills them.
+The launcher imports once what all engines need, and computes nothing. When it forks, it holds no thread, GPU or lock,
+which would be broken in a copy. It sleeps while engines work, notices dead engines, and adopts processes that engines
+leave behind. It ends when the coordinator ends, and then ends all engines. If it is killed, the kernel kills engines.
 
 On macOS, whose frameworks do not survive a fork, engines are started as new processes.
 """
@@ -32,12 +32,12 @@ from slipstream.runtimes.channel import Channel, Mapped, Packed, Parcel
 from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, map_references
 
 GRACE = 5.0
-"""Seconds in which processes left behind by killed engines, such as graders, may end by themselves."""
+"""Seconds in which processes that killed engines leave behind, such as graders, may end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """Settings for the process of an engine before the engine is built."""
+    """Settings of an engine's process, which apply before the engine is built."""
 
     name: str
     threads: int
@@ -54,7 +54,7 @@ GPUS = "gpus"
 
 
 def run_launcher(control: Connection) -> None:
-    """Answer the coordinator: `Birth` and a socket with a pid, a pid with its exit code, GPUS with their names."""
+    """Serve requests: `Birth` forks an engine; a pid kills an engine and returns its exit code; `GPUS` lists GPUs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):  # drop the handlers of the command line
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -178,7 +178,7 @@ async def serve(name: str, ours: socket) -> None:
 
 
 async def packed(bodies: Sequence[Any]) -> list[Parcel]:
-    """Copy weights into shared memory in a thread, so that the event loop continues; pickle records together."""
+    """Return bodies as parcels: weights are copied into shared memory by a thread, and records are pickled together."""
     import numpy as np
 
     match bodies:

@@ -2,7 +2,7 @@
 
 Calls and answers use socket pairs. Records are pickled once by their producer and pass through the coordinator
 unopened. Weights are in memory that the learner writes and all samplers map. A worker that died or hangs can be
-replaced. All processes end with the coordinator (`worker` explains how).
+replaced. All processes end with the coordinator (`launcher` explains how).
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from slipstream.runtimes.launcher import GPUS, Birth, run_launcher
 from slipstream.runtimes.places import Place, Say, Staff, construct, engines_from, gpus_each, loading_message, places
 
 BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of the launcher: its imports must not start threads; engines set their own numbers."""
+"""Environment of the launcher: its imports must not start threads; engines set their own number of threads."""
 HEARD = 120.0
-"""Seconds in which the launcher must have imported everything and answered."""
+"""Seconds in which the launcher must finish its imports and answer the first request."""
 
 
 class ProcessLauncher:
-    """Process launcher: the process from which engines are forked (`worker.run_launcher`).
+    """Process launcher: the process from which engines are forked (`launcher.run_launcher`).
 
-    The launcher is a fork of this process if this process has only one thread, otherwise a new process. It starts to
+    The launcher is a fork if this process has only one thread; if not, it is a new process. The launcher starts to
     import at once, so `train` creates it first. Engines do not inherit the environment variables in `secrets`. After
     its imports, a launcher that has not answered for `heartbeat` seconds is killed.
     """
@@ -166,7 +166,7 @@ class LocalLink:
     def __init__(self, ours: socket, pid: int, launcher: ProcessLauncher) -> None:
         self.channel, self.pid, self.launcher = Channel(ours, self._on_answer), pid, launcher
         self.started = False
-        """True once the engine is built; only such engines are closed."""
+        """True if the engine is built; engines that are not built are killed, not closed."""
         self.ending = ""
         self.lost = asyncio.Event()
         """Set when the process has closed its end of the channel."""
@@ -242,7 +242,7 @@ def open_engines(
 
 
 def check_gpus(plan: EnginesPlan, tokenizer: Tokenizer, say: Say) -> None:
-    """Raise or report what `open_engines` would about GPUs, before anything is opened."""
+    """Raise the errors and print the messages about GPUs that `open_engines` would, but open nothing."""
     from torch import cuda
 
     gpus_each(plan.runtime.device, sum(place.computes for place in places(plan, tokenizer)), cuda.device_count(), say)
@@ -258,7 +258,7 @@ def start(
     say: Say,
     still: Say = str,
 ) -> Staff:
-    """Start all engines at once. Each gets GPUs of its own, also for its replacement; `gpus` None: all see all GPUs."""
+    """Start all engines at once, each on its own GPUs, which its replacement inherits; `gpus` None: all share GPUs."""
     where = meeting(launcher, stack, say) if any(place.meets for place in wanted) else None
     links: list[LocalLink] = []
     stack.callback(stop, links)
@@ -292,7 +292,7 @@ def meeting(launcher: ProcessLauncher, stack: ExitStack, say: Say) -> tuple[str,
 
 
 def stop(links: Sequence[LocalLink]) -> None:
-    """Close all engines in time, then end their processes."""
+    """Close all engines within GOODBYE seconds, then end their processes."""
     closing = [link for link in links if link.started and not link.ending]
     for link in closing:
         link.channel.hang_up()

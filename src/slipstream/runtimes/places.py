@@ -1,4 +1,4 @@
-"""Places of engines that run in processes of their own, and the clients that represent them in the coordinator."""
+"""Places (name, resources and builder of an engine in its own process), and clients that represent such engines."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class RemoteLearner(RemoteWorker):
 
 
 def without_bodies(batch: Batch) -> Batch:
-    """Return a batch without bodies, which the learner has held since `prepare`."""
+    """Return a batch without bodies, which the learner stored at `prepare`."""
     groups = tuple([Handle(handle.header, None) for handle in group] for group in batch.groups)
     return Batch(groups, batch.update)
 
@@ -117,7 +117,7 @@ class Place:
     threads: int
     build: Callable[..., Any]
     meets: bool = False
-    """True for one of several ranks: `build` gets their rendezvous address."""
+    """True if the engine is one of several ranks; `build` then also gets the ranks' rendezvous address."""
     teacher: str = ""
     """Teacher of which the engine is a replica; "" for other engines."""
     computes: int = 1
@@ -160,7 +160,7 @@ def learner_places(plan: LearnerPlan, tokenizer: Tokenizer) -> list[Place]:
 
 
 def scorer_places(scorers: Mapping[str, ScorerPlan], tokenizer: Tokenizer) -> Iterator[Place]:
-    """Yield a place per scorer replica. Clients of endpoints also get processes, so that records pass unopened."""
+    """Yield a place per scorer replica. Clients of endpoints also get processes, so records pass unopened."""
     for teacher, scorer in scorers.items():
         build, computes = partial(construct, "build_scorer", scorer, tokenizer), int(bool(scorer.here))
         for name in names(scorer_name(teacher, scorers), scorer.replicas):
@@ -191,7 +191,7 @@ def gpus_each(device: str, engines: int, there: float, say: Say) -> int:
 
 
 class Vacancy:
-    """Place without a worker; `coming` is the worker that is being started there, or None."""
+    """Place without a worker; `coming` is the worker that is being started in this place, or None."""
 
     coming: RemoteWorker | None = None
 
@@ -253,7 +253,7 @@ class Staff:
         return other
 
     def free(self) -> dict[str, float]:
-        """Return the resources that no worker has and no vacancy needs."""
+        """Return the free resources: those that are neither used by workers nor needed by vacancies."""
         found = dict(self.there())
         for worker, place in self.places.items():
             if isinstance(worker, Vacancy) and not (worker.coming and worker.coming.pid):

@@ -2,7 +2,7 @@
 
     prepare     the groups of each optimizer step are assigned to ranks by cost, and stay there
     accumulate  each rank computes the gradient of its groups; a rank without groups computes a dummy batch
-    all else    the same call goes to every rank, and the first rank's answer counts
+    all else    the same call goes to every rank, and the first rank's answer counts (`quote`: all answers)
 
 Ranks compute together, so all must receive the same calls in the same order and no call may be withdrawn. If a caller
 is cancelled, its call continues and the next call waits for it. When a single rank fails or dies, the state of the
@@ -24,7 +24,7 @@ from slipstream.records import ONE, Batch, Counts, Group
 
 T = TypeVar("T")
 GRACE = 5.0
-"""Seconds after one rank's error in which the others may raise theirs."""
+"""Seconds after one rank's error in which the other ranks may raise their errors."""
 
 
 class RankedLearner:
@@ -35,9 +35,9 @@ class RankedLearner:
         self.ranks, self.hidden, self.minibatches, self.shared_prompt = ranks, hidden, minibatches, shared_prompt
         self.update = 0
         self.homes: dict[int, int] = {}
-        """Rank that has each group of this update, by group number."""
+        """Rank to which each group of this update is assigned, by group number."""
         self.held = [0.0] * len(ranks)
-        """Cost of all groups of this update on each rank."""
+        """Total cost of the groups of this update, for each rank."""
         self.last: asyncio.Task[Any] | None = None
         self.failed: BaseException | None = None
 
@@ -139,14 +139,14 @@ def number_of(group: Group) -> int:
 
 
 def group_cost(group: Group, hidden: int, shared_prompt: bool) -> float:
-    """Return the cost of a group; with shared prompts, its prompt is counted once."""
+    """Return the compute cost of a group; if `shared_prompt`, its prompt is counted once."""
     headers = [handle.header for handle in group]
     saved = sum(cost(header.prompt_tokens, hidden) for header in headers[1:]) if shared_prompt else 0.0
     return sum(cost(header.prompt_tokens + header.tokens, hidden) for header in headers) - saved
 
 
 def shared_out(costs: Sequence[float], held: Sequence[float]) -> list[int]:
-    """Return a rank for each cost, the largest first: the least loaded in this step, then in this update."""
+    """Return a rank for each cost: the largest first, each to the rank with the least load (ties: least `held`)."""
     loads, chosen = [0.0] * len(held), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         chosen[i] = min(range(len(held)), key=lambda rank: (loads[rank], held[rank]))

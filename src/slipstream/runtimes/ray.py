@@ -1,7 +1,7 @@
 """Run every engine in a Ray actor, on a cluster or on this machine, where Ray is started and stopped with the run.
 
-Ray handles placement, processes and the transport of records. It restarts nothing by itself: when an actor dies or
-hangs, another one is created.
+Ray handles placement, processes and the transport of records. Ray restarts nothing by itself: when an actor
+dies or hangs, Slipstream creates another actor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ test "$now" || for more in 1 2 3 4 5; do sleep 1; sweep; done
 PREFIX = "ray-"
 """Prefix of the names of Ray directories that are created here."""
 OWN_RESOURCE = "slipstream"
-"""Resource that marks a Ray started here. Such a Ray has enough room for all engines."""
+"""Name of a resource that marks a Ray started by this process. Such a Ray has enough CPUs for all engines."""
 VITAL = ("gcs_server", "raylet")
 """Ray daemons that no actor can work without."""
 CONNECT_TIMEOUT = 10.0
@@ -61,7 +61,7 @@ CONNECT_TIMEOUT = 10.0
 def open_engines(
     plan: EnginesPlan, tokenizer: Tokenizer, *, home: ExitStack | None = None, say: Say = print, still: Say = str
 ) -> Engines:
-    """Open all engines. A Ray that is started or connected to here closes with `home`, or with the engines if None."""
+    """Open all engines. Ray (started or connected here) closes with `home`, or with the engines if `home` is None."""
     wanted = places(plan, tokenizer)
     with ExitStack() as stack:
         connect(plan.runtime.address, wanted, home or stack, say)
@@ -115,7 +115,7 @@ def directory() -> Iterator[str]:
 
 
 def remove_abandoned(where: Path) -> None:
-    """Remove Ray directories whose run has ended. One without a lock belongs to others or is just being made."""
+    """Remove Ray directories whose run has ended. A directory without a lock is foreign or just being created."""
     for path in where.glob(f"{PREFIX}*"):
         if writer(path) and held(path) is False and path.lstat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)

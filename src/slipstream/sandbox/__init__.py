@@ -9,7 +9,7 @@ from slipstream.sandbox.base import Sandbox
 
 
 def sandbox_of(spec: str) -> Sandbox:
-    """Return a sandbox by its name or URL; ConfigError if it is unusable. A server is contacted at its first use."""
+    """Return the sandbox that a name or a server's URL selects; raise ConfigError if it cannot be used here."""
     match spec:
         case "bubblewrap":
             from slipstream.sandbox.bubblewrap import Bubblewrap

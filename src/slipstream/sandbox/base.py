@@ -1,6 +1,6 @@
 """Interface of sandboxes, which run programs that a model wrote.
 
-`Ran` describes the result of every program that was run. SandboxError means that a program could not be run.
+`Ran` is the result of a program that ran, even if it failed. SandboxError means that a program could not be run.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Literal, Protocol
 
 MiB = 1 << 20
 Status = Literal["ok", "failed", "timeout", "output", "memory", "disk"]
-"""`failed`: the exit code was not 0. `timeout`, `output`, `memory`, `disk`: the program exceeded this limit."""
+"""`failed`: the exit code was not 0. `timeout`, `output`, `memory`, `disk`: the program exceeded that limit."""
 PYTHON = ("env", "PYTHONHASHSEED=0", "PYTHONDONTWRITEBYTECODE=1", "python3")
 """Command for Python with a fixed hash seed, so that the order of sets is the same in every run."""
 LONGEST = 100_000
-"""Largest number of bytes of one argument; Linux allows 128 KiB."""
+"""Maximum bytes of one command-line argument; Linux allows 128 KiB."""
 
 
 @dataclass(frozen=True)
 class Limits:
     seconds: float = 10.0
     memory: int = 512 * MiB
-    """Maximum memory in bytes, of each process and of all processes together."""
+    """Maximum memory in bytes of each process, and also of all processes of one call together."""
     disk: int = 64 * MiB
-    """Maximum bytes of the working directory, and of each file."""
+    """Maximum bytes of the working directory, and also of each file."""
     output: int = 64 << 10
-    """Maximum bytes of standard output, and of standard error."""
+    """Maximum bytes of standard output; standard error has the same, separate limit."""
     processes: int = 32
-    """Largest number of processes and threads at a time."""
+    """Maximum number of processes and threads that exist at the same time."""
 
     @property
     def files(self) -> int:
-        """Largest number of files; empty files need memory, too."""
+        """Maximum number of files, which limits the memory of empty files."""
         return max(1024, self.disk // 4096)
 
 
@@ -50,7 +50,7 @@ class Ran:
 
 
 class Session(Protocol):
-    """Sequence of calls that share one working directory and nothing else; it runs one call at a time."""
+    """Several calls that share one working directory (and /tmp, in bubblewrap). Calls run one after the other."""
 
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
@@ -60,14 +60,14 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """Runner of programs; every call gets a new working directory that holds only `files`."""
+    """Runner of programs. Every call of `run` gets a new working directory that contains only `files`."""
 
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
     ) -> Ran: ...
 
     async def session(self, limits: Limits = USUAL) -> Session:
-        """Open a session. These limits apply to the session's disk; all other limits are those of each call."""
+        """Open a session. Only `limits.disk` is used, for its directories; each call has its own other limits."""
         ...
 
     async def close(self) -> None: ...
@@ -81,12 +81,12 @@ async def run_python(
     files: Mapping[str, str] = {},
     limits: Limits = USUAL,
 ) -> Ran:
-    """Run Python code as main.py, next to these files."""
+    """Run Python code as main.py, in a working directory with these files."""
     return await sandbox.run([*PYTHON, "main.py"], stdin=stdin, files={**files, "main.py": code}, limits=limits)
 
 
 def unrunnable(argv: Sequence[str], files: Mapping[str, str], limits: Limits) -> Ran | None:
-    """Return the result of a program that Linux cannot start, or None if it can; ValueError for unusable arguments."""
+    """Return the result if Linux cannot start this program, else None; raise ValueError for empty argv or bad paths."""
     if not argv:
         raise ValueError("argv is empty: it begins with the name of a program")
     for name in files:
@@ -105,5 +105,5 @@ def unrunnable(argv: Sequence[str], files: Mapping[str, str], limits: Limits) ->
 
 
 def encoded(text: str) -> bytes:
-    """Encode text as UTF-8. Half of a surrogate pair, which models may write, becomes a question mark."""
+    """Encode text as UTF-8. An unpaired surrogate, which models may write, becomes a question mark."""
     return text.encode(errors="replace")

@@ -28,18 +28,18 @@ from slipstream.sandbox.seccomp import program
 
 ADVICE = 'apt install bubblewrap, or environment.sandbox = "none" to run code without isolation'
 NOBODY = "65534"
-"""User and group id of a program, as seen inside."""
+"""User id and group id that a program sees inside the sandbox."""
 USERS, PER_PROCESS = 1_879_048_192, 64
-"""First of 2^28 user ids that systemd leaves unused, and the number of ids for each possible process."""
+"""First of 2^28 user ids that systemd leaves unused, and how many of these ids each Slipstream process uses."""
 WORK = "/work"
 KEPT = {WORK: "/tmp/work", "/tmp": "/tmp/tmp"}
-"""Directories that a session keeps, with their paths in the session's keeper process."""
+"""Directories whose files a session's calls share, mapped to their paths in the session's keeper process (`Kept`)."""
 FILES = "/files"
-"""Mount point of a session's new files. A program inside copies them, so that symbolic links cannot lead outside."""
+"""Mount point of new files of a session. A program in the sandbox copies them, so symbolic links stay inside."""
 READY = 10.0
 """Timeout in seconds for opening a session."""
 FIRST = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
-"""First process inside. Bubblewrap's own has no seccomp filter, so that a program could write into its memory."""
+"""Shell that is process 1 of the sandbox. Bubblewrap's own process 1 has no seccomp filter and could be attacked."""
 CALLS = itertools.count()
 
 
@@ -52,7 +52,7 @@ class Bubblewrap:
         self.bwrap, self.filter = found, program(platform.machine())
         self.path, self.system = system()
         self.cgroups = cgroups.writable()
-        """Directory for the cgroups of calls; None: cgroups are unavailable, and memory is measured instead."""
+        """Directory in which each call gets a cgroup. None: cgroups cannot be used, so memory is measured instead."""
 
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
@@ -82,7 +82,7 @@ class Bubblewrap:
         user: int | None,
         within: Sequence[str] = (),
     ) -> Ran:
-        """Run one program. `within` is a command prefix that enters the namespaces of a session."""
+        """Run one program. `within` is a command prefix that enters a session's namespaces; empty without session."""
         since = asyncio.get_running_loop().time()
         with ExitStack() as open_:
             put: list[str] = []
@@ -134,7 +134,7 @@ WALLS = [
 
 
 def system() -> tuple[str, list[str]]:
-    """Return PATH inside, and options that mount system directories; Python is that of /usr, or this process's own."""
+    """Return PATH for the sandbox, and bubblewrap options that mount /usr, libraries and a Python."""
     path, seen = processes.PATH, ["--ro-bind", "/usr", "/usr"]
     for top in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
         if Path(top).is_symlink():
@@ -150,7 +150,7 @@ def system() -> tuple[str, list[str]]:
 
 
 def another_user() -> int | None:
-    """Return a user id for one call if this process is the system's root, not only that of a namespace; else None."""
+    """Return an unused user id if this process is root of the machine, not only of a namespace; None if it is not."""
     whole = Path("/proc/self/uid_map").read_text("utf-8").split() == ["0", "0", str((1 << 32) - 1)]
     if os.geteuid() != 0 or not whole:
         return None
@@ -158,11 +158,11 @@ def another_user() -> int | None:
 
 
 def over(pid: int, limits: Limits) -> Status | None:
-    """Return which limit the processes of a sandbox exceed, measured from outside; None if they exceed none."""
+    """Measure a sandbox's processes from outside; return the limit that they exceed, or None if there is none."""
     inside = processes.descendants(pid)[1:]
     if (taken := processes.memory(inside, limits.memory)) > limits.memory:
         return "memory"
-    if len(inside) < 2:  # the first process sets up the sandbox, and until there is a second it sees the whole machine
+    if len(inside) < 2:  # the first process sets up the sandbox; before the second starts, the whole machine is visible
         return None
     if taken + processes.sockets(inside[1]) > limits.memory:
         return "memory"
@@ -190,17 +190,17 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 
 def _ended_by_itself(status: int) -> bool:
-    """Return whether bubblewrap reports an exit code; if not, the program never started or was killed from outside."""
+    """Return True if bubblewrap reports an exit code; False if the program never started or was killed from outside."""
     with suppress(BlockingIOError):
         return any("exit-code" in json.loads(line) for line in os.read(status, 1 << 16).splitlines())
     return False
 
 
 class Kept:
-    """Session: a working directory and a /tmp in memory, with one common size limit, that calls share.
+    """Session whose calls share a working directory and a /tmp, both in memory and with one common size limit.
 
-    Both are mounted in the namespace of a sleeping keeper process, and disappear when it ends. It ends at the latest
-    with the process that opened the session. Each call enters the keeper's namespaces and gets its own sandbox there.
+    Both directories are mounted in the namespaces of a keeper process, which only sleeps. If the keeper ends, they are
+    lost. It ends with the process that opened the session. Each call runs in a new sandbox in these namespaces.
     """
 
     def __init__(self, sandbox: Bubblewrap, keeper: asyncio.subprocess.Process, user: int | None) -> None:

@@ -24,7 +24,7 @@ NUMBERS = itertools.count()
 
 
 def writable(mounted: Path = MOUNTED, told: Path = Path("/proc/self/cgroup")) -> Path | None:
-    """Return the directory in which cgroups can be made, or None."""
+    """Return a directory in which this process can make cgroups, or None if there is no such directory."""
     own = [line[3:] for line in told.read_text("utf-8").splitlines() if line.startswith("0::/")]
     here = [mounted / path[1:] for path in own]
     for place in (*here, *(each.parent for each in here)):
@@ -37,7 +37,7 @@ def writable(mounted: Path = MOUNTED, told: Path = Path("/proc/self/cgroup")) ->
 
 @contextmanager
 def group(parent: Path, limits: Limits) -> Iterator[Path]:
-    """Make a cgroup with these limits, and remove it. Memory includes what both directories of a sandbox hold."""
+    """Make a cgroup with these limits, and remove it at the end. Files in the sandbox's directories count as memory."""
     made = parent / f"slipstream-{os.getpid()}-{next(NUMBERS)}"
     try:
         made.mkdir()
@@ -55,21 +55,21 @@ def group(parent: Path, limits: Limits) -> Iterator[Path]:
 
 
 def enter(made: Path, pid: int) -> None:
-    """Move a waiting process and its descendants into a cgroup; processes that it starts later are in it, too."""
+    """Move a process and its descendants into a cgroup; processes that they start later belong to it automatically."""
     for each in (pid, *descendants(pid)[1:]):
         with suppress(ProcessLookupError):
             (made / "cgroup.procs").write_text(str(each))
 
 
 def out_of_memory(made: Path) -> bool:
-    """Return whether Linux has killed a process of the cgroup for lack of memory."""
+    """Return True if Linux has killed a process of the cgroup because memory ran out."""
     events = made / "memory.events"
     counts = dict(line.split() for line in events.read_text("utf-8").splitlines()) if events.exists() else {}
     return counts.get("oom_kill", "0") != "0"
 
 
 def in_force(parent: Path | None) -> str:
-    """Describe the limits of memory and processes in a sandbox, for the log."""
+    """Return a log line that states whether a cgroup limits memory and processes. None: no cgroup can be made."""
     if parent is not None:
         return f"sandbox: Linux bounds memory and processes by a cgroup for each program, below {parent}"
     measured = "memory, page tables and sockets of a program are measured every 0.1 s"

@@ -1,7 +1,7 @@
 """Sandbox `none`: programs run as ordinary processes with resource limits, but with all rights of this user.
 
-Time, output and memory of a call and the size of each file are limited. The numbers of files and processes and the
-memory of sockets are not. All processes that a program starts end with it, unless they hide their environment.
+Limited are the time, output and memory of a call and the size of each file. Not limited are the numbers of files and
+processes and the memory of sockets. When a program ends, its descendants are killed unless they changed HOME.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def over(pid: int, limits: Limits) -> Status | None:
 
 
 def write(into: Path, files: Mapping[str, str]) -> None:
-    """Write files into a new directory, which can hold no symbolic links."""
+    """Write files into a new directory, which cannot contain symbolic links yet."""
     for name, content in files.items():
         file = into / encoded(name).decode()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class UnconfinedSession:
                 raise SandboxError("sandbox: the session is over")
             work = Path(self.directory.name)
             if files:
-                with directory() as new:  # a program copies them: this process must not follow links
+                with directory() as new:  # copied by a program: this process must not follow symbolic links
                     write(Path(new), files)
                     put = await self.sandbox.call(
                         ["cp", "-R", "--remove-destination", f"{new}/.", "."], work, "", limits

@@ -1,4 +1,4 @@
-"""Processes of sandboxed programs: start, bounded output, measured memory, and the end of all processes of a call."""
+"""Processes of sandboxed programs: start them, limit their output, measure their memory, kill all of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LOOK = 0.1
 ENDED = 5.0
 """Timeout in seconds for the end of a killed process."""
 KILLED = 1000
-"""Largest number of searches for processes that start others while they are killed."""
+"""Maximum number of search rounds for processes to kill, since a process may start others meanwhile."""
 DRAINED = 1.0
 """Timeout in seconds for reading the remaining output of an ended program."""
 SPACE = 16 << 30
-"""Bytes of address space that every process may have."""
+"""Maximum address space of a process in bytes (32 times its memory limit, if that is more)."""
 UNIX_SOCKET = 64 << 10
 """Bytes that a Unix socket may hold in addition to its send buffer."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -37,7 +37,7 @@ def environment(path: str, home: str) -> dict[str, str]:
 def limited(argv: Sequence[str], limits: Limits, *, processes: bool, space: bool = False) -> list[str]:
     """Return a command line that sets limits on each process and runs `argv`.
 
-    The number of processes counts per user in a user namespace. `space` limits the address space and so page tables.
+    `processes` limits their number too (per user and user namespace), `space` the address space and so page tables.
     """
     cpu = int(limits.seconds * (os.cpu_count() or 1)) + 1
     return [
@@ -61,7 +61,7 @@ def check_installed(programs: Iterable[str], advice: str) -> None:
 
 @contextmanager
 def sealed(content: bytes) -> Iterator[int]:
-    """Yield the descriptor of an in-memory file with this content that cannot be changed any more."""
+    """Yield the file descriptor of an in-memory file that has this content and is read-only for everyone."""
     descriptor = os.memfd_create("slipstream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(content)
@@ -85,7 +85,7 @@ async def start(
     cwd: str = "/",
     keeps: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Start a process in a new session with only these descriptors, as another user without further groups if given."""
+    """Start a process in a new session. It inherits only the descriptors in `keeps`, and runs as `user` unless None."""
     other: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     starting = asyncio.create_task(
         asyncio.create_subprocess_exec(
@@ -104,7 +104,7 @@ async def start(
         return await asyncio.shield(starting)
     except (OSError, ValueError) as error:
         raise SandboxError(f"sandbox: {Path(argv[0]).name} cannot be started: {first_line(error)}") from None
-    except asyncio.CancelledError:  # only a process that has started completely can be killed
+    except asyncio.CancelledError:  # wait for the start to finish, since only then can the process be killed
         process = await starting
         kill(process)
         await exited(process)
@@ -120,7 +120,7 @@ async def finish(
     *,
     outside: bool = False,
 ) -> Ran:
-    """Wait for a program's end, or kill it when `over` names an exceeded limit. `outside`: it is not in the sandbox."""
+    """Wait until a program ends or exceeds a limit, and kill it then. `outside`: `process` only starts the sandbox."""
     loop = asyncio.get_running_loop()
     assert process.stdout is not None and process.stderr is not None
     out, err = bytearray(), bytearray()
@@ -184,7 +184,7 @@ async def exited(process: asyncio.subprocess.Process) -> None:
 
 
 async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[None], *, outside: bool) -> None:
-    """Kill a program. If the process is `outside` of the sandbox, kill its descendants first, so that it can exit."""
+    """Kill a program. `outside`: `process` only starts the sandbox, so kill its descendants first and let it exit."""
     below = descendants(process.pid)[1:] if outside and not ended.done() else []
     for pid in below:
         _kill(pid)
@@ -204,9 +204,9 @@ def kill(process: asyncio.subprocess.Process) -> None:
 
 
 def kill_at_home(home: str) -> None:
-    """Kill all processes with this HOME, which only one program and its descendants have.
+    """Kill all processes whose environment has this HOME: it belongs to one program and its descendants.
 
-    This finds processes that have left their session, but not those that have changed their environment.
+    Processes that left their session are found; processes that changed their HOME are not.
     """
     told = f"\0HOME={home}\0".encode()
     for _ in range(KILLED if LINUX else 0):
@@ -218,7 +218,7 @@ def kill_at_home(home: str) -> None:
 
 
 def release(process: asyncio.subprocess.Process) -> None:
-    """Close this side of a process's pipes; an escaped process may hold the other side open."""
+    """Close this process's ends of the pipes, since an escaped process may keep the other ends open."""
     process._transport.close()  # type: ignore[attr-defined]
 
 
@@ -242,7 +242,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory(pids: Iterable[int], most: int) -> int:
-    """Return the bytes of memory without files, with page tables. Above `most`, count shared memory only once."""
+    """Return the memory of processes in bytes, without mapped files. Above `most`, count shared memory only once."""
     pids = list(pids)
     tables = sum(_kilobytes(f"/proc/{pid}/status", ("VmPTE:",)) for pid in pids) << 10
     rough = sum(_kilobytes(f"/proc/{pid}/status", ("RssAnon:", "RssShmem:")) for pid in pids) << 10
@@ -255,7 +255,7 @@ def memory(pids: Iterable[int], most: int) -> int:
 def sockets(pid: int) -> int:
     """Return the bytes that the sockets of a process's network namespace may hold.
 
-    Linux reports the queues of TCP and UDP sockets. It reports none for Unix sockets, which count with their capacity.
+    For TCP and UDP sockets this is twice the queues that Linux reports; for Unix sockets it is their maximum capacity.
     """
     each = int(_text("/proc/sys/net/core/wmem_default") or 0) + UNIX_SOCKET
     found = each * max(0, len(_text(f"/proc/{pid}/net/unix").splitlines()) - 1)
@@ -274,7 +274,7 @@ def _text(file: str) -> str:
 
 
 def _bytes(file: str) -> bytes:
-    """Read a file of /proc; return nothing if its process has just ended."""
+    """Read a file of /proc; return empty bytes if its process has just ended."""
     with suppress(OSError):
         return Path(file).read_bytes()
     return b""

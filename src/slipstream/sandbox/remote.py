@@ -1,6 +1,6 @@
 """Sandbox on a server with SandboxFusion's API. The server is responsible for the isolation.
 
-Requests are retried after temporary failures. Any other failure raises SandboxError and is never charged to the model.
+Requests are retried after temporary failures. Other failures of the server raise SandboxError, not a failed `Ran`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from slipstream.sandbox.base import PYTHON, USUAL, Limits, MiB, Ran, Status, enc
 PAUSES = (0.25, 1.0, 4.0)
 """Seconds before each retry of a request, randomised by ±50 %."""
 QUEUE = 60.0
-"""Seconds that a program may wait in the server's queue."""
+"""Maximum seconds for which a program may wait in the server's queue."""
 CONNECT = 10.0
-"""Timeout in seconds for a connection."""
+"""Timeout in seconds for connecting to the server."""
 SPARE = 1 << 20
-"""Bytes of an answer in addition to the program's output."""
+"""Bytes that the server's answer may have in addition to the program's output."""
 SHOWN = 200
-"""Largest number of characters of an answer in messages."""
+"""Maximum characters of the server's answer that error messages show."""
 AT_ONCE = 64
-"""Largest number of simultaneous connections."""
+"""Maximum number of simultaneous connections to the server."""
 
 
 class Passing(Exception):
-    """Temporary failure of a request, which is retried."""
+    """Temporary failure of a request; the request is retried."""
 
 
 class Remote:
@@ -127,7 +127,7 @@ class Remote:
 
 
 def asked(argv: Sequence[str], stdin: str, files: Mapping[str, str], limits: Limits) -> dict[str, Any]:
-    """Return the request body for `/run_code`: Python code as such, any other command as a line for bash."""
+    """Return the request body for `/run_code`. Python programs are sent as Python, other commands as a bash line."""
     if tuple(argv[:-1]) == PYTHON and argv[-1] in files:
         language, code = "python", files[argv[-1]]
         files = {name: content for name, content in files.items() if name != argv[-1]}
@@ -152,6 +152,6 @@ def _text(value: Any) -> str:
 
 
 def shown(content: bytes | bytearray) -> str:
-    """Return the beginning of a server's answer in one line."""
+    """Return the beginning of a server's answer in one line, for error messages."""
     line = " ".join(bytes(content[: 10 * SHOWN]).decode(errors="replace").split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"

@@ -36,15 +36,15 @@ REFUSED = {
 }  # fmt: skip
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE3 = 435
-"""System call clone3, whose arguments a filter cannot read. If it is refused, libraries use `clone`."""
+"""Number of system call clone3, whose arguments a filter cannot read. If clone3 is refused, libraries use `clone`."""
 SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
-"""System calls socket and socketpair."""
+"""Numbers of the system calls socket and socketpair."""
 PRCTL = {"x86_64": 157, "aarch64": 167}
 SET_PDEATHSIG = 1
 """Option of prctl that would let a program survive its parent."""
 SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
 SOL_SOCKET, SO_SNDBUF = 1, 7
-"""Setting a larger send buffer has no effect, so that the number of sockets bounds their memory."""
+"""Setting of the send buffer; the filter ignores it, so that the number of sockets bounds their memory."""
 FAMILIES = (1, 2, 10)
 """Allowed socket families: Unix, IPv4, IPv6."""
 X32 = 0x40000000

@@ -1,7 +1,7 @@
 """Simulated work that shares CPU cores, timed by the clock of the event loop.
 
-Work runs at full speed while there are enough cores; otherwise all pieces of work slow down equally. One service clock
-is therefore enough: it advances at that common rate. Work ends when the clock has advanced by the work's seconds.
+Work runs at full speed while there are enough cores. If there are too few, all pieces of work slow down equally. One
+service clock is enough: it advances at that common speed. Work ends when the clock has advanced by the work's seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROUNDING = 1e-9
 @dataclass(order=True)
 class Work:
     end: float
-    """Time on the service clock."""
+    """Time on the service clock at which the work ends."""
     number: int
     done: Callable[[], None] = field(compare=False)
     wide: float = field(compare=False)
@@ -44,7 +44,7 @@ class Cores:
 
     @property
     def rate(self) -> float:
-        """Seconds by which the service clock advances in one second."""
+        """Speed of the service clock: seconds by which it advances in one second of the event loop."""
         return min(1.0, self.count / (self.wide + self.others)) if self.wide else 1.0
 
     def time(self) -> float:

@@ -45,15 +45,15 @@ class Request:
     """Pairs of a step and the version that runs from this step on."""
 
     def missing(self, index: int) -> int:
-        """Return the tokens that this member still needed when the request arrived."""
+        """Return the number of tokens that this member still needed when the request arrived."""
         return self.lengths[index] - (self.begun[index].tokens if index in self.begun else 0)
 
     def whole(self, index: int) -> int:
-        """Return the tokens of this member's complete sequence, including its prompt."""
+        """Return the number of tokens of this member's complete sequence, including its prompt."""
         return len(self.prompt.tokens) + self.lengths[index]
 
     def unread(self) -> int:
-        """Return the tokens to prefill before the request runs; members share their prompt."""
+        """Return the number of tokens to prefill before the request runs; members share their prompt."""
         return len(self.prompt.tokens) + sum(header.tokens for header in self.begun.values())
 
 
@@ -73,8 +73,8 @@ class SleepSampler:
     ) -> None:
         """Create a sampler. Requests wait until `gather` slots are free; times are in seconds.
 
-        `load` is the pause of a publish, and `rebuilds` adds the prefill of all running rows. `context` is the extra
-        time of a step for every attended token. `read` returns the time of a prefill, during which all rows wait.
+        `load` is the pause of a publish; if `rebuilds`, the prefill of all running rows adds to it. `context` is the
+        extra time of a step for every attended token. `read` returns the time of a prefill, for which all rows wait.
         """
         self.length, self.step, self.slots, self.load = length, step, slots, load
         self.per_token, self.read, self.rebuilds, self.gather = context, read, rebuilds, gather
@@ -83,12 +83,12 @@ class SleepSampler:
         self.waiting: deque[Request] = deque()
         self.running: dict[Request, None] = {}
         self.rows: list[tuple[float, int, Request, int]] = []
-        """Heap of running rows: the step at which a row ends, a tie breaker, its request, and its index there."""
+        """Heap of running rows: the step at which a row ends, a tie breaker, its request, its index in the group."""
         self.seated = self.count = 0
         self.steps = 0.0
-        """Decoding steps completed at time `at`."""
+        """Number of decoding steps completed at time `at`."""
         self.context = 0.0
-        """Tokens that the running rows attend to at time `at`."""
+        """Number of tokens that the running rows attend to at time `at`."""
         self.unread = 0.0
         """Seconds of prefill at time `at` that remain before the next step."""
         self.at = 0.0
@@ -159,7 +159,7 @@ class SleepSampler:
         return Loaded(str(self.version), wait=stood - began, load=loaded - stood, rebuild=rebuild, thrown=thrown)
 
     def _prefixes(self) -> int:
-        """Return the tokens of all running rows; members of a group share their prompt."""
+        """Return the number of tokens of all running rows; a prompt that members share counts once."""
         shared = sum((request.left - 1) * len(request.prompt.tokens) for request in self.running)
         return int(self.context) - shared
 
@@ -178,7 +178,7 @@ class SleepSampler:
         self.context += steps * self.count
 
     def _seconds(self, steps: float) -> float:
-        """Return the seconds of the next `steps` steps; each is longer than the last because its rows have grown."""
+        """Return the seconds of the next `steps` steps; steps get longer because their rows grow."""
         first = self.step(self.count) + self.per_token * self.context
         return steps * first + self.per_token * self.count * steps**2 / 2
 
@@ -257,7 +257,7 @@ class SleepSampler:
         self.context = self.unread = 0.0
 
     def _handle(self, request: Request, index: int, steps: int | None = None) -> Handle:
-        """Return a member: complete, or with `steps` in its state that many steps after it got its slot."""
+        """Return a member: complete if `steps` is None, else in its state that many steps after it got its slot."""
         begun, missing = request.begun.get(index), request.missing(index)
         drawn = missing if steps is None else min(steps, missing)
         edges = [(min(int(step - request.began), drawn), version) for step, version in request.versions]
@@ -344,6 +344,6 @@ class SleepLearner(Server):
 
 
 def by_lag(lag: int) -> Weighed:
-    """Return the freshness weight of a sample whose student and teacher have not drifted: 1 / (lag + 1)."""
+    """Return the freshness weight of a sample if student and teacher have not drifted: 1 / (lag + 1)."""
     f = 1 / (max(0, lag) + 1)
     return Weighed(lag=lag, roll=0.0, sup=0.0, roll_coverage=1.0, sup_coverage=1.0, f=f, w=f)

@@ -1,7 +1,7 @@
 """Engines for a tabular model whose distributions are all known: the next token depends only on the last token.
 
-They serve tests of the pipeline and studies of estimators, and use the records, protocols and estimators of the real
-engines. A row of the table holds the logits after one token. Optional durations pass on the event loop's clock.
+Tests of the pipeline and studies of estimators use these engines. They share the records, protocols and estimators of
+the real engines. A row of the table holds the logits after one token. Durations pass on the event loop's clock.
 
 Shapes: V vocabulary, N trained tokens, M draws (tokens sampled at the same position, the emitted token first).
 """
@@ -267,7 +267,7 @@ class ToyLearner:
         self.samples: dict[tuple[int, int], Scored] = {}
         """Samples of the current update, by group number and index."""
         self.weighed: list[tuple[int, int]] = []
-        """Keys of the samples that were accumulated with freshness weights since the last step."""
+        """Keys in `samples` of the samples that were accumulated with freshness weights since the last step."""
         self.follow = follow or {}
         self.teachers = {name: (0, table_VV.clone()) for name in self.follow}
         """Teachers that follow the student: the update of their last move, and their table."""

@@ -1,8 +1,8 @@
 """A virtual clock for running the real pipeline without waiting.
 
 The selector of this asyncio loop moves the loop's clock to the next timer and does not sleep. Thousands of seconds pass
-in milliseconds, in a reproducible order. If nothing is left to wait for, a real loop would hang; this one raises
-Deadlock.
+in milliseconds, in a reproducible order. If nothing is left to wait for, a real loop would hang; this loop
+raises Deadlock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Every task waits for another and no timer is set."""
+    """Error: every task waits for another task, and no timer is set."""
 
 
 class VirtualClock(selectors.DefaultSelector):

@@ -1,4 +1,4 @@
-"""Progress and results of a study, as a table for a terminal and as lines.
+"""Progress and results of a study, as a table for a terminal and as lines. A cell is one run of the study.
 
 This module knows cells and events, but no processes.
 """
@@ -23,11 +23,11 @@ from slipstream.studies.study import shown
 
 MARKS = {"waiting": "·", "begun": "▸", "done": "✓", "failed": "✗"}
 HEAD = 16
-"""Width at which the title of a column is wrapped."""
+"""Maximum width of a column's title in characters; longer titles are wrapped."""
 GAP = 2
 """Spaces between two columns."""
 ENOUGH = 0.1
-"""Share of a cell's updates from which on its duration is estimated."""
+"""Share of a cell's updates that must be done before its total duration is estimated."""
 
 
 class Board:
@@ -118,7 +118,7 @@ class Board:
 
 
 def seconds_left(seconds: Sequence[float], at_a_time: int) -> float:
-    """Return the seconds for all cells, `at_a_time` in parallel, but no less than for the longest one."""
+    """Return the seconds to run all cells, `at_a_time` in parallel; at least the seconds of the longest cell."""
     return max(sum(seconds) / at_a_time, *seconds) if seconds else 0.0
 
 
@@ -143,7 +143,7 @@ def digits(value: float, count: int) -> str:
 
 
 def summary(sweep: Sweep) -> Iterator[RenderableType]:
-    """Yield tables of means, differences to the first arm and slopes, then the verdict on each claim."""
+    """Yield tables of means, of differences to the first arm, and of slopes, then the verdict on each claim."""
     lone = [point for point in sweep.table() if point.n == 1]
     for measure in sweep.measures:
         yield Text(f"\n{measure}, mean ± standard error over seeds", style="bold")

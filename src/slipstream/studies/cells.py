@@ -1,4 +1,4 @@
-"""Jobs in processes of their own, a fixed number at a time; the failure of one does not end others.
+"""Jobs that run in separate processes, a fixed number in parallel; the failure of one job does not end other jobs.
 
 Jobs are forked from a process that has already imported slow libraries. On macOS, whose frameworks do not survive a
 fork, each job starts a new interpreter. Output of a job goes to its log. All jobs end when this process ends.
@@ -24,13 +24,13 @@ from slipstream.errors import EngineError, SlipstreamError, first_line
 from slipstream.linux import LINUX, be_called
 
 TICK = 0.5
-"""Longest time in seconds between two items of `run`."""
+"""Longest time in seconds between two items that `run` yields."""
 TRIES = 20
-"""Attempts to fork, a tick apart, while multiprocessing replaces a killed forkserver."""
+"""Number of attempts to start a process, TICK seconds apart, while multiprocessing replaces a killed forkserver."""
 UNKNOWN = 255
 """Exit status that multiprocessing reports if the forkserver is gone; the process itself may still be alive."""
 LOOK = 2.0
-"""Seconds between two checks of a job that its parent is alive."""
+"""Seconds between two checks by a job that its parent process is alive."""
 GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL for a job that is stopped."""
 Tell = Callable[[Any], None]
@@ -40,12 +40,12 @@ Tell = Callable[[Any], None]
 class Job:
     name: str
     work: Callable[[Tell], Any]
-    """Function to run, called with a function that reports progress. It and its result must be picklable."""
+    """Function to run; the argument is a function that reports progress. `work` and the result must be picklable."""
     log: Path
     patience: float
     """Seconds without a message after which the job counts as hanging."""
     key: Any = None
-    """Value by which the caller recognises the job."""
+    """Any value that identifies the job for the caller."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Event:
     job: Job
     kind: Literal["begun", "moved", "done", "failed"]
     value: Any = None
-    """Progress if the kind is moved, the result if done, the error in one line if failed."""
+    """Progress for kind "moved", result of the job for "done", error in one line for "failed"."""
     seconds: float = 0.0
 
 
@@ -67,7 +67,7 @@ class Running:
     """Time of the last message."""
     end: Event | None = None
     mute: bool = False
-    """The job has closed its end of the connection."""
+    """True if the job has closed its end of the connection."""
 
     def listen(self) -> Iterator[Event]:
         try:
@@ -123,7 +123,7 @@ def exit_text(code: int | None) -> str:
 def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Generator[Event | None, None, None]:
     """Run jobs in order, `at_a_time` in parallel, and yield their events; closing the generator stops all jobs.
 
-    Yields None at least once per `TICK`. Each job is taken from `jobs` only when it can start.
+    While jobs run, yields None at least every `TICK` seconds. A job is read from `jobs` only when it can start.
     """
     make = multiprocessing.get_context("forkserver" if LINUX else "spawn")
     if LINUX:
@@ -171,7 +171,7 @@ def start_job(job: Job, make: Any) -> Running:
 
 
 def start_process(process: Any) -> None:
-    """Start a process, with retries, as multiprocessing replaces a killed forkserver only after a while."""
+    """Start a process, and retry if the forkserver was killed, until multiprocessing has replaced it."""
     for _ in range(TRIES):
         try:
             process.start()
@@ -209,7 +209,7 @@ def run_job(job: Job, tell: Connection) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent is gone, however that ended.
+    """End this process soon after its parent process has ended for any reason.
 
     A timer signal is used instead of a thread, because engines are forked from this process.
     """

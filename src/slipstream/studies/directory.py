@@ -26,18 +26,18 @@ from slipstream.studies.study import Point, Study
 
 @dataclass(frozen=True)
 class Checked:
-    """Results of planning one point of a study."""
+    """Results of planning one point of a study (an arm at one combination of settings)."""
 
     warnings: tuple[str, ...]
     prompts: str
     """Digest of the training prompts."""
     on_cpu: bool
     room: int
-    """Number of such runs that fit into this machine's memory."""
+    """Number of runs of this point that fit into this machine's memory at the same time."""
 
 
 def directory_of(study: Study, name: str) -> Path:
-    """Return the directory of a study, always the same one, so that an interrupted study continues there."""
+    """Return the directory of a study: always the same path, so that an interrupted study can continue."""
     path = Path(study.output or f"runs/{name}")
     if (path / "config.toml").exists():
         raise RunDirError(f"{path} holds a run: choose another directory with --output")
@@ -45,7 +45,7 @@ def directory_of(study: Study, name: str) -> Path:
 
 
 def check_unchanged(sweep: Sweep) -> None:
-    """Raise RunDirError if a finished cell was run with another config than the study has now."""
+    """Raise RunDirError if a finished cell was run with a config that differs from its config in the study now."""
     for cell in sweep.finished:
         before = parse(cell.done["config"], where=str(cell.path / DONE), say=str)
         for name, then, now in differing(before, cell.cell.config):
@@ -60,7 +60,7 @@ def value_text(value: Any) -> str:
 
 
 def check_prompts(sweep: Sweep, found: Sequence[Checked]) -> None:
-    """Raise RunDirError if a finished cell was run on other prompts than its data has now."""
+    """Raise RunDirError if a finished cell was trained on prompts that differ from those in its data source now."""
     now = {id(point): each.prompts for point, each in zip(sweep.study.points, found, strict=True)}
     for cell in sweep.finished:
         if cell.run.meta.get("prompts") != now[id(cell.cell.point)]:
@@ -85,7 +85,7 @@ def removed_cells(sweep: Sweep) -> list[Path]:
 
 
 def check_points(points: Sequence[Point], where: str, tell: Any) -> list[Checked]:
-    """Plan every point as `train` does; raise ConfigError with the point's name at the first mistake."""
+    """Plan every point as `train` does; raise ConfigError with the point's name at the first invalid point."""
     from slipstream.plan.placement import memory
     from slipstream.plan.plan import on_cpu, plan
 
@@ -109,7 +109,7 @@ def parallel_cells(points: Sequence[Point], found: Sequence[Checked], cores: int
 
 
 def cores_of(config: Config) -> int:
-    """Return the number of cores that a cell uses: its threads if it is one process, else those of all engines."""
+    """Return the number of CPU cores that a cell uses: its threads in one process, else the threads of all engines."""
     runtime, threads = config.runtime, config.runtime.threads
     if runtime.kind == "inline":
         return max(threads, config.learner.threads or 0)
@@ -121,7 +121,7 @@ def cores_of(config: Config) -> int:
 
 
 def clear_cell(cell: SweepCell) -> None:
-    """Delete what an unfinished cell has left, and make its directory again."""
+    """Delete the files of an unfinished cell, and create its directory again."""
     with writing(cell.path):
         shutil.rmtree(cell.path, ignore_errors=True)
         cell.path.mkdir(parents=True)

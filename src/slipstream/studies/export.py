@@ -1,4 +1,4 @@
-"""The rows of a study as files: CSV, and parquet where pyarrow is installed."""
+"""Result rows of a study as files: CSV, and also Parquet if pyarrow is installed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def column(values: Sequence[Any]) -> list[Any]:
-    """Return the values of a column, as text if their types are mixed, which Parquet does not allow."""
+    """Return the values of a column; convert them to text if their types are mixed, which Parquet does not allow."""
     kinds = {type(value) for value in values if value is not None}
     if kinds <= {int, float} or (len(kinds) == 1 and not kinds & {list, dict}):
         return list(values)

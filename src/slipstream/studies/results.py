@@ -63,7 +63,7 @@ class SweepCell:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A measure at one point, over its finished seeds."""
+    """Mean and standard error of a measure at one point of the study, over its finished seeds."""
 
     arm: str
     series: str
@@ -78,7 +78,7 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Compared:
-    """Difference of a point to the first arm with the same settings, paired by seed."""
+    """Measure at a point minus the measure of the first arm with the same settings, paired by seed."""
 
     series: str
     base: str
@@ -98,7 +98,7 @@ class Slope:
 
 @dataclass(frozen=True)
 class Tried:
-    """A tested claim, with the difference `less` − `than` and the verdict."""
+    """A tested claim, the difference `less` − `than`, and the verdict."""
 
     claim: Claim
     measure: str
@@ -108,14 +108,14 @@ class Tried:
 
 class Sweep:
     def __init__(self, path: str | PathLike[str], study: Study | None = None) -> None:
-        """Take `study`, whose cells are or will be in the directory, or if None load the study of the directory."""
+        """Use `study`, whose cells are or will be in the directory `path`; if None, load study.toml from it."""
         self.path = Path(path)
         if study is None and not (self.path / STUDY_FILE).exists():
             raise RunDirError(f"{path} holds no study: there is no {STUDY_FILE} in it")
         self.study = study or Study.load(self.path / STUDY_FILE)
         self.cells = [SweepCell(cell, self.path / CELLS / cell.folder) for cell in self.study.cells]
         self._values = dict[tuple[Path, str], float | None]()
-        """Cache of values by cell and measure; only of finished cells, which do not change."""
+        """Cache of values by cell path and measure, only for finished cells, whose values do not change."""
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ class Sweep:
         return self._values[key]
 
     def by_seed(self, points: Sequence[Point], measure: str) -> list[dict[int, float]]:
-        """Return for every point the values of its finished seeds."""
+        """Return one dict per point: the value of the measure by finished seed."""
         found: dict[int, dict[int, float]] = {id(point): {} for point in points}
         for cell in self.finished:
             if id(cell.cell.point) in found and (value := self.value(cell, measure)) is not None:
@@ -144,7 +144,7 @@ class Sweep:
         return list(found.values())
 
     def table(self, measure: str | None = None) -> list[Aggregate]:
-        """Return one row per point of the study, for the first measure if None."""
+        """Return the aggregated measure of every point; None means the first measure of the study."""
         measure = measure or self.measures[0]
         points = self.study.points
         return [
@@ -161,7 +161,7 @@ class Sweep:
         ]
 
     def differences(self, measure: str | None = None) -> list[Compared]:
-        """Return the differences of other arms' points to the first arm's point with the same settings, if any."""
+        """Return, for each point of other arms, the difference to the first arm's point with the same settings."""
         measure = measure or self.measures[0]
         points, found = self.study.points, list[Compared]()
         values = dict(zip(map(id, points), self.by_seed(points, measure), strict=True))
@@ -206,7 +206,7 @@ class Sweep:
         return found
 
     def _sides(self, claim: Claim, measure: str) -> tuple[BySeed, BySeed]:
-        """Return the values of both sides of a claim by seed, at all common x or at those that the claim names."""
+        """Return the values of `less` and of `than` by seed, at all common x or at the x that the claim names."""
         sides = [self.study.side(side) if isinstance(side, str) else None for side in (claim.less, claim.than)]
         common = set.intersection(*({p.x for p in side} for side in sides if side is not None))
 
@@ -223,7 +223,7 @@ class Sweep:
         return less, than
 
     def _slope_by_seed(self, points: Sequence[Point], measure: str) -> BySeed:
-        """Return the slope over these points for every seed that is finished at all of them."""
+        """Return the slope of the measure against x by seed, for the seeds that are finished at all points."""
         points = [point for point in points if is_number(point.x)]
         xs = [point.x for point in points]
         return combine_by_seed(self.by_seed(points, measure), lambda ys: slope(xs, ys, self.shift))
@@ -249,7 +249,7 @@ class Sweep:
 
 
 def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
-    """Return a run's last evaluation, last value of a growing metric, or mean of last updates; None if not written."""
+    """Return the last accuracy, last value of a growing metric, or mean of last updates; None if never written."""
     if measure.startswith("eval/"):
         accuracy = [line["accuracy"] for line in evaluated(measure, evaluations)]
         return accuracy[-1] if accuracy else None
@@ -258,7 +258,7 @@ def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line],
 
 
 def evaluated(measure: str, evaluations: Sequence[Line]) -> list[Line]:
-    """Return the evaluations of the set that eval/accuracy or eval/SET/accuracy names."""
+    """Return the evaluations of one held-out set, given by a measure eval/accuracy or eval/SET/accuracy."""
     of = measure.removeprefix("eval/").rpartition("/")[0]
     return [line for line in evaluations if line.get("set", "") == of and "accuracy" in line]
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 Verdict = Literal["holds", "does not hold", "not visible", "open"]
 CLEAR = 2.0
-"""Number of standard errors from which on a difference counts as visible."""
+"""Number of standard errors that a difference must exceed to count as visible."""
 BySeed = Mapping[int, float]
 
 
@@ -23,7 +23,7 @@ class Estimate:
 
     n: int
     mean: float | None
-    """None if there is no seed."""
+    """Mean of the values; None if there are no values."""
     se: float | None
     """Standard error; None if there are fewer than two seeds."""
 

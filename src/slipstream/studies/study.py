@@ -1,7 +1,7 @@
 """A study file: a config, and the table [sweep] of settings to vary, measures and claims.
 
-Every combination of an arm and the grid is a point. A point with a seed is a cell: one run. This module reads only the
-study file and writes nothing.
+An arm is an alternative to compare. A point is an arm with one combination of grid values.
+A cell is a point with a seed: one run. This module reads only the study file and writes nothing.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from slipstream.studies.table import Claim, placed, read_table
 
 GRID = "grid"
 CONDITION = "condition"
-"""Name of the axis, and of the key among settings, in a study with conditions."""
+"""Key of the condition's name in `Point.settings`, and name of the x axis, in a study with conditions."""
 DEFAULT_ARM = "all"
 """Name of the arm if a study names none."""
 RESERVED = {"seed": "sweep.seeds are the seeds", "output": "output is the directory of the whole study"}
 """Settings that no arm and no grid may set, with the reason."""
 CUMULATIVE = ("time",)
-"""Metrics that only grow, so that their last value is used instead of a mean."""
+"""Metrics that only grow; a study uses the last value of these metrics instead of a mean."""
 OF_SAMPLES = ("reward/", "teacher/kl")
 """Prefixes of metrics that measure the student that sampled, not the latest student."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """An arm at one combination of the grid."""
+    """An arm (alternative to compare) with one combination of the grid's values."""
 
     arm: str
     settings: Mapping[str, Any]
@@ -226,7 +226,7 @@ class Study:
             raise ConfigError(f"{where}: a slope is over all x: drop at, or slope")
 
     def side(self, name: str) -> list[Point]:
-        """Return the points of an arm, or else of a series; empty if there is neither of this name."""
+        """Return the points of the arm with this name, or else of the series; empty if neither exists."""
         return [p for p in self.points if p.arm == name] or [p for p in self.points if p.series == name]
 
 
@@ -236,7 +236,7 @@ def drop_none(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat_arm(name: str, arm: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of an arm and its own grid, both by dotted keys."""
+    """Return the fixed settings of an arm and the arm's own grid, as two dicts with dotted keys."""
     if not name or name.startswith(".") or name != name.strip():
         raise ConfigError(f"{where}: an arm needs a name, not {name!r}")
     fixed, own = {key: value for key, value in arm.items() if key != GRID}, arm.get(GRID, {})
@@ -262,7 +262,7 @@ def check_values(key: str, values: Any, where: str) -> None:
 
 
 def check_measure(measure: str, point: Point, where: str) -> None:
-    """Raise ConfigError unless the runs of this point write the measure."""
+    """Raise ConfigError if the runs of this point do not write the measure."""
     config, head, tail = point.config, *measure.partition("/")[::2]
     if head == "eval":
         known = [f"eval/{of}/accuracy" if of else "eval/accuracy" for of in config.data.held_out] or ["eval/accuracy"]

@@ -23,9 +23,9 @@ class Claim(Section):
     than: str | int | float
     """Arm, series or number that `less` is compared with."""
     measure: str | None = None
-    """Measure of the study by which both are compared; None takes the first one."""
+    """Measure of the study that is compared; None means the first measure of the study."""
     at: int | float | str | None = None
-    """Value of x at which both are compared; None takes the mean over all x."""
+    """Value of x at which `less` and `than` are compared; None means the mean over all x."""
     than_at: int | float | str | None = None
     """Value of x for `than`, if it differs from `at`."""
     slope: bool = False
@@ -103,7 +103,7 @@ def explained(detail: ErrorDetails) -> str:
 
 
 def placed(tree: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return a copy of the tree with one value replaced; keys that contain dots are found, too."""
+    """Return a copy of the tree in which the value at `path` is replaced; a key may itself contain dots."""
     head, *rest = path
     if (whole := ".".join(path)) in tree or not rest:
         return {**tree, whole: value}

@@ -36,7 +36,7 @@ IDLE = 600.0
 
 
 def table(logq_VV: NDArray[np.floating[Any]]) -> Scores:
-    """Return scores of a model whose next token depends only on the last token."""
+    """Return the `Scores` function of a model whose next token depends only on the last token."""
     return lambda tokens: np.concatenate([np.zeros((1, logq_VV.shape[1])), logq_VV[list(tokens[:-1])]])
 
 
@@ -68,7 +68,7 @@ class FakeEndpoint(Loopback):
         lists: bool = True,
         port: int = 0,
     ) -> None:
-        """Create an endpoint; `lists` serves the list of models, and `key` is required from clients if given."""
+        """Create an endpoint; if `lists`, also serve the list of models; clients must send `key` unless it is None."""
         super().__init__(port)
         self.scores, self.name, self.vocabulary, self.key, self.lists = scores, name, vocabulary, key, lists
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
@@ -153,7 +153,7 @@ class FakeEndpoint(Loopback):
         return (400, {"error": {"message": message}}) if message else None
 
     def _failed(self, to: BaseHTTPRequestHandler, fault: Fault | None) -> bool:
-        """Send an answer with a fault outside its rows; return false if the fault is not of this kind."""
+        """Send the answer if the fault affects all of it, and return true; return false for all other faults."""
         match fault:
             case "busy":
                 after = {} if self.retry_after is None else {"Retry-After": self.retry_after}
@@ -191,7 +191,7 @@ class FakeEndpoint(Loopback):
 
 
 def prompt_logprobs(logp_TV: NDArray[np.floating[Any]], tokens: Sequence[int], k: int) -> list[Any]:
-    """Return rows in vLLM's format: None for the first token, else log-probs of the token and the k best."""
+    """Return rows in vLLM's format: None for the first token, else log-probs of the token and of the k best tokens."""
     rows: list[Any] = [None]
     for t in range(1, len(tokens)):
         best = np.argsort(-logp_TV[t], kind="stable")[:k].tolist()
@@ -206,7 +206,7 @@ def prompt_logprobs(logp_TV: NDArray[np.floating[Any]], tokens: Sequence[int], k
 
 
 def spoilt(rows: list[Any], fault: Fault | None) -> list[Any] | None:
-    """Return the rows of an answer with a fault in the last row or in all rows."""
+    """Put a fault into the last row or all rows of an answer, and return the rows; None if the fault removes them."""
     last: dict[str, Any] = rows[-1]
     token = next(iter(last))
     match fault:

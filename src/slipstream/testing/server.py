@@ -13,7 +13,7 @@ from typing import Any, Self
 class Loopback(ABC):
     def __init__(self, port: int = 0) -> None:
         self.over = threading.Event()
-        """Set when the server ends; handlers that sleep must wait on this event."""
+        """Set when the server ends; handlers wait on this event instead of sleeping."""
         self.server = ThreadingHTTPServer(("127.0.0.1", port), handler_of(self))
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)

@@ -1,1 +1,1 @@
-"""Functions, classes and processes of the user's own code."""
+"""User code: import of functions and classes that users write, and the processes that run them."""

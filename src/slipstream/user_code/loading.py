@@ -1,4 +1,4 @@
-"""Loader of user code: functions and classes by name, their parameters, and one-line errors with the user's line."""
+"""Loader of user code: import functions and classes by name, read their parameters, describe errors in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError, did_you_mean, first_line
 
 
 def own(spec: str, kind: type = FunctionType) -> Any:
-    """Import `./file.py:name` or `module:name`. This runs user code, so call it only in a child process."""
+    """Import the object named by `./file.py:name` or `module:name`. This runs user code: call it in a child process."""
     where, _, name = spec.rpartition(":")
     module = _from_file(Path(where).expanduser()) if where.endswith(".py") else _from_module(where)
     found = getattr(module, name, None)
@@ -67,7 +67,7 @@ def _run(load: Callable[[], Any], file: str) -> Any:
 
 
 def parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the known names among a function's parameters, and those of them without default."""
+    """Return which of the `known` names a function can get as arguments, and which of these it requires."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -87,7 +87,7 @@ def parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tupl
 
 
 def told(error: BaseException, file: str) -> str:
-    """Describe an exception in one line, with the last line of `file` in its traceback."""
+    """Describe an exception in one line, with the number of the last line of `file` in its traceback."""
     at = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == file else at[-1].lineno if at else None
     what = error.msg if isinstance(error, SyntaxError) else first_line(error)
@@ -101,7 +101,7 @@ def file_of(function: Any) -> str:
 
 
 def near(file: str) -> str:
-    """Return a path relative to the working directory if it is below, else unchanged."""
+    """Shorten the path of a file in the working directory to a relative path; return other paths unchanged."""
     return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 

@@ -1,6 +1,6 @@
-"""Child process for user code. It inherits no state of the script or notebook that starts it.
+"""Child process that runs user code in a new interpreter, without the memory of the process that starts it.
 
-The child and all processes that it starts end with the parent, however the parent ends.
+If the parent process ends, even by a crash, then the child and all processes that the child started end, too.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ STARTED = 120.0
 
 
 def begun(parent: Connection) -> Any:
-    """Set up the child process, and return the first message of its parent."""
+    """Set up the child process, and return the first message that the parent sends."""
     wake_with_parent()
-    sys.dont_write_bytecode = True  # no __pycache__ beside the user's files
+    sys.dont_write_bytecode = True  # write no __pycache__ next to the user's files
     sys.path.insert(0, str(Path.cwd()))  # `module:name` in a config is searched here first
     return parent.recv()
 
 
 class Child:
     def __init__(self, module: str, first: Any) -> None:
-        """Start `python -m module` with the file descriptor of its connection as argument, and send `first`."""
+        """Start `python -m MODULE FD`, where FD is the file descriptor of a connection, and send `first` through it."""
         self.connection, theirs = Pipe()
         with theirs:
             self.process = Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=DEVNULL,
-                stdout=2,  # output of user code must not mix with this process's standard output
+                stdout=2,  # send output of user code to standard error: standard output belongs to this process
                 start_new_session=True,  # the parent alone handles the terminal's signals
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -49,13 +49,13 @@ class Child:
         return self.connection.closed or self.process.poll() is not None
 
     def end(self) -> str:
-        """Kill the process if it is alive, and return how it ended."""
+        """Kill the process if it still runs, and describe how it ended: exit status or signal."""
         self.kill()
         code = self.process.wait()
         return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def kill(self) -> None:
-        """Kill the process and its process group, which includes what it started."""
+        """Kill the process and its process group, which includes the processes that it started."""
         if self.process.returncode is None:  # afterwards another process may have this id
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
 """Parser for an endpoint's answer, which compares the answer with the tokens that were sent.
 
 `prompt_logprobs` has a row for each sent token except the first. A row holds the log-prob of this token and of the k
-most likely tokens, which may include it. Some servers return no rows, rows of another request, or rows shifted by one.
-Therefore each row must hold the sent token, and the requested number of others. `engines/score_checks` checks the
-numbers.
+most likely tokens, which may include this token. Some servers return no rows, rows of another request, or rows shifted
+by one. Therefore each row must hold the sent token, and the requested number of other tokens. `engines/score_checks`
+checks the log-probs.
 
 Shapes: N requested positions, K top-k.
 """
@@ -39,7 +39,7 @@ class LogProbs:
 
 
 def read(answer: Any, sent: Sequence[int], places: Sequence[int], *, k: int) -> LogProbs:
-    """Return log-probs of the tokens at `places` and of the k best tokens there; check all positions."""
+    """Return log-probs of the tokens at `places` and of the k best tokens at these positions; check all positions."""
     rows = _rows(answer)
     if len(rows) != len(sent):
         raise WrongAnswer(f"{len(rows)} rows of prompt_logprobs for {len(sent)} tokens")
@@ -93,7 +93,7 @@ def number(logp: Any) -> float:
 
 
 def _best(entries: dict[int, float], token: int, k: int, place: int) -> list[tuple[int, float]]:
-    """Return the k best entries; an additional entry must be the sent token with a lower log-prob."""
+    """Return the k best entries of a row; a further entry must be the sent token, with a lower log-prob."""
     if len(entries) not in (k, k + 1):
         raise WrongAnswer(f"position {place} holds {len(entries)} log-probs, but the request was for the token and {k}")
     best = sorted(entries.items(), key=lambda entry: float("inf") if isnan(entry[1]) else -entry[1])

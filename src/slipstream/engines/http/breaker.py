@@ -4,8 +4,8 @@
                                          ▲                      │
                                          └─ longer pause ◀───failure
 
-Other calls wait meanwhile. After OUTAGE seconds they raise the error. The pipeline then retries the group, so an outage
-costs time but no group, until the retries of the pipeline are used up.
+Other calls wait during an outage. After OUTAGE seconds they raise the error. The pipeline then retries the group, so an
+outage costs time but no group, until the retries of the pipeline are used up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.errors import EndpointError
 LIMIT = 5
 """Number of failures in a row that counts as an outage."""
 PAUSES = (1.0, 30.0)
-"""Seconds before the first probe request, and most seconds between two probe requests."""
+"""Seconds before the first probe request, and maximum seconds between two probe requests."""
 OUTAGE = 120.0
 """Maximum seconds that a call waits for the end of an outage."""
 SPREAD = 0.2
@@ -39,7 +39,7 @@ class Breaker:
     def __init__(self, where: str) -> None:
         self.where = where
         self.failures, self.cause, self.since = 0, "", 0.0
-        """Number of failures in a row, cause of the last, and time of the first."""
+        """Number of failures in a row, cause of the latest failure, and time of the first."""
         self.probing, self.pause = False, PAUSES[0]
         self.earliest = 0.0
         """Time before which no request is sent."""

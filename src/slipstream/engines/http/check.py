@@ -29,12 +29,12 @@ class Wanted:
     highest: int
     """Highest token id that the student may sample."""
     longest: int
-    """Tokens of the longest prompt and response together."""
+    """Maximum number of tokens of a prompt and its response together."""
     k: int = 0
 
 
 async def check(endpoint: Endpoint, need: Wanted) -> str:
-    """Check an endpoint and return a line about it; raise ConfigError with what to change if it cannot be used."""
+    """Check an endpoint and return a line that describes it; raise ConfigError with advice if it cannot be used."""
     client, where = Client(endpoint), f"teachers.{endpoint.teacher}"
     try:
         context = await _served(client, endpoint, where)
@@ -83,7 +83,7 @@ async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
 
 
 async def _gives(client: Client, endpoint: Endpoint, need: Wanted, where: str) -> None:
-    """Check `k` log-probs per token and the highest token id; earlier checks passed, so one of these is the cause."""
+    """Raise ConfigError unless the endpoint returns `k` log-probs per token and can score the highest token id."""
     try:
         if need.k:
             believed(await _ask(client, endpoint, need.tokens, need.k), endpoint)

@@ -4,7 +4,7 @@ Short failures (a cut connection, status 5xx or 429) are retried here, after the
 and longer failures raise EndpointError; the pipeline then retries whole groups with longer pauses.
 
 Servers are not trusted. At most as many bytes are read as the request can need, and compressed answers are refused. One
-deadline covers a request from connecting to the last byte.
+time limit covers a request from connecting to the last byte.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from slipstream.errors import ConfigError, EndpointError, first_line
 PAUSES = (0.25, 1.0, 4.0)
 """Mean seconds before each retry of a request; the actual pause is random."""
 CONNECT = 10.0
-"""Seconds in which a connection must be accepted."""
+"""Maximum seconds until the server accepts a connection."""
 IDLE = 4.0
 """Seconds for which an idle connection is kept, less than the 5 s after which servers close it without notice."""
 SHOWN = 200
 """Maximum characters of an answer in an error message."""
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
-"""OpenSSL's error names if the server uses plain HTTP."""
+"""Names of OpenSSL's errors that occur if the server uses plain HTTP."""
 SPARE = 1 << 20
 """Bytes that an answer may have in addition to the expected ones, for example a list of models."""
 
@@ -134,7 +134,7 @@ class Client:
         return bytes(content)
 
     async def _attach(self) -> None:
-        """Open a connection pool for the running event loop, which is closed together with the loop."""
+        """Open a connection pool for the running event loop; the pool closes together with the loop."""
         loop, endpoint = asyncio.get_running_loop(), self.endpoint
         if loop is self.loop:
             return
@@ -165,7 +165,7 @@ class Client:
 
 
 async def closed_with_its_loop(client: httpx2.AsyncClient) -> AsyncGenerator[None]:
-    """Close the client when the event loop ends, because asyncio then closes open generators."""
+    """Close the client when its event loop ends: asyncio then closes this generator."""
     try:
         yield
     finally:
@@ -173,7 +173,7 @@ async def closed_with_its_loop(client: httpx2.AsyncClient) -> AsyncGenerator[Non
 
 
 OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[AsyncGenerator[None]]] = WeakKeyDictionary()
-"""Generators of each loop, kept so that a discarded client is closed only with its loop."""
+"""Generators of `closed_with_its_loop` by event loop. These references keep each client open until its loop ends."""
 
 
 def retry_after(header: str | None) -> float:

@@ -1,7 +1,7 @@
-"""Scorer by a teacher behind an OpenAI-compatible endpoint; one request holds the token ids of prompt and response.
+"""Scorer for a teacher behind an OpenAI-compatible endpoint; one request holds the ids of a prompt and a response.
 
-The answer's `prompt_logprobs` hold the teacher's log-prob of each sent token, and for `teacher_topk` those of the k
-best tokens. The emitted token is always included.
+The answer's `prompt_logprobs` hold the teacher's log-prob of each sent token, and if `k` is not 0, those of the k
+best tokens. The log-prob of the emitted token is always included.
 
 When a response is scored again, the KL between both scores is computed from these tokens. It is a lower bound of the KL
 over the vocabulary.
@@ -24,9 +24,9 @@ from slipstream.protocols import Context, SamePrompt
 from slipstream.records import Floats, Group, Handle, Ints, Rollout, Scored, graded
 
 TINY = 1e-12
-"""Lowest probability of a token, or of all other tokens together, because answers are rounded."""
+"""Lower bound for the probability of a token, or of all other tokens together, because answers are rounded."""
 ENTRY = 256
-"""Upper bound of the mean number of bytes of a log-prob in an answer, with its id, rank and text."""
+"""Upper bound of the mean bytes per log-prob in an answer, including the token's id, rank and text."""
 
 
 class HttpScorer(Probed):
@@ -38,7 +38,7 @@ class HttpScorer(Probed):
         vocabulary: int = HIGHEST,
         context: Context | None = None,
     ) -> None:
-        """Request the `k` best tokens per position, or for 0 the emitted token; `vocabulary` is the student's size."""
+        """Request the `k` best tokens per position (0: only the emitted one); `vocabulary` is the student's size."""
         self.client, self.name, self.model = Client(endpoint), endpoint.teacher, endpoint.model
         self.k, self.vocabulary, self.context = k, vocabulary, context or SamePrompt()
 
@@ -67,7 +67,7 @@ class HttpScorer(Probed):
         return await self._asked(handle, before=handle.body)
 
     async def _asked(self, handle: Handle, before: Scored | None = None) -> Handle:
-        """Score a response, and add the KL to the scores in `before`; return `before` if the context is unchanged."""
+        """Score a response, and record the KL from earlier scores `before`; return `before` if the context is equal."""
         rollout = graded(handle)
         try:
             seen = self.context(rollout, handle.header.attempts)
@@ -101,7 +101,7 @@ class HttpScorer(Probed):
 
 
 def moved_at_least(now: dict[str, Any], before: Scored) -> Floats:
-    """Return a lower bound of KL(now ‖ then) at every trained position.
+    """Return a lower bound of KL(new ‖ old distribution of the teacher) at every trained position.
 
     Tokens whose log-prob is known in both scores count separately, and all others count as one token.
     """

@@ -1,6 +1,6 @@
-"""Read adapter directories, merge them into their base, load them for further training, and write them.
+"""Read and write adapter directories (LoRA), merge adapters into their base model, or load them for further training.
 
-Names and formula are PEFT's, in the subset that `slipstream/models/adapters.py` lists: weight + alpha / rank · B A.
+Names and formula are PEFT's: weight + alpha / rank · B A. `slipstream/models/adapters.py` lists the supported options.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def adapted_layers(model: nn.Module) -> list[str]:
 
 
 def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Return weight plus adapter, added in at least float32 and cast back to the dtype of the weight."""
+    """Return weight + scale · up · down, computed in at least float32 and cast back to the dtype of the weight."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + scale * (up.to(wide) @ down.to(wide))).to(weight.dtype)
 
 
 def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the matrices (A, B) of every layer of an adapter."""
+    """Return the matrices (A, B) of every layer of an adapter, by layer name."""
     try:
         held = load_file(adapter.path / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -44,7 +44,7 @@ def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return linear layers that can have an adapter: no subclasses, and none that shares its weight with another."""
+    """Return the linear layers that can have an adapter: plain `nn.Linear` whose weight no other layer uses."""
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     shared = getattr(embeddings, "weight", None)
     linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
@@ -53,7 +53,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def check_stands_on(adapter: Adapter, model: nn.Module) -> None:
-    """Raise a ModelError unless the base has every layer of the adapter, with equal inputs and outputs."""
+    """Raise a ModelError unless the base model has every layer of the adapter, with the same input and output sizes."""
     linear = linear_layers(model)
     for layer, (inputs, outputs) in adapter.layers.items():
         part = linear.get(layer)
@@ -68,7 +68,7 @@ def check_stands_on(adapter: Adapter, model: nn.Module) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module, adapter: Adapter) -> None:
-    """Merge an adapter into the weights of its base, in place."""
+    """Add an adapter to the weights of its base model, in place."""
     check_stands_on(adapter, model)
     for layer, (down, up) in weights_of(adapter).items():
         weight = model.get_submodule(layer).get_parameter("weight")
@@ -77,7 +77,7 @@ def merge(model: nn.Module, adapter: Adapter) -> None:
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, adapter: Adapter) -> None:
-    """Copy an adapter's weights into the adapters of a model, which must be at the same layers."""
+    """Copy an adapter's weights into the adapters of a model; raise a ModelError if the adapted layers differ."""
     held = weights_of(adapter)
     if other := sorted(set(adapted_layers(model)) ^ held.keys()):
         raise ModelError(f"{adapter.path}: {other[0]} has an adapter either in the file or in the model, not in both")
@@ -113,16 +113,16 @@ def write_adapter(path: Path, model: nn.Module, state: Mapping[str, Tensor], *, 
 
 
 def portable_name(base: str) -> str:
-    """Return the base as an absolute path or hub name, so that the adapter finds it from any directory."""
+    """Return the base model's absolute path or hub name, so that the adapter can be loaded from any directory."""
     try:
         path = Path(model_path(base))
-    except ModelError:  # the base was moved or deleted during the run: the adapter is saved all the same
+    except ModelError:  # the base was moved or deleted during the run: save the adapter anyway
         return base
     return str(path.resolve()) if path.is_dir() else str(path)
 
 
 def targets(layers: list[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return target modules for adapter_config.json: last parts of names if unambiguous, else full names."""
+    """Return `target_modules` of adapter_config.json: the last parts of layer names if unambiguous, else full names."""
     short = sorted({name.rpartition(".")[2] for name in layers})
     meant = [name for name in modules if name.rpartition(".")[2] in short]
     return short if sorted(meant) == sorted(layers) else layers

@@ -1,4 +1,4 @@
-"""Attention functions that sampler and learner share: soft caps, sinks, windows, chunks, and checks of their inputs.
+"""Attention code that sampler and learner share: soft caps, sinks, windows, chunks, and checks of inputs.
 
 Shapes: N rows, Q queries, L keys, H heads, J key/value heads, D head size.
 """
@@ -19,13 +19,13 @@ from slipstream.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Keys that a layer's queries see: the last `window` positions, their own `chunk` of positions, or all if None."""
+    """Limits on the keys that a query sees: the last `window` positions, or its own `chunk`; None: no limit."""
 
     window: int | None = None
     chunk: int | None = None
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return True for each pair whose key position is hidden from the query position."""
+        """Return a mask over pairs of positions: True if the query must not see the key."""
         hidden = key > query
         if self.window is not None:
             hidden = hidden | (key <= query - self.window)
@@ -35,7 +35,7 @@ class Reach:
 
 
 def reach_of(module: nn.Module, sliding_window: int | None) -> Reach:
-    """Return a layer's reach. A chunk size is read from the config: only a window is passed to the attention."""
+    """Return a layer's reach; models pass only the window to the attention, so the chunk size comes from the config."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[index] if kinds and index is not None and index < len(kinds) else None
@@ -44,7 +44,7 @@ def reach_of(module: nn.Module, sliding_window: int | None) -> Reach:
 
 
 KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
-"""Tensor arguments that are accepted: attention sinks, and positions, which `Rows` already knows."""
+"""Tensor arguments that are accepted: attention sinks, and positions, which are ignored because they are known."""
 
 
 def check_arguments(module: nn.Module, mask: Tensor | None, extra: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ def attend(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return outputs [N, H, Q, D]. The mask is added to the scores; sinks are logits of shape [N, H, Q, 1] or less."""
+    """Return the attention output [N, H, Q, D]; the mask is added to the scores, sinks are logits for [N, H, Q, 1]."""
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(
             query_NHQD, key_NJLD, value_NJLD, attn_mask=mask_N1QL, scale=scaling, dropout_p=dropout, enable_gqa=True
@@ -91,12 +91,12 @@ def attend(
 
 
 def errors(found_NH: Tensor, expected_NH: Tensor) -> list[float]:
-    """Return the relative error of each row."""
+    """Return the relative error of each hidden state (each row of `found`)."""
     found, expected = found_NH.double(), expected_NH.double()
     return [float(error) for error in (found - expected).norm(dim=-1) / expected.norm(dim=-1)]
 
 
 def limit(dtype: torch.dtype, usual: Sequence[float]) -> float:
-    """Return the largest relative error that rounding explains, given the `usual` errors of this model."""
+    """Return the largest relative error that rounding can cause, given errors that are `usual` for this model."""
     few = 8 * median(usual)
     return min(1e-3, 1e-4 + few) if dtype.itemsize >= 4 else min(0.5, 0.02 + few)

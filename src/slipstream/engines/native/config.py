@@ -1,4 +1,4 @@
-"""Facts about a model that its config files contain: nothing here loads weights."""
+"""Read facts about a model from its config files, without loading weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-"""Fields of config.json that must be positive, where they hold one integer."""
+"""Fields of config.json that must be positive if their value is an integer."""
 PASSES_APART, ENOUGH = 0.05, 8
-"""Minimum seconds between two passes of a scorer, unless more than token_budget / ENOUGH tokens wait."""
+"""A scorer waits PASSES_APART seconds between two passes, unless more than token_budget / ENOUGH tokens wait."""
 GATHERED = 8
-"""A native sampler fills its free slots when at least 1 / GATHERED of all slots are free."""
+"""A native sampler admits new requests only when at least 1 / GATHERED of all slots are free."""
 
 
 def by_length(kind: Any) -> bool:
-    """Return True if this rope type, or one of those per kind of layer, selects its factors by sequence length."""
+    """Return True if this rope type selects its factors by sequence length; a dict has one type per kind of layer."""
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return any(each in str(one) for one in kinds for each in KINDS)
 
@@ -42,7 +42,7 @@ def check_there(name: str) -> None:
 
 
 def load_config(name: str) -> Any:
-    """Return a model's config, checked; each caller gets its own copy, and the file is read once."""
+    """Return a copy of a model's config, with its sizes checked; an unchanged file is read only once."""
     path = model_path(name)
     check_there(name)
     file = Path(path, "config.json").absolute()
@@ -68,7 +68,7 @@ def _config(path: str, file: Path, written: int) -> Any:
 
 
 def generation_of(name: str) -> Any:
-    """Return a model's generation config, made from the model config if no generation config exists."""
+    """Return a model's generation config; if the model has no such file, derive it from the model config."""
     from transformers import GenerationConfig
 
     try:
@@ -93,7 +93,7 @@ def width_of(model: str) -> int:
 
 
 def position_note(config: Any, longest: int) -> str | None:
-    """Return a note on length-dependent positions for the user, or None if positions do not depend on the length."""
+    """Return a note for the user if rope factors depend on the sequence length, else None."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     each = [rope, *(part for part in rope.values() if isinstance(part, dict))]

@@ -1,6 +1,6 @@
-"""Check the files of a model: all weights exist, have the shapes of the config, and hold finite numbers.
+"""Check the weight files of a model: every weight exists, fits the config, and contains only finite numbers.
 
-Names and shapes come from file headers. Values are read in parts, so a model that exceeds the memory can be checked.
+Names and shapes come from file headers. Values are read in parts, so a model larger than the memory can be checked.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from slipstream.models.resolve import file_of, model_path
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Weight files in the order in which transformers looks for them."""
 STRETCH = 1 << 26
-"""Bytes of a tensor that are read at a time; at least one row is read."""
+"""Maximum bytes of a tensor that are read at once; a single row may be larger."""
 Shape = tuple[int, ...]
 
 
 def weights_of(name: str) -> list[Path]:
-    """Return a model's weight files; an empty list for a hub model that is not downloaded yet."""
+    """Return the paths of a model's weight files; empty for a hub model that is not downloaded yet."""
     for file in WEIGHTS:
         if (found := file_of(name, file)) is None:
             continue
@@ -53,7 +53,7 @@ def here(name: str) -> bool:
 
 
 def check_complete(name: str) -> None:
-    """Raise a ModelError unless the files hold every weight of the config, with the right number of elements."""
+    """Raise a ModelError if a weight is missing or has a wrong size; skip hub models that are not downloaded yet."""
     shapes = {key: shape for file in weights_of(name) for key, shape in shapes_in(name, file).items()}
     if not shapes:
         return
@@ -74,13 +74,13 @@ def missing(name: str, absent: list[str]) -> str:
 
 
 def tied(model: PreTrainedModel) -> set[str]:
-    """Return the names of tied weights: a file may leave out either name of a pair."""
+    """Return all names of tied (shared) weights: a file needs only one name of each pair."""
     pairs: Mapping[str, str] = model.all_tied_weights_keys
     return {*pairs.keys(), *pairs.values()} if pairs else set()
 
 
 def empty_model(name: str) -> PreTrainedModel:
-    """Build the model on the meta device: no weight is loaded."""
+    """Build the model on torch's meta device, which has shapes but no values."""
     config = load_config(name)
     if config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
@@ -105,7 +105,7 @@ def shapes_in(name: str, file: Path) -> dict[str, Shape]:
 
 
 def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a pickled file, memory-mapped."""
+    """Yield names and memory-mapped tensors of a pickled weight file."""
     try:
         held: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # unpickling a damaged file can raise any exception
@@ -114,8 +114,8 @@ def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_through(name: str) -> int:
-    """Read all weights, and return the number of values; a ModelError if some are not finite."""
-    own = [Path(name, ADAPTER)] if is_adapter(name) else []  # in addition to the weights of its base
+    """Read all weights and return the number of values; raise a ModelError if a value is not finite."""
+    own = [Path(name, ADAPTER)] if is_adapter(name) else []  # an adapter: check its weights and its base
     return check_numbers(name, (part for file in (*weights_of(name), *own) for part in read_chunks(name, file)))
 
 
@@ -135,7 +135,7 @@ def read_chunks(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_numbers(name: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Return the number of values in these tensors; raise a ModelError if some are not finite."""
+    """Return the number of values in these tensors; raise a ModelError if a value is not finite."""
     count, damaged = 0, set[str]()
     for key, tensor in tensors:
         count += tensor.numel()

@@ -1,8 +1,8 @@
-"""The head of a causal LM: a linear layer on the last hidden state, with the scales and caps that the model adds.
+"""Find the head of a causal LM: the linear layer that computes logits, and the scales and cap around this layer.
 
 Some models scale or soft-cap their logits (Cohere, Granite, Gemma), or scale the hidden state (MiniCPM). These factors
 are measured: known numbers replace the output of the linear layer, and the logits show how the model changes them. A
-model that does more than scale and cap is refused.
+model that changes its logits in any other way is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.logprobs.tiles import Bend
 
 LADDER = (0.0, 2**-10, 2**-5, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 2.0**15)
-"""Test values for the output of the linear layer, from far below to far above any cap; used with both signs."""
+"""Numbers that replace the output of the linear layer, from far below to far above any cap; used with both signs."""
 
 
 @torch.no_grad()
@@ -46,12 +46,12 @@ def find_head(name: str, model: PreTrainedModel, backbone: nn.Module) -> Head:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest relative difference that rounding explains between two orders of computation."""
+    """Return the largest relative difference that rounding can cause between two ways to compute the same values."""
     return 1e-4 if dtype.itemsize >= 4 else 0.05
 
 
 def _scale_before(name: str, kind: str, model: PreTrainedModel, layer: nn.Linear, ids: Tensor, hidden: Tensor) -> float:
-    """Return the factor by which the model scales the hidden state before its head."""
+    """Return the factor by which the model scales the hidden state before its head; 1.0 if unscaled."""
     seen: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     try:

@@ -1,7 +1,7 @@
-"""Low-rank adapters (peft) at linear layers of a model: only adapters are trained, published and stored in checkpoints.
+"""Low-rank adapters (peft) at linear layers of a model: only their weights are trained and sent to the sampler.
 
-Learner and sampler both run the base with its adapters, so that the fingerprint covers the weights that really run. An
-exported model has the adapters merged.
+Learner and sampler both run the base with separate adapters, so the fingerprint (checksum of weights) covers exactly
+the weights in use. A saved model has the adapters merged; the adapters are also saved separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.models.adapters import adapter_of
 
 
 def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> LanguageModel:
-    """Add an adapter to every target layer and freeze all else; if `lm.name` is an adapter, start from its weights."""
+    """Add an adapter to each target layer and freeze the base; if `lm.name` is an adapter, start from its weights."""
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -44,7 +44,7 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
 
 @torch.no_grad()
 def _layers(lm: LanguageModel) -> list[str]:
-    """Return linear layers whose module is called: Mamba, for example, uses some weights directly."""
+    """Return names of linear layers whose module is called, without the head; Mamba uses some weights directly."""
     named = linear_layers(lm.model)
     called: set[nn.Module] = set()
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in named.values()]
@@ -57,7 +57,7 @@ def _layers(lm: LanguageModel) -> list[str]:
 
 
 def merged(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the state dict with each adapter added to its base weight; unchanged for a model without adapters."""
+    """Return a copy of a state dict in which each adapter is merged into its base weight."""
     scales = {name: module.scaling["default"] for name, module in model.named_modules() if hasattr(module, "lora_A")}
     found: dict[str, Any] = {name: value for name, value in state.items() if ".lora_" not in name}
     for layer, scale in scales.items():

@@ -30,14 +30,14 @@ hf_logging.disable_progress_bar()  # Slipstream shows its own progress display w
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """Model with `hidden = backbone(ids)` and `logits = head(hidden)`; `split` has checked these equations."""
+    """A causal LM split so that `logits = head(backbone(ids).last_hidden_state)`, which `split` has checked."""
 
     name: str
     model: PreTrainedModel
     backbone: nn.Module
     head: Head
     longest: int
-    """Largest sequence length that the model may be given, in tokens."""
+    """Maximum sequence length of this model in the run, in tokens."""
 
     @property
     def vocab_size(self) -> int:
@@ -49,7 +49,7 @@ class LanguageModel:
 
 
 def pick_device(device: str, where: str = "runtime.device") -> torch.device:
-    """Return the torch device named `device`; `where` is the config key that an error message names."""
+    """Return the torch device for `device` ("auto": GPU if present); `where` is the config key for error messages."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cpu:"):
@@ -62,7 +62,7 @@ def pick_device(device: str, where: str = "runtime.device") -> torch.device:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Return True if some layers keep a state and no past keys: linear attention, state spaces or convolutions."""
+    """Return True if some layers have a recurrent state: linear attention, state spaces or convolutions."""
     return any(getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers)
 
 
@@ -75,7 +75,7 @@ def has_windows(config: Any) -> bool:
 def load_model(
     name: str, *, dtype: str, device: str = "auto", longest: int | None = None, base: bool = False
 ) -> LanguageModel:
-    """Load a causal LM, with its adapter merged unless `base`; `longest` selects among sets of position factors."""
+    """Load and check a causal LM; merge its adapter unless `base`. `longest`: maximum sequence length of the run."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             model_path(name), dtype=getattr(torch, dtype), attn_implementation=REFERENCE, output_loading_info=True
@@ -91,11 +91,11 @@ def load_model(
 
 
 REFERENCE = "eager"
-"""Attention implementation that every model has and that is complete. All others are compared with it."""
+"""Attention implementation that every model supports completely. All other implementations are compared with it."""
 
 
 def split(name: str, model: PreTrainedModel, *, longest: int | None = None) -> LanguageModel:
-    """Split a model into backbone and head, check that nothing else computes its logits, and fix its positions."""
+    """Split a model into backbone and head, check that they give its logits, and fix its rope factors for `longest`."""
     longest = min(longest or 1 << 30, context_length(model.config))
     pin(model, longest)
     if model.dtype == torch.float64:  # the fast kernels for experts do not support float64
@@ -108,7 +108,7 @@ def split(name: str, model: PreTrainedModel, *, longest: int | None = None) -> L
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """Convert half-precision tensors to float32 within the context, if memory suffices: rounding could hide errors."""
+    """Convert half-precision weights to float32 in this context, if memory suffices: rounding could hide errors."""
     halves = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.itemsize < 4]
     held = [(tensor, tensor.dtype) for tensor in halves] if _fits_in_memory(halves) else []
     for tensor, _ in held:

@@ -1,15 +1,15 @@
-"""Plan which samples are computed together, in integers and without tensors.
+"""Plan which samples are computed in one forward pass; works on lengths only, without tensors.
 
-A micro-batch is a few rows of similar length. A row is a sequence of items. An item is a prompt with responses to it:
-one, or with shared prompts as many of its group as fit, so that the prompt is computed once. Items never see each other
-(rows.py), so every plan gives the same results. This file searches for a cheap one.
+A micro-batch is a few rows of similar length. A row is a sequence of items. An item is a prompt and one response. With
+shared prompts an item has as many responses of the group as fit, and the prompt is computed once. Attention never
+crosses items (rows.py), so every plan gives the same results. This file searches for a cheap plan.
 
 Rows are filled best-fit-decreasing, up to the length of the longest item or twice that. Longer rows are filled better;
-shorter rows compute less attention that is masked away. The model's width decides which is cheaper. Rows are assigned
-to micro-batches by cost, because the cost of a long row is mostly attention.
+shorter rows compute less masked attention. The model's width decides which rows are cheaper. Rows are assigned to
+micro-batches by cost and not by length, because a long row costs mostly attention.
 
-A model that cannot keep items apart gets one sample per row, padded on the right. With causal attention no real token
-sees a pad, and no mask is needed.
+A model that cannot separate items gets one sample per row, padded on the right. Because attention is causal, no real
+token sees a pad, and no mask is needed.
 
 Shapes: B rows, L positions.
 """
@@ -28,14 +28,14 @@ from slipstream.records import Rollout
 
 Array = NDArray[Any]
 MOST_PADDED = 1.25
-"""Largest ratio of computed tokens to real tokens in a micro-batch of several unpacked samples."""
+"""Maximum ratio of computed tokens (with padding) to real tokens in a micro-batch of several unpacked samples."""
 ROW_LENGTHS = (1, 2)
 """Candidate row lengths, as multiples of the longest item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Lengths of a prompt and of responses to it; `members` are the indices of their samples."""
+    """Lengths of a prompt and of responses to this prompt; `members` are the sample indices of the responses."""
 
     prompt: int
     responses: tuple[int, ...]
@@ -47,7 +47,7 @@ class Item:
 
     @property
     def apart(self) -> int:
-        """Tokens if each sample had its own copy of the prompt."""
+        """Number of tokens if every response had its own copy of the prompt."""
         return len(self.responses) * self.prompt + sum(self.responses)
 
 
@@ -60,17 +60,17 @@ class MicroBatch:
 
     @property
     def members(self) -> list[int]:
-        """Indices of the samples, in the order of their predictions."""
+        """Indices of the samples, in the order of `Rows.hidden`: row by row, item by item."""
         return [member for row in self.rows for item in row for member in item.members]
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row, to which the others are padded."""
+        """Number of tokens of the longest row; shorter rows are padded to this length."""
         return max(map(_tokens, self.rows), default=0)
 
     @property
     def computed(self) -> int:
-        """Tokens that the model computes, padding included."""
+        """Number of tokens that the model computes, padding included."""
         return len(self.rows) * self.length
 
     @property
@@ -89,8 +89,8 @@ def pack(
 ) -> list[MicroBatch]:
     """Return at least `parts` micro-batches of similar cost, each with at most `budget` tokens, padding included.
 
-    A sample longer than the budget becomes a micro-batch of its own. If rows are fewer than parts, some micro-batches
-    are empty. The relative cost of attention depends on `hidden`, the model's width.
+    A sample longer than the budget becomes a micro-batch of its own. If there are fewer rows than `parts`, some
+    micro-batches are empty. The relative cost of attention depends on `hidden`, the model's width.
     """
     if packing:
         items = shared(rollouts, budget) if shared_prompt else [_single(rollouts, i) for i in range(len(rollouts))]
@@ -110,7 +110,7 @@ def _tokens(row: Iterable[Item]) -> int:
 
 
 def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
-    """Return one item per prompt, or several if its responses exceed the budget; prompts are compared by tokens."""
+    """Return one item per prompt with all its responses, or several items if one would exceed the budget."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for i, rollout in enumerate(rollouts):
         groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes()), []).append(i)
@@ -124,7 +124,7 @@ def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
 
 
 def fill(items: Sequence[Item], budget: int, hidden: int, parts: int = 1) -> list[tuple[Item, ...]]:
-    """Return rows of items, of the cheapest candidate length; aim at no fewer rows than `parts`."""
+    """Return rows of items; the row length is the cheapest candidate and short enough for about `parts` rows."""
     sizes = [item.tokens for item in items]
     longest, most = max(sizes, default=0), -(-sum(sizes) // parts)
     lengths = [min(budget, max(longest, min(times * longest, most))) for times in ROW_LENGTHS]
@@ -134,7 +134,7 @@ def fill(items: Sequence[Item], budget: int, hidden: int, parts: int = 1) -> lis
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of indices: each size, largest first, goes to the fullest bin with room for it, else to a new bin."""
+    """Return bins of indices: each size, largest first, goes to the fullest bin with enough room, or to a new bin."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -150,12 +150,12 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def cost(tokens: int, hidden: int) -> float:
-    """Return the cost of a row; the unit is a token without attention, which adds the share tokens / 6·hidden."""
+    """Return the relative cost of a row: each token costs 1, and its attention costs tokens / (6 · hidden) more."""
     return tokens * (1 + tokens / (6 * hidden))
 
 
 def spread(rows: Sequence[tuple[Item, ...]], budget: int, hidden: int, parts: int = 1) -> list[MicroBatch]:
-    """Return as few micro-batches as the budget allows; each row, longest first, goes to the cheapest one so far."""
+    """Return at least `parts` micro-batches; each row, longest first, goes to the cheapest micro-batch with room."""
     ordered = sorted(rows, key=_tokens, reverse=True)
     for number in count(max(parts, -(-sum(map(_tokens, rows)) // budget))):
         batches: list[list[tuple[Item, ...]]] = [[] for _ in range(number)]
@@ -174,7 +174,7 @@ def spread(rows: Sequence[tuple[Item, ...]], budget: int, hidden: int, parts: in
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Yield indices of samples, longest first, in batches of at most `budget` padded tokens and MOST_PADDED padding."""
+    """Yield batches of sample indices, longest first, limited to `budget` padded tokens and the ratio MOST_PADDED."""
     batch: list[int] = []
     longest = tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

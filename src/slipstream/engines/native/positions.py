@@ -1,8 +1,8 @@
-"""Make rotary positions independent of the other sequences in a pass.
+"""Make rotary embeddings of a sequence independent of the other sequences in a pass.
 
-Two rope types select their factors by the longest position of the whole pass: longrope (Phi-3, Phi-3.5, Phi-4-mini) and
-dynamic NTK. A short sequence would change with its neighbours, and a cached key would not match later queries. Here the
-longest sequence of the run selects the factors: its last position is appended to every pass.
+Two rope types select their factors by the largest position of the whole pass: longrope (Phi-3, Phi-3.5, Phi-4-mini) and
+dynamic NTK. Results of a short sequence would depend on its neighbours, and cached keys would not match later queries.
+Here every pass uses the factors for the longest sequence of the run: its last position is appended to the positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.engines.native.config import by_length
 
 
 def pin(model: nn.Module, longest: int) -> None:
-    """Make the model always use the factors for sequences of `longest` tokens."""
+    """Make the model always use the rope factors for sequences of `longest` tokens."""
     for module in model.modules():
         if by_length(getattr(module, "rope_type", None)):
             module.forward = _shown(type(module).forward.__get__(module), longest - 1)

@@ -1,7 +1,7 @@
-"""Ranks: the processes that share one learner, their rendezvous, and the sharding of its weights.
+"""Ranks: the processes that train one model together, their rendezvous, and the sharding of the weights.
 
-Every rank holds a slice of every weight, gradient and optimizer state (FSDP2). A layer is gathered only while it
-computes. Losses are already divided by the counts of the whole step, so gradients are summed, not averaged.
+Every rank stores a slice of every weight, gradient and optimizer state (FSDP2). A layer's weights are gathered only
+while the layer computes. Gradients are summed over ranks, not averaged: losses are divided by counts of the whole step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.engines.weights import whole
 
 T = TypeVar("T")
 Meeting = tuple[str, int]
-"""Host and port of a store that all ranks can reach."""
+"""Host and port of the TCP store through which the ranks connect."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -33,7 +33,7 @@ class Ranks:
         self.index, self.size, self.mesh = index, size, mesh
 
     def gathered(self, mine: T) -> list[T]:
-        """Return the values of all ranks, in rank order."""
+        """Return every rank's value of `mine`, in rank order; all ranks must call this."""
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -41,18 +41,18 @@ class Ranks:
         return found
 
     def shard(self, root: nn.Module, layers: list[nn.Module]) -> None:
-        """Shard the weights over the ranks; a layer's weights are gathered together, the rest with the root."""
+        """Shard the weights over the ranks; each layer is gathered as a unit, and all other weights with `root`."""
         if self.size == 1:
             return
         for module in (*reversed(layers), root):  # inner modules first
-            # also the root: else its weights would stay gathered after a pass without gradient, and become stale
+            # reshard also the root: else its weights stay gathered after a pass without gradient and become stale
             fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
     def on_first(self, state: dict[Any, Any]) -> dict[Any, Any]:
-        """Gather a state dict on the CPU of the first rank; all ranks must call this, and the others get no tensors."""
+        """Gather a state dict on the first rank's CPU; other ranks must also call this and get None for each tensor."""
         found: dict[int, Tensor | None] = {}
 
         def collected(value: Any) -> Any:
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def open_store(host: str) -> tuple[Any, Meeting]:
-    """Open the store where ranks meet, at a free port of `host` only: torch by itself would listen on all addresses."""
+    """Open the TCP store for the ranks at a free port of `host` only: torch by default listens on all addresses."""
     listening = socket.create_server((host, 0))
     port = int(listening.getsockname()[1])
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -77,7 +77,7 @@ def open_store(host: str) -> tuple[Any, Meeting]:
 
 
 def join(meeting: Meeting, index: int, size: int, *, device: torch.device, patience: float) -> Ranks:
-    """Join the ranks at `meeting`; `patience` is the timeout in seconds of every wait for another rank."""
+    """Connect this rank to the others through `meeting`; `patience` is the timeout for each wait, in seconds."""
     host, port = meeting
     if host == LOOPBACK:
         for library in ("GLOO", "NCCL"):  # received data is unpickled: other machines must not connect
@@ -90,20 +90,20 @@ def join(meeting: Meeting, index: int, size: int, *, device: torch.device, patie
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that the model marks as indivisible: its decoder layers."""
+    """Return the decoder layers: the modules that the model lists in `_no_split_modules`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def slice_of(tensor: Tensor, own: Tensor) -> Tensor:
-    """Return this rank's shard of a whole tensor, laid out like `own`, without communication."""
+    """Shard a whole tensor like `own`, without communication; return it unchanged if `own` is not sharded."""
     if not isinstance(own, DTensor):
         return tensor
     return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def part_of(tensor: Tensor, own: Tensor) -> Tensor:
-    """Wrap this rank's local shard as a DTensor laid out like `own`, so that it can be gathered."""
+    """Return this rank's shard as a DTensor like `own`, which can be gathered; unchanged if `own` is not sharded."""
     if not isinstance(own, DTensor):
         return tensor
     here = tensor.to(own.device)

@@ -1,15 +1,15 @@
-"""Packed rows on the device, and the attention that keeps their items apart.
+"""Packed rows as tensors on the device, and the attention that separates the items (prompt and responses) of a row.
 
-Every token has a tree (its item), a branch (0: the prompt, 1 … G: a response) and a position; each response counts its
-positions from the end of the prompt. In its tree, a query sees the keys of the prompt and of its own branch that are
-not later and within the window. So each response is computed as if it were alone with its prompt, and the prompt once.
-A pad is a tree of its own and sees itself, so that no value is NaN.
+Every token has a tree (the number of its item), a branch (0: the prompt, 1 … G: a response) and a position. Positions
+of each response continue from the end of the prompt. A query sees only keys of the prompt and its own branch in its
+tree; later keys and keys outside the window are hidden. So each response is computed as if it were alone with its
+prompt, and the prompt is computed once. A pad is a tree of its own and sees itself, so that no value is NaN.
 
-On the CPU, queries are computed in blocks, each with only those keys that some of its queries see. On CUDA,
-FlexAttention does the same from the same three index tensors.
+On the CPU, queries are computed in blocks, each with only the keys that its queries see. On CUDA, FlexAttention
+computes the same from tree, branch and position.
 
 Shapes: R rows, L positions; Q queries of a block, K keys of a block; H heads, J key/value heads, D head size; N trained
-tokens: hidden states are returned only where one of these is predicted.
+tokens: hidden states are returned only at positions that predict a trained token.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ BLOCK = 128
 
 
 class Block(NamedTuple):
-    """Queries `start` … `stop` of every row, the keys they need, and an additive mask: −inf at hidden keys."""
+    """Queries `start` … `stop` of every row, the keys that these queries need, and an additive mask (−inf: hidden)."""
 
     start: int
     stop: int
     keys: Tensor | None
-    """Indices of the keys in the flattened rows, [R·K]; None: all keys up to `stop`."""
+    """Indices [R·K] of the needed keys in the flattened rows; None: all keys before `stop`."""
     mask_R1QK: Tensor
 
 
@@ -76,7 +76,7 @@ class Rows:
         self.block_masks: dict[Reach, BlockMask] = {}
 
     def hidden(self, backbone: nn.Module) -> Tensor:
-        """Return the hidden states that predict the trained tokens, sample after sample in the order of `members`."""
+        """Return the hidden states that predict trained tokens [N, …], in the sample order of `MicroBatch.members`."""
         assert not self.packed or _attention(backbone) == NAME, "packed rows need a model that use_rows has prepared"
         # not every model accepts positions; rows of one sequence do not need them
         options: dict[str, Any] = {"position_ids": self.position_RL} if self.packed else {}
@@ -87,11 +87,11 @@ class Rows:
 
     @property
     def reaches(self) -> set[Reach]:
-        """Reaches that layers have used."""
+        """Set of all reaches (window or chunk limits) that the layers have used."""
         return {*self.block_masks, *(reach for reach, _ in self.blocks)}
 
     def sees(self, reach: Reach) -> Callable[..., Tensor]:
-        """Return a mask function in the form that FlexAttention compiles: True where a query sees a key."""
+        """Return a mask function for FlexAttention, which returns True if a query sees a key."""
         tree_RL, branch_RL, position_RL = self.tree_RL, self.branch_RL, self.position_RL
 
         def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Rows:
         return seen
 
     def blocked(self, reach: Reach, dtype: torch.dtype) -> list[Block]:
-        """Return the blocks of a reach, cached for all its layers; masks are additive: boolean ones are slower."""
+        """Return the cached blocks for all layers of this reach; masks are additive, since boolean ones are slower."""
         if (reach, dtype) not in self.blocks:
             length = self.ids_RL.shape[1]
             starts = range(0, length, BLOCK)
@@ -147,19 +147,19 @@ def _branches(item: Item) -> tuple[Ints, Ints]:
 
 
 def _predictors(item: Item) -> Ints:
-    """Return the positions that predict the responses' tokens; the prompt's last predicts each first token."""
+    """Return, for each response token, the index in the item that predicts it: for first tokens, the prompt's last."""
     before = np.arange(item.prompt, item.tokens) - 1
     before[np.cumsum([0, *item.responses[:-1]])] = item.prompt - 1
     return before
 
 
 def by_sample(x_N: Tensor, rollouts: Sequence[Rollout]) -> tuple[Tensor, ...]:
-    """Split values of trained tokens into one tensor per sample."""
+    """Split values at the trained tokens of all samples into one tensor per sample."""
     return torch.split(x_N, [rollout.trained_tokens for rollout in rollouts])
 
 
 def over_tokens(x_N: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Return values of trained tokens as [T, …] per sample, over all its tokens; 0 at masked tokens."""
+    """Return one tensor [T, …] per sample: its values at trained tokens, and 0 at all other response tokens."""
     masks = [torch.from_numpy(rollout.loss_mask).to(x_N.device) for rollout in rollouts]
     parts = by_sample(x_N, rollouts)
     return [
@@ -176,7 +176,7 @@ def _attention(backbone: nn.Module) -> Any:
 
 
 CURRENT: ContextVar[Rows] = ContextVar("rows")
-"""Rows of the pass in this thread: some models do not pass additional arguments to their attention."""
+"""Rows of the current pass; a context variable, because some models pass no extra arguments to their attention."""
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def reading(rows: Rows) -> Iterator[None]:
 
 
 def reread() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of activation checkpointing: the backward pass recomputes with the same rows."""
+    """Return the forward and recompute contexts of activation checkpointing; the recomputation uses the same rows."""
     return nullcontext(), reading(CURRENT.get())
 
 
@@ -249,7 +249,7 @@ def by_flex(
     out_RHLD: Tensor
     if sinks_H is None:
         out_RHLD = flex(query_RHLD, key_RJLD, value_RJLD, **options)
-    else:  # a sink is a key without a value: it only takes a share of the softmax
+    else:  # a sink is a key without a value: it only reduces the other softmax weights
         out_RHLD, aux = flex(query_RHLD, key_RJLD, value_RJLD, **options, return_aux=AuxRequest(lse=True))
         kept_RHL = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[None, :, None])
         out_RHLD = out_RHLD * kept_RHL[..., None].to(out_RHLD.dtype)
@@ -274,10 +274,10 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block
 
 
 def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.packing") -> None:
-    """Give the model an attention that handles rows; raise a ModelError if none matches a plain pass.
+    """Select an attention for rows; raise a ModelError if no candidate gives the results of single sequences.
 
-    Packed rows need the attention of this file. For rows of one sequence it is tried first, because it is complete and
-    needs no L×L matrix; the model's own follow. `field` is the config key that the error message says to turn off.
+    Packed rows need the attention of this file. Unpacked rows try this attention first, because it needs no L×L matrix,
+    and then those of the model. `field` is the config key that the error message suggests to set to false.
     """
     training = lm.model.training
     lm.model.eval()  # dropout would make any two passes differ
@@ -299,7 +299,7 @@ def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.pa
 
 @torch.no_grad()
 def _failure(lm: LanguageModel, name: str, packed: bool) -> str | None:
-    """Return why rows differ from single sequences under the reference attention, or None if they agree."""
+    """Return an error text if rows with attention `name` differ from single sequences with REFERENCE, else None."""
     if packed and is_recurrent(lm.model.config):
         return "its recurrent layers would carry one sequence into the next"
     rollouts, together, apart = _samples(lm.vocab_size, packed)
@@ -325,19 +325,19 @@ def _failure(lm: LanguageModel, name: str, packed: bool) -> str | None:
 
 
 def probe(lm: LanguageModel, packed: bool) -> list[Tensor]:
-    """Return the hidden states of a few samples in rows, with the model in its current mode."""
+    """Return the hidden states of each test sample, computed in rows with the model in its current mode."""
     rollouts, together, _ = _samples(lm.vocab_size, packed)
     hidden_NH = Rows(rollouts, together, lm.device).hidden(lm.backbone)
     return list(torch.split(hidden_NH, [len(rollouts[i].tokens) for i in together.members]))
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the largest median error of a sequence; in half precision, single tokens may go to other experts."""
+    """Return the largest of the sequences' median errors; a median ignores single tokens sent to other experts."""
     return max(median(errors(f_TH, e_TH)) for f_TH, e_TH in zip(found, expected, strict=True))
 
 
 def _samples(vocabulary: int, packed: bool) -> tuple[list[Rollout], MicroBatch, list[MicroBatch]]:
-    """Return four samples, a micro-batch of all (if packed, the last two share a prompt), and one for each sample."""
+    """Return four test samples, one micro-batch of all samples (if packed, two share a prompt), and one per sample."""
     rollouts = []
     for number, index, prompt, response in [(0, 0, 5, 6), (1, 0, 3, 9), (2, 0, 4, 8), (2, 1, 4, 5)]:
         ids = (np.arange(prompt + response) * (5 + 2 * index) + 3 * number + 1) % vocabulary

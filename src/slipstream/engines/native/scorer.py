@@ -1,8 +1,8 @@
-"""A teacher on any Hugging Face causal LM: one forward pass, then the head where the cache needs it.
+"""Score responses with a teacher that is any Hugging Face causal LM; `cache` selects the values that are stored.
 
-Calls that arrive during a pass are scored together in the next one; published weights are loaded between two passes.
+Calls that arrive during a pass are scored together in the next pass. New weights are loaded between two passes.
 
-Shapes: N trained tokens, C rows of a chunk, M cached actions, K top-k, D hidden, V vocabulary.
+Shapes: N trained tokens, C trained tokens of a chunk, M scored ids per token, K top-k, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slipstream.protocols import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded
 
 GATHER_SECONDS = 0.002
-"""Seconds to wait for further calls that were made at the same time."""
+"""Minimum seconds to wait for further calls before a pass, unless enough tokens wait already."""
 Work = Callable[[Sequence[Handle]], list[Handle]]
 
 
@@ -47,7 +47,7 @@ class Waiting(NamedTuple):
 
 
 class Then(NamedTuple):
-    """Hidden states (on the host) and head that reproduce the scores of an earlier version."""
+    """Hidden states (in host memory) and head that reproduce the scores of an earlier version of the teacher."""
 
     hidden_ND: Tensor
     head: Head
@@ -69,16 +69,16 @@ class NativeScorer(Probed):
         keep: int = 0,
         threads: int = 1,
     ) -> None:
-        """Prepare a teacher; `keep` published versions are kept, from which `relabel` recomputes earlier scores.
+        """Prepare a teacher; the last `keep` published versions are stored, so that `relabel` can recompute old scores.
 
-        `vocabulary` is the student's. If the teacher's vocabulary is padded to more ids, larger ids are never sent.
+        `vocabulary` is the student's vocabulary size; larger ids of the teacher never occur in its top-k.
         """
         self.vocabulary = vocabulary or lm.vocab_size
         if cache == "teacher_topk" and k > self.vocabulary:
             raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
         self.version = 0
-        """Version of the weights; 0 if none were published."""
+        """Version of the weights; 0: the initial weights."""
         self.keep, self.kept = keep, dict[int, WeightsRef]()
         self.context = context or SamePrompt()
         self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
@@ -87,9 +87,9 @@ class NativeScorer(Probed):
         self.waiting: list[Waiting] = []
         self.driver: asyncio.Task[None] | None = None
         self.ended = 0.0
-        """Time at which the last pass ended."""
+        """Event-loop time at which the last pass ended."""
         self.enough = asyncio.Event()
-        """Set when waiting for more calls would not make the pass more efficient."""
+        """Event that ends the wait for more calls: enough tokens wait for an efficient pass."""
 
     async def score(self, group: Group) -> list[Handle]:
         return await self._call(group, self._score)
@@ -128,7 +128,7 @@ class NativeScorer(Probed):
             self.ended = asyncio.get_running_loop().time()
 
     async def _pass(self, calls: Sequence[Waiting]) -> None:
-        """Score calls together; if that fails, score each alone, so that each caller gets only its own error."""
+        """Score these calls in one pass; if it fails, score each call alone, so that each caller gets its own error."""
         handles = [handle for call in calls for handle in call.group]
         try:
             found = await asyncio.get_running_loop().run_in_executor(self.thread, calls[0].work, handles)
@@ -145,7 +145,7 @@ class NativeScorer(Probed):
             found = found[len(call.group) :]
 
     async def _gather(self) -> None:
-        """Wait for further calls, because a small pass costs hardly less than a larger one."""
+        """Wait a short time for further calls, because a small pass costs almost as much as a larger one."""
         now = asyncio.get_running_loop().time()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, self.ended + PASSES_APART - now))
@@ -165,7 +165,7 @@ class NativeScorer(Probed):
 
     @contextlib.contextmanager
     def _under(self, version: int) -> Iterator[None]:
-        """Use the weights of a kept version within the context."""
+        """Give the model the weights of a stored version within this context."""
         if version != self.version:
             load_weights(self.lm.model, self.kept[version])
         try:
@@ -202,7 +202,7 @@ class NativeScorer(Probed):
         return scored(handle, teacher=self.name, version=self.version, seen=tokens, **answer)
 
     def _contexts(self, handles: Sequence[Handle]) -> tuple[dict[int, Ints], dict[int, Handle]]:
-        """Return the context before each response, by index, and failed handles where no context exists."""
+        """Return the teacher's context (prompt tokens) by handle index, and failed handles for the others."""
         seen, failures = dict[int, Ints](), dict[int, Handle]()
         for i, handle in enumerate(handles):
             try:
@@ -212,7 +212,7 @@ class NativeScorer(Probed):
         return seen, failures
 
     def _earlier(self, scores: Mapping[int, Scored]) -> dict[int, Then]:
-        """Return the head and the hidden states behind each earlier score whose teacher weights are still kept."""
+        """Recompute hidden states and head of earlier scores, by index; skip scores whose weights are not stored."""
         found = dict[int, Then]()
         for version in {each.teacher_version for each in scores.values()}:
             same_version = {i: old for i, old in scores.items() if old.teacher_version == version}
@@ -227,7 +227,7 @@ class NativeScorer(Probed):
         return found
 
     def _passes(self, rollouts: Mapping[int, Rollout], seen: Mapping[int, Ints]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield for each micro-batch the indices of its responses, and their hidden states after their contexts."""
+        """Yield, per micro-batch, the indices of its responses and the hidden states that predict trained tokens."""
         places = list(seen)
         rows = [with_prompt(rollouts[i], seen[i]) for i in places]
         if not rows:
@@ -238,7 +238,7 @@ class NativeScorer(Probed):
     def _answered(
         self, handles: Sequence[Handle], seen: Mapping[int, Ints], then: Mapping[int, Then]
     ) -> dict[int, dict[str, Any]]:
-        """Return the cached values of every response, with the KL to its earlier scores where these are known."""
+        """Return the values to cache for each response, by index; add the KL to its earlier scores if `then` has it."""
         rollouts, answers = {i: graded(handles[i]) for i in seen}, dict[int, dict[str, Any]]()
         for members, hidden_ND in self._passes(rollouts, seen):
             chosen = [rollouts[i] for i in members]
@@ -249,7 +249,7 @@ class NativeScorer(Probed):
         return answers
 
     def _kl_to_earlier(self, hidden_ND: Tensor, then: Then) -> Tensor:
-        """Return KL(now ‖ then) over the whole vocabulary at every position."""
+        """Return KL(current teacher ‖ earlier teacher) over the whole vocabulary at each trained token."""
         size = max(1, HELD // self.lm.vocab_size)
         parts = [
             dense(self._log_softmax(self.lm.head, now_CD), self._log_softmax(then.head, then_CD), kind="reverse")
@@ -262,7 +262,7 @@ class NativeScorer(Probed):
         return (logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self.temperature).log_softmax(-1)
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-        """Return the cached values for every sample of a micro-batch."""
+        """Return the values to cache for every sample of a micro-batch, as one dict per sample."""
         ids_NM = joined([self._scored_ids(rollout) for rollout in rollouts], hidden_ND.device, torch.int64)
         logp_NM = self._logp(hidden_ND, ids_NM)
         found = {"teacher_logp": logp_NM[:, 0]}
@@ -281,7 +281,7 @@ class NativeScorer(Probed):
         return [{name: part[i] for name, part in parts.items()} for i in range(len(rollouts))]
 
     def _scored_ids(self, rollout: Rollout) -> Ints:
-        """Return the ids to score at every trained position, the emitted one first."""
+        """Return the token ids [N, M] to score at each trained position; the first column is the emitted token."""
         if self.cache == "sampled":
             return rollout.actions
         emitted_N1 = rollout.tokens[rollout.loss_mask][:, None]
@@ -302,7 +302,7 @@ class NativeScorer(Probed):
             ids.append(best.indices.int())
             logps.append(best.values - logits_CV.logsumexp(-1, keepdim=True))
         ids_NK, logp_NK = torch.cat(ids), torch.cat(logps)
-        # use one value per token: the two computations may differ by rounding
+        # use the value in `logp_N` for the emitted token: two computations may differ by rounding
         return {
             "teacher_ids": ids_NK,
             "teacher_topk_logp": torch.where(ids_NK == tokens_N[:, None], logp_N[:, None], logp_NK),
@@ -310,13 +310,13 @@ class NativeScorer(Probed):
 
 
 def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:
-    """Return the same response after another prompt."""
+    """Return the rollout with its prompt tokens replaced by `tokens`."""
     same = tokens is rollout.prompt.tokens
     return rollout if same else replace(rollout, prompt=replace(rollout.prompt, tokens=tokens))
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Convert to numpy; bfloat16 becomes uint16 with the same bits."""
+    """Convert a tensor to numpy; bfloat16 becomes uint16 with the same bits."""
     tensor = tensor.cpu()
     array: np.ndarray[Any, Any] = (
         (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()

@@ -263,7 +263,7 @@ def _reason(error: Exception) -> str:
 
 
 def implied(config: Any) -> dict[str, Any]:
-    """Return config values that vLLM needs and transformers assumes if they are missing."""
+    """Return values missing in the config that vLLM needs and for which transformers has defaults."""
     return {name: value for name, value in IMPLIED.get(config.model_type, {}).items() if not hasattr(config, name)}
 
 
@@ -281,8 +281,8 @@ def is_cpu(device: str) -> bool:
 def for_a_cpu(settings: Settings, model: Any) -> dict[str, Any]:
     """Return arguments for a CPU: no compilation, no chunked prefill, and a KV cache for all slots.
 
-    vLLM cannot split the prompts of seeded requests. Prefix caching of recurrent states would need split prompts. Its
-    own rotary embedding reads out of bounds if positions have an axis for heads, so torch's is used.
+    vLLM cannot split the prompts of seeded requests. Prefix caching of recurrent states would need split prompts.
+    vLLM's rotary embedding reads out of bounds if positions have an axis for heads, so torch's is used.
     """
     context = int(model.max_model_len)
     if model.has_inner_state:
@@ -308,7 +308,7 @@ def on_the_cpu(threads: int) -> dict[str, str]:
 
 
 def unless_chosen(variables: Mapping[str, str]) -> dict[str, str]:
-    """Remove vLLM's variables that the user has set."""
+    """Return these variables, except variables of vLLM that the user has set."""
     own = {name for name in variables if name.startswith("VLLM_") and name in os.environ}
     return {name: value for name, value in variables.items() if name not in own}
 

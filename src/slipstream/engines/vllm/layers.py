@@ -44,13 +44,13 @@ def twin_of(name: str) -> PreTrainedModel:
 
 
 def as_saved(twin: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights under a checkpoint's names, one layer at a time, because splitting copies weights."""
+    """Yield weights under a checkpoint's names, one layer at a time, because splitting fused weights copies them."""
     for _, layer in groupby(weights, key=lambda pair: _layer(pair[0])):
         yield from revert_weight_conversion(twin, dict(layer)).items()
 
 
 def _layer(name: str) -> str:
-    """Return the name's prefix up to its layer number, as `model.layers.3`, or an empty string if it has none."""
+    """Return the name's prefix up to its layer number, such as `model.layers.3`; "" if the name has no number."""
     parts = name.split(".")
     number = next((at for at, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
@@ -101,7 +101,7 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def checksum_of(place: Home, loaded: Tensor) -> int:
-    """Return the CRC-32 of the loaded weight if this worker runs its part of it, else of what the worker runs."""
+    """Return the CRC-32 of `loaded` if this worker runs its part of that weight; if not, of the weight that it runs."""
     layer, running = place.layer, getattr(place.layer, place.attribute)
     expected = loaded.mT if place.turned else loaded
     if isinstance(layer, RoutedExperts):
@@ -123,7 +123,7 @@ def _part(layer: Any, loaded: Tensor) -> Tensor:
 
 
 def _unpacked(layer: Any, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sampled columns of a CPU's packed weight, recovered by unit vectors, and the expected columns."""
+    """Return columns of a CPU's packed weight, found by multiplying unit vectors, and the same expected columns."""
     size = expected.shape[1]
     columns = torch.linspace(0, size - 1, min(size, PROBED)).long()
     units_KK = torch.zeros(len(columns), size, dtype=expected.dtype)
@@ -133,7 +133,7 @@ def _unpacked(layer: Any, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _experts(layer: Any, loaded: Tensor, running: Tensor, *, inputs: bool) -> Tensor:
-    """Return this worker's part of the experts in its kernel's layout; CPUs pad the inner width and pack."""
+    """Return this worker's part of the experts in its kernel's layout; CPUs pad the inner width and pack it."""
     if layer.expert_map is not None:
         loaded = loaded[layer.expert_map[: len(loaded)].cpu() >= 0]
     size, rank = layer.moe_config.tp_size, layer.moe_config.tp_rank
@@ -148,5 +148,5 @@ def _experts(layer: Any, loaded: Tensor, running: Tensor, *, inputs: bool) -> Te
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Compare the bits of two tensors, so that NaN equals NaN."""
+    """Return true if two tensors have the same shape and the same bits; NaN thus equals NaN."""
     return one.shape == other.shape and bool((raw(one) == raw(other)).all())

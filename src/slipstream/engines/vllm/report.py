@@ -1,4 +1,4 @@
-"""Error output of vLLM's processes: all of it is kept in a file, and messages quote one line of it."""
+"""Error output of vLLM's processes: a file keeps the whole output, and error messages quote one line of the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ELSEWHERE = r"CalledProcessError|RuntimeError: Error raised in subprocess"
 CAUSE = re.compile(rf"^(?:\w+\.)*(?!{ELSEWHERE})(\w+(?:Error|Exception)\b.*|Worker proc .* died.*)$", re.MULTILINE)
-"""Last line of a traceback that does not forward another process's error, or the line of a process that died."""
+"""Pattern of a traceback's last line that does not repeat another process's error, or of a dead worker's line."""
 
 
 class Report:
@@ -28,7 +28,7 @@ class Report:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return variables that configure the logging of vLLM's processes, unless the user configures logging."""
+        """Return variables that configure the logging of vLLM's processes; empty if the user configures it."""
         return {} if "VLLM_CONFIGURE_LOGGING" in os.environ else {"VLLM_LOGGING_CONFIG_PATH": str(self.config)}
 
     @contextmanager

@@ -1,9 +1,9 @@
-"""Sampler by vLLM: token ids in and out, one request for every member of a group, new weights between two tokens.
+"""Sampler that uses vLLM: token ids in and out, one request for every member of a group, weights change between tokens.
 
 A publish pauses vLLM at a token boundary and clears its prefix cache. vLLM's weight transfer then loads the weights
 from a file in shared memory. vLLM labels every token with the version that sampled it. In keep mode running requests
-continue, and their prefixes are computed again with the new weights. In restart mode vLLM aborts them, and their
-groups, which wait here, send new requests.
+continue, and their prefixes are computed again with the new weights. In restart mode vLLM aborts the requests,
+and `_group` sends new requests.
 
 vLLM has one stream of random numbers per request. The continuation of a response is a new request, whose stream depends
 on seed, index and position. It is reproducible, but differs from the tokens of a single request. vLLM's prefix cache
@@ -50,13 +50,13 @@ EXTENSION = "slipstream.engines.vllm.worker.Extension"
 SHARED_MEMORY = Path("/dev/shm")
 ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
 AGAIN = 0.01
-"""Seconds after which an abort is repeated, for requests that had not reached vLLM yet."""
+"""Seconds after which an abort is repeated, because a request may not have reached vLLM before."""
 PAUSES: dict[Mode, str] = {"keep": "keep", "drain": "wait", "restart": "abort"}
 
 
 @dataclass(eq=False)
 class Open:
-    """Running group, with the results that have arrived."""
+    """Running group of responses to one prompt, and the results of its requests so far."""
 
     prompt: Prompt
     sampling: Sampling
@@ -97,7 +97,7 @@ class Open:
 
 class VllmSampler:
     def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1, best: int = 0) -> None:
-        """Start vLLM for at most `draws` draws, or for one draw and at most `best` best ids."""
+        """Start vLLM for at most `draws` draws per position, or for one draw and at most `best` most likely ids."""
         self.settings, self.draws, self.best, self.stop_ids = settings, draws, best, sorted(stop_ids)
         self.shapes = shapes_of(settings.model)
         self.checked = fingerprinted(self.shapes)
@@ -305,12 +305,12 @@ def raised_in(error: Exception) -> str:
 
 
 def shared_memory() -> Path | None:
-    """Return a directory in shared memory, or None (the default directory) if there is none."""
+    """Return the directory of shared memory, or None if the machine has none; None selects the default directory."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 
 
 def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights that a learner exports, tied ones once."""
+    """Return the shapes of all weights that a learner exports; tied weights occur once."""
     return {name: tuple(parameter.shape) for name, parameter in empty_model(model).named_parameters()}
 
 

@@ -1,7 +1,7 @@
-"""Scorer by a teacher in vLLM; one request asks for prompt log-probs of the token ids of prompt and response.
+"""Scorer that runs a teacher in vLLM; one request returns log-probs for the tokens of a prompt and a response.
 
-Every runner of vLLM returns log-probs of the emitted token and of the k best. Only the V2 runner on GPUs returns those
-of other tokens, which losses with several draws need.
+Every runner of vLLM returns log-probs of the emitted token and of the k best. Only the V2 runner on GPUs returns
+log-probs of any other tokens, which losses with several draws need.
 
 Shapes: T tokens, N trained tokens, M draws (tokens sampled at the same position), K top-k.
 """
@@ -32,7 +32,7 @@ class VllmScorer(Probed):
         vocabulary: int,
         context: Context | None = None,
     ) -> None:
-        """Score the `k` best tokens of the teacher, or for 0 the draws; `vocabulary` is the student's size."""
+        """Score the teacher's `k` best tokens, or the draws if `k` is 0; `vocabulary` is the student's size."""
         self.name, self.model, self.vocabulary = name, settings.model, vocabulary
         self.k, self.draws = k, draws
         self.context = context or SamePrompt()

@@ -5,8 +5,8 @@ vLLM imports this file before it loads the model, because `worker_extension_cls`
 **Weights** arrive by an additional backend of vLLM's weight transfer. Every worker maps a file in shared memory and
 loads its part by vLLM's loaders. They write into the existing tensors, so CUDA graphs stay valid.
 
-**Draws** are extra tokens sampled at the same position as the emitted token. They replace the top log-probs that vLLM
-returns; `logprobs = M − 1` requests them. They are sampled in the V1 runner's sampler, from its log-probs after
+**Draws** are extra tokens sampled at the same position as the emitted token. Draws replace the top log-probs that vLLM
+returns; `logprobs = M − 1` requests them. Draws are sampled in the V1 runner's sampler, from its log-probs after
 temperature and truncation. Separate random numbers leave the emitted tokens unchanged.
 
 Shapes: N requests of a step, M draws, V vocabulary, K inputs of a linear layer.
@@ -91,7 +91,7 @@ class FileTransfer(WeightTransferEngine[NoInfo, File]):  # type: ignore[misc]
             raise RuntimeError(f"vLLM did not load new weights for {len(missing)} parameters, first {missing[0]}")
 
     def _untouched(self) -> set[str]:
-        """Return weights of layers that received nothing; loaders that copy directly bypass the layerwise reload."""
+        """Return names of weights that the layerwise reload did not load; loaders that copy directly bypass it."""
         found = set()
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
@@ -124,7 +124,7 @@ class Extension:
     slipstream_places: dict[str, Home]
 
     def slipstream_ready(self, names: list[str], hook: bool) -> dict[str, Any]:
-        """Install the draws in a supported runner; return its name, and why a weight cannot be checked, if any."""
+        """Install draws if supported; return `hooked`, the runner's name, and why a weight is unchecked ("": none)."""
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
             twin = twin_of(self.vllm_config.model_config.model)
@@ -142,7 +142,7 @@ class Extension:
 
     @torch.no_grad()
     def slipstream_checksums(self, path: str, manifest: list[Spec]) -> dict[str, int]:
-        """Return the CRC-32 of each fingerprinted weight that runs, compared with the weights in the file."""
+        """Return the CRC-32 of each fingerprinted weight as this worker runs it; `path` holds the expected weights."""
         places = self.slipstream_places
         with set_current_vllm_config(self.vllm_config):
             return {name: checksum_of(places[name], loaded) for name, loaded in File(path, manifest) if name in places}
@@ -152,7 +152,7 @@ class Extension:
 
 
 class MoreDraws:
-    """Replacement of `Sampler.gather_logprobs` that returns the emitted token, then draws of its distribution."""
+    """Replacement of `Sampler.gather_logprobs` that returns the emitted token, then draws at the same position."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner

@@ -1,1 +1,1 @@
-"""Chat templates: conversations with tool calls as tokens."""
+"""Chat templates: conversion of conversations with tool calls to tokens, and parsing of the student's turns."""

@@ -1,7 +1,7 @@
-"""Tokenization of template text, which may hold control tokens, together with quoted text, which may not.
+"""Tokenization in which template text may contain control tokens, but quoted text (tool results) may not.
 
 Every added token of a tokenizer counts as a control token: `<|im_end|>`, and also `<tool_call>`, which tokenizers do
-not mark as special. Quoted text that spells a control token is encoded as ordinary text.
+not mark as special. If quoted text contains the name of a control token, the name is encoded as ordinary text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Part:
 
 
 class Quoting:
-    """Copy of a tokenizer in which control tokens have random names, so that quoted text cannot spell them."""
+    """Copy of a tokenizer in which control tokens have random names, so that quoted text cannot contain these names."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer.name_or_path
@@ -36,9 +36,9 @@ class Quoting:
         state = json.loads(backend.to_str())
         control = [each for each in state["added_tokens"] if _controls(each)]
         self.control = {each["content"]: each["id"] for each in control}
-        """Ids of control tokens by their text."""
+        """Ids of control tokens, by the text of the token."""
         self.anchor = next((each["content"] for each in control if not each["rstrip"]), "")
-        """Control token that is put before every text and then removed. It must not strip the blanks that follow it."""
+        """Control token that `encode` puts before every text and then removes. Blanks after it must be kept."""
         secret = secrets.token_hex(8)
         self.names = {text: f"[{secret}.{index}]" for text, index in self.control.items()}
         real = {self.names.get(each["content"], each["content"]): each["id"] for each in state["added_tokens"]}
@@ -50,9 +50,9 @@ class Quoting:
         self._prove(unknown=model["unk_id"] if "unk_id" in model else backend.token_to_id(model.get("unk_token") or ""))
 
     def encode(self, parts: Sequence[Part]) -> list[int]:
-        """Encode the parts as the continuation of a text, without the prefix that some tokenizers add to a text."""
+        """Encode parts as the continuation of a text, without the leading blank that some tokenizers add to a text."""
         named = (p.text if p.quoted else self.pattern.sub(lambda found: self.names[found[0]], p.text) for p in parts)
-        text = "".join(named).encode("utf-8", "replace").decode()  # half of a surrogate pair becomes "?"
+        text = "".join(named).encode("utf-8", "replace").decode()  # an unpaired surrogate becomes "?"
         try:
             ids = self.renamed.encode(self.names.get(self.anchor, "") + text, add_special_tokens=False).ids
         except Exception as error:  # the library raises plain Exception
@@ -72,12 +72,12 @@ class Quoting:
 
 
 def _controls(added: dict[str, Any]) -> bool:
-    """Return whether an added token is a control token; runs of blanks (for indented text) are not."""
+    """Return True if an added token is a control token; tokens of blanks only, for indented text, are not."""
     return bool(added["special"] or added["content"].strip(" \t\r\n▁"))
 
 
 def _renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Rename tokens in a tokenizer's state. This includes its model, whose vocabulary may hold control tokens."""
+    """Rename tokens in a tokenizer's state, also in the vocabulary of its model, which may contain control tokens."""
     added = [each | {"content": names.get(each["content"], each["content"])} for each in state["added_tokens"]]
     model = dict(state["model"])
     if isinstance(model["vocab"], list):

@@ -1,6 +1,6 @@
-"""Renderer of conversations with several turns. Sampled tokens keep their ids, and template text is appended.
+"""Converter between conversations of several turns and tokens. Sampled tokens keep their ids.
 
-Tool results never become control tokens.
+Text of the chat template is appended to sampled tokens. Text of tool results never becomes control tokens.
 """
 
 from __future__ import annotations
@@ -53,36 +53,36 @@ class Renderer:
         self.special = any_of([text for text in special if not any(text in mark for mark in self.format.marks)])
         self.schemas = schemas_of(tools)
         self.spells = format == "hermes"
-        """Calls are written into the assistant's text; the template's own format is not used."""
+        """True if calls are written into the assistant's text, and the template's own call format is not used."""
         self.wraps = self._wraps(format)
-        """Tool results are written as turns of the user, since the template has no role for them."""
+        """True if tool results are written as turns of the user, since the template has no role for tool results."""
         end, tail = self.template.tail([ASKED])
         tails = [tail] if self.wraps else [tail, self.template.tail([SHOWN])[1]]
         self.thinks = all(begins_thinking(each[-1].text) for each in tails)
         self.notes = tuple(self._notes(end))
-        """Properties of this template that the user should know, for the log."""
+        """Lines for the log about properties of this template that users should know."""
         self._check_tokens([Part(end, quoted=False), *(part for part in tail if not part.quoted)])
 
     @cached_property
     def longest(self) -> int:
-        """Return an upper bound of the bytes of a token; some vocabularies write one byte as two."""
+        """Upper bound of the number of bytes of a token; some vocabularies write one byte as two."""
         return max(len(token.encode("utf-8", "replace")) for token in self.tokenizer.get_vocab())
 
     def parse(self, ids: Ints, *, cut: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> Reply:
-        """Parse one sampled turn. `cut`: it reached its length limit. `tools`: schemas that replace the renderer's."""
+        """Parse one sampled turn. `cut`: its length limit was reached. `tools` replace the schemas of the renderer."""
         schemas = self.schemas if tools is None else schemas_of(tools)
         found = self.format.read(self.visible(ids), cut=cut, schemas=schemas)
         return Reply(found.text.strip(), tuple(found.calls), tuple(found.faults))
 
     def visible(self, ids: Ints) -> str:
-        """Return the text of one sampled turn with its calls, without thinking and special tokens."""
+        """Return the text of one sampled turn, tool calls included, thinking and special tokens excluded."""
         text = self.text(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
         return self.special.sub("", without_thinking(text, self.format, begun=self.thinks))
 
     def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Ints:
-        """Render a conversation from its beginning to the header of the assistant's next turn.
+        """Return the tokens of a conversation and of the header of the assistant's next turn.
 
-        Observations after an assistant's turn are quoted. Earlier messages are a prompt, which may hold control tokens.
+        Tool results, and other messages after the first assistant turn, cannot contain control tokens; the prompt can.
         """
         said = [self._as_called(message) for message in messages]
         said = wrapped(said) if self.wraps else numbered(said)
@@ -104,7 +104,7 @@ class Renderer:
         return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
     def _as_called(self, message: Message) -> Message:
-        """Convert a message with calls: as JSON text or objects, as the template needs, or written into the text."""
+        """Convert the tool calls of a message to the template's form, or write the calls into the message's text."""
         if not message.get("tool_calls"):
             return message
         calls = [Call(each["function"]["name"], each["function"]["arguments"]) for each in message["tool_calls"]]
@@ -115,7 +115,7 @@ class Renderer:
         return {"role": "assistant", "content": text.strip()}
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints:
-        """Return the tokens after a sampled turn: its end (if cut), separator, messages, header of the next turn."""
+        """Return the tokens after a sampled turn: a missing stop token, the messages, and the next turn's header."""
         for message in messages:
             self._check(message)
         try:
@@ -128,7 +128,7 @@ class Renderer:
         return np.array(tokens, np.int32)
 
     def text(self, ids: Ints) -> str:
-        """Decode ids, including special tokens."""
+        """Decode token ids to text, special tokens included."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _check(self, message: Message) -> None:
@@ -187,7 +187,7 @@ class Renderer:
         return notes
 
     def _check_tokens(self, parts: Sequence[Part]) -> None:
-        """Check that unquoted text gets the tokenizer's own tokens; raise ModelError if not."""
+        """Raise ModelError if the renamed tokenizer gives other ids to unquoted text than the original one."""
         try:
             ours = self.quoting.encode(parts)
         except DataError as error:
@@ -199,7 +199,7 @@ class Renderer:
 
 
 def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the schemas of the tools' arguments, by the name of the tool."""
+    """Return the JSON schema of the arguments of each tool, by the tool's name."""
     functions = [tool.get("function", tool) for tool in tools]
     return {each["name"]: each.get("parameters") or {} for each in functions}
 
@@ -213,9 +213,9 @@ def begins_thinking(header: str) -> bool:
 
 
 def without_thinking(text: str, form: Format, *, begun: bool) -> str:
-    """Remove the thinking from a turn's text. Thinking without end mark lasts to the end; marks inside calls are kept.
+    """Remove the thinking from a turn's text. If `</think>` is missing, all text after `<think>` is thinking.
 
-    `begun`: the header has begun the thinking. The same is assumed if an end mark comes before any begin mark.
+    `begun`: `<think>` is in the turn's header. A `</think>` before any `<think>` or call has the same effect.
     """
     begin, kept, at = form.begin or "{", list[str](), 0
     if begun and not text.lstrip().startswith("<think>"):
@@ -244,14 +244,14 @@ def _after(text: str, mark: str, at: int) -> int:
 
 
 def numbered(messages: Sequence[Message]) -> list[Message]:
-    """Add call ids to tool messages, in order, since some templates print which call a message answers."""
+    """Add `tool_call_id` to tool messages, in order, since some templates print the id of the answered call."""
     tools = [place for place, message in enumerate(messages) if message["role"] == "tool"]
     ids = {place: {"tool_call_id": f"{number:09d}"} for number, place in enumerate(tools)}
     return [ids.get(place, {}) | message for place, message in enumerate(messages)]
 
 
 def wrapped(messages: Sequence[Message]) -> list[Message]:
-    """Convert tool messages to turns of the user; consecutive ones share one turn."""
+    """Convert tool messages to turns of the user; consecutive tool messages share one turn."""
     turns, open_turn = list[Message](), False
     for message in messages:
         tool = message["role"] == "tool"

@@ -1,7 +1,7 @@
 """Parser of tool calls in a student's text.
 
-Four formats are known: JSON between two marks, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; the name between
-two marks, then the arguments as JSON; JSON without marks, if the whole turn is calls; and tags,
+Four formats are known. (1) JSON between marks: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. (2) The name
+between two marks, then the arguments as JSON. (3) JSON without marks; the turn contains nothing but calls. (4) Tags:
 `<function=NAME><parameter=KEY>value</parameter></function>`.
 """
 
@@ -20,7 +20,7 @@ LOOKS_BARE = re.compile(r'[{\[]\s*(\{\s*)?("type"\s*:\s*"function"|"(name|functi
 
 
 class Fault(Exception):
-    """A malformed call. The student reads the message."""
+    """A tool call is malformed. The student reads this error's message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +28,20 @@ class Format:
     begin: str
     end: str
     middle: str | None = None
-    """Mark between the name and the arguments; None if the name is in the JSON."""
+    """Mark between the tool's name and the arguments; None if the JSON contains the name."""
     outer: tuple[str, ...] = ()
-    """Marks around the group of all calls of a turn; empty if there are none."""
+    """Marks before and after all calls of a turn together; empty if the format has no such marks."""
     tags: bool = False
-    """Calls are written as `<function=NAME>` tags, not as JSON."""
+    """True: calls are written as `<function=NAME>` tags. False: as JSON."""
     as_text: bool = False
-    """The chat template takes arguments as JSON text, not as an object."""
+    """True: the chat template expects arguments as JSON text. False: as an object."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.begin, self.middle, self.end, *self.outer)))
 
     def read(self, text: str, *, cut: bool = False, schemas: Mapping[str, Any] | None = None) -> Found:
-        """Parse a turn. `schemas`: JSON schemas of the arguments, by tool. `cut`: the turn reached its length limit."""
+        """Parse the calls in a turn. `schemas`: argument schemas by tool. `cut`: the turn reached its length limit."""
         return Reading(self, text, cut, schemas or {}).all()
 
 
@@ -53,7 +53,7 @@ class Found:
     calls: list[Call] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     text: str = ""
-    """Text outside of the calls."""
+    """Text of the turn outside of tool calls."""
 
 
 class Reading:
@@ -79,7 +79,7 @@ class Reading:
         return self.found
 
     def _one(self, at: int) -> int:
-        """Parse the call after a begin mark; return the position behind the call."""
+        """Parse the call after a begin mark; return the position after the call."""
         end, text = self.form.end, self.text
         try:
             calls, after = self._tags(at) if self.form.tags else self._json(at)
@@ -125,7 +125,7 @@ class Reading:
         return [Call(name, arguments)], at + len("</function>")
 
     def _typed(self, tool: str, key: str, said: str) -> Any:
-        """Convert a parameter to the schema's type; return text that does not fit, so that the tool can refuse it."""
+        """Convert a parameter's text to the schema's type; return text that does not fit unchanged."""
         kind = self.schemas.get(tool, {}).get("properties", {}).get(key, {}).get("type", "string")
         if kind == "string":
             return said
@@ -135,7 +135,7 @@ class Reading:
             return said
 
     def _bare(self) -> None:
-        """Parse a turn without marks: either the whole turn is calls, or it has none."""
+        """Parse a turn in the format without marks: either the whole turn consists of calls, or it has no calls."""
         text, at, calls = self.text.strip(), 0, list[Call]()
         self.found.text = text
         if not LOOKS_BARE.match(text):

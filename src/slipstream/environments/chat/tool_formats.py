@@ -1,4 +1,4 @@
-"""Detection of the tool-call format of a chat template, by rendering example calls."""
+"""Detection of a chat template's tool-call format: render example calls, and find the marks around them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slipstream.environments import Call, Message
 from slipstream.environments.chat.tool_calls import Fault, Format, value_at
 
 Render = Callable[[list[Message], bool], str]
-"""Function that renders messages; the flag adds the header of the assistant's next turn."""
+"""Function that renders messages to text. If its flag is True, the header of the assistant's next turn is added."""
 
 
 def said_calls(calls: Sequence[Call], *, content: str = "", as_text: bool = False) -> Message:
-    """Return an assistant's message with these calls, in the form that chat templates take."""
+    """Return an assistant's message that contains these tool calls, in the form that chat templates expect."""
     return {
         "role": "assistant",
         "content": content,
@@ -33,7 +33,7 @@ def said_calls(calls: Sequence[Call], *, content: str = "", as_text: bool = Fals
 
 
 def format_of(render: Render, stops: re.Pattern[str], mark: str) -> Format | None:
-    """Detect a template's call format by rendering one call and two calls; None if there is none or it is unknown."""
+    """Detect a template's tool-call format; return None if the template has no tool calls or an unknown format."""
     one = [Call(f"look{mark}", {"what": f"there{mark}"})]
     two = [*one, Call(f"find{mark}", {"what": f"here{mark}"})]
     for as_text in (False, True):
@@ -50,12 +50,12 @@ def format_of(render: Render, stops: re.Pattern[str], mark: str) -> Format | Non
 
 
 def _written(render: Render, stops: re.Pattern[str], mark: str, calls: Sequence[Call], as_text: bool) -> str | None:
-    """Return the text that a template renders for calls, without the stop token; None if the calls are not in it."""
+    """Return the text that a template renders for calls, without stop token; None if the text lacks the calls."""
     asked: list[Message] = [{"role": "user", "content": "?"}]
     try:
         whole = render([*asked, said_calls(calls, content=f"so{mark}z", as_text=as_text)], False)
         _, found, said = whole.rpartition(f"so{mark}z")
-        if not found:  # some templates drop the content of a turn that has calls
+        if not found:  # some templates omit the content of a turn that has calls
             header, whole = render(asked, True), render([*asked, said_calls(calls, as_text=as_text)], False)
             if not whole.startswith(header):
                 return None
@@ -87,7 +87,7 @@ def _shape(said: str, name: str, as_text: bool) -> Format | None:
 
 
 def _shared(form: Format, both: str, calls: Sequence[Call]) -> Format:
-    """Separate the marks of one call from the marks around all calls, by the text between two calls."""
+    """Separate the marks of each call from the marks around all calls, by comparing with the text between two calls."""
     first, second = (both.index(call.arguments["what"]) for call in calls)
     between = both[first : both.index(calls[1].name) if form.middle is not None else second]
     if form.middle is None:

@@ -1,4 +1,4 @@
-"""Turn boundaries (tails) of chat templates, and the check that they do not depend on the earlier conversation.
+"""Turn boundaries (tails) of chat templates, and the check that tails do not depend on the earlier conversation.
 
 A tail is the text after an assistant's turn: the turn's end, the observations, and the header of the next turn.
 """
@@ -34,22 +34,22 @@ SHOWN_TOO: Message = {"role": "tool", "content": "Seen, too.", "tool_call_id": "
 
 
 class Refused(Exception):
-    """The chat template refuses or misrenders some messages."""
+    """The chat template raises an error for some messages, or renders them wrongly."""
 
 
 class Template:
     def __init__(
         self, tokenizer: Tokenizer, stops: re.Pattern[str], tools: Sequence[Any], args: Mapping[str, Any]
     ) -> None:
-        """Copy the tokenizer. `stops` matches the texts of stop tokens."""
+        """Copy the tokenizer. The pattern `stops` matches the texts of stop tokens."""
         self.name = tokenizer.name_or_path
         self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not thread-safe
         self.stops, self.tools, self.args = stops, list(tools), dict(args)
         self.mark = secrets.token_hex(8)
         self.as_text: bool | None = None
-        """Arguments of calls are JSON text (True) or objects (False); None: calls are part of the assistant's text."""
+        """Form of call arguments: JSON text (True) or objects (False). None: calls are part of the turn's text."""
         self.calling: dict[bool, bool] = {}
-        """Flag that the previous turn must have calls, for tails that begin with a tool message (True) and others."""
+        """True if the assistant's turn before a tail must have calls. Key: does the tail begin with a tool message?"""
 
     def render(self, messages: Sequence[Message], header: bool, **args: Any) -> str:
         options = self.args | ({"tools": self.tools} if self.tools else {}) | args
@@ -63,7 +63,7 @@ class Template:
             raise Refused(f"the chat template refuses these messages: {first_line(error)}") from None
 
     def opened(self, messages: Sequence[Message], tools: Sequence[Any], quoted: Sequence[int]) -> list[Part]:
-        """Render a conversation and the header of the next turn; quote the contents of the messages in `quoted`."""
+        """Render a conversation and the header of the next turn; quote the contents of messages number `quoted`."""
         marked = [
             message | {"content": self._marked(n, message["content"])} if n in quoted else message
             for n, message in enumerate(messages)
@@ -72,7 +72,7 @@ class Template:
         return self._parts(text, [m if n in quoted else m | {"content": ""} for n, m in enumerate(messages)])
 
     def tail(self, messages: Sequence[Message]) -> tuple[str, list[Part]]:
-        """Return the end of the assistant's turn up to its stop token, and the parts after it with quoted contents."""
+        """Return the end of the assistant's turn up to its stop token, and the list of parts after the stop token."""
         tool = bool(messages) and messages[0]["role"] == "tool"
         return self._tail(messages, calling=self.calling[tool])
 
@@ -97,12 +97,12 @@ class Template:
         return {"role": "assistant", "content": f"{text}It is {self.mark}z"}
 
     def _called(self, messages: Sequence[Message] = (), name: str = "look") -> Message:
-        """Return an assistant's message with one call per tool message, at least one."""
+        """Return an assistant's message that has one call for each tool message, and at least one call."""
         count = max(1, sum(message["role"] == "tool" for message in messages))
         return said_calls([Call(name, {"what": f"{self.mark}z"})] * count, as_text=bool(self.as_text))
 
     def _marked(self, number: int, content: str) -> str:
-        """Put marks around a content. Leading and trailing blanks stay outside, since templates may strip them."""
+        """Put marks around a message's content, without its outer blanks, which templates may strip."""
         core = content.strip()
         if not core:
             return content
@@ -128,7 +128,7 @@ class Template:
     # --- checks of turn boundaries ------------------------------------------------------------------------------------
 
     def takes(self, *messages: Message) -> str:
-        """Return why these messages cannot follow an assistant's turn; empty if they can."""
+        """Return the reason why these messages cannot follow an assistant's turn; empty if they can follow."""
         tool, why = messages[0]["role"] == "tool", ""
         for calling in (False, True) if tool and self.as_text is not None else (False,):
             try:
@@ -146,14 +146,14 @@ class Template:
         calling = self.calling[tool]
         try:
             wanted = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
-        except Refused:  # these messages will be refused in a run, too
+        except Refused:  # the template will refuse these messages in a run, too
             return
         for what, history, args in self._histories(messages):
             if self.as_text is None and any("tool_calls" in message for message in history):
                 continue
             try:
                 end, after = self._split(history, messages, **args)
-            except Refused:  # no conversation can have this history
+            except Refused:  # the template allows no conversation with this history
                 continue
             if calling or "tool_calls" in history[-1]:
                 end = wanted[0]  # some templates end calls with a different stop token
@@ -189,7 +189,7 @@ class Template:
             yield "the date", [ASKED, last], {"strftime_now": lambda form: "another day"}
 
     def strips_thinking(self) -> bool:
-        """Return whether the template removes the thinking from earlier turns."""
+        """Return True if the template removes the thinking from earlier turns."""
         try:
             return "Perhaps that." not in self.render([ASKED, THOUGHT, ASKED], True)
         except Refused:

@@ -1,1 +1,1 @@
-"""Gateway for agents that use a chat API: a call is a turn of the student, and a session is an episode."""
+"""Gateway for agents that use a chat API: each call of an agent is one turn of the student; a session is an episode."""

@@ -1,4 +1,4 @@
-"""Agents started by this process: one child process and one workspace per episode, and the rewards afterwards."""
+"""Agents started by this process: each episode has one child process and one workspace, and is then graded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.rewards.functions import WHOLE, rewards_of
 from slipstream.sandbox import processes
 
 OUTPUT_BYTES = 4096
-"""Number of last bytes of an agent's output that are kept."""
+"""Number of bytes that are kept from the end of an agent's output."""
 REWARD = "reward.json"
 VERDICT = "verdict.json"
 LARGEST = 1 << 20
@@ -52,7 +52,7 @@ class Agent:
 
 class Programs:
     def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0, step_seconds: float = 60.0) -> None:
-        """Limit each sandboxed process to `seconds` of CPU time, and the judge to `step_seconds`."""
+        """Limit each sandboxed process to `seconds` of CPU time per core; `step_seconds` is the time of the judge."""
         self.agent, self.socket, self.seconds, self.step_seconds = agent, socket, seconds, step_seconds
 
     @asynccontextmanager
@@ -99,7 +99,7 @@ class Program:
     walls: AgentSandbox | None
     process: asyncio.subprocess.Process | None = None
     home: str = ""
-    """HOME of the process; no other program has the same."""
+    """HOME of the process; no other program has the same HOME, so processes are found by it."""
     reading: list[asyncio.Task[None]] = field(default_factory=list)
     output: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
 
@@ -119,7 +119,7 @@ class Program:
 
     @property
     def prompt(self) -> str:
-        """Text of the prompt, or of its last message."""
+        """Text of the prompt; if the prompt is a list of messages, text of the last message."""
         asked = self.row["prompt"]
         return asked if isinstance(asked, str) else str(asked[-1]["content"])
 
@@ -207,7 +207,7 @@ class Program:
         processes.release(self.process)
 
     async def rewards(self) -> dict[str, float]:
-        """Return the judge's rewards, or without a judge the rewards that the agent wrote."""
+        """Return the judge's rewards; if there is no judge, return the rewards that the agent wrote."""
         verify = self.agent.verify
         if verify is None:
             return rewards_in(self.workspace / REWARD, REWARD, missing={})
@@ -260,7 +260,7 @@ def filled(text: str, given: dict[str, str]) -> str:
 
 
 def rewards_in(file: Path, source: str, *, missing: dict[str, float] | None) -> dict[str, float]:
-    """Read rewards, a number or several by name, from a regular file; return `missing` if there is none."""
+    """Read rewards from a JSON file; if the file is missing, return `missing`, or raise an error if that is None."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as opened:

@@ -23,7 +23,7 @@ PORT = 8008
 """Port of the gateway inside the sandbox; no other port can be reached."""
 SOCKET, BRIDGE = "/run/gateway", "/run/bridge.py"
 MOST = Limits(memory=8 << 30, disk=4 << 30, processes=512)
-"""Limits of each process of an agent; `processes` limits all of them together."""
+"""Limits of each process of an agent; `processes` is the maximum number of processes together."""
 ALONE = [
     *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"),
@@ -63,8 +63,8 @@ class AgentSandbox:
     ) -> Iterator[tuple[list[str], list[int]]]:
         """Yield the sandboxed command, and the file descriptors that it inherits.
 
-        `named` is the command as the config has it. The command starts in `cwd` of `place`, the only directory that it
-        may write to. It can connect only to `socket`.
+        `named` is the command before its placeholders are replaced. The command starts in `cwd` of `place`. It can
+        write only to `place` and to temporary directories, and can connect only to `socket`.
         """
         programs, shown = seen(named)
         path = ":".join([*programs, self.sandbox.path])
@@ -101,7 +101,7 @@ def become(user: int) -> list[str]:
 
 
 def seen(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the directories of programs that a command names, and the paths outside /usr that it needs."""
+    """Return the directories of the programs that a command names, and the paths outside /usr that it needs."""
     programs, shown = list[str](), dict[str, None]()
     for word in command:
         found = shutil.which(word) or (word if word.startswith("/") and Path(word).exists() else None)

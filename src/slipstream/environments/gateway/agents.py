@@ -1,6 +1,6 @@
 """Sampler whose responses are episodes of external agents. Each episode has a session for the agent's calls.
 
-Every lineage of a session is a row of the group. An episode ends by itself, at a limit, or by a failure of the agent.
+Every lineage of a session is a row of the group. An episode ends when its agent ends, at a limit, or by a failure.
 An episode that failed is retried, and dropped after the last try. An agent that never calls has failed.
 
 A session cannot move to another sampler. Agents of a released group wait, and continue if the group continues at this
@@ -98,7 +98,7 @@ class Agents:
         await self.calls.release(numbers)
 
     async def _member(self, call: Call, index: int, known: list[Handle]) -> list[Handle]:
-        """Return the lineages of one episode, incomplete if it is released; return complete ones unchanged."""
+        """Return the lineages of one episode: unchanged if complete in `known`, incomplete if the group is released."""
         if known and all(handle.body.finish != "released" for handle in known):
             return known
         key = call.prompt.number, call.prompt.seed, index, call.sampling
@@ -178,7 +178,7 @@ class Agents:
         }
 
     async def _ended(self, session: Session, player: Player) -> str | None:
-        """Return why the agent failed, an empty string if it succeeded, or None if its time is over."""
+        """Return the reason why the agent failed, an empty string if it succeeded, or None if its time is over."""
         ended = asyncio.create_task(player.ended())
         either: list[asyncio.Future[Any]] = [ended, session.failure]
         try:
@@ -222,7 +222,7 @@ class Agents:
 
 @dataclass(eq=False)
 class Playing:
-    """Running episode, which also holds its agent while it is released."""
+    """Running episode. After the release of a group, the agent of its episode waits here to continue."""
 
     task: asyncio.Task[list[Handle]] = field(init=False)
     session: Session | None = None

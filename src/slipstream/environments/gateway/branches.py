@@ -1,4 +1,4 @@
-"""State of an agent's conversations: their tokens, and digests of the messages that the agent received."""
+"""State of an agent's conversations: branches (token sequences to which turns are appended), and message digests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Place:
 
     branch: Branch
     length: int
-    """Tokens of the branch up to this answer."""
+    """Number of tokens of the branch up to the end of this answer."""
     messages: int
     turn: Ints
     """Tokens of this answer."""
@@ -60,13 +60,13 @@ def named(ids: Ints) -> bytes:
 
 
 def canonical(message: Message) -> str:
-    """Return the parts of a message that distinguish it from other messages."""
+    """Return, as JSON, the parts of a message that distinguish it from other messages."""
     calls = [[each["function"]["name"], each["function"]["arguments"]] for each in message.get("tool_calls") or ()]
     return json.dumps([message["role"], message["content"], message.get("name"), calls], sort_keys=True)
 
 
 def chained(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Return digests of the conversation's first n messages, for every n from 0."""
+    """Return a digest of the tools and the first n messages, for every n from 0 to the number of messages."""
     found = [digest(b"", json.dumps(list(tools), sort_keys=True))]
     for message in messages:
         found.append(digest(found[-1], canonical(message)))

@@ -50,7 +50,7 @@ SAMPLING = {"max_tokens", "logprobs", "stop_token_ids", "detokenize"}
 SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 """Supported parameters of each kind of request, and of `sampling_params`; some affect only text and are ignored."""
 LONGEST = 1 << 22
-"""Maximum tokens that a request may ask for or send."""
+"""Maximum number of tokens in a request, and maximum of its token limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ class Chat:
     model: str
     stream: bool
     usage: bool
-    """A stream ends with the token usage."""
+    """True if a stream must end with the token usage."""
     imposed: tuple[str, ...]
-    """Sampling parameters of the request, which are ignored."""
+    """Names of sampling parameters in the request, which are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +269,7 @@ def chunks(answer: Answer, chat: Chat) -> Iterator[bytes]:
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": the answer is being written\n\n"
-"""Comment that keeps a stream alive; clients ignore it."""
+"""Comment line that keeps a stream alive; clients ignore comments."""
 
 
 def event(found: Any) -> bytes:
@@ -277,7 +277,7 @@ def event(found: Any) -> bytes:
 
 
 def generated(answer: Answer) -> bytes:
-    """Return token ids as JSON, with the log-prob of each under the distribution that sampled it."""
+    """Return an answer's token ids as JSON, and the log-prob of each id under the distribution that sampled it."""
     rows = zip(answer.ids.tolist(), answer.logp.tolist(), strict=True)
     logprobs = [{"token": f"token_id:{id}", "logprob": logp, "bytes": None, "top_logprobs": []} for id, logp in rows]
     return dumped(

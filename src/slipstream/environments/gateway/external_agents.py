@@ -1,9 +1,9 @@
-"""External agents, which another program starts: it takes a waiting episode, and reports the episode's end.
+"""External agents: another program requests a waiting episode, runs its agent, and reports the episode's end.
 
-POST /sessions              take the next episode; returns id, base_url and row
+POST /sessions              request the next episode; the answer holds id, base_url and row
 POST /sessions/ID/close     end an episode, with optional {"rewards": a number, or several by name}
 
-Both requests need the run's token. The program that has the token grades, so a row includes its ground truth. An agent
+Both requests need the run's token. The program grades the episode itself, so a row includes the ground truth. An agent
 gets only the base_url of its session, which permits completions but no grading.
 """
 
@@ -31,7 +31,7 @@ class ExternalAgent:
     taken: asyncio.Future[None]
     closed: asyncio.Future[dict[str, float]]
     grace: float
-    """Seconds after the end of the episode's time in which it may still be closed with rewards."""
+    """Seconds after an episode's time limit in which the program may still send rewards."""
 
     async def ended(self) -> str:
         await asyncio.shield(self.closed)
@@ -47,9 +47,9 @@ class ExternalAgent:
 
 class ExternalAgents:
     def __init__(self, token: str, grace: float = 0.0) -> None:
-        """`token`: what a program must send as a bearer token to take an episode or to close one.
+        """Require `token` as the bearer token of requests that start or close an episode.
 
-        `grace`: seconds in which an episode whose time is over may still be closed with its rewards.
+        `grace`: seconds after an episode's time limit in which a program may still send rewards.
         """
         self.token, self.grace = token, grace
         self.waiting = deque[ExternalAgent]()
@@ -86,7 +86,7 @@ class ExternalAgents:
             raise Refused(401, why, code="invalid_api_key")
 
     async def next(self) -> bytes:
-        """Wait for an episode; return its offer as JSON."""
+        """Wait at most POLL seconds for an episode; return its id, base_url and row as JSON."""
         if self.waiting:
             guest = self.waiting.popleft()
             guest.taken.set_result(None)

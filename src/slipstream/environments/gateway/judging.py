@@ -3,8 +3,8 @@
 Nothing that the agent wrote can influence the judge. The judge starts in a new directory with a new HOME, and in a
 separate sandbox if the agent had one. Only the judge has the row with its answer, and the file for the verdict.
 
-The solution is a copy of the workspace, made after all processes of the agent have ended. The judge requests over a
-socket that programs run there. They run in another sandbox, which holds only the copy.
+The solution is a copy of the workspace, made after all processes of the agent have ended. The judge asks over a
+socket to run programs of the solution. These programs run in another sandbox, which holds only the copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HERE = "judge"
 
 
 def too_large(workspace: Path) -> str:
-    """Return why a workspace cannot be judged, or an empty string if it can."""
+    """Return the reason why a workspace cannot be judged, or an empty string if it can be judged."""
     size = count = 0
     for folder, folders, files in os.walk(workspace):
         count += len(folders) + len(files)
@@ -51,9 +51,9 @@ def too_large(workspace: Path) -> str:
 
 
 def prepare(place: Path, workspace: Path, row: dict[str, Any], prompt: str) -> str:
-    """Fill the judge's directory; return why the work cannot be judged, or an empty string if it can.
+    """Fill the judge's directory; return the reason why the work cannot be judged, or an empty string if it can.
 
-    The copy holds files, directories, and links that stay within it. Other links could expose the answer.
+    The copied workspace omits links that point out of the workspace, which could expose the answer.
     """
     for each in (HERE, "home", "tmp", "workspace"):
         (place / each).mkdir()
@@ -79,7 +79,7 @@ class Solution:
     seconds: float
     """Seconds left for all programs together, so that a slow solution fails before the judge's time is over."""
     fault: str = ""
-    """Why the sandbox failed, which is no fault of the agent; empty if it did not fail."""
+    """Reason why the sandbox failed, which is no fault of the agent; empty if it did not fail."""
     session: Session | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -36,7 +36,7 @@ from slipstream.errors import ConfigError, first_line
 STREAM = 10.0
 """Seconds between keep-alive lines of a stream that waits for its answer."""
 BODY, ROUND = 32 << 20, 1 << 20
-"""Maximum bytes of a request, and of its parts other than the conversation."""
+"""Maximum bytes of a request, and of the parts of a request that are not the conversation."""
 REMEMBERED = 10_000
 """Number of closed sessions that are remembered, to answer 410 and not 404."""
 
@@ -55,7 +55,7 @@ class Server:
         say: Callable[[str], object] = tell,
         walled: bool = False,
     ) -> None:
-        """Bind the port that `started` will serve; `walled` adds a socket for agents without a network."""
+        """Bind the port that `started` will serve; if `walled`, also serve a socket for agents without a network."""
         self.name, self.guests, self.say = name, guests, say
         self.sessions: dict[str, Session] = {}
         self.closed = deque[str](maxlen=REMEMBERED)

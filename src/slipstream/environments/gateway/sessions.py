@@ -1,12 +1,11 @@
 """Session of one agent: its requests for completions are turns of an episode, recorded as lineages.
 
-A request that continues an answered conversation is the next turn of the same lineage. Sampled ids are kept, and only
-new tokens are appended. Any other request opens a branch, for example a subagent, an edited history, or other tools.
-All tokens before the first sampled token of a branch are its prompt, so every sampled token is trained once. Messages
-are compared with those that the agent received. Agents never receive thinking, so thinking tokens stay in the lineage.
-
-Random numbers of a branch depend on the episode's seed, the branch's prompt and the position. They do not depend on the
-time of requests or on other branches. A branch that starts with the episode's prompt samples as without a gateway.
+A lineage is a token sequence to which turns are only appended; a branch is a lineage of a running session. A request
+that continues an answered conversation is the next turn of its branch. Any other request opens a new branch, such as a
+subagent, an edited history, or other tools. All tokens before the first sampled token of a branch are its prompt, so
+every sampled token is trained once. Messages are compared with those that the agent received. Agents never receive
+thinking, so thinking tokens stay in the branch. Random numbers of a branch depend only on the episode's seed, the
+branch's prompt and the position. A branch that starts with the episode's prompt samples as without a gateway.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
 
 SHORT = 16 << 10
-"""Maximum bytes that are parsed or tokenized on the event loop."""
+"""Maximum bytes that are parsed or tokenized on the event loop; THREAD handles longer requests."""
 THREAD = ThreadPoolExecutor(1, "gateway")
-"""Thread that parses and tokenizes long requests, one after the other to bound the memory."""
+"""Thread that parses and tokenizes long requests, one after the other to limit the memory."""
 T = TypeVar("T")
 
 
@@ -72,7 +71,7 @@ class Answer:
     number: int
     """Number of the call in its session."""
     read: int
-    """Tokens of the call's prompt."""
+    """Number of tokens of the call's prompt."""
     ids: Ints
     logp: Floats
     text: str
@@ -97,7 +96,7 @@ class Session:
         self.sampling, self.bounds = sampling, bounds
         self.branches: list[Branch] = []
         self.places: dict[bytes, Place] = {}
-        """States of conversations, by the digest of their messages."""
+        """States of answered conversations, by the digest of their tools and messages."""
         self.opened = Counter[bytes]()
         self.begun = 0
         """Number of calls, including running ones."""
@@ -106,7 +105,7 @@ class Session:
         """Limit at which the latest call ended or was refused; None if it met no limit."""
         self.closed = False
         self.answers: dict[bytes, list[asyncio.Task[Answer]]] = {}
-        """Tasks of answers by the digest of the request; equal requests that are no retries have separate answers."""
+        """Tasks that compute answers, by digest of the request. Equal requests share a task only if one is a retry."""
         self.lost = set[asyncio.Task[Answer]]()
         """Tasks whose client disconnected before the answer was ready."""
         self.running = 0
@@ -117,20 +116,20 @@ class Session:
         """Cleared while the episode is released, so that no tokens are sampled."""
         self.going.set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Receives the error if the sampler fails."""
+        """Future that receives the error if the sampler fails."""
 
     @property
     def room(self) -> int:
-        """Maximum tokens of a conversation: those of the row's prompt, and those that an episode may add."""
+        """Maximum tokens of a conversation: tokens of the row's prompt, plus tokens that an episode may add."""
         return len(self.prompt.tokens) + self.sampling.max_tokens
 
     @property
     def holds(self) -> int:
-        """Maximum bytes of text of a conversation, if each token were the longest one."""
+        """Maximum bytes of text of a conversation: `room` times the bytes of the longest token."""
         return self.room * self.renderer.longest
 
     async def answered(self, digest: bytes, again: bool, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Return the answer to a request. A retry gets the answer of the request that it repeats.
+        """Return the answer to a request; a retry gets the answer of the request that it repeats.
 
         A request is a retry if its client marks it (`again`), or if the client of an equal request disconnected before
         the answer. Other equal requests get separate answers. Cancelling this wait does not cancel the call.
@@ -183,7 +182,7 @@ class Session:
         return self._read(number, branch, turn, ())
 
     def _place(self, digests: Sequence[bytes], messages: Sequence[Message]) -> Place | None:
-        """Return the latest turn that this conversation continues without later assistant messages, or None."""
+        """Return the latest answered state that these messages continue, or None. No assistant message follows it."""
         for n in range(len(messages), 0, -1):
             if n < len(messages) and (place := self.places.get(digests[n])) is not None:
                 return place
@@ -197,7 +196,7 @@ class Session:
         return self._open(joined(place.branch.ids[: place.length], tail))
 
     def _branch(self, ids: Ints) -> tuple[Branch, Ints]:
-        """Return the longest branch that these ids continue, or a new branch, and the ids after it."""
+        """Return the longest branch with which these ids begin, or a new branch, and the ids after the branch."""
         for branch in sorted(self.branches, key=lambda branch: -len(branch.ids)):
             known = len(branch.ids)
             if not branch.busy and branch.parts and np.array_equal(ids[:known], branch.ids):
@@ -315,7 +314,7 @@ def _mark_retrieved(task: asyncio.Task[Answer]) -> None:
 
 
 def over(session: Session, why: str, limit: Finish = "length", status: int = 400) -> Refused:
-    """Return the refusal of a request over a limit, worded so that agents recognize it and do not retry."""
+    """Return the refusal of a request that exceeds a limit, worded so that agents recognize it and do not retry."""
     session.stopped = limit
     message = f"this model's maximum context length is reached: {why}"
     return Refused(status, message, code="context_length_exceeded", param="messages")

@@ -29,9 +29,9 @@ IDLE = 600
 LINGERS = 2.0
 """Seconds in which the rest of a too large request is discarded; if cut off, a client would not read the answer."""
 SOON = 0.05
-"""Seconds of a request after which a task starts to watch whether the client disconnects."""
+"""Age of a request in seconds at which a task starts to watch whether the client disconnects."""
 CONNECTIONS = 4096
-"""Maximum connections at a time. Another connection closes one that is idle."""
+"""Maximum connections at a time. A further connection closes an idle connection, or itself if none is idle."""
 OPTIONS: dict[str, Any] = {
     "log_config": None,
     "log_level": "critical",
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def guarded(app: ASGIApp) -> ASGIApp:
-    """Refuse pages of browsers, and requests that name another machine as their host."""
+    """Wrap an app: refuse requests from browser pages, and requests whose Host header names another machine."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -82,7 +82,7 @@ async def read(request: Request, most: int, too_large: Callable[[str], Refused])
 
 
 def named(request: Request, body: bytes) -> tuple[bytes, bool]:
-    """Return the digest of a request, and whether its client marks it as a retry.
+    """Return the digest of a request, and true if its client marks the request as a retry.
 
     OpenAI's clients count retries in a header. A repeated idempotency key also marks a retry.
     """
@@ -92,7 +92,7 @@ def named(request: Request, body: bytes) -> tuple[bytes, bool]:
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
-    """Wait for the work, and cancel it if the client goes away."""
+    """Wait for the work and return its result; cancel the work if the client disconnects."""
     here = asyncio.current_task()
     assert here is not None
 
@@ -154,7 +154,7 @@ async def listening(app: ASGIApp, sockets: Sequence[socket.socket]) -> uvicorn.S
 
 
 def end(server: uvicorn.Server) -> None:
-    """Stop at once, without answers to open requests."""
+    """Stop a server at once; open requests get no answer."""
     for each in server.servers:
         each.close()
     if not server.servers[0].get_loop().is_closed():

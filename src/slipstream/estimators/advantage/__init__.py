@@ -2,7 +2,7 @@
 
 `groups` labels the rows: rows with the same label answer the same prompt. Rows without valid tokens (empty or rejected)
 are ignored in group sizes and baselines. A row that is alone in its group has baseline 0. Rewards at masked positions
-are ignored; results are 0 there. Arithmetic is in float64. Results have the dtype of the rewards, at least float32.
+are ignored; results are 0 at them. Arithmetic is in float64. Results have the dtype of the rewards, at least float32.
 
 Shapes: B rows, T positions.
 """

@@ -35,7 +35,7 @@ def sizes(mask_BT: Tensor, group_B: Tensor) -> Tensor:
 
 
 def standard(score_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm: bool) -> Tensor:
-    """Return (S − μ) / (σ + 1e-6), or S − μ. Results of rows without tokens, whose scores are 0, are undefined."""
+    """Return (S − μ) / (σ + 1e-6) of each row in its group, or S − μ if not `norm`. Rows without tokens: undefined."""
     alive_B, size_B = mask_BT.any(-1), sizes(mask_BT, group_B)
     lone_B = size_B < 2
     mean_B = (total(score_B, group_B) / size_B.clamp(min=1)).masked_fill(lone_B, 0.0)
@@ -46,7 +46,7 @@ def standard(score_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm: bool) -> T
 
 
 def above_weighted(score_B: Tensor, weight_B: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    """Return S minus the group's weighted mean of S. The mean is 0 for a lone row or where all weights are 0."""
+    """Return S minus the group's weighted mean of S. The mean is 0 for a lone row, or if all weights are 0."""
     (weight_B,) = zeroed(mask_BT.any(-1), weight_B)
     total_B = total(weight_B, group_B)
     none_B = (total_B == 0) | (sizes(mask_BT, group_B) < 2)

@@ -1,6 +1,6 @@
 """Advantages that differ from token to token within a row. Callers use `advantage.advantage`.
 
-G_t = Σ_{s≥t} reward.
+G_t = Σ_{s≥t} reward, the reward-to-go.
 
 Shapes: B rows, T positions. `mask` is bool; masked rewards are 0; `group_B` numbers the groups.
 """
@@ -62,7 +62,7 @@ def gae(
 
 
 def logit_energy(logp: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """Return ‖∂ log π(y) / ∂ logits‖² = 1 − 2π(y) + Σ_v π_v² of each token. Sums over tokens are valid."""
+    """Return ‖∂ log π(y) / ∂ logits‖² = 1 − 2π(y) + Σ_v π_v² of each token. For a row, sum over its tokens."""
     return 1 - 2 * floored(logp).exp() + sum_pi_squared
 
 

@@ -3,7 +3,7 @@
 `logprobs_at` is an ordinary differentiable function. It processes the vocabulary in tiles with a running log-sum-exp,
 and computes the tiles again in the backward pass. Every column of the weight is read once per pass. `fused_loss` takes
 a loss of a few rows as a function. It runs forward and backward of the head for these rows in one pass over all
-columns. Losses are sums over given counts, so nothing global is needed and nothing is computed twice.
+columns. Losses are sums over given counts, so rows need no data of other rows, and products are computed once.
 
 Shapes: N rows, C rows of a chunk, M ids per row, V vocabulary, W columns of a tile, H hidden. Products have the dtype
 of `hidden`. Everything after them, and every sum over tiles, is in at least float32.
@@ -25,13 +25,13 @@ from slipstream.estimators.logprobs.tiles import Bend, wide
 from slipstream.metric_names import extreme
 
 HELD = 1 << 24
-"""Default number of logits held at a time."""
+"""Default number of logits in memory at a time."""
 BLOCK = 4096
 """Largest number of rows of a tile."""
 
 Metrics = dict[str, Tensor]
 ChunkLoss = Callable[..., tuple[Tensor, Metrics]]
-"""Function (log-probs of the chunk's rows, slice of rows) → (summed loss; metrics, merged by `merge_metrics`)."""
+"""Function from (log-probs of the chunk's rows, slice of rows) to (summed loss, metrics for `merge_metrics`)."""
 Ids = Tensor | Callable[[slice], Tensor] | None
 """Ids [N, M]; or a function that returns [C, M] for the rows of a chunk, with any width; or None for the whole
 vocabulary."""
@@ -69,7 +69,7 @@ def logprobs_and_entropy_at(
     cap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `logprobs_at` and the entropy of every row's distribution; differentiable in both."""
+    """Return the result of `logprobs_at` and the entropy of every row's distribution; both are differentiable."""
     return _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=True)
 
 
@@ -105,13 +105,13 @@ def fused_loss(
 
 
 def merge_metrics(into: Metrics, new: Metrics) -> None:
-    """Merge `new` into the metrics `into`: names of extremes keep the extreme, others are summed."""
+    """Merge `new` into the metrics `into`: minima and maxima (by name) stay extremes, other values are summed."""
     for name, value in new.items():
         into[name] = reduced(name, torch.stack([into[name], value])) if name in into else value
 
 
 def reduced(name: str, values_N: Tensor) -> Tensor:
-    """Reduce several values of a metric to one: the extreme if the name says so, else the sum."""
+    """Reduce several values of a metric to one: maximum or minimum if the name is that of an extreme, else the sum."""
     match extreme(name):
         case "max":
             return values_N.amax()
@@ -182,7 +182,7 @@ def backend(like: Tensor) -> ModuleType:
 
 
 class _Products:
-    """Tiles of hidden · weightᵀ, all in the same memory, because new memory causes page faults each time."""
+    """Tiles of hidden · weightᵀ. All tiles use the same memory, because new memory causes page faults."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor) -> None:
         self.hidden, self.weight = hidden_NH, weight_VH
@@ -197,7 +197,7 @@ class _Products:
 
 
 def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return the ids as columns of a tile, and which of them are inside the tile."""
+    """Return the ids as columns of a tile, and a mask of the ids that are inside the tile."""
     inside_CM = (ids_CM >= columns.start) & (ids_CM < columns.stop)
     return (ids_CM - columns.start).clamp(0, columns.stop - columns.start - 1), inside_CM
 

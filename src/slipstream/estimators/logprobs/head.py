@@ -1,4 +1,4 @@
-"""Head of a language model: a linear layer, with the scale and the cap of some models."""
+"""Head (output layer) of a language model: a linear layer, with the scale and the cap of some models."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Head:
 
     @property
     def bend(self) -> dict[str, Any]:
-        """Return the keyword arguments of the log-prob estimators beside weight and bias."""
+        """Return scale and cap as keyword arguments of the log-prob estimators."""
         return {"scale": self.scale, "cap": self.cap}
 
     def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return hidden state, weight and bias in the lower precision: under autocast that of the hidden state."""
+        """Return hidden state, weight and bias in the lower of the two precisions of hidden state and weight."""
         dtype = min(hidden.dtype, self.weight.dtype, key=lambda each: each.itemsize)
         return hidden.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """Return logits by the own weights or by the given ones. Scaled or capped logits are in at least float32."""
+        """Return logits by the given or the head's own weights. Scaled or capped logits are in at least float32."""
         own = self.inputs(hidden)
         x = linear(*own) if weight is None else linear(own[0], weight, bias)
         if self.scale == 1.0 and self.cap is None:

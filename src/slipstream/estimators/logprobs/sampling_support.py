@@ -1,7 +1,7 @@
-"""Log-probs on the support of truncated sampling: conditioned on the ids that could have been drawn.
+"""Log-probs on the support of truncated sampling: conditioned on the ids that could be drawn.
 
-Two policies on one support have the same actions. The ratio between them is 1 where they agree. Its mean over draws of
-one policy is 1 for any other policy. (Keep Sampling Mask: DeepSeek-V3.2, 2512.02556.)
+Two policies on one support have the same possible tokens, and their ratio is 1 at tokens where both agree. The mean
+ratio over draws of one policy is 1 for any other policy. (Keep Sampling Mask: DeepSeek-V3.2, 2512.02556.)
 
 Shapes: N rows, C rows of a chunk, M ids per row, S ids of all supports, H hidden, V vocabulary. K is the number of ids
 in the largest support of a chunk (−1 pads smaller ones).
@@ -38,7 +38,7 @@ class Support:
         return table_CK.masked_scatter_(inside_CK, self.ids_S[self.ends[rows.start] : self.ends[rows.stop]])
 
     def tables(self, columns: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, table) for all rows, in chunks of at most HELD numbers, `columns` included, or of one row."""
+        """Yield (rows, table) in chunks of at most HELD numbers, with `columns` more per row, or of a single row."""
         cuts, widest = [0], 0
         for row, size in enumerate(self.sizes_N.tolist()):
             widest = max(widest, size)
@@ -55,7 +55,7 @@ def conditioned(logp_CM: Tensor, support_logp_CK: Tensor, support_CK: Tensor) ->
 
 
 def only(logits_CV: Tensor, support_CK: Tensor) -> Tensor:
-    """Return the logits of the support, −inf elsewhere."""
+    """Return the logits with −inf at ids outside the support."""
     # padding is written to an extra column, which is removed afterwards
     out_CV = torch.ones(len(logits_CV), logits_CV.shape[1] + 1, dtype=torch.bool, device=logits_CV.device)
     out_CV.scatter_(1, support_CK.where(support_CK >= 0, logits_CV.shape[1]), False)
@@ -65,7 +65,7 @@ def only(logits_CV: Tensor, support_CK: Tensor) -> Tensor:
 def kept_logprobs_at(
     hidden_NH: Tensor, weight_VH: Tensor, ids_NM: Tensor, support: Support | None, **options: Any
 ) -> Tensor:
-    """Return `logprobs_at` conditioned on the support, if there is one."""
+    """Return `logprobs_at`, conditioned on the support. If `support` is None, log-probs are over the vocabulary."""
     if support is None:
         return logprobs_at(hidden_NH, weight_VH, ids_NM, **options)
     m, found = ids_NM.shape[1], []
@@ -78,7 +78,7 @@ def kept_logprobs_at(
 def kept_logprobs_and_entropy_at(
     hidden_NH: Tensor, weight_VH: Tensor, ids_NM: Tensor, support: Support | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return `kept_logprobs_at` and the entropy of the whole distribution."""
+    """Return the result of `kept_logprobs_at`, and the entropy of the distribution over the whole vocabulary."""
     if support is None:
         return logprobs_and_entropy_at(hidden_NH, weight_VH, ids_NM, **options)
     m, found = ids_NM.shape[1], []

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 PART = 1 << 20
-"""Number of logits processed at a time."""
+"""Number of logits of a tile that are processed at a time."""
 LOWEST = -1e30
 """Replacement for a bias of −inf, which padded vocabularies have: probability 0, and 0 · x stays 0."""
 
@@ -59,7 +59,7 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -
 
 
 def _with_mean(x_CP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and mean under softmax, with one exp for both."""
+    """Return log-sum-exp and mean under softmax of each row, with only one exp."""
     most_C1 = x_CP.amax(1, keepdim=True)
     weight_CP = (x_CP - most_C1).exp_()
     sum_C = weight_CP.sum(1)
@@ -67,7 +67,7 @@ def _with_mean(x_CP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(lse_C: Tensor, mean_C: Tensor, other_lse_C: Tensor, other_mean_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the result of `fold` for two tiles together."""
+    """Return the result of `fold` for two tiles of the same rows together."""
     both_C = torch.logaddexp(lse_C, other_lse_C)
     mean_C = (lse_C - both_C).exp() * mean_C + (other_lse_C - both_C).exp() * other_mean_C
     return both_C, mean_C

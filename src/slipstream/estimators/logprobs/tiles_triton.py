@@ -97,7 +97,7 @@ def _to_gradient(  # type: ignore[no-untyped-def]
 
 
 def _factors(bend: Bend) -> tuple[float, float]:
-    """Return the factors of a product before and after tanh."""
+    """Return two factors: one multiplies a product before tanh, the other after tanh."""
     cap = bend.cap or 1.0
     return bend.scale / cap, cap / bend.temperature
 

@@ -46,11 +46,11 @@ def policy_loss(
     `logp_old` are the log-probs of the policy in the denominator of the ratio. `weights` [B, T] (detached) multiply the
     loss of each token. `agg` None uses the aggregation of the method. The counts are those of the global batch; see
     `aggregate` for several rows that are one sequence. `hyper` are the options of the method. For a batch-scope method
-    they may include the result of `prepare` as `chosen`. Otherwise the choice is made from the given rows.
+    they may include the result of `prepare` as `chosen`. If `chosen` is missing, tokens are chosen from the given rows.
 
-    Metrics are scalars: `kl` (mean −δ), `ratio` and `ratio_max` of tokens, and `clip_fraction` (share of tokens at
-    which the trust region acted). Means are sums over the given tokens divided by n_tokens, so metrics of micro-batches
-    add up. A choice that is made here adds the metrics of `prepare`.
+    Metrics are scalars: `kl` (mean of log π_old − log π), `ratio` and `ratio_max` of tokens, and `clip_fraction` (share
+    of tokens at which the trust region acted). Means are sums over the given tokens divided by n_tokens, so metrics of
+    micro-batches add up. If tokens are chosen here, the metrics of `prepare` are added.
     """
     method = method_of(name)
     same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)

@@ -1,7 +1,7 @@
 """Policy losses that choose tokens from the whole batch.
 
-`choose_…` runs once over the batch without gradient and returns (chosen, metrics). The loss takes the choice as
-`chosen` [B, T], so that the batch may then be cut anywhere. Callers use `policy.prepare` and `policy.policy_loss`.
+`choose_…` runs once over the batch without gradient and returns (chosen, metrics). The loss receives the choice as
+`chosen` [B, T], so the batch may be cut anywhere afterwards. Callers use `policy.prepare` and `policy.policy_loss`.
 
 δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, lo = clip_low, hi = clip_high. The covariance of a token is
 (A − Ā)(logπ − mean logπ), with means over the valid tokens of the batch.
@@ -76,7 +76,7 @@ def kl_cov(
 
     −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·valid tokens⌋) tokens of largest covariance.
     Eq. 14 of the paper has KL(π_old‖π) instead of |δ|; the authors' code and verl compute |δ|. For one drawn token |δ|
-    is better: |δ| pulls the token back to δ = 0 from both sides. The KL's estimate −δ would raise it further.
+    is better: |δ| pulls the token back to δ = 0 from both sides. The KL's estimate −δ would raise its probability.
     Use this loss like `clip_cov`, without randomness: the chosen tokens are restrained and not left out.
     """
     delta_BT = logp_BT - old_BT
@@ -113,7 +113,7 @@ def choose_m2po(
 
 
 def _covariance(logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return the covariance of each valid token. Masked tokens must be 0 and have no defined result."""
+    """Return the covariance of each valid token. Inputs must be 0 at masked tokens, whose results are undefined."""
     valid, logp_BT, advantage_BT = mask_BT.sum().clamp(min=1), logp_BT.double(), advantage_BT.double()
     return (advantage_BT - advantage_BT.sum() / valid) * (logp_BT - logp_BT.sum() / valid)
 

@@ -48,7 +48,7 @@ def gspo_token(
     """Apply GSPO with one gradient per token (GSPO-token, 2507.18071; the form that verl calls gspo).
 
     `gspo` with sg(s)·exp(logπ − sg logπ) in place of s.
-    Use this loss instead of `gspo` if advantages differ from token to token; otherwise the gradients are equal.
+    Use this loss instead of `gspo` if advantages differ from token to token; else both gradients are equal.
     """
     ratio_BT = importance_ratio("geometric", logp_BT.detach() - old_BT, mask_BT) * self_ratio(logp_BT)
     return clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)

@@ -1,7 +1,7 @@
 """Formulas of policy losses of token scope, before weights and aggregation.
 
 Each function takes log-probs of the emitted tokens under the current and the old policy, advantages and the mask. It
-returns (loss, acted): the loss of every token, and the tokens at which the trust region acted. `policy_loss` calls
+returns (loss, acted): the loss of every token, and a mask of tokens where the trust region acted. `policy_loss` calls
 these functions after it has floored log-probs, zeroed masked positions, and checked dtypes and shapes.
 
 δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, sg stop-gradient, lo = clip_low, hi = clip_high.
@@ -188,14 +188,14 @@ def aspo(
 
 
 def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float) -> Loss:
-    """Return max(−A ratio, −A clip(ratio, 1−lo, 1+hi)), and the positions where the clip decided."""
+    """Return max(−A ratio, −A clip(ratio, 1−lo, 1+hi)), and a mask of positions where the clip changes the result."""
     plain_BT = -advantage_BT * ratio_BT
     bounded_BT = -advantage_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain_BT, bounded_BT), bounded_BT > plain_BT
 
 
 def self_ratio(logp_BT: Tensor) -> Tensor:
-    """Return 1 with the gradient ∇logπ."""
+    """Return a tensor of ones whose gradient is ∇logπ."""
     return (logp_BT - logp_BT.detach()).exp()
 
 
@@ -209,5 +209,5 @@ def _truncated(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, keep_BT: T
 
 
 def _log_rest(logp: Tensor) -> Tensor:
-    """Return log(1 − p), floored."""
+    """Return log(1 − p) of log-probs log p, at least LOG_FLOOR."""
     return floored((-torch.expm1(logp.clamp(max=0.0))).log())

@@ -8,7 +8,7 @@ from typing import Literal
 from slipstream.estimators.options import Function, Options, formula, options_of
 
 Scope = Literal["row", "group", "batch"]
-"""Data that an advantage depends on. Groups are never split, so group scope costs no more than row scope."""
+"""Data that a token's advantage depends on. Groups are never split, so group scope costs no more than row scope."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Estimator:
     baseline: str
     use_when: str
     evidence: tuple[str, ...] = ()
-    """Options that are tensors, computed from the batch."""
+    """Options that are computed from the batch and not set by users."""
     cost: str = "–"
 
     @property
@@ -38,7 +38,7 @@ class Estimator:
 
     @property
     def weighs_energy(self) -> bool:
-        """Return whether the baseline weights tokens by gradient energy, from π and Σπ² of the current learner."""
+        """Return whether the baseline weights tokens by gradient energy (see `logit_energy`) of the current learner."""
         return not {"sum_pi_squared", "grad_norm_squared"}.isdisjoint(self.evidence)
 
     @property

@@ -23,7 +23,7 @@ CTPO_CLIP = 0.05
 """Bound c of ±c√t: the upper bound in the authors' released recipe (their lower bound is 0.025)."""
 
 Bounds = Mapping[str, Threshold]
-"""Bounds by rejection mode. A sample must pass all modes."""
+"""Bounds by rejection mode. A token or row that fails any mode is rejected."""
 
 RS_MODES = (
     *("token_k1", "token_k2", "token_k3"),
@@ -78,7 +78,7 @@ def _positive(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class CorrectionPreset:
-    """Correction with the mode and loss that it is meant for. `mode` None: metrics only. `loss` None: any loss."""
+    """Settings of a correction, and the policy loss that it is for (None: any). `mode` None: only metrics."""
 
     mode: Literal["decoupled", "bypass"] | None = None
     is_level: Unit | None = None
@@ -106,7 +106,7 @@ class CorrectionPreset:
 
     @property
     def scope(self) -> Scope:
-        """Return the widest scope of the parts."""
+        """Return the widest scope among level, rejection modes and normalisation."""
         parts = [*(self.rs or ()), *([self.is_level] if self.is_level else []), *["is_normalize"] * self.is_normalize]
         return max((SCOPE[part] for part in parts), key=("token", "row", "batch").index, default="token")
 
@@ -117,9 +117,9 @@ class CorrectionPreset:
 
 
 LOSSES_OF = {"ppo_clip": ("vanilla",), "reinforce": ("reinforce", "gpg")}
-"""Policy losses by the `loss` of a preset."""
+"""Policy losses that are valid for each value of `loss` of a preset."""
 RATIO_TO_BEHAVIOR = frozenset({"reverse_kl_mc", "decoupled_ppo", "m2po"})
-"""Losses that contain the ratio to the policy that drew the token, in both modes."""
+"""Losses that contain the ratio to the policy that drew the token, in modes decoupled and bypass."""
 RATIO_TO_OLD = frozenset({"vanilla", "cispo", "gspo", "gspo_token", "gmpo", "geo_mean", "sapo", "dppo_tv", "dppo_kl"})
 RATIO_TO_OLD |= {"clip_cov", "kl_cov", "topr", "aspo", "minpro", "ctpo"}
 """Losses that contain the ratio to the old policy. In bypass mode this is the policy that drew the token."""
@@ -147,7 +147,7 @@ def check_combination(loss: str, preset: CorrectionPreset, *, policy: bool = Fal
 
 
 # verl's ±0.1 % on the mean of a row keeps a share erf(0.001·√(T/2)/σ) of rows with T log-ratios of deviation σ.
-# For σ = 0.01 this is 99.8 % at 1,000 tokens and 31 % at 16: it suits long answers and engines that agree closely.
+# For σ = 0.01 this is 99.8 % at 1,000 tokens and 31 % at 16: use these bounds for long answers and similar engines.
 _GEO, _K3, _ICEPOP = {"seq_mean_k1": (0.999, 1.001)}, {"seq_mean_k3": 0.01}, (0.5, 5.0)
 _decoupled = partial(CorrectionPreset, "decoupled")
 _bypass_ppo = partial(CorrectionPreset, "bypass", loss="ppo_clip")

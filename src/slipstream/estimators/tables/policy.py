@@ -14,7 +14,7 @@ Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Policy loss with formula, scope and description."""
+    """Policy loss: inputs, formula, scope, and a description for users."""
 
     formula: str
     """Formula as module.function under slipstream.estimators.policy."""
@@ -22,9 +22,9 @@ class PolicyLoss:
     scope: Scope
     agg: Mode = "token-mean"
     choice: str = ""
-    """Formula of the choice of tokens that `prepare` freezes, for batch scope. Empty for other scopes."""
+    """For batch scope: formula that selects tokens of the whole batch, called by `prepare`. Empty for other scopes."""
     weighs_rows: bool = False
-    """True if importance weights enter as their geometric mean over the row."""
+    """True if a row is multiplied by the geometric mean of its importance weights, instead of each token by its own."""
     trust_region: str
     importance: str
     targets: str
@@ -54,7 +54,7 @@ def method(name: str) -> PolicyLoss:
 
 
 def scope_of(name: str, agg: Mode | None = None) -> Scope:
-    """Return the scope of a method with its aggregation. A mean over the row needs the whole row."""
+    """Return the scope of a policy loss that is reduced by `agg`. A mean over the row needs the whole row."""
     found = method(name)
     by_row = (agg or found.agg) == "seq-mean-token-mean"
     return "row" if found.scope == "token" and by_row else found.scope

@@ -1,4 +1,4 @@
-"""The choice of tau and of the publish interval for "auto" settings. Pure code: no tasks, no clock.
+"""The choice of tau (limit of batches in flight) and of the publish interval for "auto" settings. No tasks, no clock.
 
     drift is above its budget, or samples are too stale              lower tau until drift fits
     drift is in budget, the learner waits, publishes take long       publish half as often
@@ -26,21 +26,21 @@ Line = Mapping[str, float]
 FIRST = 1
 """Initial tau."""
 WINDOW, LONGEST = 5, 20
-"""Minimum and maximum updates with one tau before a decision; at the most, a trial is judged despite noise."""
+"""Minimum and maximum number of updates before a decision; after the maximum a trial is judged despite noise."""
 SHORT = 0.02
-"""Share of the time spent waiting for groups above which the learner has too few."""
+"""Share of the time that the learner waits for groups: above it, the learner has too few groups."""
 BOLD = 4
 """Largest factor by which one decision raises tau."""
 WORTH = 0.02
 """Relative gain in the learner's busy time that a trial must bring to stay."""
 CHANCE = 2.0
-"""Number of standard errors beyond which a difference counts as real."""
+"""Number of standard errors above which a difference counts as real."""
 LEAST, GATED = 0.5, 0.25
 """Limits of staleness: lowest effective sample size as a share, highest share of samples with freshness weight 0."""
 MEMORY = 25
 """Updates until the bounds found so far are forgotten for the first time."""
 LONG, BRIEF = 0.1, 0.02
-"""Shares of the time for publishes: above the first they come half as often, below the second twice as often."""
+"""Shares of the time that publishes take: above LONG, publish half as often; below BRIEF, twice as often."""
 
 Measured = tuple[float, float]
 """Mean and standard error."""
@@ -91,14 +91,14 @@ def measured(values: Sequence[float]) -> Measured:
 
 class Autopilot:
     def __init__(self, most: int, drift: float, *, often: int = 1, rarest: int = 1) -> None:
-        """Set the largest tau, the budget of `drift`, and the fewest and most updates between two publishes."""
+        """Set the limits: tau up to `most`, drift up to `drift`, and a publish every `often` to `rarest` updates."""
         self.most, self.budget, self.often, self.rarest = most, drift, often, rarest
         self.ahead, self.every = min(FIRST, most), often
-        """The tau at the shortest publish interval with the same amount in flight, and the current interval."""
+        """`ahead`: the tau that allows as much in flight at the interval `often`. `every`: the current interval."""
         self.low, self.high = -1, most + 1
         """Bounds of `ahead`: values up to `low` proved too small, values from `high` on too large."""
         self.too_rare = 2 * rarest
-        """Publish intervals from this one on were too stale or brought nothing."""
+        """Smallest publish interval that made samples too stale or brought nothing; larger ones are not tried."""
         self.window = deque[Seen](maxlen=LONGEST)
         self.settling, self.update, self.memory = (self.ahead + 1) * often, 0, MEMORY
         self.trial: Trial | None = None
@@ -165,18 +165,18 @@ class Autopilot:
         return sum(each.publish for each in lately) / sum(each.seconds for each in lately)
 
     def _rarer(self, drift: float) -> tuple[int, int] | None:
-        """Return `ahead` and the interval for publishes half as often; None if drift or limits do not allow it."""
+        """Return `ahead` and `every` for publishes half as often; None if drift or limits do not allow that."""
         every = 2 * self.every
         ahead = max(self.ahead, 2 * every // self.often - 1)
         fits = ahead == self.ahead or (self.ahead > 0 and drift * ahead <= self.budget * self.ahead)
         return (ahead, every) if fits and every < self.too_rare and every <= self._rarest_of(ahead) else None
 
     def _rarest_of(self, ahead: int) -> int:
-        """Return the longest publish interval allowed with this much in flight."""
+        """Return the longest publish interval that is allowed for this value of `ahead`."""
         return max(self.often, min(self.rarest, (min(ahead, self.most) + 1) * self.often // 2))
 
     def _lower(self, drift: float, why: str) -> str:
-        """Lower tau to fit the budget if drift is proportional to tau, but not to values known as too small."""
+        """Lower tau until drift fits the budget, if drift is proportional to tau; skip values known as too small."""
         self.high = self.ahead
         self.low = min(self.low, self.ahead - 2)
         fits = floor(self.ahead * min(self.budget / drift, 1.0)) if drift else 0
@@ -192,8 +192,8 @@ class Autopilot:
     def _raise(self, drift: float, waited: float, busy: Measured) -> str:
         """Raise tau as far as the drift budget allows.
 
-        It rises by one if drift, taken as proportional to tau, stays in the budget; by more if drift, taken as growing
-        with tau squared, stays in it. If a larger tau proved too large, it rises half of the way there.
+        Tau rises by one if drift proportional to tau would stay in the budget. Tau rises by more if drift proportional
+        to tau squared would stay in it. If some tau proved too large, tau rises half of the way to that value.
         """
         now, room = self.ahead, self.budget / drift if drift else inf
         ahead = max(min(now + 1, now * room), min(BOLD * now, now * sqrt(room))) if now else 1

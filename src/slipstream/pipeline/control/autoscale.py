@@ -23,7 +23,7 @@ WINDOW = 5
 SETTLING = 2
 """Number of updates ignored after a change: their groups were in flight before it."""
 SHORT, PLENTY = 0.1, 0.03
-"""Shares of the time spent waiting for groups: above the first the learner has too few, below the second enough."""
+"""Shares of the time that the learner waits for groups: above SHORT it has too few, below PLENTY it has enough."""
 FILLED = 0.7
 """Share of the time in which the remaining workers should be busy after others are removed."""
 WORTH = 0.25
@@ -48,7 +48,7 @@ class Seen:
 
 @dataclass
 class Known:
-    """Bounds of the size of one kind: sizes up to `low` are too small, sizes from `high` on too large."""
+    """Bounds of the number of workers of one kind: sizes up to `low` are too small, sizes from `high` on too large."""
 
     high: int
     low: int = 0
@@ -110,7 +110,7 @@ class Autoscale:
         return self._fewer(busy) if waits < PLENTY else None
 
     def _more(self, waits: float, speed: float, busy: Mapping[str, float], room: Room) -> Change | None:
-        """Add as many workers as match the speed of the learner, at most doubling the speed."""
+        """Add workers until rollout and scoring keep up with the learner, to at most twice the current speed."""
         faster, after = 1 / (1 - min(waits, 0.5)), dict(self.sizes)
         for kind, known in self.known.items():
             size = self.sizes[kind]

@@ -1,8 +1,8 @@
 """The freshness of the buffer, and the decision when to refresh it. Pure code, without tasks and clock.
 
-The buffer is all scored samples that are not learned from yet. Its mean freshness is modelled from lags and the drift
-measured at each lag (`Curve`), or measured by a pass over all samples. When the mean is too low, all groups that began
-under older weights are rolled out again (`Admission.refresh`).
+The buffer is all scored samples that are not learned from yet. Freshness is 1 for an on-policy sample and falls to 0
+with age. Its mean is predicted from the drift at each lag (`Curve`), or measured by a pass over all samples. When the
+mean is too low, all groups that began under older weights are rolled out again (`Admission.refresh`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DRIFT = "freshness/drift/lag_"
 
 
 class Curve:
-    """Drift by lag: a moving average at each observed lag, with linear interpolation from (0, 0) on."""
+    """Drift by lag: a moving average at each observed lag, linear interpolation between lags, and 0 at lag 0."""
 
     def __init__(self, known: Mapping[int, float] | None = None) -> None:
         self.known = dict(known or {})
@@ -46,7 +46,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Means over the buffer: freshness, and the shares of tokens with known drift of rollout and of supervision."""
+    """Means over the buffer: freshness, and shares of tokens whose drift of sampling policy or of teacher is known."""
 
     f: float = 1.0
     roll_coverage: float = 1.0
@@ -61,7 +61,7 @@ class Buffer:
         self.freshness, self.steps, self.say = freshness, steps, say
         self.curve = Curve({int(name.removeprefix(DRIFT)): x for name, x in last.items() if name.startswith(DRIFT)})
         self.sup = last.get("freshness/sup", 0.0)
-        """Last measured drift of supervision."""
+        """Last measured drift of supervision (change of the teacher since it scored the samples)."""
         self.coverage = Level(1.0, last.get("freshness/roll_coverage", 1.0), last.get("freshness/sup_coverage", 1.0))
         self.refreshes = round(last.get("freshness/refreshes", 0))
         self.refreshed = round(last.get("freshness/refreshed", 0))
@@ -94,7 +94,7 @@ class Buffer:
         }
 
     def modelled(self, headers: Sequence[Header], version: int) -> Level:
-        """Return the means that the model predicts from the lags in a buffer."""
+        """Return the means over the buffer, predicted from the lags of its samples."""
         if not headers:
             return Level()
         f = fmean(self._f(max(0, version - header.oldest)) for header in headers)
@@ -107,7 +107,7 @@ class Buffer:
         return exp(-drift) / ((lag if freshness.lag else 0) + 1)
 
     def measures(self, update: int) -> bool:
-        """Return whether the buffer is to be measured by a pass after this update."""
+        """Return whether the learner must measure the freshness of the whole buffer after this update."""
         freshness = self.freshness
         every = freshness.measure or (1 if freshness.buffer == "measured" else 20)
         return freshness.refresh == "adaptive" and update % every == 0
@@ -154,7 +154,7 @@ class Buffer:
 
     @property
     def metrics(self) -> Metrics:
-        """Metrics from which a resumed run restores its state, beside the curve."""
+        """Metrics that a resumed run reads, in addition to those of the curve, to restore this state."""
         return {
             "freshness/refreshes": float(self.refreshes),
             "freshness/refreshed": float(self.refreshed),

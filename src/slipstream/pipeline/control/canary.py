@@ -6,7 +6,7 @@ A reference holds a teacher's answers at the start: for each log-prob the median
 noise is the distance of a replica's answers from their own median. A replica has changed if its later answer is further
 from the reference than `limit_of` allows. Distances are root mean squares over all log-probs of all texts.
 
-Shapes: N tokens of a text, M draws (tokens sampled at the same position), X log-probs per token (of the emitted first).
+Shapes: N tokens of a text, M draws (tokens sampled at the same position), X log-probs per token (emitted one first).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from slipstream.protocols import Metrics, Sampling
 from slipstream.records import Floats, Group, Prompt, Rollout, Said, one_turn
 
 TEXTS, TOKENS, END = 4, 24, 4
-"""Number of texts that a teacher scores, tokens of each after its prompt, and distance between end tokens in it."""
+"""Number of texts per teacher, tokens of each text after its prompt, and interval of end tokens among them."""
 ASKED, NOISE = 3, 4.0
-"""Simultaneous requests to each replica at the start, and the limit as a multiple of the noise measured there."""
+"""Simultaneous requests to each replica at the start, and limit as a multiple of the noise in their answers."""
 EXACT, ROUNDED = 0.01, 0.1
 """Smallest limit for float32 on this machine, and for bfloat16 and endpoints, whose rounding depends on load."""
 DRAWN, DRAWN_TOKENS = 4, 8
 """Number of short answers that every sampler generates, and their length in tokens."""
 KL, PERPLEXITY = {True: 1e-3, False: 2e-2}, {True: 0.01, False: 0.05}
-"""Limits between sampler and learner with the same weights, for float32 (True) and others; `doctor` has the same."""
+"""Limits of KL and |perplexity ratio − 1| between sampler and learner; True: float32. `doctor` uses the same limits."""
 FOLLOWS = {True: 0.02, False: 0.5}
-"""Limits at the worst token, from a teacher that follows the student to the learner with that teacher's weights."""
+"""Limit of the largest log-prob difference of learner and a teacher that follows the student; True: float32."""
 FAR = 1e3
-"""Value recorded for an infinite difference."""
+"""Largest difference that is recorded, because metrics must be finite."""
 Reference = list[Floats | None]
 """Log-probs [N, X] of each text; None for a text that the teacher cannot score."""
 
 
 def prompts_of(prompts: Prompts, teacher: str | None, count: int) -> list[Prompt]:
-    """Return the first prompts of the run that this teacher scores (None: any), with negative, so unused, numbers."""
+    """Return the first `count` prompts of this teacher (None: of any), with the unused numbers -1, -2 and so on."""
     every = (prompts.at(number) for number in range(len(prompts.rows)))
     its = (prompt for prompt in every if teacher is None or prompt.teacher == teacher)
     return [replace(prompt, number=-1 - i) for i, prompt in enumerate(islice(its, count))]
@@ -102,7 +102,7 @@ def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[
 
 
 def reference_of(answers: Sequence[Sequence[Said]]) -> Reference:
-    """Return the median of all answers; None for a text for which some answer has no log-probs."""
+    """Return the median log-probs of each text over all answers; None for a text that failed in any answer."""
     return [
         None if any(said.cause for said in of_text) else np.median([said.logps for said in of_text], 0)
         for of_text in zip(*answers, strict=True)
@@ -116,14 +116,14 @@ def limit_of(texts: Sequence[Rollout], by_replica: Sequence[Sequence[Sequence[Sa
 
 
 def worst_gap(numbers: Metrics, scored: Group) -> float:
-    """Return the largest difference of a log-prob from the learner's, as found by `Learner.compare`."""
+    """Return the largest log-prob difference in the result of `Learner.compare`; infinity if scoring failed."""
     if any(handle.header.finish == "error" for handle in scored):
         return inf
     return max(value for name, value in numbers.items() if name.endswith("/difference_max"))
 
 
 def misdated(versions: Set[int], oldest: int, newest: int) -> str:
-    """Return what is wrong with the versions recorded for tokens, or an empty string."""
+    """Return a message if recorded token versions are not all from `oldest` to `newest`, else an empty string."""
     if all(oldest <= version <= newest for version in versions):
         return ""
     possible = f"only version {newest} is" if oldest == newest else f"versions {oldest} to {newest} are"
@@ -131,7 +131,7 @@ def misdated(versions: Set[int], oldest: int, newest: int) -> str:
 
 
 def distrusted(numbers: Metrics, versions: Set[int], *, version: int, exact: bool) -> str:
-    """Return what is wrong with answers that a sampler drew with the learner's weights, or an empty string."""
+    """Return a message if a sampler's answers do not fit the learner's weights, else an empty string."""
     k3, ratio = numbers["drift/k3_kl"], numbers["drift/ppl_ratio"]
     wrong = misdated(versions, version, version)
     if wrong or (k3 <= KL[exact] and abs(ratio - 1) <= PERPLEXITY[exact]):  # false for NaN, which is reported

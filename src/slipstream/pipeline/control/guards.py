@@ -1,4 +1,4 @@
-"""Guards, which lower the learning rate or tau while metrics are bad. They depend only on the metrics lines so far.
+"""Guards: rules that lower the learning rate or tau (the limit of batches in flight) while metrics are bad.
 
 | guard        | acts while                                              | action                           |
 |--------------|---------------------------------------------------------|----------------------------------|
@@ -8,7 +8,7 @@
 | kl           | the drift (KL between sampler and learner) is high      | tau − 1, repeatedly              |
 | gac          | gradients of stale and fresh samples disagree           | learning rate × factor           |
 
-Guards read an update's metrics after it, and act on the next update. Each guard has two thresholds (hysteresis), so
+Guards read only metrics: after each update, to act on the next one. Each guard has two thresholds (hysteresis), so
 that noise does not switch it on and off. A resumed run passes all its metrics lines to the guards again, which restores
 their state.
 """
@@ -51,7 +51,7 @@ class Guard(Protocol):
 
 class Guards:
     def __init__(self, config: GuardsConfig, *, tau: float = 0.0, batches: float = 1.0) -> None:
-        """Create the configured guards; `tau` is the schedule's, and `batches` are in flight with it."""
+        """Create the configured guards; `tau` is the schedule's largest, with `batches` batches in flight."""
         self.guards = create_guards(config, tau, batches)
         self.acts = {name: Act() for name in self.guards}
         """Action of each guard after the last update."""
@@ -91,7 +91,7 @@ def create_guards(config: GuardsConfig, tau: float, batches: float) -> dict[str,
 
 
 class Latch:
-    """A switch with hysteresis: on when a value passes `on`, above or below `off`, and off when it is back at `off`."""
+    """A switch with hysteresis: turns on when a value passes `on`, and off when the value is back at `off`."""
 
     def __init__(self, on: float, off: float) -> None:
         self.sign = 1 if on > off else -1

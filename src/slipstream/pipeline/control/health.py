@@ -2,7 +2,7 @@
 
 | finding            | found when                                                                            | stops |
 |--------------------|---------------------------------------------------------------------------------------|-------|
-| lying teacher      | mean reverse KL is below 0 beyond chance, which is impossible for true log-probs      | yes   |
+| lying teacher      | mean reverse KL is significantly below 0, which is impossible for true log-probs      | yes   |
 | failing teacher    | many of its scores are unusable                                                       | yes   |
 | changing teacher   | many of its scores differ when groups are scored twice                                | yes   |
 | exploding step     | the gradient norm is far above its usual value, several times in a row                | yes   |
@@ -28,7 +28,7 @@ from slipstream.errors import Unhealthy
 Line = Mapping[str, float]
 """The metrics of one update."""
 CHANCE = 3.0
-"""Number of standard errors beyond chance: 3 occur by chance once in 700."""
+"""Number of standard errors from which a value counts as significant; noise exceeds 3 once in 700 cases."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Trouble:
 
 @dataclass(frozen=True)
 class History:
-    """The metrics lines that the rules look at, including those from before a resume."""
+    """The metrics lines that the rules examine, including lines from before a resume."""
 
     first: Sequence[Line] = ()
     """The first updates of the run, as the reference."""
     recent: Sequence[Line] = ()
-    """The latest updates, oldest first, enough for every rule."""
+    """The latest updates, oldest first; as many as the longest rule needs."""
 
 
 class Health:
@@ -62,7 +62,7 @@ class Health:
         """Names of the findings after the previous update."""
 
     def recall(self, lines: Iterable[Line]) -> None:
-        """Take the metrics lines from before a resume.
+        """Add the metrics lines from before a resume.
 
         If they contain a finding that stops the run, recent lines are forgotten, because the cause may be fixed now.
         """
@@ -97,7 +97,7 @@ def examined(history: History, health: HealthConfig) -> Iterator[Trouble]:
 
 
 def negative_kl(history: History, health: HealthConfig) -> Trouble | None:
-    """Find a negative reverse KL: KL(sampler ‖ teacher) ≥ 0 for any two distributions, truncated or not."""
+    """Return a finding if reverse KL is negative: KL(sampler ‖ teacher) ≥ 0 for all distributions, also truncated."""
     last = history.recent[-health.updates :]
     if len(last) < health.updates:
         return None
@@ -184,7 +184,7 @@ def mean_kl(lines: Sequence[Line]) -> float | None:
 
 
 def reward_improved(first: Sequence[Line], last: Sequence[Line]) -> bool:
-    """Return whether a reward's recent mean is above all its values in the first updates."""
+    """Return whether the mean of some reward in `last` is above all values of that reward in `first`."""
     rewards = set.intersection(*({name for name in line if name.startswith("reward/")} for line in (*first, *last)))
     return any((mean_of(last, name) or 0.0) > max(line[name] for line in first) for name in rewards)
 

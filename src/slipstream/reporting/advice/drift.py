@@ -21,7 +21,7 @@ from slipstream.reporting.advice.rules import Change, Found
 WATCHED, DRIFTED = 0.02, 0.05
 """KL up to which drift is negligible, and KL above which it must be fixed."""
 APART = 0.95
-"""Correlation of token probabilities below which two engines run different policies."""
+"""Correlation of two engines' token probabilities; below it, the engines run different policies."""
 LEAP = 0.5
 """Difference of one token's probability that is too large for a rounding error."""
 PERPLEXED = 0.05
@@ -42,14 +42,14 @@ CLIPPED = 0.2
 CUT = 1e-3
 """Largest share of clipped or capped importance weights at which the weights still correct staleness."""
 LONG = 50
-"""Sequence length in tokens at which a ratio of 1.1 per token makes a sequence ratio of 117."""
+"""Sequence length in tokens from which products over a sequence are a problem: 1.1 per token gives 117."""
 GEOMETRIC: Change = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
 """Geometric rejection with the bounds of the decision tree, which are wider than those of the presets."""
 REJECT: Change = {"correction.preset": "decoupled_geo_rs", **GEOMETRIC}
 
 
 def compares(config: Config) -> bool:
-    """Return True if a loss uses the log-probs of the sampling policy; otherwise drift only makes prefixes stale."""
+    """Return True if a loss uses the sampling policy's log-probs. If False, drift only makes prefixes stale."""
     return config.policy is not None or (config.loss.weight > 0 and config.loss.asks.compares)
 
 
@@ -87,7 +87,7 @@ def slower(config: Config, factor: float = 0.5) -> Change:
 
 
 def risen(case: Case) -> list[float]:
-    """Return the crossed limits of the KL to the teachers: 1.1 × best, 1.1 × early and 2 × first value."""
+    """Return the limits that the KL to the teachers exceeds, among 1.1 × best, 1.1 × early and 2 × first value."""
     # the last factor is larger because short responses finish first, and their KL is lower
     now, known = case.kl_now, ((case.kl_best, 1.1), (case.kl_then, 1.1), (case.kl_first, 2.0))
     return [times * kl.mean for kl, times in known if now.above(kl) and now.mean > times * kl.mean]
@@ -121,7 +121,7 @@ UNPUBLISHED = (
 
 
 def apart(known: Sequence[Line], gap: Level, limit: float, *, exact: bool) -> tuple[str, float, float] | None:
-    """Return metric, value and limit of the first crossed limit, or None."""
+    """Return name, value and limit of the first metric beyond its limit; None if engines agree."""
     k3 = fmean(values_of(known, "k3_kl") or [0.0])
     if gap.over(limit) or (exact and k3 > limit):
         return "kl", max(gap.mean, k3), limit
@@ -173,7 +173,7 @@ def stale(case: Case) -> Found | None:
 
 
 def worse(case: Case) -> bool:
-    """Return True if the KL to the teachers has risen and no reward did, or if a reward fell and the KL did not.
+    """Return True if the KL to the teachers rose and no reward rose, or if a reward fell and the KL did not fall.
 
     The KL does not count for teachers that follow the student, or for a forward KL or JSD loss that falls.
     """
@@ -185,7 +185,7 @@ def worse(case: Case) -> bool:
 
 
 def biased(case: Case) -> Found | None:
-    """Find stale draws without correct importance weights: the loss is then not the reverse KL."""
+    """Find stale draws (sampled extra tokens) without correct importance weights: the loss is not the reverse KL."""
     loss, lag, cut = case.config.loss, case.now("lag/mean"), case.now("distill/clip_fraction")
     if not isinstance(loss, ReverseKLMC) or not loss.weight or not lag.mean >= 0.5 or not worse(case):
         return None
@@ -227,7 +227,7 @@ def blown_up(case: Case) -> Found | None:
 
 
 def escalated(case: Case, chi2: float) -> list[Change]:
-    """Return changes by need: rejection, rejection with weights, or less staleness where no correction is enough."""
+    """Return changes by severity: rejection, rejection and importance weights, or less staleness as last resort."""
     config, masked = case.config, case.now("correction/rollout_rs_masked_fraction").mean
     rejects = case.has("correction/rollout_rs_masked_fraction")
     if chi2 > HOPELESS or masked > TOO_MANY or (rejects and ess_of(case)[1] < THIRD):
@@ -259,7 +259,7 @@ def masks_too_much(case: Case) -> Found | None:
 
 
 def bounded(case: Case) -> list[Change]:
-    """Return wider geometric bounds if the config uses those of a preset, which are a tenth as wide."""
+    """Return wider geometric bounds if the config uses the preset's bounds, which are a tenth as wide."""
     given = case.config.correction
     narrow = given.rs is None and "seq_mean_k1" in (PRESETS[given.preset].rs or {})
     return [GEOMETRIC] if narrow else []

@@ -12,13 +12,13 @@ from slipstream.reporting.advice.rules import Found
 MANY = 50
 """Smallest number of samples for a 10% quantile; for updates, half as many are enough."""
 NEAR = 0.2
-"""Largest relative difference between a setting and the suggestion that is ignored."""
+"""Relative difference between a setting and the suggestion, up to which no change is suggested."""
 KAPPAS = {"kappa_f": "buffer_f", "kappa_roll": "buffer_roll_coverage", "kappa_sup": "buffer_sup_coverage"}
 """Thresholds of a refresh, and the metrics that they apply to (freshness/...)."""
 
 
 def thresholds(case: Case) -> Found | None:
-    """Suggest the thresholds in use: 10% quantiles of freshness at lag tau, and of the buffer's metrics."""
+    """Suggest active thresholds: 10% quantiles of freshness at lag tau (the lag limit), and of buffer metrics."""
     fresh = case.config.freshness
     if fresh is None:
         return None

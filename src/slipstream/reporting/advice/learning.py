@@ -15,13 +15,13 @@ SPIKE = 10.0
 SURGE, SHRUNK = 1.2, 0.2
 """Limits for the mean response length divided by that of 100 updates before."""
 SURE, COLLAPSED = 0.1, 0.5
-"""Limits of a collapsed entropy: in nats, and as a share of the initial entropy."""
+"""Entropy below which the student has collapsed: in nats, and as a share of the initial entropy."""
 CUT_OFF = 0.1
 """Largest share of responses that may be cut off."""
 AGREED = 0.2
 """Share of responses with an advantage other than 0, below which most groups have equal rewards."""
 COVERED = 0.9
-"""Smallest probability mass of the compared token ids."""
+"""Smallest allowed probability mass of the token ids on which student and teacher are compared."""
 GATED = 0.25
 """Largest share of samples with freshness weight 0."""
 ANSWERS = 8
@@ -127,7 +127,7 @@ def shrinks(case: Case) -> Found | None:
 
 
 def collapses(case: Case) -> Found | None:
-    """Find a student without entropy. A student that learns from a teacher may rightly lose entropy."""
+    """Find a student whose entropy collapsed, unless it approaches a teacher, which may lower entropy correctly."""
     now, then, config = case.now("student/entropy"), case.then("student/entropy"), case.config
     taught = case.kl_then.above(case.kl_now) or (config.policy is None and not worse(case))
     if not now.under(SURE) or not now.under(COLLAPSED * then.mean) or taught:

@@ -20,7 +20,7 @@ Line = Mapping[str, Any]
 CHANCE = 3.0
 """Standard errors beyond which a difference is significant."""
 WINDOW = 10
-"""Number of updates in a mean; the last so many updates are "now"."""
+"""Number of updates in a mean; the last WINDOW updates are called "now"."""
 FEW = 64
 """Smallest number of tokens from which a KL is estimated."""
 
@@ -45,14 +45,14 @@ UNKNOWN = Level(float("nan"))
 
 
 def level(values: Sequence[float]) -> Level:
-    """Return mean and standard error; the error is infinite for fewer than WINDOW values."""
+    """Return the mean and standard error of values; UNKNOWN if empty, infinite error for fewer than WINDOW values."""
     if not values:
         return UNKNOWN
     return Level(fmean(values), stdev(values) / sqrt(len(values)) if len(values) >= WINDOW else inf)
 
 
 def pooled_kl(pairs: Iterable[tuple[float, float]]) -> Level:
-    """Return the token-weighted mean of (KL, tokens), with the error for a log ratio of variance 2·KL per token."""
+    """Return the token-weighted mean of (KL, tokens) pairs; the error assumes log-ratio variance 2·KL per token."""
     known = [(kl, tokens) for kl, tokens in pairs if tokens]
     tokens = sum(count for _, count in known)
     if tokens < FEW:
@@ -156,14 +156,14 @@ class Case:
 
     @property
     def fall(self) -> Fall | None:
-        """The first reward or held-out accuracy that fell significantly, by 10% from its best; None without a fall."""
+        """First reward or held-out accuracy that fell significantly, by 10% from its best; None if nothing fell."""
         of_rewards = [(name, [level(values_of(w, name)) for w in (*self.windows, self.late)]) for name in self.rewards]
         of_accuracy = [("accuracy", levels) for levels in accuracy_of(self.evaluations).values()]
         return next((fall for name, levels in (*of_rewards, *of_accuracy) if (fall := fallen(name, levels))), None)
 
     @property
     def learned_loss(self) -> bool:
-        """True if the distillation loss fell, which need not be the reverse KL."""
+        """True if the distillation loss (which may differ from the reverse KL) decreased."""
         return self.then("distill/loss").above(self.now("distill/loss"))
 
     @property
@@ -176,7 +176,7 @@ class Case:
 
     @property
     def kl_first(self) -> Level:
-        """Largest KL to a teacher at the first update, which is the initial student's."""
+        """Largest KL to a teacher at the first update, so the KL of the initial student."""
         line = self.lines[0]
         known = [Level(line[name], line.get(f"{name}_error", inf)) for name in kls(line)]
         return max(known, key=lambda kl: kl.mean, default=UNKNOWN)
@@ -216,7 +216,7 @@ def values_of(lines: Sequence[Line], name: str) -> list[float]:
 
 
 def distance(lines: Sequence[Line]) -> Level:
-    """Return the mean reverse KL to the teachers, with the larger of the recorded error and the scatter of updates."""
+    """Return the mean reverse KL to the teachers; its error is the larger of recorded error and scatter of updates."""
     found = [(line[name], line.get(f"{name}_error", inf)) for line in lines for name in kls(line)]
     if not found:
         return UNKNOWN
@@ -251,7 +251,7 @@ def same_version_kl(line: Line, steps: int) -> tuple[float, float]:
 
 
 def accuracy_of(evaluations: Sequence[Line]) -> dict[str, list[Level]]:
-    """Return the accuracies of each held-out set, with the binomial error, an upper bound for rewards in [0, 1]."""
+    """Return accuracies and binomial errors by held-out set; the error is an upper bound for rewards in [0, 1]."""
     found: dict[str, list[Level]] = {}
     for line in evaluations:
         mean, count = line.get("accuracy", 0.0), line.get("samples", 0.0)

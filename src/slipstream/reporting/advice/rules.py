@@ -32,7 +32,7 @@ class Found:
     changes: Sequence[Change] = ()
     """Possible changes, best first. The first one that the config allows is proposed."""
     run: str = ""
-    """Command to run if no change is possible; empty for none."""
+    """Command to run if no change is possible; empty if no command helps."""
     why: str = ""
     """Cause in this run; empty for the general cause of the rule."""
     weight: Weight = "wrong"
@@ -146,7 +146,7 @@ def as_toml(value: Any) -> str:
 
 
 def without(answers: Iterable[Answer], rules: Mapping[str, Rule]) -> list[Answer]:
-    """Return the answers that no earlier answer hides, each with the names of the answers that it hides."""
+    """Return the answers that no earlier answer hides; `explains` lists the answers that each of them hides."""
     left, hidden = list(answers), dict[str, list[str]]()
     for answer in list(left):
         if answer in left:
@@ -157,5 +157,5 @@ def without(answers: Iterable[Answer], rules: Mapping[str, Rule]) -> list[Answer
 
 
 def may_hide(cause: Answer, symptom: Answer) -> bool:
-    """Return True unless the cause is less severe than "wrong" and the symptom is "wrong"."""
+    """Return False if the symptom is "wrong" but the cause is less severe; else True."""
     return cause.weight == "wrong" or symptom.weight != "wrong"

@@ -80,7 +80,7 @@ def enough(case: Case) -> bool:
 
 
 def stages(case: Case) -> tuple[str, str, float, float]:
-    """Return the stage that the learner waits for, its metric, the share of time, and the largest allowed share."""
+    """Return the stage that the learner waits for, its metric, its share of time, and the limit of this share."""
     if case.config.schedule.serial:  # here stages run one after the other
         scored, rolled = case.usual("stage/score"), case.usual("stage/rollout")
         who = "teacher" if scored > rolled else "sampler"

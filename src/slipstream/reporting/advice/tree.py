@@ -489,10 +489,10 @@ BY_NAME = {rule.name: rule for rule in RULES}
 @dataclass(frozen=True)
 class Advice:
     answers: Sequence[Answer]
-    """Sorted by severity; within a severity, causes come before symptoms."""
+    """Answers, sorted by severity; for the same severity, causes come before symptoms."""
     updates: int
     needs: int = 2 * WINDOW
-    """Number of updates from which on the last updates can be compared with the first."""
+    """Minimum number of updates for a comparison of the last updates with the first."""
 
     @property
     def enough(self) -> bool:

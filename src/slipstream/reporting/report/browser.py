@@ -32,7 +32,7 @@ FLAGS = (
 BETWEEN = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
-"""Launcher that moves the pipes to 3 (read) and 4 (write); file descriptors from FREE on do not collide with these."""
+"""Python code that moves the pipes to descriptors 3 (read) and 4 (write), below FREE, then starts the browser."""
 FREE = 10
 ENDED = "the browser ended, or did not start"
 PATIENCE = 60.0
@@ -101,7 +101,7 @@ class Browser:
         return found
 
     def event(self, method: str, session: str) -> None:
-        """Wait for an event of this page."""
+        """Wait for the event `method` of a browser session."""
 
         def matches(message: Mapping[str, Any]) -> bool:
             return message.get("method") == method and message.get("sessionId") == session

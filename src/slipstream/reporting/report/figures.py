@@ -32,7 +32,7 @@ class Figure:
     height: int = HEIGHT
     wide: bool = False
     legend: bool = False
-    """True for a legend of its own; otherwise the legend at the top of the page explains the colours."""
+    """True if the figure has its own legend. If False, the legend of the page explains the colours."""
     zoom: bool = False
     """True if the reader can zoom and pan."""
 
@@ -92,7 +92,7 @@ def curves(
     legend: bool = False,
     height: int = HEIGHT,
 ) -> Figure:
-    """Draw a line for each series; long series are faint with a moving mean, unless `marks` or `exact` is set."""
+    """Draw a line for each series; a long series also gets a moving mean, unless `marks` or `exact` is set."""
     few = marks or all(len(each.x) <= FEW for each in series)
     how = points if few else course if exact else trail
     data = [trace for each in series for trace in how(each)]

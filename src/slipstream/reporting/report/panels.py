@@ -18,11 +18,11 @@ from slipstream.reporting.report.titles import course, inside
 
 class Panel(NamedTuple):
     names: str
-    """Pattern of metric names; a group in the pattern is inserted into the label."""
+    """Regular expression for metric names; text matched by a group is inserted into the label."""
     label: str
     unit: str
     exact: bool = False
-    """True for a metric that is set and not measured: it has no noise, and no moving mean is drawn."""
+    """True for a metric that is set and not measured: it has no noise, so it is drawn without a moving mean."""
 
 
 SHARE = "share"
@@ -155,7 +155,7 @@ def uneventful(name: str, runs: Sequence[Reading]) -> bool:
 
 
 def words(name: str) -> tuple[str, str]:
-    """Return label and unit of a metric; its name and "" if it has no panel."""
+    """Return the label and unit of a metric; for a metric without a panel, its name and ""."""
     panel = panel_of(name)
     return panel.label, panel.unit
 

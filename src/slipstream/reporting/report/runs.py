@@ -104,7 +104,7 @@ def read(paths: Sequence[Path]) -> list[Reading]:
 
 
 def distinguished(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest distinct ends of paths; equal paths are numbered."""
+    """Return a short unique name per path: its last parts, as many as needed; equal paths are numbered."""
     whole = [path.resolve() for path in paths]
     names = [path.name or str(path) for path in whole]
     for depth in range(2, max(len(path.parts) for path in whole) + 1):

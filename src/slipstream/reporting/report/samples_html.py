@@ -18,14 +18,14 @@ from slipstream.run_dir.writing import SAMPLES
 MOST = 1200
 """Largest number of tokens of a response, and of characters of other texts, that are shown."""
 FULL = 4.0
-"""Log-prob gap in nats from which on the colour is strongest."""
+"""Log-prob gap in nats from which a token has the strongest colour."""
 SEEN = 0.1
 """Log-prob gap in nats below which a token has no colour."""
 ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
 
 
 def chosen(run: Reading, count: int) -> list[dict[str, Any]]:
-    """Return `count` samples at equal distances, from the first to the last update."""
+    """Return at most `count` samples at equal distances, from the first to the last update."""
     total = 0
 
     def count_line(number: int, line: bytes) -> bool:
@@ -70,7 +70,7 @@ def head(quote: dict[str, Any], name: str) -> str:
 
 
 Marked = tuple[str, float | None, float | None, float | None]
-"""A token, the student's and the teacher's log-prob, and the difference of the two; None where unknown."""
+"""Token text, student log-prob, teacher log-prob, and student minus teacher; unknown numbers are None."""
 
 
 def marked(quote: dict[str, Any]) -> Iterator[Marked]:

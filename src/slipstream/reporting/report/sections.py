@@ -73,7 +73,7 @@ def what(run: Reading) -> str:
 
 
 def sections(runs: Sequence[Reading]) -> Iterator[Section]:
-    """Yield all sections; the page leaves out those without content."""
+    """Yield all sections of the report; the page leaves out sections without content."""
     yield Section("At a glance", "", [headlines(runs)])
     yield Section("Advice", "The result of slipstream advise.", list(advice(runs)))
     yield Section("Configuration", "Settings that differ from their default.", list(

@@ -20,7 +20,7 @@ from slipstream.studies.results import Sweep, SweepCell, evaluated
 from slipstream.studies.study import CONDITION, is_number
 
 STRETCHED = 4.0
-"""Ratio of the largest x to the smallest positive x from which on the axis is logarithmic."""
+"""If the largest x divided by the smallest positive x is at least this ratio, the x axis is logarithmic."""
 LABELS = 10
 """Largest number of x values that all get a label on the axis."""
 HEIGHT = 340
@@ -98,7 +98,7 @@ def drawn(sweep: Sweep) -> dict[str, Figure]:
 
 
 def only(name: str, value: float | None, names: Sequence[str]) -> list[float]:
-    """Return the value at one of several names, and NaN at the others."""
+    """Return a list with `value` at the position of `name` in `names`, and NaN at all other positions."""
     return [nan if value is None or each != name else value for each in names]
 
 
@@ -148,7 +148,7 @@ def place_of(series: str, x: Any) -> str:
 
 
 def places(sweep: Sweep) -> list[Any]:
-    """Return every x of the study in order; [None] for a study without such a setting."""
+    """Return all different x values of the study in order; [None] for a study without an x setting."""
     return list({repr(point.x): point.x for point in sweep.study.points}.values())
 
 

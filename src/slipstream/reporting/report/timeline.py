@@ -17,14 +17,14 @@ from slipstream.run_dir.reading import Line
 from slipstream.run_dir.writing import TRACE
 
 UPDATES, SLICES = 24, 2000
-"""Size of the stretch in the Gantt chart: its updates, and the largest number of slices of a run."""
+"""Limits of the Gantt chart: number of updates, and number of slices (activities of workers) per run."""
 SIGHT = 6
 """Number of updates in the initial view."""
 STEPS = 240
 EPISODES, EVENTS = 14, 40
 """Largest number of episodes that are drawn, and of events that are read for each."""
 SLICE, NAME, NESTED = b'{"ph": "X"', b'{"ph": "M"', (b'{"ph": "b", "cat": "episode"', b'{"ph": "e", "cat": "episode"')
-"""First bytes of the events that are read, as pipeline/trace.py writes them."""
+"""First bytes of the trace events to read, in the format of pipeline/trace.py."""
 WHOLE, DOES = b'"name": "episode ', ("turn", "step")
 """Name of the event of a whole episode, and names of its most important parts."""
 ORDER = ("rollout", "score", "update", "export")
@@ -62,7 +62,7 @@ def slices(run: Reading) -> list[Slice]:
 
 
 def stretch(run: Reading, found: Sequence[Slice]) -> Stretch:
-    """Return the stretch around the middle update that is drawn, and its initial view."""
+    """Return the time range around the middle update to draw, with its initial view."""
     updates = run.columns["update"][0]
     middle = updates[len(updates) // 2]
     start, end = run.at(max(middle - UPDATES / 2, 0)), run.at(middle + UPDATES / 2)

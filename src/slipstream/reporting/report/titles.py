@@ -22,7 +22,7 @@ class Change:
     first: float
     last: float
     error: float
-    """Standard error of the difference, with updates taken as independent."""
+    """Standard error of the difference, computed as if updates were independent."""
 
     @property
     def sure(self) -> bool:

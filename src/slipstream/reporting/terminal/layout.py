@@ -25,7 +25,7 @@ class Block:
 
 
 def allot(blocks: Sequence[Block], room: int) -> list[int]:
-    """Return the lines for each block: first `least` in order of rank, then up to `good`, then up to `most`."""
+    """Return the number of lines per block: first `least` in order of rank, then up to `good`, then up to `most`."""
     given = [0] * len(blocks)
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].rank)
     for i in order:

@@ -1,4 +1,4 @@
-"""Terminal display of a run, drawn from a `View`: by a live run, or from a run directory."""
+"""Terminal display of a run, drawn from a `View` of an active run or of a run directory."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class RunProgress:
         self.numbers: Numbers = {}
         """Newest value of each metric."""
         self.lately: Sequence[Numbers] = ()
-        """Numbers of the last updates, at most LATELY."""
+        """Metric values of the last updates, at most LATELY of them."""
 
     def recall(self, line: Mapping[str, Any]) -> Numbers:
         """Add a line of metrics.jsonl and return its numbers under tracker names."""
@@ -76,18 +76,18 @@ class RunProgress:
                 self.curves[name].add(value)
 
     def made(self, update: Numbers) -> None:
-        """Append an update whose numbers are already remembered."""
+        """Append the numbers of an update to `lately`; `numbers` and `curves` are not changed."""
         self.lately = [*self.lately, update][-LATELY:]
 
     # --- recent updates --------------------------------------------------------------------------------------------
 
     @property
     def speed(self) -> float:
-        """Response tokens per second."""
+        """Response tokens per second over recent updates."""
         return self.sum("train/tokens") / max(self.sum("seconds/update"), 1e-9)
 
     def left(self, updates: int, since: float) -> float | None:
-        """Return the estimated seconds for more updates; the last one ended `since` seconds ago. None if unknown."""
+        """Return the estimated seconds until `updates` more updates are done; None if unknown or `updates` is 0."""
         if not self.lately or not updates:
             return None
         return max(0.0, self.sum("seconds/update") / len(self.lately) * updates - since)

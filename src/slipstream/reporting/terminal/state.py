@@ -8,7 +8,7 @@ from pathlib import Path
 from slipstream.reporting.terminal.metric_formats import hours
 
 SILENT, TIMES = 60.0, 10
-"""ResponseWatch that is still normal: seconds, and multiples of the usual duration of an update."""
+"""Longest normal time without a write: in seconds, and as a multiple of the usual duration of an update."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Signs:
     """Last update in metrics.jsonl; 0 for none."""
     updates: int
     every: int
-    """Updates between two evaluations, besides the one after the last update; 0 for no evaluations."""
+    """Updates between two evaluations; the last update is always evaluated, too. 0 for no evaluations."""
     evaluated: int | None
     """Last update that was evaluated; None for no evaluation so far."""
     held: bool | None

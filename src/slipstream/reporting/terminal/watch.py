@@ -21,7 +21,7 @@ from slipstream.run_dir.reading import Line, RunDir
 from slipstream.run_dir.writing import LEDGER, METRICS, SAMPLES, SOCKET
 
 BACK = 1 << 20
-"""Number of bytes at the end of large files that the first look reads."""
+"""Number of bytes at the end of large files that `look` reads at its first call."""
 KEPT = 50
 """Largest number of samples, and of events, in memory."""
 GROUPS = {"rolling": "rolling out", "waiting": "waiting to be scored", "scoring": "scoring", "ready": "scored"}

@@ -1,1 +1,1 @@
-"""The student under training."""
+"""The native learner, which trains the student."""

@@ -1,7 +1,7 @@
-"""Turn off dropout and router noise during training unless requested, and check that this works.
+"""Turn off dropout and router noise during training unless the user requests dropout, and check the result.
 
-Rollouts are drawn without dropout, so a gradient with dropout would belong to another policy. Some models draw dropout
-outside of modules, so training runs in evaluation mode, in which nothing is drawn. Only modules that recompute
+Rollouts are drawn without dropout, so a gradient with dropout would belong to another policy. Some models apply dropout
+outside of modules, so training runs in evaluation mode, which has no randomness. Only modules that recompute
 activations need training mode; their dropout probabilities are set to 0.
 """
 
@@ -19,7 +19,7 @@ from slipstream.errors import ModelError, first_line
 
 
 def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bool) -> None:
-    """Put a model into the mode for training, and check that two passes agree, or with `dropout` that they differ."""
+    """Set up a model for training; check that two passes give equal results, or different results if `dropout`."""
     if checkpointing:
         if not lm.model.supports_gradient_checkpointing:
             kind = type(lm.model).__name__
@@ -37,7 +37,7 @@ def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bo
 
 
 def _silence(module: nn.Module) -> None:
-    """Set the dropout probabilities that a module stores as attributes to 0."""
+    """Set all attributes of a module that are dropout probabilities to 0."""
     for name, value in vars(module).items():
         if "drop" in name and isinstance(value, float):
             setattr(module, name, 0.0)
@@ -68,7 +68,7 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
 
 @contextmanager
 def deterministic(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode within the context, for passes without gradient."""
+    """Switch the model to evaluation mode within this context, for passes without gradient."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

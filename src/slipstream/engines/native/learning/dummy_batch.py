@@ -1,4 +1,4 @@
-"""A dummy batch of two tokens for ranks without work: all ranks must gather layers and add gradients together."""
+"""A dummy batch of two tokens for ranks that have no samples left: all ranks must make equally many passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes over a batch before its first gradient: log-probs of its tokens under every policy that the method uses."""
+"""Passes over a batch before its first gradient: log-probs of its tokens under each policy that the method needs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from slipstream.records import Scored
 
 
 def drawn_by(version: int, sample: Scored) -> Tensor:
-    """Return the mask [T] of trained tokens that this version drew."""
+    """Return a mask [T]: True at trained tokens that were drawn with this version of the weights."""
     return torch.from_numpy((sample.rollout.versions == version) & sample.rollout.loss_mask)
 
 
 @dataclass(frozen=True)
 class Distances:
-    """KLs between the current policy and the policy that drew each token, [T] for every sample."""
+    """KLs between the current policy and the policy that drew each token: a tensor [T] for every kind and sample."""
 
     kl: Mapping[Kind, Sequence[Tensor]]
     known: Sequence[Tensor]
-    """Masks: True where the weights that drew a token are still held, and at tokens that are not trained."""
+    """Masks [T], one per sample: False at trained tokens whose KL is unknown: their weights are no longer stored."""
 
 
 class FirstLook:
-    """Passes before the first gradient; `version` is the current one. All ranks make the same number of passes."""
+    """Passes before an update's first gradient; `version` is the learner's current one. All ranks must call them."""
 
     def __init__(self, method: Method, passes: Passes, snapshots: Snapshots, ranks: Ranks) -> None:
         self.method, self.passes, self.snapshots, self.ranks = method, passes, snapshots, ranks
 
     def evidence(self, samples: Sequence[Scored], version: int, distances: Distances) -> list[Evidence]:
-        """Return the log-probs of trained tokens under every policy that the method needs; 0 at masked tokens."""
+        """Return for each sample its rewards, masks, and log-probs [T] under each policy that the method needs."""
         method, drawn = self.method, self._versions(samples)
         asked = method.current_first or (method.decoupled and version in drawn)
         current, squares = None, None
@@ -89,16 +89,16 @@ class FirstLook:
         ]
 
     def _versions(self, samples: Sequence[Scored]) -> list[int]:
-        """Return the versions that drew trained tokens of these samples, on any rank."""
+        """Return the versions of the weights that drew trained tokens of the samples on all ranks, sorted."""
         mine = {int(version) for sample in samples for version in sample.rollout.versions[sample.rollout.loss_mask]}
         return sorted(set().union(*self.ranks.gathered(mine)))
 
     def _at_own_version(
         self, samples: Sequence[Scored], known: dict[int, list[Tensor]], drawn: Sequence[int]
     ) -> tuple[list[Tensor], list[int]]:
-        """Return each token's log-prob under the weights that drew it, and per sample the number of tokens without.
+        """Return per sample the log-probs [T] under the weights that drew each token, and how many tokens lack them.
 
-        Tokens whose weights are no longer held get the sampler's log-prob.
+        Tokens whose weights are no longer stored get the sampler's log-prob. `known`: computed log-probs by version.
         """
         old = [behavior_of(sample).double() for sample in samples]
         left = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
@@ -117,7 +117,7 @@ class FirstLook:
         return old, [int(left_T.sum()) for left_T in left]
 
     def distances(self, samples: Sequence[Scored], version: int, *, drift: bool) -> Distances:
-        """Return KLs to the policies that drew the tokens: "reverse" if `drift`, "forward" if seq_max_kl is in use."""
+        """Return KLs to the policies that drew the tokens: "reverse" if `drift`, "forward" if seq_max_kl is used."""
         kinds: list[Kind] = ["reverse"] * drift
         kinds += ["forward"] * self.method.rejects("seq_max_kl")
         if not kinds:
@@ -137,7 +137,7 @@ class FirstLook:
         return Distances(columns, known)
 
     def rollout_drift(self, samples: Sequence[Scored], distances: Distances) -> Metrics:
-        """Return the mean KL to the policy that drew each token, over trained tokens whose version is still held."""
+        """Return the mean KL to the policy that drew each token, and the share of trained tokens with a known KL."""
         masks = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
         mine = (
             sum(float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(distances.kl["reverse"], masks, strict=True)),

@@ -1,7 +1,7 @@
 """Cosine between the gradients of fresh and of stale samples of a batch.
 
-Samples are sorted by mean lag and split into two halves. The gradient of the fresher half is computed first and copied;
-the other half's gradient is what it adds. Gradients are compared over all weights and ranks.
+Samples are sorted by mean version and split into halves. The gradient of the fresher half is computed first and copied;
+the gradient of the other half is the total minus this copy. The cosine covers all weights on all ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slipstream.protocols import Metrics
 from slipstream.records import Scored
 
 Key = tuple[int, int]
-"""Number of the group, index of the sample in it."""
+"""Number of the group, and index of the sample in the group."""
 
 
 def halves(samples: Mapping[Key, Scored], ranks: Ranks) -> tuple[list[Key], list[Key]] | None:
-    """Return the keys of the fresher half and of the staler half, over all ranks; None if all have the same age."""
+    """Return this rank's keys in the fresher and in the staler half of all samples; None if all have the same age."""
     own = [(mean_version(sample), key) for key, sample in samples.items() if sample.rollout.trained_tokens]
     everyone = sorted(each for of_rank in ranks.gathered(own) for each in of_rank)
     if not everyone or everyone[0][0] == everyone[-1][0]:
@@ -36,7 +36,7 @@ def mean_version(sample: Scored) -> float:
 
 @torch.no_grad()
 def cosine(fresh: Sequence[Tensor | None], both: Sequence[Tensor | None], ranks: Ranks) -> Metrics:
-    """Return the cosine between the gradient `fresh` and `both` minus `fresh`; each rank passes its own shards."""
+    """Return the cosine of `fresh` and `both` − `fresh` over the shards of all ranks; empty if a gradient is zero."""
     zero = torch.zeros(3, dtype=torch.float64)
     sums = zero.clone()
     for one, whole in zip(fresh, both, strict=True):

@@ -1,9 +1,9 @@
 """Estimate how much of a step's gradient is noise, from the contributions of its groups.
 
-The estimate uses the gradient of a virtual bias that is added to every last hidden state. That gradient is the sum over
-tokens of the loss gradient with respect to these states, which the backward pass of the head computes anyway. The
-contribution of a group therefore costs only a sum, for any loss, packing and number of ranks. Groups are drawn
-independently but their samples are not, so N is the number of groups in a step.
+The estimate uses the gradient of a virtual bias added to every last hidden state: the sum over tokens of the loss
+gradient with respect to these states. The backward pass of the head computes this gradient anyway. A group's
+contribution therefore costs only a sum, for any loss, packing and number of ranks. Samples of one group are dependent,
+so the sample size of the estimate is the number of groups.
 
 Shapes: N trained tokens, H hidden.
 """
@@ -31,10 +31,10 @@ class Noise:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.sums: dict[int, Tensor] = {}
-        """Summed gradient [H] of each group since the last step, by group number."""
+        """Sum [H] of the gradients of each group since the last step, by group number."""
 
     def watch(self, hidden_NH: Tensor, samples: Sequence[Scored]) -> None:
-        """Add the gradients of these hidden states to the sums of their groups, during the backward pass."""
+        """Register a hook that adds the gradients of these hidden states to `sums` during the backward pass."""
         counts = [sample.rollout.trained_tokens for sample in samples]
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
 
@@ -46,7 +46,7 @@ class Noise:
         hidden_NH.register_hook(add)  # type: ignore[no-untyped-call]
 
     def metrics(self, scale: float) -> Metrics:
-        """Return a step's metrics over all ranks, gradients multiplied by `scale`; empty for fewer than two groups."""
+        """Return a step's noise metrics over all ranks; gradients are multiplied by `scale`. Empty below two groups."""
         mine = [sum_H.double().cpu() * scale for sum_H in self.sums.values()]
         zero = torch.zeros((), dtype=torch.float64)
         everyone = self.ranks.gathered(([sum_H.square().sum() for sum_H in mine], sum(mine, start=zero)))
@@ -56,6 +56,6 @@ class Noise:
         )
         if (n := len(squares)) < 2:
             return {}
-        # n times the contribution of a group estimates the whole gradient, and the mean of these is the gradient
+        # n times a group's contribution estimates the whole gradient, and the mean of these estimates is the gradient
         found = gradient_noise(n**2 * torch.stack(squares), whole.square().sum())
         return {name: found[verls] for name, verls in NAMES.items()}

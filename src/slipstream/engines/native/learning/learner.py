@@ -1,8 +1,8 @@
-"""The student under training: forward passes over packed rows, fused head and losses, backward, clipping, AdamW.
+"""The learner, which trains the student: passes over packed rows, fused head and losses, backward, clipping, AdamW.
 
-Losses are sums divided by counts of the whole step, so the cut into micro-batches, rows and ranks changes nothing.
-`prepare` takes a batch and fixes what is decided before its first gradient. `accumulate` refers to groups of that
-batch. The next update drops the batch.
+Losses are sums divided by the counts given to `accumulate` or `step`: micro-batches, rows and ranks change nothing.
+`prepare` stores a batch and computes everything that must be fixed before its first gradient, such as advantages.
+`accumulate` adds gradients for groups of this batch. The batch is dropped when the next update begins.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored
 
 T = TypeVar("T")
 PER_STEP = ("policy/loss", "loss", "freshness/anchor")
-"""Metrics that are divided like the loss; all others are divided by the number of tokens."""
+"""Metrics that are divided like the loss; all other metrics are divided by the number of tokens."""
 
 
 class NativeLearner:
@@ -73,7 +73,7 @@ class NativeLearner:
     ) -> None:
         """Prepare the model for training; `follow` lists the teachers whose weights come from this learner.
 
-        Every `cosine_every` updates (0: never) the gradients of fresh and stale samples are compared.
+        The gradients of fresh and stale samples are compared every `cosine_every` updates (0: never).
         """
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
         self.cosine_every = cosine_every
@@ -93,7 +93,7 @@ class NativeLearner:
             self.snapshots.take(PREVIOUS, host=False)
         self.follow = dict(follow or {})
         self.followed = dict.fromkeys(self.follow, 0)
-        """Update after which each teacher last changed."""
+        """For each following teacher, the update after which its weights last changed; 0: not yet."""
         for teacher in self.follow:
             self.snapshots.take(snapshot_of(teacher))
         self.update = self.made = 0
@@ -103,7 +103,7 @@ class NativeLearner:
         self.kl: list[float] = []
         """KL to the reference in each step of this update."""
         self.size = 0
-        """Number of samples of this update, on all ranks."""
+        """Number of samples in this update over all ranks; stays 0 if the method fixes nothing before the gradient."""
         self.samples: dict[Key, Scored] = {}
         self.frozen: dict[Key, Frozen] = {}
         self.seen: list[Seen] = []
@@ -112,11 +112,11 @@ class NativeLearner:
         self.weighed: list[Key] = []
         """Keys of the samples since the last step."""
         self.slopes: dict[Key, Tensor] = {}
-        """Gradients with respect to log-probs, for samples whose policy loss `_ahead` has computed."""
+        """Gradients of the policy loss with respect to log-probs, for the samples that `_ahead` has computed."""
         self.age_metrics: Metrics = {}
-        """Metrics that compare fresh and stale gradients, since the last step."""
+        """Cosine between the gradients of fresh and stale samples, since the last step."""
         self.notes: list[tuple[int, Metrics]] = []
-        """Metrics of `prepare`, each with the number of samples that it covers."""
+        """Metrics from `prepare`: pairs of a number of samples and the metrics over these samples."""
         self.checksums: dict[str, dict[str, int]] = {}
         """Checksums of frozen weights, by precision and name."""
 
@@ -198,7 +198,7 @@ class NativeLearner:
         self.notes.append((len(everyone), noted))
 
     def _drifted(self, samples: Sequence[Scored], version: int, distances: Distances | None = None) -> list[Drifted]:
-        """Return the distances between the current learner and the policies that drew these samples."""
+        """Return for each sample its drift: the distance between the current learner and the policy that drew it."""
         if not self.method.replays:
             logp = self.passes.log_probs_of_draws(samples, temperature=self.method.temperature)
             return [drifted(sample, logp_NM) for sample, logp_NM in zip(samples, logp, strict=True)]
@@ -208,24 +208,24 @@ class NativeLearner:
         return [Drifted(kl_T[mask_T], known_T[mask_T]) for kl_T, known_T, mask_T in found]
 
     def _weigh(self, samples: Sequence[Scored]) -> list[Weighed]:
-        """Return the freshness weights of samples. Every rank computes all of them, without communication."""
+        """Return the freshness weights that samples have under the current weights; every rank gets all samples."""
         drift = self._drifted(samples, self.made)
         return present(self.judge).weigh(samples, drift, version=self.made)
 
     def _begin(self, update: int) -> None:
-        """Begin an update: drop the data of the previous one."""
+        """Begin an update and drop the samples of the previous update."""
         self.beta, self.kl, self.size = self._next_beta(), [], 0
         self.samples, self.frozen, self.notes, self.update = {}, {}, [], update
         if self.judge is not None:
             self.judge.begin()
-        if self.config.dropout:  # a resumed run draws the same dropout
+        if self.config.dropout:  # a resumed run uses the same dropout masks
             torch.manual_seed(derive_seed(self.method.seed, "dropout", update, self.ranks.index))
 
     def _next_beta(self) -> float:
         return self.method.beta_after(self.beta, kl=fmean(self.kl), samples=self.size) if self.kl else self.beta
 
     def _compare(self, samples: Sequence[Scored]) -> Metrics:
-        """Compare the learner with samplers and teachers; every rank computes all, because the batch is small."""
+        """Return metrics that compare the learner's log-probs with those recorded by samplers and teachers."""
         logp = self.passes.log_probs(samples)
         seen = [Seen.of(sample, as_it_is(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
         drift = drift_metrics(
@@ -234,7 +234,7 @@ class NativeLearner:
         return drift | sharpness(seen) | against_teachers(samples, logp)
 
     def _compare_as(self, teacher: str, samples: Sequence[Scored]) -> Metrics:
-        """Compare a following teacher's weights held here with the log-probs that the teacher recorded."""
+        """Return metrics that compare a following teacher's snapshot with the log-probs that the teacher recorded."""
         seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
         temperature = self.method.loss.temperature
         logp = self.passes.log_probs(seen, self.snapshots, snapshot_of(teacher), temperature=temperature)
@@ -266,7 +266,7 @@ class NativeLearner:
         return [self.judge.judged[key].weighed for key in keys] if self.judge is not None else []
 
     def _ahead(self, keys: Sequence[Key], counts: Counts) -> float:
-        """Return the policy loss of multi-branch episodes, computed before their micro-batches; 0 if not needed."""
+        """Return the policy loss of episodes with several samples (branches), which is computed first; 0 if none."""
         self.slopes = {}
         count = Counter(episode_of(self.samples[key]) for key in keys if self.method.by_episode)
         samples = [self.samples[key] for key in keys if count[episode_of(self.samples[key])] > 1]
@@ -283,12 +283,12 @@ class NativeLearner:
         return loss.item()
 
     def _gradients(self) -> list[Tensor | None]:
-        """Return this rank's shards of the gradients; None for weights without a gradient."""
+        """Return this rank's shard of each gradient; None for a weight that has no gradient."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         return [None if p.grad is None else local(p.grad) for p in parameters]
 
     def _backward(self, keys: Sequence[Key], counts: Counts) -> Tensor:
-        """Add the gradient of these samples, and return this rank's part of their loss."""
+        """Add the gradient of these samples to the weights' gradients; return this rank's part of the loss."""
         samples, frozen = [self.samples[key] for key in keys], [self.frozen[key] for key in keys]
         total = torch.zeros((), dtype=torch.float64, device=self.lm.device)
         for rows, members in self.passes.micro_batches(samples):
@@ -311,7 +311,7 @@ class NativeLearner:
     def _objective(
         self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return loss, metrics and log-probs of a micro-batch; compute missing freshness weights from this pass."""
+        """Return loss, metrics and log-probs of a micro-batch; freshness weights not known yet come from this pass."""
         self.noise.watch(hidden_NH, samples)
         slope_N = None
         if self.slopes:
@@ -365,7 +365,7 @@ class NativeLearner:
         return found | {"grad_norm": norm, "lr": lr}
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
-        """Return the metrics since the last step, over all ranks, and drop their sums."""
+        """Return the metrics since the last step over all ranks, and drop gradients and sums."""
         sums: dict[str, Tensor] = {}
         for part in self.ranks.gathered({name: value.cpu() for name, value in self.sums.items()}):
             merge_metrics(sums, part)
@@ -383,7 +383,7 @@ class NativeLearner:
         return found | averaged(self.notes) | drift_metrics(seen, version=self.update - 1)
 
     def _drop(self) -> None:
-        """Drop gradients and metrics since the last step."""
+        """Drop the gradients and metrics that were collected since the last step."""
         self.optimizer.zero_grad()
         self.sums, self.seen, self.noise.sums, self.age_metrics, self.weighed = {}, [], {}, {}, []
 
@@ -468,13 +468,13 @@ def key_of(header: Header) -> Key:
 
 
 def scored(handle: Handle) -> Scored:
-    """Return the handle's record as a Scored; a rollout that no teacher scored is wrapped."""
+    """Return the sample of a handle; a rollout without teacher scores becomes a Scored without scores."""
     body = handle.body
     return body if isinstance(body, Scored) else Scored(rollout=graded(handle))
 
 
 def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:
-    """Return the mean of each metric, weighted by the number of samples."""
+    """Return the mean of each metric over all pairs that have it, weighted by the numbers of samples."""
     found: Metrics = {}
     for name in dict.fromkeys(name for _, part in noted for name in part):
         having = [(size, part[name]) for size, part in noted if name in part]
@@ -483,7 +483,7 @@ def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:
 
 
 def learning_rate(config: LearnerConfig, update: int, updates: int) -> float:
-    """Return the learning rate: linear warm-up over updates, then constant or a cosine to zero."""
+    """Return the learning rate of an update (from 0): linear warm-up, then constant or a cosine decay to zero."""
     if update < config.warmup:
         return config.lr * (update + 1) / config.warmup
     if config.decay == "constant":

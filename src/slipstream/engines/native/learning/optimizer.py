@@ -19,7 +19,7 @@ def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) 
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """Behave like torch's AdamW, but store the moments in `moments` precision; arithmetic is in at least float32."""
+    """AdamW with moments stored in the dtype `moments`; arithmetic is in at least float32."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], *, moments: torch.dtype, **options: Any) -> None:
         super().__init__(parameters, options)
@@ -50,7 +50,7 @@ class MixedAdamW(torch.optim.Optimizer):
         parameter.copy_(parameter.to(wide).addcdiv_(mean, scale, value=-lr / (1 - low**step)))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the state and cast the moments back to their own precision: torch casts them to that of the weights."""
+        """Load the state and cast the moments back to dtype `moments`: torch casts them to the dtype of the weights."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name in ("exp_avg", "exp_avg_sq"):

@@ -1,4 +1,4 @@
-"""Passes of the student over packed rows: log-probs of emitted tokens and KLs under any version of its weights."""
+"""Forward passes of the student over packed rows: log-probs and KLs, for any stored version of its weights."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from slipstream.records import Rollout, Scored
 
 T = TypeVar("T")
 Kind = Literal["forward", "reverse"]
-"""Direction of a KL: "forward" is KL(old ‖ current), "reverse" is KL(current ‖ old)."""
+"""Direction of a KL between policies: "forward" is KL(old ‖ current), "reverse" is KL(current ‖ old)."""
 
 
 class Student(nn.Module):
-    """Backbone and head in one root module, so that sharded weights are gathered once for both."""
+    """Backbone and head in one root module, so that sharded weights are gathered once for both parts."""
 
     def __init__(self, lm: LanguageModel) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Passes:
         use_rows(lm, packed=config.packing)
         prepare(lm, dropout=config.dropout, checkpointing=config.checkpointing, packed=config.packing)
         self.tokens = Counter[str]()
-        """Token counts of all passes since the last call of `economy`."""
+        """Token counts (see `tokens_of`) of all passes since the last call of `economy`."""
         self.student = Student(lm)
         ranks.shard(self.student, layers_of(lm.model))
 
     def micro_batches(self, samples: Sequence[Scored]) -> Iterator[tuple[Rows, list[int]]]:
-        """Yield rows and the indices of their samples; dummy rows (no samples) give all ranks equally many passes."""
+        """Yield rows and the indices of their samples; dummy rows (no indices) give all ranks equally many passes."""
         config, rollouts = self.config, [sample.rollout for sample in samples]
         planned = pack(
             rollouts,
@@ -76,7 +76,7 @@ class Passes:
             yield dummy_batch(config.packing, self.lm.device), []
 
     def economy(self) -> Metrics:
-        """Return the share of real tokens in rows, and of tokens saved by shared prompts, since the last call."""
+        """Return metrics since the last call: shares of real tokens in rows and of tokens saved by shared prompts."""
         tokens = sum(self.ranks.gathered(self.tokens), Counter[str]())
         self.tokens = Counter()
         found = {"rows/filled": tokens["real"] / max(tokens["computed"], 1)}
@@ -94,7 +94,7 @@ class Passes:
 
     @contextmanager
     def _at_version(self, snapshots: Snapshots | None, version: int | str | None) -> Iterator[None]:
-        """Use the weights of a snapshot, or the current ones if None, without dropout, for passes without gradient."""
+        """Give the model a snapshot's weights (None: current) without dropout in this context, for no-grad passes."""
         under = snapshots.under(version) if snapshots and version is not None else nullcontext()
         with under, deterministic(self.lm.model):
             yield
@@ -108,13 +108,13 @@ class Passes:
         *,
         temperature: float | None = None,
     ) -> list[Tensor]:
-        """Return log-probs [T] of the emitted tokens, over their sampling support if recorded; 0 at masked tokens."""
+        """Return log-probs [T] of emitted tokens, normalized over the recorded sampling support; 0 if masked."""
         found = self._at_tokens(samples, [temperature or self.temperature], snapshots, version)
         return [logp_T1[:, 0] for logp_T1 in found]
 
     @torch.no_grad()
     def log_probs_and_squares(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return log-probs of the emitted tokens, and Σ_v π_v² over the vocabulary at each trained token, in one pass.
+        """Return log-probs [T] of emitted tokens and Σ_v π_v² [T] over the vocabulary, 0 at masked tokens; one pass.
 
         At half the temperature T a logit is 2x/T, so log Σπ² = lse(2x/T) − 2·lse(x/T) = 2·log π_T(y) − log π_{T/2}(y).
         """
@@ -133,7 +133,7 @@ class Passes:
         snapshots: Snapshots | None,
         version: int | str | None,
     ) -> list[Tensor]:
-        """Return log-probs of the emitted tokens, [T, one column per temperature]; 0 at masked tokens."""
+        """Return for each sample the log-probs [T, temperatures] of its emitted tokens; 0 at masked tokens."""
 
         def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             ids_N1 = joined([r.tokens[r.loss_mask] for r in chosen], hidden_NH.device, torch.int64)[:, None]
@@ -150,14 +150,14 @@ class Passes:
 
     @torch.no_grad()
     def log_probs_of_draws(self, samples: Sequence[Scored], *, temperature: float) -> list[Tensor]:
-        """Return log-probs [N, M] of all draws (tokens sampled at the same position) under the current weights."""
+        """Return per sample log-probs [N, M] of all draws (ids sampled at one position) under current weights."""
         with self._at_version(None, None):
             return self._per_sample(samples, partial(at_draws, temperature=temperature))
 
     def _per_sample(
         self, samples: Sequence[Scored], compute: Callable[[Tensor, Head, Sequence[Rollout]], Tensor]
     ) -> list[Tensor]:
-        """Return the results of `compute` for the trained tokens of each sample, without gradient, in float64."""
+        """Return `compute`'s results at the trained tokens of each sample in float64; passes have no gradient."""
         found: dict[int, Tensor] = {}
         with self.precision():
             for rows, members in self.micro_batches(samples):
@@ -173,7 +173,7 @@ class Passes:
     def rollout_kl(
         self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kinds: Sequence[Kind]
     ) -> list[Tensor]:
-        """Return exact KLs between the current policy and a snapshot, [T, one column per kind]; 0 at masked tokens."""
+        """Return for each sample exact KLs [T, kinds] between the current policy and a snapshot; 0 at masked tokens."""
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
 
@@ -214,7 +214,7 @@ class Passes:
 
 
 def at_draws(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temperature: float) -> Tensor:
-    """Return log-probs [N, M] of all draws over their sampling support, for the trained tokens of all rollouts."""
+    """Return log-probs [N, M] of all draws at trained tokens, normalized over the sampling support if recorded."""
     ids_NM = joined([rollout.actions for rollout in rollouts], hidden_NH.device, torch.int64)
     hidden_NH, weight, bias = head.inputs(hidden_NH)
     support = support_of(rollouts, hidden_NH.device)
@@ -223,7 +223,7 @@ def at_draws(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temp
 
 
 def tokens_of(batches: Sequence[MicroBatch]) -> Counter[str]:
-    """Count tokens: computed (with padding), real, and apart (if every sample had its own copy of the prompt)."""
+    """Count tokens: computed (with padding), real, and apart (if each sample had its own copy of the prompt)."""
     items = [item for batch in batches for row in batch.rows for item in row]
     return Counter(
         computed=sum(batch.computed for batch in batches),

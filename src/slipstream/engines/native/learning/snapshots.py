@@ -1,8 +1,8 @@
 """Snapshots: weights of other versions than the learner's current one.
 
-They are the last few published versions, the weights before an update, the reference, and teachers that follow. Only
-trained weights are stored, each rank its own shard, in host memory by default. A pass with a snapshot copies it over
-the weights and restores them afterwards.
+Snapshots are the last few published versions, the weights before an update, the reference, and teachers that follow the
+student. Only trained weights are stored; each rank stores its own shard, in host memory by default. For a pass with a
+snapshot, its weights replace the model's weights, which are restored afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFERENCE, PREVIOUS = "reference", "previous"
 
 class Snapshots:
     def __init__(self, model: nn.Module, *, keep: int = 0) -> None:
-        """Hold at most `keep` numbered versions; the oldest is dropped first."""
+        """Create an empty store for at most `keep` numbered versions; the oldest version is dropped first."""
         self.keep = keep
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parameters = [local(parameter) for parameter in self.trained.values()]
@@ -41,17 +41,17 @@ class Snapshots:
 
     @torch.no_grad()
     def blend(self, version: Version, decay: float) -> None:
-        """Set a snapshot to decay · snapshot + (1 − decay) · current weights."""
+        """Set the weights of a snapshot to decay · snapshot + (1 − decay) · current weights."""
         for held, own in zip(self.held[version], self.parameters, strict=True):
             held.lerp_(own.to(held.device), 1 - decay)  # decay 0 gives exactly the current weights
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """Return a snapshot as a state dict, sharded over the ranks as the weights are."""
+        """Return a snapshot as a state dict, sharded over the ranks like the model's weights."""
         held = zip(self.trained.items(), self.held[version], strict=True)
         return {name: part_of(tensor, own) for (name, own), tensor in held}
 
     def put(self, version: Version, state: Mapping[str, Tensor], *, host: bool = False) -> None:
-        """Store a snapshot from a state dict of whole weights, on the host or on the device of the weights."""
+        """Store a state dict of unsharded weights as a snapshot, in host memory if `host`, else on the device."""
         slices = [local(slice_of(state[name], own)) for name, own in self.trained.items()]
         self.held[version] = [
             tensor.to("cpu" if host else own.device, own.dtype, copy=True)
@@ -60,7 +60,7 @@ class Snapshots:
 
     @contextmanager
     def under(self, version: Version) -> Iterator[None]:
-        """Give the model the weights of a snapshot within the context, for passes without gradient."""
+        """Give the model the weights of a snapshot within this context, for passes without gradient."""
         with torch.no_grad():
             own = [parameter.clone() for parameter in self.parameters]
             torch._foreach_copy_(self.parameters, self.held[version])

@@ -1,8 +1,8 @@
-"""Checkpoints of the learner: an ordinary model directory with files for resuming on any number of ranks.
+"""Checkpoints of the learner: a Hugging Face model directory plus files for resuming on any number of ranks.
 
-`learner.safetensors` holds optimizer state, adapters and weights: those before the last update, of versions that drew
-tokens of unfinished groups, and of teachers that follow the student. `learner.json` holds numbers. `recordfile` stores
-the unfinished groups.
+`learner.safetensors` contains optimizer state, adapters and further weights: those before the last update, those that
+drew tokens of unfinished groups, and those of teachers that follow the student. `learner.json` contains numbers.
+`record_files.py` stores the unfinished groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slipstream.records import Group
 
 TENSORS, NUMBERS, ADAPTER = "learner.safetensors", "learner.json", "adapter"
 Moments = dict[int, dict[str, Tensor]]
-"""Optimizer state of every parameter, by its index in the optimizer."""
+"""Optimizer state of each parameter, by index of the parameter in the optimizer."""
 
 
 def save(
@@ -46,12 +46,12 @@ def save(
     versions: Mapping[int, Mapping[str, Tensor]],
     teachers: Mapping[str, tuple[int, Mapping[str, Tensor]]],
 ) -> None:
-    """Save the model, with the optimizer if one is given, else with its adapters in a separate folder.
+    """Save a checkpoint for resuming; if `optimizer` is None, save only the model, and its adapters in a subfolder.
 
-    All ranks must call this; the first rank writes. `previous`: weights before the last update, if the method needs
-    them. `beta`: next coefficient of the KL to the reference, if controlled. `groups`: unfinished groups, on the first
-    rank. `versions`: weights that drew their tokens, if still held. `teachers`: following teachers and their last
-    updates.
+    All ranks must call this; only the first rank writes. `previous`: weights before the last update, if the method
+    needs them. `beta`: next coefficient of the KL to the reference, if it is adaptive. `groups`: unfinished groups, on
+    the first rank. `versions`: stored weights that drew tokens of these groups. `teachers`: for each teacher that
+    follows the student, the update after which it last changed, and its weights.
     """
     state = ranks.on_first(lm.model.state_dict(keep_vars=True))
     moments: Moments = ranks.on_first(optimizer.state_dict())["state"] if optimizer else {}
@@ -88,7 +88,7 @@ def library_errors(path: Path) -> Iterator[None]:
 
 
 class Restored(NamedTuple):
-    """State that a learner needs for resuming in addition to its weights."""
+    """State that a learner needs for resuming in addition to weights and optimizer; fields as in `save`."""
 
     update: int
     previous: dict[str, Tensor]
@@ -99,7 +99,7 @@ class Restored(NamedTuple):
 
 
 def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> Restored:
-    """Load a checkpoint that any number of ranks has written. Every rank reads; the first rank gets the groups."""
+    """Load a checkpoint written by any number of ranks and return its state; only the first rank gets the groups."""
     saved = json.loads((path / NUMBERS).read_text())
     with safe_open(path / TENSORS, framework="pt") as file:
 
@@ -128,10 +128,10 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
-    """Load the optimizer state; learning rate, betas and weight decay remain those of the config."""
+    """Load the moments into the optimizer; its learning rate, betas and weight decay do not change."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in moments.items():
         own = parameters[index]
-        # every tensor but the step count has the layout of its weight
+        # every tensor except the step count is sharded like its weight
         state |= {name: slice_of(value, own) for name, value in state.items() if value.shape == own.shape}
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})

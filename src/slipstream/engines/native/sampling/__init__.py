@@ -1,1 +1,1 @@
-"""Rollouts from any Hugging Face causal LM."""
+"""The native sampler, which generates rollouts with any Hugging Face causal LM."""

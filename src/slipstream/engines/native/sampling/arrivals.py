@@ -1,4 +1,4 @@
-"""Decide which waiting requests are admitted and what the model must read for rows; no tensors here."""
+"""Decide which waiting requests start, and plan the reads (token ranges to prefill) for them; no tensors here."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from slipstream.engines.native.sampling.parking import Lineage, Parking
 from slipstream.engines.native.sampling.requests import Publish, Request, Row
 
 Member = tuple[Request, list[int]]
-"""A request and some member indices of its group."""
+"""A request, and the indices of some members (responses) of its group."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Admitted requests, in the order of slots: continued members, fresh members, continued parked sequences."""
+    """Requests that start now. Slot order: members begun elsewhere, new members, continued parked sequences."""
 
     requests: Sequence[Request]
-    """All admitted requests. Members in `begun` continue as if they had been running all the time."""
+    """All admitted requests. Members in `Request.begun` continue from their last token."""
     fresh: Sequence[Sequence[Member]]
-    """Members that start at their prompt; those with the same prompt are in one list and share one read."""
+    """New members, which begin after their prompt. Each inner list has one prompt, which is read once for all."""
     resumed: Sequence[tuple[Request, int]]
-    """Requests that continue a parked sequence, each with the number of prompt tokens known from it."""
+    """Requests that continue a parked sequence, each with the number of prompt tokens that this sequence covers."""
 
     @property
     def rows(self) -> int:
         return sum(len(request.left) for request in self.requests)
 
     def places(self, stop: int) -> dict[Lineage, int]:
-        """Return the slots of sequences that continue from parking, if all slots below `stop` are taken."""
+        """Return the slot of each continued parked sequence: the last slots below `stop`."""
         first = stop - len(self.resumed)
         return {request.lineage(0): slot for slot, (request, _) in enumerate(self.resumed, first)}
 
 
 def admit(waiting: deque[Request], publishing: deque[Publish], parking: Parking, *, free: int, room: int) -> Arrivals:
-    """Admit requests from the head of the queue: at most `free` rows and `room` tokens, none while a publish waits."""
+    """Remove requests from the queue that can start: at most `free` rows and `room` tokens; none if a publish waits."""
     fresh, resumed = dict[bytes, list[Member]](), dict[Lineage, tuple[Request, int]]()
     admitted = list[Request]()
     while waiting and not publishing:
@@ -65,7 +65,7 @@ def admit(waiting: deque[Request], publishing: deque[Publish], parking: Parking,
 
 
 def prefix_reads(rows: Mapping[int, Row], *, recurrent: bool) -> list[Read]:
-    """Return reads of all but the newest token of each row; equal prompts are read once unless `recurrent`."""
+    """Plan reads of all tokens of each row except the newest; equal prompts are read once unless `recurrent`."""
     ids = {request: request.ids for request in {row.request for row in rows.values()}}
     groups, reads = dict[bytes, list[int]](), list[Read]()
     for slot, row in rows.items():

@@ -1,10 +1,10 @@
-"""Continue sequences in slots with a model, and prove that this gives the same results as a plain pass.
+"""Compute the next tokens of sequences in slots (rows of the KV cache), and check the results against plain passes.
 
-A model may keep state that the slots do not know of; continued sequences would silently lose it. So before a model is
-used, a few sequences are prefilled together, continued token by token, and rebuilt. Every hidden state must match a
-plain pass with the reference attention.
+A model may have state that the slots do not store, and continued sequences would silently lose this state. So before a
+model is used, test sequences are prefilled together, continued token by token, and rebuilt. Each hidden state must
+match a plain pass (whole sequence, no cache) with the reference attention.
 
-Shapes: N rows, Q prompt positions, H hidden.
+Shapes: S slots, L positions, N rows, Q new tokens per row, T tokens of a pass, W written tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from slipstream.errors import ModelError, first_line
 PROMPTS = (9, 9, 4, 1)
 """Lengths of the test prompts."""
 CONTINUED = 4
-"""Tokens that continue each test prompt."""
+"""Number of tokens that continue each test prompt."""
 CONTINUED_STATES = 64
-"""The same for recurrent models, whose errors accumulate or show at few positions only."""
+"""CONTINUED for recurrent models, if the context allows: errors may accumulate or occur at few positions only."""
 ROUNDING_FACTOR = 8.0
-"""Allowed error as a multiple of the largest error that embeddings with rounding errors cause."""
+"""Allowed error of recurrent layers, as a multiple of the error after rounding noise in the embeddings."""
 PASS_TOKENS = 1 << 15
-"""Maximum tokens of one pass; a longer sequence has a pass to itself."""
+"""Maximum number of tokens in one pass; a longer sequence has its own pass."""
 ROWS, APART = 16, 12
-"""ROWS slots are a block; a block whose longest sequence is APART positions shorter is computed separately."""
+"""Blocks grow by ROWS slots: the next ROWS slots join a block unless all are at least APART positions shorter."""
 PADDED = 1.5
-"""Largest ratio of lengths of sequences in one attention block."""
+"""Maximum ratio between the number of tokens of a read and that of the first read in its attention block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Positions `first` … `stop` of a sequence to be read into these slots, which all know the positions before."""
+    """Positions `first` … `stop` of a sequence to compute into these slots; earlier positions are already cached."""
 
     slots: Sequence[int]
     first: int
@@ -57,23 +57,23 @@ class Read:
 
 class Decoder:
     def __init__(self, lm: LanguageModel, slots: int) -> None:
-        """Wrap a model that `prove` has accepted."""
+        """Create the cache with this number of slots for a model that `prove` has accepted."""
         self.lm, self.slots = lm, kv.Slots(slots, lm.model.config)
         self.accepted = inspect.signature(type(lm.backbone).forward).parameters
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
-        """Read one more token for each of the first slots, and `reads`; return last hidden states [N + reads, H]."""
+        """Compute position `at[i]` of each slot i, and all `reads`; return their last hidden states [N + reads, H]."""
         found = [self._pass(ids_SL, *some) for some in self._passes(at, reads)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def fill(self, ids_SL: Tensor, reads: Sequence[Read]) -> None:
-        """Read into the cache without computing results."""
+        """Fill the cache with these reads; no hidden states are returned."""
         for some in self._passes((), reads):
             with suppress(kv.Filled):
                 self._pass(ids_SL, *some, fills=not self.slots.recurrent)
 
     def _passes(self, at: Sequence[int], reads: Sequence[Read]) -> Iterator[tuple[Sequence[int], Sequence[Read]]]:
-        """Yield passes of at most PASS_TOKENS tokens; recurrent models read whole sequences of one length per pass."""
+        """Yield passes of at most PASS_TOKENS tokens; for recurrent models, all reads of a pass have equal length."""
         start = stop = 0
         while start < len(reads) or at:
             tokens = len(at)
@@ -137,7 +137,7 @@ def split_read(read: Read) -> list[Read]:
 
 
 def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
-    """Return slot ranges as blocks; a new block begins where positions become much smaller."""
+    """Return the slot range of each block; a new block begins at a slot with a much smaller position."""
     cuts, most = list[int](), 0
     for start in range(0, len(at), ROWS):
         longest = max(at[start : start + ROWS])
@@ -150,10 +150,10 @@ def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def filled(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Return the order of the remaining rows after `ended` leave; few rows move, and the first slots are filled again.
+    """Return the old slots of the remaining rows in their new order, after rows `ended` are removed; few rows move.
 
-    A hole takes the last row, or the longest row of the next block if that is much longer. The hole that this leaves is
-    filled in the same way. So long rows move in front of short ones.
+    The last row moves into a free slot, or the longest row of the next block if that row is much longer. Then the slot
+    of the moved row is filled in the same way. So long rows move in front of short rows.
     """
     order = list(range(len(lengths)))
     for hole in sorted(ended, reverse=True):
@@ -169,7 +169,7 @@ def filled(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def similar_runs(reads: Sequence[Read]) -> list[tuple[int, int]]:
-    """Return runs of reads of similar length that all start at 0 or all later, so that blocks have little padding."""
+    """Return index ranges of reads with similar length that all start at 0 or all later; each range is one block."""
     cuts = [0]
     for i, read in enumerate(reads):
         first = reads[cuts[-1]]
@@ -179,7 +179,7 @@ def similar_runs(reads: Sequence[Read]) -> list[tuple[int, int]]:
 
 
 def _block(reads: Sequence[Read], start: int, at_T: Tensor) -> kv.Block:
-    """Return the block of consecutive reads; the tokens of the first one begin at `start`."""
+    """Return the block of these reads, whose tokens follow each other in the pass from index `start`."""
     n, q, device = len(reads), max(read.count for read in reads), at_T.device
     first_slots = [read.slots[0] for read in reads]
     adjacent = first_slots == list(range(first_slots[0], first_slots[0] + n))
@@ -202,7 +202,7 @@ def _block(reads: Sequence[Read], start: int, at_T: Tensor) -> kv.Block:
 
 @torch.no_grad()
 def prove(lm: LanguageModel) -> None:
-    """Give the model the attention of slots; raise a ModelError if continued sequences differ from a plain pass."""
+    """Set the attention that reads slots; raise a ModelError if continued sequences differ from a plain pass."""
     ids = _texts(lm, CONTINUED)
     try:
         with widened(lm.model):
@@ -231,11 +231,11 @@ def _plain(lm: LanguageModel, ids: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _failure_of_states(lm: LanguageModel) -> str | None:
-    """Continue sequences long enough to show a wrong recurrent state; return what is wrong, or None.
+    """Continue sequences long enough to detect a wrong recurrent state; return an error text, or None if correct.
 
-    The limit is the effect of rounding on this model: recurrent layers may amplify it a hundredfold. A second plain
-    pass with embeddings multiplied by 1 + a rounding error measures this effect. The worst sequence is ignored, because
-    rounding may change which experts a router selects.
+    The allowed error depends on the effect of rounding, which recurrent layers may amplify a hundredfold. A second
+    plain pass, with embeddings multiplied by 1 + a rounding error, measures this effect. The worst sequence is ignored,
+    because rounding may change which experts a router selects.
     """
     if not is_recurrent(lm.model.config):
         return None
@@ -282,7 +282,7 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
         off = errors(
             found_NH, torch.stack([h_LH[n - 1] for h_LH, n in zip([*expected, expected[0]], lengths, strict=False)])
         )
-        # in half precision, rounding may change a router's choice in one sequence: ignore the worst
+        # in half precision, rounding may change a router's choice in one sequence: ignore the worst sequence
         return max(off) if lm.head.weight.dtype.itemsize >= 4 else sorted(off)[-2]
 
     alone = torch.cat([Decoder(lm, 1).step(each[None], (), [Read((0,), 0, len(each))]) for each in ids])

@@ -1,12 +1,12 @@
 """Key/value cache and recurrent states with one slot per sequence, and the attention that reads them.
 
-Active sequences fill the first slots, so a step works on a prefix of every buffer and the batch size changes without
-copies. The tokens of a step belong to sequences at different positions, one token each or whole ranges. Attention is
-computed block by block, where a block holds sequences of similar length. The model sees a step as a Hugging Face cache:
-keys and values by position, and one state per slot of each recurrent layer (linear attention, state spaces,
-convolutions). A recurrent state includes every token of a row, so these models take rows of equal length.
+A slot is a row of the cache. Running sequences use the first slots, so a step reads a prefix of every buffer without
+copies. Each sequence adds one token or a range of tokens to a step. Attention is computed block by block; a block has
+sequences of similar length. The model uses a step as a Hugging Face cache: keys and values by position, and one state
+per slot of each recurrent layer (linear attention, state spaces, convolutions). A recurrent state includes every token
+of a row, also padding, so recurrent models need rows of equal length.
 
-Shapes: S slots, T tokens of a step, W places they are written to; N rows of a block, Q new tokens per row, L positions;
+Shapes: S slots, T tokens of a step, W writes to the cache; N rows of a block, Q new tokens per row, L positions;
 H heads, J key/value heads, D head size.
 """
 
@@ -40,18 +40,18 @@ class Slots:
         self.layers = [Layer(self, number) for number in states]
         self.step: Step | None = None
         self.last: Layer | None = None
-        """Layer whose keys and values are written last; None before the first pass."""
+        """Layer that is the last to write keys and values in a pass; None before the first pass."""
         self.reaches: set[Reach] = set()
-        """Reaches that layers have used."""
+        """Reaches (window or chunk limits) that the layers have used."""
 
     def layer(self, index: int) -> Layer:
-        """Return a layer; add it if the model has more layers than its config states."""
+        """Return the layer with this index; add layers if the model has more layers than its config states."""
         while len(self.layers) <= index:
             self.layers.append(Layer(self, 0))
         return self.layers[index]
 
     def copy(self, source_M: Tensor, target_M: Tensor, *, length: int) -> None:
-        """Copy slots `source` to slots `target`, up to `length` positions."""
+        """Copy the first `length` positions and all states of the slots `source` to the slots `target`."""
         for layer in self.layers:
             for buffer in (layer.keys, layer.values):
                 if buffer is not None:
@@ -61,7 +61,7 @@ class Slots:
 
 
 class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values [S, J, L, D] and states [S, …] of one layer, allocated when the first ones arrive."""
+    """Keys and values [S, J, L, D] and recurrent states [S, …] of one layer, allocated at the first write."""
 
     def __init__(self, slots: Slots, number_of_states: int) -> None:
         CacheLayerMixin.__init__(self)
@@ -73,7 +73,7 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     # --- keys and values -------------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values; return those of all slots."""
+        """Store the new keys and values; return all keys and all values of the layer, [S, J, L, D]."""
         step = self.slots.step
         assert step is not None
         self.keys, self.values = (
@@ -111,7 +111,7 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     # --- states ----------------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Set up states: none for new sequences, views of the slots for running ones (updated in place)."""
+        """Set up the states for a step: none for new sequences; for running ones, views that the model may update."""
         for kind, held, known in self._kinds():
             for i in range(self.number_of_states):
                 state = self.states.get((kind, i))
@@ -120,7 +120,7 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
                 known[i] = self.has_previous_state[i] = on
 
     def end(self, step: Step) -> None:
-        """Store the states of new sequences, and those of running sequences that the model did not update in place."""
+        """Store the states of new sequences, and those of running sequences if the model replaced the views."""
         for kind, held, _ in self._kinds():
             for i, found in held.items():
                 if found is None:
@@ -140,30 +140,30 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of equally many tokens, consecutive in the step, whose attention is computed together."""
+    """Rows of a step whose attention is computed together; shorter rows are padded to Q tokens."""
 
     slots: slice | Tensor
-    """Slot of each row; a slice is read without a copy."""
+    """Slot of each row; a slice if the slots are adjacent, which needs no copy."""
     at_NQ: Tensor
-    """Positions of the tokens. Shorter rows are padded with positions whose results are dropped."""
+    """Position of each token in its sequence; results at padded tokens are dropped."""
     length: int
-    """Keys at positions below this number are read."""
+    """Number of key positions that the attention reads, from position 0."""
     token_NQ: Tensor | None = None
-    """Index of each token in the step, if some rows are shorter; else None."""
+    """Index of each token among the tokens of the step; None if no row is padded."""
     real_T: Tensor | None = None
-    """Indices of real tokens among the N·Q, if some rows are shorter; else None."""
+    """Indices of the real tokens among the N·Q tokens of the block; None if no row is padded."""
     whole: bool = False
-    """True if the tokens are their whole sequences so far."""
+    """True if every row starts at position 0, so that the block needs no older keys."""
     going: bool = False
-    """True if the rows are one more token for each of the first slots."""
+    """True if each row is the next token of a running sequence."""
 
 
 class Filled(Exception):
-    """Raised to end a pass as soon as the cache is filled."""
+    """Raised to end a pass early, when the last layer has written its keys and values."""
 
 
 class Step(Cache):  # type: ignore[misc]
-    """One forward pass over the tokens of consecutive blocks."""
+    """One forward pass over the tokens of `blocks`, in the form of a Hugging Face cache."""
 
     def __init__(
         self,
@@ -176,10 +176,10 @@ class Step(Cache):  # type: ignore[misc]
         goes_on: bool = False,
         fills: bool = False,
     ) -> None:
-        """Write token `token_W` (None: each token once) to these slots and positions.
+        """Plan writes: token `token_W` (None: each token once) goes to slot `slot_W` at position `at_W`.
 
-        `goes_on` is for recurrent models: the rows are the first slots with one token each, not new sequences. With
-        `fills`, the pass raises `Filled` as soon as the last keys and values are written.
+        `goes_on` (recurrent models only): rows are the next tokens of running sequences, not new sequences. `fills`:
+        raise `Filled` when the last layer has written its keys and values.
         """
         super().__init__(layers=slots.layers)
         self.slots, self.blocks, self.goes_on, self.fills = slots, blocks, goes_on, fills
@@ -187,7 +187,7 @@ class Step(Cache):  # type: ignore[misc]
         self.length = max(block.length for block in blocks)
         self.masks: dict[tuple[int, Reach, int], Tensor] = {}
         self.newest: Layer | None = None
-        """Layer whose keys and values were written last."""
+        """Layer that has written its keys and values most recently."""
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -217,9 +217,9 @@ class Step(Cache):  # type: ignore[misc]
         return self.goes_on
 
     def mask(self, number: int, reach: Reach, heads: int, dtype: torch.dtype) -> Tensor:
-        """Return a block's additive mask [N, 1, heads·Q, L], −inf where hidden, cached for layers of the same reach."""
+        """Return the additive mask [N, 1, heads·Q, L] of a block (−inf: hidden), cached for layers of one reach."""
         block = self.blocks[number]
-        if block.going:  # all such blocks share one mask, and each takes its part
+        if block.going:  # all such blocks share one mask, and each uses its own rows
             if (-1, reach, heads) not in self.masks:
                 going = [block for block in self.blocks if block.going]
                 at_N1, length = torch.cat([block.at_NQ for block in going]), max(block.length for block in going)
@@ -237,7 +237,7 @@ def _mask(at_NQ: Tensor, length: int, reach: Reach, heads: int, dtype: torch.dty
 
 
 CURRENT: ContextVar[Step] = ContextVar("step")
-"""Step of the pass in this thread: some models do not pass additional arguments to their attention."""
+"""Step of the current pass; a context variable, because some models pass no extra arguments to their attention."""
 
 
 def attend_slots(
@@ -253,7 +253,7 @@ def attend_slots(
     s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for B rows of R tokens, the shape that the model was given."""
+    """Return the attention output [B, R, H, D]; the B·R tokens are those of the current step, block after block."""
     check_arguments(module, attention_mask, rest)
     step, reach = CURRENT.get(), reach_of(module, sliding_window)
     step.slots.reaches.add(reach)

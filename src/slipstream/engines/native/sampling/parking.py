@@ -1,11 +1,11 @@
-"""Parking: keep ended sequences that may continue in unused slots, and plan the moves between slots.
+"""Parking: leave the KV cache of ended turns in unused slots, so that the next turn need not read its prompt again.
 
-When a row ends, the keys and values of all its tokens but the newest stay in the cache. The next call of the same
-lineage continues there if its prompt begins with exactly these tokens. Rows fill the first slots, and parked sequences
-use any slots behind them. New rows take the slots they need and evict the oldest parked sequences. So parking needs no
-extra memory and delays no request.
+When a row ends, the keys and values of all its tokens except the newest stay in the cache. The next request of the same
+lineage continues from them if its prompt begins with exactly these tokens. Rows use the first slots, and parked
+sequences use later slots. New rows evict the oldest parked sequences if they need slots. So parking needs no extra
+memory and delays no request.
 
-No tensor is touched here. All returned moves must be copied at once, because slots may be exchanged.
+This file only plans moves. Copy all moves of a returned list at once, because two slots may be exchanged.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from slipstream.records import Ints
 
 Lineage = tuple[int, int, float]
-"""Prompt seed, index in the group, and temperature: a greedy answer has the index of the first response."""
+"""Identity of a sequence across turns: prompt seed, index in the group, temperature (different for greedy answers)."""
 
 
 class Move(NamedTuple):
-    """Copy `length` positions from slot `source` to slot `target`."""
+    """A copy of the first `length` positions from slot `source` to slot `target`."""
 
     source: int
     target: int
@@ -34,7 +34,7 @@ class Move(NamedTuple):
 class Parked:
     slot: int
     tokens: Ints
-    """Tokens whose keys and values are in the slot."""
+    """Tokens whose keys and values are stored in the slot."""
 
 
 class Parking:
@@ -44,7 +44,7 @@ class Parking:
         """Parked sequences, the oldest first."""
 
     def known(self, lineage: Lineage, tokens: Ints) -> int:
-        """Return how many prompt tokens the parked sequence covers; drop it and return 0 if it does not match."""
+        """Return how many prompt tokens are parked for a lineage; 0 if none. Drop a sequence that does not match."""
         if (parked := self.parked.get(lineage)) is None:
             return 0
         length = len(parked.tokens)
@@ -54,7 +54,7 @@ class Parking:
         return 0
 
     def park(self, leaving: Mapping[int, tuple[Lineage, Ints]], rows: int) -> list[Move]:
-        """Park these sequences while `rows` rows stay in the first slots; the ended rows' own slots give room."""
+        """Park the sequences `leaving` (by slot) and return the moves; remaining rows use the first `rows` slots."""
         if not leaving:
             return []
         for lineage, _ in leaving.values():
@@ -67,7 +67,7 @@ class Parking:
         return real_moves(moves)
 
     def make_room(self, rows: int, resumed: Mapping[Lineage, int]) -> list[Move]:
-        """Free the first `rows` slots for rows; `resumed` maps sequences that continue to their slots."""
+        """Free the first `rows` slots and return the moves; `resumed` maps continued sequences to their new slots."""
         if not self.parked:
             return []
         moves = list[Move]()
@@ -87,7 +87,7 @@ class Parking:
         self.parked.clear()
 
     def _free(self, rows: int, taken: set[int]) -> list[int]:
-        """Return the free slots behind the first `rows` slots."""
+        """Return the slots with number `rows` or higher that are not in `taken`."""
         return [slot for slot in range(rows, self.slots) if slot not in taken]
 
 

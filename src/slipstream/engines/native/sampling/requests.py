@@ -1,4 +1,4 @@
-"""Requests to a sampler and the futures of their callers."""
+"""Requests to a sampler (one per group of responses), their running rows, and the futures of the callers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Ints, Prompt, Rollout, handed_over, header_of
 
 Told = tuple[asyncio.Future[Any], Any]
-"""A caller's future, and the result for it."""
+"""A caller's future, and the result to set in this future."""
 
 
 @dataclass(eq=False)
@@ -23,43 +23,43 @@ class Request:
     sampling: Sampling
     answer: asyncio.Future[list[Handle]]
     done: dict[int, Rollout] = field(default_factory=dict)
-    """Complete members by place in the group."""
+    """Complete responses, by index in the group."""
     begun: dict[int, Rollout] = field(default_factory=dict)
-    """Unfinished members that are not running: to be continued, or handed over on release."""
+    """Unfinished responses that are not running, by index in the group: to be continued here or returned on release."""
     released: bool = False
     draws: Sampling = field(init=False)
-    """The sampling options that affect a token; the same object for all requests that agree in these options."""
+    """Sampling options that affect the choice of a token; requests with equal options share one object."""
 
     def __post_init__(self) -> None:
         self.draws = interned(replace(self.sampling, max_tokens=1, group=1, park=False))
 
     @property
     def ids(self) -> bytes:
-        """Token ids of the prompt as bytes, for comparison."""
+        """Token ids of the prompt as bytes, to compare prompts."""
         return self.prompt.tokens.astype(np.int64).tobytes()
 
     @property
     def aborted(self) -> bool:
-        """True if the caller of `generate` was cancelled, which cancels the future."""
+        """True if the caller of `generate` was cancelled."""
         return self.answer.cancelled()
 
     @property
     def left(self) -> list[int]:
-        """Indices of the members that are not complete."""
+        """Indices of the responses that are not complete."""
         return [place for place in range(self.sampling.group) if place not in self.done]
 
     def lineage(self, place: int) -> Lineage:
         return self.prompt.seed, self.prompt.first + place, self.sampling.temperature
 
     def group(self) -> list[Handle]:
-        """Return the group as the answer: all members, or the existing ones as released if some are incomplete."""
+        """Return handles of all responses; if some are incomplete, only responses that exist, marked as released."""
         if self.left:
             have = self.done | self.begun
             return handed_over(have[place] for place in sorted(have))
         return [Handle(header_of(self.done[place]), self.done[place]) for place in range(self.sampling.group)]
 
     def forget(self) -> int:
-        """Drop all drawn tokens so that the request starts again; return their number."""
+        """Drop the stored responses so that the request starts again; return their number of tokens."""
         thrown = sum(len(rollout.tokens) for rollout in (self.done | self.begun).values())
         self.done.clear()
         self.begun.clear()
@@ -81,13 +81,13 @@ def new_request(prompt: Prompt, sampling: Sampling, answer: asyncio.Future[list[
 
 @dataclass(eq=False)
 class Row:
-    """One running response: index in the group, and number of positions in the sequence."""
+    """One running response: index in the group, and length in tokens, prompt included."""
 
     request: Request
     index: int
     length: int
     kept: list[Ints] = field(default_factory=list)
-    """Sampling support: the ids that could be drawn at each token; empty if not requested."""
+    """Sampling support: the token ids that could be drawn at each position; empty if not requested."""
 
     @property
     def tokens(self) -> int:
@@ -104,4 +104,4 @@ class Publish:
     mode: Mode
     answer: asyncio.Future[Loaded]
     called: float
-    """Time of the call by `time.perf_counter`: engines use real time even if the pipeline has a virtual clock."""
+    """Time of the call from `time.perf_counter`: engines use real time even if the pipeline uses a virtual clock."""

@@ -1,14 +1,14 @@
-"""Rollouts from any Hugging Face causal LM, with continuous batching over KV slots.
+"""Rollouts from any Hugging Face causal LM, with continuous batching over slots (rows of the KV cache).
 
-A request is a group. It waits until `group` slots are free, and leaves when its last response ends. Requests that are
-admitted with the same prompt share one prefill. Active rows fill slots 0..n−1; when rows end, the last ones move into
-the holes. A sequence that may continue is parked behind them until its slot is needed or the weights change.
+A request is a group of responses. It waits until `group` slots are free, and ends when its last response ends. Requests
+admitted together with the same prompt share one prefill. Running rows use slots 0..n−1; when rows end, other rows move
+into the free slots. A sequence that may continue is parked in a later slot until that slot is needed or weights change.
 
-One thread owns all state. The event loop only appends to `waiting` and `publishing` and cancels futures; the thread
-looks at these between two tokens. So weights change and requests leave exactly at a token boundary. Guarantor of
+One thread owns all state. The event loop only appends to `waiting` and `publishing`, sets flags and cancels futures;
+the thread reads these between two tokens. So weights change and requests end exactly at a token boundary. Guarantor of
 invariant 3: every token has the version of the weights that drew it.
 
-Shapes: N rows of a step, Q prompt positions, M draws, V vocabulary; those of the tape are in its own file.
+Shapes: N rows of a step, M draws, V vocabulary; tape.py lists the shapes of the tape (the record of all slots).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NativeSampler:
         """Prepare a model for sampling.
 
         If `on_publish` is "reuse", running sequences keep keys and values of older weights. The recorded log-probs are
-        those of drawing, but no single version reproduces them.
+        exact for the drawn tokens, but no single version of the weights reproduces them.
         """
         prove(lm)
         self.rebuilds = on_publish == "rebuild"
@@ -64,7 +64,7 @@ class NativeSampler:
         self.publishing: deque[Publish] = deque()
         self.releasing = False
         self.open: set[Request | Publish] = set()
-        """Requests and publishes that callers wait for, in any state."""
+        """Requests and publishes that are not answered yet."""
         self.thread = ThreadPoolExecutor(1, "sampler", initializer=torch.set_num_threads, initargs=(threads,))
         self.driver: asyncio.Task[None] | None = None
 
@@ -134,7 +134,7 @@ class NativeSampler:
     # --- on the engine's thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Step until nothing is left to do; send results to waiting callers between the steps."""
+        """Repeat steps until no request, row or publish is left; send results to callers after each step."""
         while self.busy:
             for answer, result in self._step():
                 with suppress(RuntimeError):  # the caller's event loop is closed
@@ -142,7 +142,7 @@ class NativeSampler:
 
     @torch.inference_mode()
     def _step(self) -> list[Told]:
-        """Do one step: release groups, or load weights, or draw one token for every row, new rows included."""
+        """Release groups, else load weights, else draw one token for each row; return the callers' results."""
         self._abort()
         return self._release() or self._publish() or self._draw()
 
@@ -150,7 +150,7 @@ class NativeSampler:
         self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
 
     def _release(self) -> list[Told]:
-        """Return released groups, running or waiting, with the tokens drawn so far."""
+        """Remove released requests, running or waiting; return their groups with the tokens drawn so far."""
         if not self.releasing:
             return []
         self.releasing = False
@@ -167,7 +167,7 @@ class NativeSampler:
         return [(request.answer, request.group()) for request in leaving]
 
     def _publish(self) -> list[Told]:
-        """Load every publish that is due; mode "drain" waits for running rows and delays later publishes."""
+        """Load all published weights in order; stop at one with mode "drain" while rows are running."""
         results: list[Told] = []
         while self.publishing and not (self.publishing[0].mode == "drain" and self.rows):
             publish = self.publishing.popleft()
@@ -190,23 +190,23 @@ class NativeSampler:
         return Loaded(found, wait=start - publish.called, load=loaded - start, rebuild=rebuilt - loaded, thrown=thrown)
 
     def _restart(self) -> int:
-        """Send running requests back to the head of the queue, in order; return the number of lost tokens."""
+        """Move running requests to the head of the queue; drop all drawn tokens and return their number."""
         thrown = sum(row.tokens for row in self.rows)
         self.waiting.extendleft(reversed(dict.fromkeys(row.request for row in self.rows)))
         self.rows.clear()
         return thrown + sum(request.forget() for request in list(self.waiting))
 
     def _read_again(self, slots: Sequence[int]) -> None:
-        """Read the prefixes of running rows with the current weights."""
+        """Recompute the cache of the rows in these slots with the current weights."""
         reads = prefix_reads({slot: self.rows[slot] for slot in slots}, recurrent=self.decoder.slots.recurrent)
         if not reads:
             return
         self.decoder.fill(self.tape.ids_SL, reads)
         if self.lm.device.type == "cuda":
-            torch.cuda.synchronize(self.lm.device)  # so that `_load` measures the whole rebuild
+            torch.cuda.synchronize(self.lm.device)  # else `_load` would measure only part of the rebuild
 
     def _admit(self) -> list[Read]:
-        """Seat waiting groups behind the running rows if enough slots are free; return the reads they need."""
+        """Give slots to waiting groups if enough slots are free; return the reads (prompt prefills) of the new rows."""
         free = self.count - len(self.rows)
         if not self.waiting or free < self.count // GATHERED:
             return []
@@ -223,7 +223,7 @@ class NativeSampler:
         return reads
 
     def _seat(self, request: Request, members: Sequence[int]) -> Sequence[int]:
-        """Put members of a request with their prompt into the first free slots; return these slots."""
+        """Add rows for members (responses) of a request in the first free slots; return these slots."""
         start, length = len(self.rows), len(request.prompt.tokens)
         dtype = torch.promote_types(self.lm.head.weight.dtype, torch.float32)
         self.tape.seat(start, request.prompt, members, request.sampling, dtype)
@@ -231,7 +231,7 @@ class NativeSampler:
         return range(start, len(self.rows))
 
     def _resume(self, request: Request) -> Sequence[int]:
-        """Seat members that another call has begun, as if they had been running all the time; return their slots."""
+        """Add rows for responses that an earlier call began, with their tokens; return the slots of these rows."""
         begun, request.begun = request.begun, {}
         slots = self._seat(request, list(begun)) if begun else ()
         for slot, rollout in zip(slots, begun.values(), strict=True):
@@ -241,7 +241,7 @@ class NativeSampler:
         return slots
 
     def _draw(self) -> list[Told]:
-        """Draw the next token of every running row and the first one of each new row, in one pass."""
+        """Admit requests, then draw one token for each running and new row; return the callers' results."""
         reads = self._admit()
         if not self.rows:
             return []
@@ -254,7 +254,7 @@ class NativeSampler:
         return self._emit(logits_NV)
 
     def _emit(self, logits_NV: Tensor) -> list[Told]:
-        """Draw the next token of every row and write it to the tape; return the groups that are complete."""
+        """Draw the next token of every row from its logits and record it; return the results of complete groups."""
         tape, rows, n = self.tape, self.rows, len(self.rows)
         next_N = tape.last_S[:n] + 1
         t_N = next_N - tape.prompt_S[:n]
@@ -291,7 +291,7 @@ class NativeSampler:
         return self._end(ended, stopped_N.tolist()) if ended else []
 
     def _end(self, ended: list[int], stopped: list[bool]) -> list[Told]:
-        """Remove finished rows, park those that may continue, and return the groups that are complete."""
+        """Remove ended rows, park the sequences that may continue, and return the results of complete groups."""
         results, parked = list[Told](), dict[int, tuple[Lineage, Ints]]()
         read = self._read({slot: "eos" if stopped[slot] else "length" for slot in ended})
         for slot, (row, rollout) in zip(ended, read, strict=True):
@@ -304,7 +304,7 @@ class NativeSampler:
         return results
 
     def _read(self, finishes: Mapping[int, Finish]) -> Iterator[tuple[Row, Rollout]]:
-        """Yield the rows in these slots and their rollouts, with the given finish reasons."""
+        """Yield, for each slot in `finishes`, its row and its rollout with that finish reason."""
         rows = [self.rows[slot] for slot in finishes]
         columns = self.tape.read(list(finishes), max((row.tokens for row in rows), default=0))
         for at, (row, finish) in enumerate(zip(rows, finishes.values(), strict=True)):
@@ -318,7 +318,7 @@ class NativeSampler:
             )
 
     def _vacate(self, ended: list[int], parked: Mapping[int, tuple[Lineage, Ints]] | None = None) -> None:
-        """Remove rows: others move so that the first slots are filled again, and `parked` ones are parked."""
+        """Remove the rows in slots `ended`, move other rows into the free slots, and park the sequences in `parked`."""
         if not ended:
             return
         order = filled(ended, [row.length for row in self.rows])
@@ -329,7 +329,7 @@ class NativeSampler:
         self.rows = [self.rows[slot] for slot in order]
 
     def _copy(self, moves: Sequence[Move]) -> None:
-        """Copy cached sequences between slots, all moves at once."""
+        """Copy cached sequences between slots; all sources are read before any slot is written."""
         if moves:
             self.decoder.slots.copy(*self._pairs(moves), length=max(move.length for move in moves))
 

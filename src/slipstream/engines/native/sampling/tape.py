@@ -1,4 +1,4 @@
-"""Record of all slots: prompts, tokens, draws (tokens sampled at the same position), log-probs and versions.
+"""Tape: tensors that record, for each slot, prompt, tokens, draws (ids sampled at one position), log-probs, versions.
 
 Shapes: S slots, L positions, T response positions, M draws, K best ids.
 """
@@ -17,13 +17,13 @@ from slipstream.records import Finish, Floats, Ints, Kept, Prompt, Rollout, deri
 
 
 class Tape:
-    """Tensors with S rows, which grow when a request needs more columns."""
+    """Tensors with one row per slot; the other dimensions grow when a request needs more."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.known_S5 = torch.zeros(slots, 5, dtype=torch.int64, device=device)
         self.seed_S, self.offset_S, self.prompt_S, self.last_S, self.limit_S = self.known_S5.unbind(1)
-        """`seed`: of the draws. `offset`: tokens that earlier calls drew. `prompt`: tokens of the prompt. `last`:
-        position of the newest token, which no pass has read yet. `limit`: largest position allowed."""
+        """`seed`: seed of the draws. `offset`: number of tokens that earlier calls drew. `prompt`: prompt length.
+        `last`: position of the newest token, which is not cached yet. `limit`: largest allowed position."""
         self.ids_SL = torch.zeros(slots, 0, dtype=torch.int64, device=device)
         self.version_ST = torch.zeros(slots, 0, dtype=torch.int32, device=device)
         self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
@@ -32,7 +32,7 @@ class Tape:
         self.best_logp_STK = torch.zeros(slots, 0, 0, device=device)
 
     def seat(self, start: int, prompt: Prompt, members: Sequence[int], sampling: Sampling, dtype: torch.dtype) -> None:
-        """Write prompt, seeds and limits of members to the slots from `start`; log-probs are stored as `dtype`."""
+        """Write prompt, seeds and limits of new rows to slots from `start`; log-probs are stored as `dtype`."""
         q, device = len(prompt.tokens), self.seed_S.device
         self._widen(q + sampling.max_tokens, sampling, dtype)
         at = slice(start, start + len(members))
@@ -42,7 +42,7 @@ class Tape:
         self.seed_S[at], self.offset_S[at] = torch.tensor(seeds, device=device), prompt.offset
 
     def write(self, slot: int, begun: Rollout) -> None:
-        """Write the tokens of a response that continues in this slot; `read` returns them."""
+        """Write the tokens and records of an unfinished response to this slot, where it continues."""
         t, q, (_, m) = len(begun.tokens), int(self.prompt_S[slot]), begun.actions.shape
         self.ids_SL[slot, q : q + t] = torch.from_numpy(begun.tokens.astype(np.int64))
         self.last_S[slot] = q + t - 1
@@ -73,13 +73,13 @@ class Tape:
         return self.version_ST, self.action_STM, self.logp_STM, self.best_STK, self.best_logp_STK
 
     def read(self, slots: Sequence[int], longest: int) -> Columns:
-        """Copy what was drawn in these slots from the device, up to `longest` tokens."""
+        """Copy the first `longest` response tokens of these slots, with their records, to numpy arrays."""
         at = torch.tensor(slots, dtype=torch.int64, device=self.ids_SL.device)
         return Columns(*(tensor[at, :longest].cpu().numpy() for tensor in self._of_responses()))
 
 
 class Columns(NamedTuple):
-    """Arrays of `Tape.read` for N slots."""
+    """Result of `Tape.read`: arrays with one row for each of N slots."""
 
     version_NT: Ints
     action_NTM: Ints
@@ -90,7 +90,7 @@ class Columns(NamedTuple):
     def response(
         self, at: int, prompt: Prompt, place: int, sampling: Sampling, *, tokens: int, finish: Finish, kept: Kept | None
     ) -> Rollout:
-        """Return row `at` as the rollout of member `place` of its group."""
+        """Return array row `at` as the rollout of member `place` of its group."""
         draws, best = sampling.draws, sampling.best
         return one_turn(
             prompt,
