@@ -224,7 +224,9 @@ def test_of_a_run_that_goes_on_its_last_whole_checkpoint(home: Path, capsys: pyt
     weights = run / "checkpoints/2/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     got, said = found(capsys, "runs/first")
-    assert got[0]["update"] == 1 and said.startswith("note: runs/first/checkpoints/2 is damaged: model.safetensors differs")
+    assert got[0]["update"] == 1 and said.startswith(
+        "note: runs/first/checkpoints/2 is damaged: model.safetensors differs"
+    )
     shutil.rmtree(run / "checkpoints/1")
     said = refused(capsys, "runs/first")
     assert said.startswith("runs/first has no student to evaluate, neither final nor in a checkpoint; runs/first/check")
