@@ -104,7 +104,7 @@ def test_a_run_whose_learner_dies_goes_back_to_its_last_checkpoint(
     assert main(["train", "run.toml", "--skip-checks", *changes]) == 0
     said = capsys.readouterr().out
     assert re.search(r"learner \(pid \d+\) is gone: .*; the run restarts from its last checkpoint", said)
-    assert "continuing from run/checkpoints/3; " in said and "died and were started again: learner 1 ×" in said
+    assert "continuing from run/checkpoints/3; " in said and "died and were restarted: learner 1 ×" in said
     lines, ledger = read_lines(tmp_path / "run" / "metrics.jsonl"), read_lines(tmp_path / "run" / "ledger.jsonl")
     assert [line["update"] for line in lines] == list(range(1, 9))
     assert [line.get("restarts/learner") for line in lines] == [None] * 3 + [1] * 5
@@ -132,7 +132,7 @@ def test_workers_come_and_go_while_a_run_goes_on(
     until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
     assert "1 starting (sampler-1)" in scale("sampler=+1", "teacher.main=2")
     until("sampler: 2 working (sampler, sampler-1)\nteacher.main: 2 working (scorer, scorer-1)\n")
-    assert scale("sampler=+1", "teacher.main=-2") == "error: teacher.main=-2: there are 2, and one must stay\n"
+    assert scale("sampler=+1", "teacher.main=-2") == "error: teacher.main=-2: there are 2, and at least one must stay\n"
     assert scale("sampler=99999").startswith("error: 100002 engines are more than ")
     scale("sampler=-1", "teacher.main=1")
     until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")

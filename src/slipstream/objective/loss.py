@@ -47,7 +47,7 @@ class Objective:
         self.distillation = Distillation(loss, teacher_head) if loss.weight else None
         self.has_policy_terms = method.policy is not None or (reference is not None and reference.into == "loss")
         self.single_pass = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
-        """True if no loss needs whole rows and all use one temperature, so that one pass of the fused head computes them."""
+        """True if no loss needs whole rows and all use one temperature: one pass of the fused head computes them."""
         self.mean_weight = 1.0
         """Mean freshness weight, by which weights are divided; 1 if the whole gradient is divided instead."""
 
