@@ -19,7 +19,7 @@ test: .venv/ready
 
 # What takes minutes: engines in processes of their own, on Ray or not, ranks, what hangs or is lost, the notebook (10 minutes)
 test-processes: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m processes -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m processes -n 2 --dist loadfile --timeout 300
 
 # Essential tests with the lowest versions of pyproject.toml, and with a newer Python (each 5 minutes, and the packages)
 test-lowest: .venv-lowest/ready
