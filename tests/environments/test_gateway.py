@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
 import random
@@ -65,6 +66,23 @@ def events(text: str) -> list[Any]:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_connection_that_an_agent_keeps_open_is_closed_with_the_event_loop() -> None:
+    made = Server("student", say=lambda line: None)
+
+    async def main() -> socket.socket:
+        await made.started()
+        client = socket.create_connection(made.socket.getsockname())
+        while not made.listening.server_state.connections:  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+        return client
+
+    with asyncio.run(main()) as client:
+        client.settimeout(10)
+        assert client.recv(1) == b"", "the server has ended the connection"
+        made.close()
+    gc.collect()  # an open transport would be reported
 
 
 # --- what is answered -------------------------------------------------------------------------------------------------

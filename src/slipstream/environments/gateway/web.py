@@ -150,7 +150,21 @@ async def listening(app: ASGIApp, sockets: Sequence[socket.socket]) -> uvicorn.S
     found = uvicorn.Server(config)
     found.lifespan = config.lifespan_class(config)
     await found.startup(list(sockets))
+    found.server_state.tasks.add(asyncio.create_task(abort_with_loop(found)))
     return found
+
+
+async def abort_with_loop(server: uvicorn.Server) -> None:
+    """Close all connections when this task is cancelled: at the latest the event loop does so as it ends."""
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        abort(server)
+
+
+def abort(server: uvicorn.Server) -> None:
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 def end(server: uvicorn.Server) -> None:
@@ -160,5 +174,4 @@ def end(server: uvicorn.Server) -> None:
     if not server.servers[0].get_loop().is_closed():
         for task in server.server_state.tasks:
             task.cancel()
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()
+        abort(server)
