@@ -28,10 +28,10 @@ from typing import Any
 
 from rich.console import Console
 
+from slipstream.config.costs import Costs
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.pipeline.run import Run
-from slipstream.planning.costs import Costs
 from slipstream.planning.measure import measured
 from slipstream.planning.simulate import WARMUP, Forecast, Split, Work, ahead, forecast, told
 from slipstream.run_dir.writing import RunLog, read_lines

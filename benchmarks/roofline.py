@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.planning.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost
+from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost
 
 BYTES = 2
 """Of a number in bfloat16."""

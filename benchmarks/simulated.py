@@ -29,8 +29,8 @@ from roofline import (
     costs_on,
     room,
 )
+from slipstream.config.costs import Lengths
 from slipstream.config.schedule import Async, Periodic, StepOff, Sync
-from slipstream.planning.costs import Lengths
 from slipstream.planning.simulate import Forecast, Split, Work, forecast
 
 BATCH, MINIBATCHES, LONGEST, PROMPT, MOST_ROWS = 256, 4, 16384, 200, 512

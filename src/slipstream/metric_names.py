@@ -298,7 +298,8 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
     ),
     "Freshness: weights of stale samples, and refreshes of the buffer": (
         Term("freshness/f", "mean freshness of samples", "well above freshness.threshold", FRESHNESS, "freshness"),
-        Term("freshness/weight", "mean weight of a sample; all weights are divided by it", "–", FRESHNESS),
+        Term("freshness/weight", "mean weight of a sample, before freshness.normalise", "–", FRESHNESS),
+        Term("freshness/ess", "effective sample size of the weights, as a share of the samples", "near 1", FRESHNESS),
         Term("freshness/roll", "mean KL from the learner to the weights that sampled a sample", below(0.02), FRESHNESS),
         Term("freshness/sup", "mean KL from the teachers' new scores to the old", "0 if teachers are fixed", FRESHNESS),
         Term("freshness/gated", "share of samples with weight 0", below(0.25), FRESHNESS),

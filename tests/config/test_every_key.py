@@ -99,6 +99,8 @@ WITH = {
     "sampler.min_p": "loss.importance=false",
     "task.reward": "task.reward=none eval.every=0 eval.prompts=200 data.eval=none",
     "runtime.device": "runtime.device=auto",
+    "runtime.clock": "runtime.kind=inline",
+    "runtime.costs": "runtime.kind=inline runtime.clock=modelled",
     "schedule.on_old": "schedule.max_lag=4",
     "schedule.mixture": "data.train=rows.jsonl",
     "schedule.tau_max": "schedule.tau=auto",
@@ -181,6 +183,7 @@ OTHER = {
     "schedule.publish_every": "2 eval.every=2",
     "schedule.publish_max": "2",
     "runtime.device": "cpu",
+    "runtime.costs": "costs.toml",
     "schedule.on_old": "restart",
     "task.reward": "math",
     "teachers.NAME.model": "builtin:student",
@@ -401,6 +404,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for source, level in (("main", "other"), ("other", "main"))
     ]
     Path("given").mkdir()
+    Path("costs.toml").write_text("decode.step = 1.0\nlengths.mean = 8.0\n")
     Path("rewards.py").write_text("async def runs(text, sandbox): return 1.0")
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

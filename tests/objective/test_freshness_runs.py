@@ -53,6 +53,9 @@ ARMS = {
     "refresh only": {"weight": "equal", "anchor": 0.0},
     "fixed refresh": {"weight": "equal", "anchor": 0.0, "refresh": "fixed"},
     "without lag": {"lag": False},
+    "not normalised": {"normalise": "off"},
+    "variance kept": {"normalise": "variance", "over": "samples"},
+    "common": {"weight": "common", "normalise": "off"},
     "over samples": {"over": "samples", "anchor": 1.0},
     "supervision moved": {"beta": 1.5},
     "supervision moved, over samples": {"beta": 1.5, "over": "samples"},
@@ -103,7 +106,7 @@ def learner_of(model: PreTrainedModel, loss: LossConfig, fresh: FreshnessConfig 
 def written_out(
     loss_N: Tensor, kl_N: Tensor, samples: Sequence[Scored], fresh: FreshnessConfig
 ) -> tuple[Tensor, list[float]]:
-    """1/(w̄ |M|) Σ_i w_i (ℓ_i + λ D_i), from what every token has, w̄ the mean weight; and the weights."""
+    """Return Σ_i w_i (ℓ_i + λ D_i) / (s |M|) from the values of every token, and the weights; s normalises them."""
     parts, weights, n = [], list[float](), [sample.rollout.trained_tokens for sample in samples]
     for sample, loss_T, kl_T in zip(samples, loss_N.split(n), kl_N.split(n), strict=True):
         lag, sup, known_T = (
@@ -117,12 +120,16 @@ def written_out(
             loss_T = loss_T[known_T]
         drift = fresh.alpha * math.sqrt(float(kl_T.detach().mean())) + fresh.beta * math.sqrt(sup)
         f = math.exp(-drift) / ((lag if fresh.lag else 0) + 1)
-        w = {"freshness": max(0.0, f - fresh.threshold), "lag": 1 / (lag + 1), "equal": 1.0}[fresh.weight]
+        w = {"lag": 1 / (lag + 1), "equal": 1.0}.get(fresh.weight, max(0.0, f - fresh.threshold))
         mean = torch.sum if fresh.over == "tokens" else torch.mean
-        parts.append(w * (mean(loss_T) + fresh.anchor * mean(kl_T)))
+        parts.append((1.0 if fresh.weight == "common" else w) * (mean(loss_T) + fresh.anchor * mean(kl_T)))
         weights.append(w)
     mean_weight = sum(weights) / len(weights)
-    return torch.stack(parts).sum() / mean_weight / (sum(n) if fresh.over == "tokens" else len(samples)), weights
+    mean_square = sum(w**2 for w in weights) / len(weights)
+    divisor = {"off": 1.0, "mean": mean_weight, "variance": math.sqrt(mean_square)}[fresh.normalise]
+    if fresh.weight == "common":
+        divisor = 1 / mean_weight
+    return torch.stack(parts).sum() / divisor / (sum(n) if fresh.over == "tokens" else len(samples)), weights
 
 
 def gradients_of_steps(learner: NativeLearner) -> list[Tensor]:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from roofline import B200, QWEN3_4B, QWEN3_30B_A3B, Reached, costs_on, room
 from slipstream.cli import main
+from slipstream.config.costs import Costs, load, parse, quantiles
 from slipstream.config.file import parse as parse_config
 from slipstream.config.file import to_toml
 from slipstream.config.schedule import Async, Periodic, ScheduleConfig, StepOff, Sync
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.pipeline.run import Run
-from slipstream.planning.costs import Costs, load, parse, quantiles
 from slipstream.planning.derive import costs_of
 from slipstream.planning.fit import Paid, fitted, fitted_to_fastest
 from slipstream.planning.planner import Split, Stage, Subject, numbers, outlook, promising_splits

@@ -14,8 +14,8 @@ import pytest
 import slipstream
 from slipstream import metric_names as vocabulary
 from slipstream.cli import parser, split_overrides
+from slipstream.config.costs import parse as parse_costs
 from slipstream.config.file import fields, parse
-from slipstream.planning.costs import parse as parse_costs
 from slipstream.studies.study import Study
 from slipstream.studies.table import SweepConfig
 

@@ -68,7 +68,7 @@ LOADS = {
     "studies.table": "pydantic pydantic_core",
     "studies.board": "rich",
     "planning": "",
-    "planning.costs": "pydantic",
+    "config.costs": "pydantic",
     "planning.fit": "numpy",
     "planning.simulate": "numpy",
     "reporting": "",

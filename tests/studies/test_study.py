@@ -8,7 +8,7 @@ import json
 import sys
 import time
 import tomllib
-from math import sqrt
+from math import atan, pi, sqrt
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from slipstream.studies.cells import Event, Job
 from slipstream.studies.directory import Checked, check_prompts, check_unchanged, cores_of, finish_cell, parallel_cells
 from slipstream.studies.export import column, write_csv, write_parquet
 from slipstream.studies.results import Sweep, measured
-from slipstream.studies.statistics import Estimate, difference, estimate, slope, verdict
+from slipstream.studies.statistics import Estimate, difference, estimate, holm, p_value, slope, verdict
 from slipstream.studies.study import Study
 from slipstream.studies.table import Claim, SweepConfig
 from support.small_study import STUDY
@@ -391,6 +391,20 @@ def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
     assert level.verdict == "holds" and level.found.mean == pytest.approx(0.2 - 0.7)
     assert rises.verdict == "does not hold" and rises.found.mean == pytest.approx(0.25)
     assert compared(rises) == "Reward exact: reverse at 0 − reverse at 1"
+    p = 4 * (1 - 2 / pi * atan(5))  # t = 5 with one degree of freedom, times the four claims that have an error
+    assert at_0.p == falls.p == pytest.approx(p) and everywhere.p is None
+
+
+@pytest.mark.parametrize(("t", "n"), [(12.7062, 2), (4.30265, 3), (2.77645, 5), (2.57058, 6), (2.26216, 10)])
+def test_p_values_are_those_of_students_t(t: float, n: int) -> None:
+    """The two-sided 5 % quantiles of published tables."""
+    assert p_value(Estimate(n, -t, 1.0)) == pytest.approx(0.05, abs=1e-6)
+
+
+def test_holm_corrects_for_the_number_of_claims() -> None:
+    assert holm([0.01, 0.04, None, 0.03]) == [0.03, 0.06, None, 0.06]
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+    assert p_value(Estimate(1, 0.3, None)) is None
 
 
 def test_rows_are_written_as_csv_and_parquet(tmp_path: Path) -> None:
@@ -514,8 +528,8 @@ def test_a_summary_says_what_came_out(tmp_path: Path) -> None:
         "slopes of reward/exact against log2(schedule.k + 1)",
         "reverse -0.25 ± 0.05 2",
         "± –: only one seed, so no standard error (forward …)",
-        "open: reverse is better (reward/exact: -0.1 ± –, 1 seeds)",
-        "not visible: reverse falls (tokens: 0 ± 0, 2 seeds)",
+        "open: reverse is better (reward/exact: -0.1 ± –, 1 seeds, p = – (Holm))",
+        "not visible: reverse falls (tokens: 0 ± 0, 2 seeds, p = 1 (Holm))",
     ):
         assert line in lines, lines
 

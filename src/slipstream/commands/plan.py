@@ -17,7 +17,7 @@ from slipstream.runs.display import waiting
 from slipstream.runs.start import opened, planned_on, process_launcher
 
 if TYPE_CHECKING:
-    from slipstream.planning.costs import Costs
+    from slipstream.config.costs import Costs
     from slipstream.planning.planner import Offer, Outlook, Subject
 
 HOW_TO_GIVE_COSTS = "write --measure to measure its engines, or --costs FILE, or name a run directory"
@@ -79,7 +79,8 @@ def write_page(target: Path, seen: Outlook, subject: Subject, costs: Costs, comm
 
 
 def costs_of(subject: Subject, given: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
-    from slipstream.planning import costs, derive
+    from slipstream.config import costs
+    from slipstream.planning import derive
 
     if given is not None:
         return costs.load(given)

@@ -27,6 +27,8 @@ class Engine:
     """True if samplers start new prompts only after several slots (places of running sequences) are free."""
     packs: bool = False
     """True if teachers pack several sequences (of up to `longest` tokens) into a pass of `token_budget` tokens."""
+    keeps_modelled_time: bool = False
+    """True if the engine can run on a modelled clock (`runtime.clock`)."""
     checks_weights: bool = False
     """True if the engine itself refuses weights that are not finite."""
 
@@ -37,6 +39,7 @@ ENGINES: dict[str, Engine] = {
         same_code_as_learner=True,
         gathers_prompts=True,
         packs=True,
+        keeps_modelled_time=True,
         checks_weights=True,
     ),
     "vllm": Engine(

@@ -10,9 +10,13 @@ from slipstream.config.base import DRAWS, Section, as_tuple
 
 
 class FreshnessConfig(Section):
-    weight: Literal["freshness", "lag", "equal"] = "freshness"
-    """Weight of a sample, relative to the other samples of an optimizer step. freshness: max(0, f − threshold) with f =
-    exp(−alpha·√D_roll − beta·√D_sup) / (lag + 1). lag: 1 / (lag + 1). equal: 1. Weights are divided by their mean."""
+    weight: Literal["freshness", "lag", "equal", "common"] = "freshness"
+    """Weight of a sample. freshness: max(0, f − threshold) with f = exp(−alpha·√D_roll − beta·√D_sup) / (lag + 1). lag:
+    1 / (lag + 1). equal: 1. common: for every sample the mean of these freshness weights over the optimizer step, a
+    control that changes only the size of a step."""
+    normalise: Literal["off", "mean", "variance"] = "mean"
+    """Number by which the weights of an optimizer step are divided. off: 1, as in f-OPD. mean: their mean w̄, so that
+    the gradient keeps its size. variance: √(mean of w²), so that the noise of the gradient keeps its size."""
     alpha: float = Field(1.0, ge=0)
     """Coefficient α of √D_roll, where D_roll is the KL between the current student and the student that sampled."""
     beta: float = Field(1.0, ge=0)
@@ -68,12 +72,19 @@ class FreshnessConfig(Section):
             ("cooldown", "refresh", "adaptive"),
             ("buffer", "refresh", "adaptive"),
             ("measure", "refresh", "adaptive"),
-            ("threshold", "weight", "freshness"),
         ):
             if getattr(self, needs) != value and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name} is for {needs} = "{value}": write that, or drop it')
-        if self.weight == "equal" and self.also:
-            raise ValueError('also = "policy" does nothing with weight = "equal": drop it, or write another weight')
+        if self.weight in ("lag", "equal") and self.threshold != type(self).model_fields["threshold"].default:
+            raise ValueError('threshold is for weight = "freshness": write that, or drop it')
+        if self.weight == "common" and self.normalise != "off":
+            raise ValueError('weight = "common" is divided by itself: write normalise = "off", or another weight')
+        if self.weight == "equal" and self.normalise != "mean":
+            raise ValueError('normalise does nothing with weight = "equal": drop it, or write another weight')
+        if self.weight in ("equal", "common") and self.also:
+            raise ValueError(
+                f'also = "policy" does nothing with weight = "{self.weight}": drop it, or change the weight'
+            )
         if self.weight == "equal" and not self.anchor and self.refresh == "never":
             raise ValueError(
                 'weight = "equal", anchor = 0 and refresh = "never" leave nothing to do: drop [freshness], or one of '

@@ -347,6 +347,12 @@ class LogConfig(Section):
 class RuntimeConfig(Section):
     kind: Literal["local", "ray", "inline"] = "local"
     """Placement of engines. local: processes on this machine. ray: actors of Ray. inline: all in this process."""
+    clock: Literal["real", "modelled"] = "real"
+    """Clock of the run. modelled: every stage takes the time that `costs` says, so that runs of one seed are equal on
+    any machine; for studies. Needs kind = "inline" and native engines."""
+    costs: str = "builtin"
+    """File of costs for clock = "modelled", as `slipstream plan --measure -o FILE` writes it. builtin: costs of the
+    built-in models on CPU cores, one for each engine."""
     address: str | None = None
     """Address of a Ray cluster, or auto; implies kind = "ray". None starts Ray on this machine and stops it later."""
     patience: float = Field(1800.0, gt=0)
@@ -369,6 +375,14 @@ class RuntimeConfig(Section):
     def _address_implies_ray(cls, given: Any) -> Any:
         there = isinstance(given, dict) and given.get("address") is not None
         return {"kind": "ray", **given} if there else given
+
+    @model_validator(mode="after")
+    def _check_clock(self) -> RuntimeConfig:
+        if self.clock == "modelled" and self.kind != "inline":
+            raise ValueError('clock = "modelled" needs all engines in this process: write kind = "inline"')
+        if self.clock == "real" and self.costs != "builtin":
+            raise ValueError('costs does nothing without clock = "modelled": set that, or drop costs')
+        return self
 
 
 class Config(Section):
@@ -422,6 +436,7 @@ class Config(Section):
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         self._check_environment()
+        self._check_clock()
         if self.runtime.kind != "ray" and self.runtime.address is not None:
             raise ValueError('runtime.address names a Ray cluster: write runtime.kind = "ray", or drop one of them')
         if self.eval.every and self.eval.n > self.sampler.slots:
@@ -554,6 +569,21 @@ class Config(Section):
             raise ValueError(
                 f"environment.turn_tokens = {environment.turn_tokens} does nothing: sampler.max_tokens = {limit} "
                 "is for a whole episode; write less, or drop it"
+            )
+
+    def _check_clock(self) -> None:
+        if self.runtime.clock == "real":
+            return
+        engines = {"sampler": self.sampler.engine} | {f"teachers.{n}": t.engine for n, t in self.teachers.items()}
+        for where, engine in engines.items():
+            if not ENGINES[engine].keeps_modelled_time:
+                raise ValueError(
+                    f'{where} runs in real time: with runtime.clock = "modelled" write engine = "native" without '
+                    "base_url"
+                )
+        if self.environment is not None and self.environment.gateway is not None:
+            raise ValueError(
+                'agents on environment.gateway run in real time: write runtime.clock = "real", or drop the gateway'
             )
 
     def _check_learner(self) -> None:

@@ -32,7 +32,7 @@ from slipstream.environments.forms import Acting, Kind, kind_of, told_of
 from slipstream.errors import ConfigError, EnvironmentFailed, Suspected
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Sandbox
-from slipstream.user_code.process import STARTED, Child, begun
+from slipstream.user_code.process import STARTED, Child, begun, outside
 
 LEAVES = 5.0
 """Time limit in seconds for the end of an abandoned environment; after it, the host gets no further environments."""
@@ -193,8 +193,9 @@ class HostProcess(Child):
         with self.lock:
             self.waiting[call] = loop, answer, number
         try:
-            self.connection.send((call, number, what, *given))
-            found = await answer
+            async with outside():
+                self.connection.send((call, number, what, *given))
+                found = await answer
         except OSError:
             self.kill()
             self.reader.join(LEAVES)  # the reader records which environments were in the process

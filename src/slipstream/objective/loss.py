@@ -48,8 +48,8 @@ class Objective:
         self.has_policy_terms = method.policy is not None or (reference is not None and reference.into == "loss")
         self.single_pass = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
         """True if no loss needs whole rows and all use one temperature: one pass of the fused head computes them."""
-        self.mean_weight = 1.0
-        """Mean freshness weight, by which weights are divided; 1 if the whole gradient is divided instead."""
+        self.divisor = 1.0
+        """Number by which freshness weights are divided; 1 if the whole gradient is divided instead."""
 
     def __call__(
         self,
@@ -123,7 +123,7 @@ class Objective:
         return loss.detach(), metrics | {"loss": loss.detach()}, torch.split(slope_N, [int(m.sum()) for m in masks])
 
     def _terms(self, *given: Any) -> Terms:
-        return Terms(self.method, *given, mean_weight=self.mean_weight)
+        return Terms(self.method, *given, divisor=self.divisor)
 
     def _fused(
         self, hidden_NH: Tensor, weight_VH: Tensor, shape: Mapping[str, Any], samples: Sequence[Scored], terms: Terms
@@ -203,7 +203,7 @@ class Terms:
         dtype: torch.dtype,
         judged: Sequence[Judged] = (),
         *,
-        mean_weight: float = 1.0,
+        divisor: float = 1.0,
     ) -> None:
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
         self.masks = [sample.rollout.loss_mask for sample in samples]
@@ -226,10 +226,10 @@ class Terms:
         self.worth_N = self.anchor_N = self.draws_NM = None
         """With [freshness]: factors of each token in distillation and in the anchor, and its draws. Else None."""
         if judged:
-            self.worth_N = torch.cat([each.distill_N for each in judged]).to(device, dtype) / mean_weight
-            self.weight_B = torch.tensor([each.weighed.w / mean_weight for each in judged], device=device, dtype=dtype)
+            self.worth_N = torch.cat([each.distill_N for each in judged]).to(device, dtype) / divisor
+            self.weight_B = torch.tensor([each.weighed.w / divisor for each in judged], device=device, dtype=dtype)
         if method.anchored:
-            self.anchor_N = torch.cat([each.anchor_N for each in judged]).to(device, dtype) / mean_weight
+            self.anchor_N = torch.cat([each.anchor_N for each in judged]).to(device, dtype) / divisor
             self.draws_NM = joined([sample.rollout.actions for sample in samples], device, torch.int64)
             self.drew_NM = joined([sample.rollout.action_logp for sample in samples], device, dtype)
 

@@ -80,10 +80,11 @@ class Method:
 
     @property
     def weighs_all(self) -> bool:
-        """Return whether the mean weight may divide the gradient: all parts are weighted, or all weights are 1."""
+        """Return whether the weights' divisor may divide the gradient: all parts are weighted, or the divisor is 1."""
         fresh, reference = self.freshness, self.reference
         others = (self.policy is not None and not self.weighs_policy) or (reference and reference.into == "loss")
-        return fresh is None or fresh.weight == "equal" or not others
+        undivided = fresh is None or fresh.weight == "equal" or (fresh.normalise == "off" and fresh.weight != "common")
+        return undivided or not others
 
     @property
     def by_row(self) -> bool:
@@ -186,7 +187,9 @@ class Method:
 
 
 def _freshness_text(fresh: FreshnessConfig) -> str:
-    return {"freshness": "freshness · ", "lag": "1/(lag + 1) · ", "equal": ""}[fresh.weight]
+    return {"freshness": "freshness · ", "lag": "1/(lag + 1) · ", "common": "mean freshness · ", "equal": ""}[
+        fresh.weight
+    ]
 
 
 def _weight_text(weight: float) -> str:
@@ -406,7 +409,7 @@ def _check_parts(method: Method) -> None:
         )
     if not method.weighs_all:
         raise ConfigError(
-            "[freshness] divides by the mean weight of an update, a part of the loss is not weighed, and "
+            "[freshness] divides by a mean over the weights of an update, a part of the loss is not weighed, and "
             "schedule.kind = 'periodic' divides once, at the end: write freshness.also = \"policy\" without "
             'reference.into = "loss", or schedule.kind = "sync"'
         )

@@ -1,8 +1,8 @@
 """Freshness weights of the samples of an update, and the factor of each token in the loss.
 
-  Σ_i w_i Σ_t (ℓ_it + λ D_roll,it) / w̄N    over tokens, N of which are trained
-  Σ_i w_i (ℓ_i + λ D_roll,i) / w̄|M|        over samples: means over the aligned tokens of each, M episodes
-  w̄ = mean of w over the samples of the optimizer step: gradients do not shrink as samples grow older
+  Σ_i w_i Σ_t (ℓ_it + λ D_roll,it) / sN    over tokens, N of which are trained
+  Σ_i w_i (ℓ_i + λ D_roll,i) / s|M|        over samples: means over the aligned tokens of each, M episodes
+  s = 1, mean of w, or √(mean of w²) over the samples of the optimizer step (freshness.normalise)
   w_i = relu(f_i − ξ),  f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
 
 A sample is one branch of an episode and has its own weight. ℓ is the distillation loss. D_roll and D_sup are drifts of
@@ -14,6 +14,7 @@ Shapes: B samples, N trained tokens (of one sample, or of several, one after the
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from slipstream.records import Scored
 
 Key = tuple[int, int]
 """(Group number, index of the sample), or (group number, number of the episode)."""
+Totals = tuple[float, float, float]
+"""Sum of weights, sum of their squares, and number of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +119,28 @@ class Judge:
             self.judged |= {keys[i]: each for i, each in zip(new, found, strict=True)}
         return [self.judged[key] for key in keys]
 
-    def total(self, keys: Iterable[Key]) -> tuple[float, float]:
-        """Return the sum of the weights of these judged samples, and their number.
+    def totals(self, keys: Iterable[Key]) -> Totals:
+        """Return the sum of the weights of these judged samples, of their squares, and the number of samples.
 
         The branches of an episode count as one sample, shared by their tokens. Rejected samples do not count.
         """
         parts = [(self.judged[key].weighed.w, n / (self.left[e] or 1)) for key in keys for e, n in [self.share[key]]]
-        return sum(w * part for w, part in parts), sum(part for _, part in parts)
+        return sum(w * n for w, n in parts), sum(w**2 * n for w, n in parts), sum(n for _, n in parts)
+
+    def divisor(self, totals: Iterable[Totals]) -> float:
+        """Return the number that divides the weights of an optimizer step, from the totals of all ranks."""
+        weights, squares, samples = (float(sum(each)) for each in zip(*totals, strict=True))
+        if not weights:
+            return 1.0
+        if self.freshness.weight == "common":  # every weight is 1, so the gradient is multiplied by the mean weight
+            return samples / weights
+        match self.freshness.normalise:
+            case "off":
+                return 1.0
+            case "mean":
+                return weights / samples
+            case "variance":
+                return math.sqrt(squares / samples)
 
     def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
         """Return the freshness weights that these samples have now."""
@@ -131,7 +149,7 @@ class Judge:
         lag_B = torch.tensor([version - oldest(sample, version) for sample in samples], dtype=roll_B.dtype)
         f_B = score(lag_B if freshness.lag else 0 * lag_B, roll_B, sup_B, alpha=freshness.alpha, beta=freshness.beta)
         match freshness.weight:
-            case "freshness":
+            case "freshness" | "common":
                 w_B = weight(f_B, threshold=freshness.threshold)
             case "lag":
                 w_B = score(lag_B, torch.zeros_like(roll_B), torch.zeros_like(sup_B))
@@ -160,15 +178,10 @@ class Judge:
             return torch.split(share_N * aligned_N, of_sample)
 
         supervised_N = left_N & torch.cat([supervision(sample).known_N for sample in samples])
-        distill = counted([each.w for each in weighed], supervised_N, self.supervised)
-        anchor = counted([freshness.anchor * each.w for each in weighed], known_N, self.replayed)
+        w_B = [1.0 if freshness.weight == "common" else each.w for each in weighed]
+        distill = counted(w_B, supervised_N, self.supervised)
+        anchor = counted([freshness.anchor * w for w in w_B], known_N, self.replayed)
         return [Judged(*each) for each in zip(weighed, distill, anchor, strict=True)]
-
-
-def mean_of(totals: Iterable[tuple[float, float]]) -> float:
-    """Return the mean weight of the samples of all ranks; 1 if all weights are 0."""
-    weights, samples = (sum(each) for each in zip(*totals, strict=True))
-    return weights / samples if weights else 1.0
 
 
 def key_of(sample: Scored) -> Key:

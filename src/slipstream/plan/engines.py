@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.config.base import at_first
+from slipstream.config.costs import Costs
+from slipstream.config.costs import load as load_costs
 from slipstream.config.environment import GatewayConfig
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
@@ -163,6 +165,8 @@ class EnginesPlan:
     scorers: Mapping[str, ScorerPlan]
     grader: GraderPlan
     runtime: RuntimeConfig
+    costs: Costs | None = None
+    """Costs by which modelled time passes; None: the time is real."""
 
     @property
     def precisions(self) -> set[str]:
@@ -186,6 +190,7 @@ def engines_of(config: Config, method: Method) -> EnginesPlan:
             tells=any(teacher.shows for teacher in config.teachers.values()),
         ),
         runtime=config.runtime,
+        costs=load_costs(config.runtime.costs) if config.runtime.clock == "modelled" else None,
     )
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
+from slipstream.config.costs import load as load_costs
 from slipstream.config.engines import ENGINES
 from slipstream.config.schema import Config, DataConfig, SamplerConfig, TeacherConfig
 from slipstream.data.prompts import Prompts, check_there, check_told, load_rows
@@ -215,6 +216,8 @@ def changed(made: Plan, config: Config) -> Plan:
 def check_runtime(config: Config) -> None:
     """Check runtime and device settings, and that this machine can hold the processes and samples in flight."""
     device, runtime = config.runtime.device, config.runtime
+    if runtime.clock == "modelled":
+        load_costs(runtime.costs)
     if runtime.kind == "ray" and find_spec("ray") is None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
     if runtime.kind != "inline" and device.startswith("cuda") and device != "cuda":

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from slipstream.config.base import at_first
+from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PublishCost, ScoreCost, quantiles
 from slipstream.errors import RunDirError
-from slipstream.planning.costs import Costs, DecodeCost, LearnCost, Lengths, PublishCost, ScoreCost, quantiles
 from slipstream.planning.fit import Paid, fitted
 from slipstream.run_dir.reading import Line, RunDir
 

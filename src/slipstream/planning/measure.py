@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost, quantiles
 from slipstream.config.schema import Config
 from slipstream.engines.native.config import ENOUGH, PASSES_APART
 from slipstream.errors import ConfigError
 from slipstream.pipeline.run import Run
 from slipstream.plan import checks
 from slipstream.plan.plan import Plan, on_cpu
-from slipstream.planning.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost, quantiles
 from slipstream.planning.fit import Paid, Terms, fitted_to_fastest
 from slipstream.planning.simulate import Split, Work, forecast
 from slipstream.protocols import Engines, Sampling

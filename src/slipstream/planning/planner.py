@@ -12,12 +12,12 @@ from statistics import fmean
 from typing import Any
 
 from slipstream.config.base import at_first
+from slipstream.config.costs import Costs
 from slipstream.config.file import load
 from slipstream.config.schedule import Async, Periodic, ScheduleConfig, StepOff, Sync
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.planning.costs import Costs
 from slipstream.planning.simulate import Forecast, Split, Work, forecast
 from slipstream.run_dir.reading import RunDir
 

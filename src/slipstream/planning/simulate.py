@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.costs import Costs, ScoreCost
 from slipstream.config.engines import ENGINES
 from slipstream.config.schedule import ScheduleConfig
 from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
@@ -22,7 +23,6 @@ from slipstream.engines.native.config import GATHERED
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.planning.costs import Costs, PassCost, ScoreCost
 from slipstream.protocols import Engines, Fingerprint, Metrics, Sampling, Weighed, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
@@ -181,7 +181,7 @@ def engines(costs: Costs, split: Split, work: Work, cores: Cores, *, teacher: bo
             slots=work.slots,
             load=costs.publish.load,
             context=costs.decode.context,
-            read=lambda tokens: pass_seconds(costs.read, tokens),
+            read=costs.read.seconds,
             rebuilds=work.rebuilds,
             gather=work.gather,
             cores=cores,
@@ -194,10 +194,6 @@ def engines(costs: Costs, split: Split, work: Work, cores: Cores, *, teacher: bo
         learner=Ranks(costs, split.ranks, cores),
         close=lambda: None,
     )
-
-
-def pass_seconds(cost: PassCost, tokens: int) -> float:
-    return cost.call + cost.token * tokens if tokens else 0.0
 
 
 def sequence(header: Header) -> int:
@@ -221,7 +217,7 @@ class Passes(SleepScorer):
     """A simulated scorer: one pass scores all waiting groups. Then it adds the other half of the coordinator's work."""
 
     def __init__(self, costs: ScoreCost, coordinator: Server, cores: Cores) -> None:
-        super().__init__(lambda tokens: pass_seconds(costs, tokens), cores)
+        super().__init__(costs.seconds, cores)
         self.costs, self.coordinator = costs, coordinator
         self.waiting: list[tuple[Group, asyncio.Future[None]]] = []
         self.driver: asyncio.Task[None] | None = None

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from slipstream.config.schema import Config
-from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Terminated, WorkerDied
+from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Stalled, Terminated, WorkerDied
 from slipstream.linux import let_go_of_terminal
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
@@ -47,6 +47,7 @@ from slipstream.runs.display import Progress, waiting
 from slipstream.runs.planner_process import planned
 from slipstream.runtimes import local
 from slipstream.runtimes.local import ProcessLauncher
+from slipstream.simulation.virtual_clock import Deadlock, ModelledLoop
 
 TOKEN = "gateway.token"
 """Name of the file, in a run directory, that has the access token of the gateway."""
@@ -280,6 +281,7 @@ def run_loop(
 ) -> None:
     """Run the training loop with display and signal handlers; at the end print a summary, or how to continue."""
     announce_gateway(made.engines.sampler.environment, log.path, line_printer(console))
+    modelled = made.engines.costs is not None
     run = Run(
         made.config,
         engines,
@@ -292,15 +294,16 @@ def run_loop(
         canaries=canaries,
         ends=made.end_ids,
         restarts=restarts,
-        patience=made.config.runtime.patience,
+        patience=None if modelled else made.config.runtime.patience,
         say=line_printer(console),
     )
+    scaling = partial(scale_server, log.path, partial(run.scale, check=partial(check_sizes, made.config)), run.say)
 
     async def main() -> None:
         run.task = asyncio.current_task()
         if stop_reasons:
             run.stop()
-        async with scale_server(log.path, partial(run.scale, check=partial(check_sizes, made.config)), run.say):
+        async with nullcontext() if modelled else scaling():
             await run.train()
 
     began = run.admission.version
@@ -316,12 +319,14 @@ def run_loop(
         log.sinks.append(progress)
         log.heard = caller.heard
         try:
-            runner = asyncio.Runner()
+            runner = asyncio.Runner(loop_factory=ModelledLoop if modelled else None)
             with stoppable(run, console, runner.get_loop(), caller) as stop_reasons, runner:
                 try:
                     runner.run(main())
                 except asyncio.CancelledError:
                     raise stop_reasons[0] from None
+                except Deadlock as error:
+                    raise Stalled(f"{error}\n{run.report()}") from None
         except WorkerDied as error:  # the learner; the run replaces other workers, or ends with an error of its own
             raise LearnerDied(str(error)) from None
         except BaseException:

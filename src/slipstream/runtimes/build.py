@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from slipstream.data.teacher_context import context_of
 from slipstream.data.tokenizers import Tokenizer, stop_ids
@@ -39,6 +39,17 @@ from slipstream.plan.engines import (
 from slipstream.protocols import Graded
 from slipstream.rewards.grading import PoolGrader
 
+
+@dataclass(frozen=True)
+class NativeKinds:
+    """Functions that make native engines: their classes, or variants of these."""
+
+    sampler: Callable[..., NativeSampler] = NativeSampler
+    scorer: Callable[..., NativeScorer] = NativeScorer
+    learner: Callable[..., NativeLearner] = NativeLearner
+
+
+REAL = NativeKinds()
 AnySampler = NativeSampler | VllmSampler | Episodes | Agents
 AnyScorer = NativeScorer | HttpScorer | VllmScorer
 
@@ -49,16 +60,18 @@ def build_model(plan: ModelPlan) -> LanguageModel:
     return lm if plan.lora is None else with_adapters(lm, plan.lora, seed=plan.seed)
 
 
-def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
+def build_sampler(
+    plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
+) -> AnySampler:
     if plan.environment is None:
-        return build_policy(plan, tokenizer)
+        return build_policy(plan, tokenizer, kind)
     if plan.environment.gateway is not None:
         return build_agents(plan, plan.environment, plan.environment.gateway, tokenizer)
     assert plan.environment.wanted is not None
     with ExitStack() as stack:
         hosts = Hosts(plan.environment.wanted, plan.environment.processes)  # their processes start while models load
         stack.callback(hosts.close)
-        policy = build_policy(plan, tokenizer)
+        policy = build_policy(plan, tokenizer, kind)
         stack.callback(policy.close)
         ends = stop_ids(tokenizer, generation_of(plan.model))
         renderer = Renderer(tokenizer, stop_ids=ends, tools=hosts.ready(), **plan.environment.renderer)
@@ -98,7 +111,9 @@ def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan
         )
 
 
-def build_policy(plan: SamplerPlan, tokenizer: Tokenizer) -> NativeSampler | VllmSampler:
+def build_policy(
+    plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
+) -> NativeSampler | VllmSampler:
     """Build the sampler of the student, which generates one turn per call."""
     match plan.runs:
         case Settings() as settings:
@@ -107,7 +122,7 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer) -> NativeSampler | Vll
         case ModelPlan() as student:
             lm = build_model(student)
             ends = stop_ids(tokenizer, lm.model.generation_config)
-            return NativeSampler(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads, on_publish=plan.on_publish)
+            return kind(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads, on_publish=plan.on_publish)
 
 
 class SelfGrading(Graded):
@@ -141,12 +156,12 @@ def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
     return decode
 
 
-def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> AnyScorer:
+def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeScorer] = NativeScorer) -> AnyScorer:
     longest = plan.runs.longest if isinstance(plan.runs, ModelPlan) else None
     context = context_of(plan.context, tokenizer, longest=longest, timeout=plan.timeout)
     match plan.runs:
         case ModelPlan() as model:
-            return NativeScorer(
+            return kind(
                 build_model(model),
                 name=plan.name,
                 cache=plan.asks.cache,
@@ -191,13 +206,18 @@ class Meet:
 
 
 def build_learner(
-    plan: LearnerPlan, tokenizer: Tokenizer, student: LanguageModel | None = None, ranks: Ranks | None = None
+    plan: LearnerPlan,
+    tokenizer: Tokenizer,
+    student: LanguageModel | None = None,
+    ranks: Ranks | None = None,
+    *,
+    kind: Callable[..., NativeLearner] = NativeLearner,
 ) -> NativeLearner:
     head = None
     if plan.teacher is not None:
         # load on the CPU, because only the head is kept
         head = build_model(replace(plan.teacher, device="cpu")).head.to(pick_device(plan.teacher.device))
-    return NativeLearner(
+    return kind(
         student or build_model(plan.student),
         method=plan.method,
         config=plan.settings,

@@ -11,23 +11,25 @@ import torch
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.plan.engines import EnginesPlan
 from slipstream.protocols import Engines, Graded, Unscored
-from slipstream.runtimes.build import AnyScorer, build_grader, build_learner, build_sampler, build_scorer
+from slipstream.runtimes.build import REAL, AnyScorer, build_grader, build_learner, build_sampler, build_scorer
+from slipstream.runtimes.modelled import modelled
 
 
 def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:
+    kinds = REAL if plan.costs is None else modelled(plan.costs)
     torch.set_num_threads(plan.runtime.threads)  # for this thread only; engines set the number for theirs
     with ExitStack() as stack:
         grader = build_grader(plan.grader, tokenizer)
         stack.callback(grader.close)
         say(f"loading student {plan.learner.student.name}")
-        learner = build_learner(plan.learner, tokenizer)
+        learner = build_learner(plan.learner, tokenizer, kind=kinds.learner)
         stack.callback(learner.close)
-        samplers = [build_sampler(plan.sampler, tokenizer) for _ in range(plan.sampler.replicas)]
+        samplers = [build_sampler(plan.sampler, tokenizer, kinds.sampler) for _ in range(plan.sampler.replicas)]
         scorers: dict[str, tuple[AnyScorer, ...]] = {}
         for name, teacher in plan.scorers.items():
             if teacher.here:
                 say(f"loading teacher {teacher.here}")
-            scorers[name] = tuple(build_scorer(teacher, tokenizer) for _ in range(teacher.replicas))
+            scorers[name] = tuple(build_scorer(teacher, tokenizer, kinds.scorer) for _ in range(teacher.replicas))
         for sampler in samplers:
             stack.callback(sampler.close)
         for scorer in chain.from_iterable(scorers.values()):

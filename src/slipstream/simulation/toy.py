@@ -30,7 +30,7 @@ from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.logprobs.sampling_support import conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.frozen import as_it_is, present
-from slipstream.objective.sample_weights import Judge, Judged, drifted, mean_of
+from slipstream.objective.sample_weights import Judge, Judged, drifted
 from slipstream.objective.sampling_support import support_of
 from slipstream.protocols import (
     Fingerprint,
@@ -330,7 +330,7 @@ class ToyLearner:
         assert self.table.grad is not None
         scale, loss, self.loss = 1 / max(self._units(counts), 1), self.loss, 0.0
         if self.judge is not None:
-            scale /= mean_of([self.judge.total(self.weighed)])
+            scale /= self.judge.divisor([self.judge.totals(self.weighed)])
             self.weighed = []
         self.made = self.update
         with torch.no_grad():

@@ -158,7 +158,7 @@ def summary(sweep: Sweep) -> Iterator[RenderableType]:
     if claims := sweep.claims():
         yield Text("\nclaims", style="bold")
         for tried in claims:
-            found = f"{tried.measure}: {text_of(tried.found)}, {tried.found.n} seeds"
+            found = f"{tried.measure}: {text_of(tried.found)}, {tried.found.n} seeds, p = {tried.p_text} (Holm)"
             yield f"{tried.verdict}: {tried.claim.says} ({found})"
 
 

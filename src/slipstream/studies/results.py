@@ -18,7 +18,17 @@ from typing import Any
 from slipstream.config.file import flat
 from slipstream.errors import RunDirError, first_line
 from slipstream.run_dir.reading import Line, RunDir
-from slipstream.studies.statistics import BySeed, Estimate, Verdict, difference, estimate, slope, verdict
+from slipstream.studies.statistics import (
+    BySeed,
+    Estimate,
+    Verdict,
+    difference,
+    estimate,
+    holm,
+    p_value,
+    slope,
+    verdict,
+)
 from slipstream.studies.study import CONDITION, CUMULATIVE, Cell, Point, Study, is_number
 from slipstream.studies.table import Claim
 
@@ -104,6 +114,12 @@ class Tried:
     measure: str
     found: Estimate
     verdict: Verdict
+    p: float | None
+    """P-value of the difference, corrected by Holm's method for all claims of the study; None for a single seed."""
+
+    @property
+    def p_text(self) -> str:
+        return "–" if self.p is None else f"{self.p:.2g}"
 
 
 class Sweep:
@@ -197,13 +213,12 @@ class Sweep:
         return found
 
     def claims(self) -> list[Tried]:
-        found = []
-        for claim in self.study.sweep.claims:
-            measure = claim.measure or self.measures[0]
-            less, than = self._sides(claim, measure)
-            d = difference(less, than)
-            found.append(Tried(claim, measure, d, verdict(d)))
-        return found
+        claims = self.study.sweep.claims
+        measures = [claim.measure or self.measures[0] for claim in claims]
+        found = [difference(*self._sides(*each)) for each in zip(claims, measures, strict=True)]
+        corrected = holm([p_value(each) for each in found])
+        columns = zip(claims, measures, found, map(verdict, found), corrected, strict=True)
+        return [Tried(*each) for each in columns]
 
     def _sides(self, claim: Claim, measure: str) -> tuple[BySeed, BySeed]:
         """Return the values of `less` and of `than` by seed, at all common x or at the x that the claim names."""

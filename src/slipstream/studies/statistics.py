@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import log2, sqrt
+from math import atan, cos, log2, pi, sin, sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -45,6 +45,37 @@ def slope(xs: Sequence[float], ys: Sequence[float], shift: int = 1) -> float:
     middle, level = fmean(logs), fmean(ys)
     spread = sum((x - middle) ** 2 for x in logs)
     return sum((x - middle) * (y - level) for x, y in zip(logs, ys, strict=True)) / spread
+
+
+def p_value(found: Estimate) -> float | None:
+    """Return the two-sided p-value of a mean against 0, by Student's t; None without a standard error.
+
+    With n − 1 degrees of freedom, integer by nature, the distribution has a closed form: a finite sum of powers of the
+    cosine of atan(|t| / √(n − 1)).
+    """
+    if found.mean is None or found.se is None:
+        return None
+    if not found.se:
+        return 0.0 if found.mean else 1.0
+    degrees = found.n - 1
+    angle = atan(abs(found.mean) / found.se / sqrt(degrees))
+    odd = degrees % 2
+    term, total = (cos(angle) if odd else 1.0), 0.0
+    for power in range(1 + odd, degrees, 2):
+        total += term
+        term *= cos(angle) ** 2 * power / (power + 1)
+    inside = 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+    return max(0.0, 1 - inside)
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """Return the p-values corrected for their number by Holm's method; None stays None and is not counted."""
+    ordered = sorted((p, i) for i, p in enumerate(values) if p is not None)
+    corrected, largest = list[float | None]([None] * len(values)), 0.0
+    for rank, (p, i) in enumerate(ordered):
+        largest = max(largest, min(1.0, p * (len(ordered) - rank)))
+        corrected[i] = largest
+    return corrected
 
 
 def verdict(found: Estimate) -> Verdict:

@@ -5,10 +5,11 @@ If the parent process ends, even by a crash, then the child and all processes th
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from subprocess import DEVNULL, Popen
@@ -26,6 +27,12 @@ def begun(parent: Connection) -> Any:
     sys.dont_write_bytecode = True  # write no __pycache__ next to the user's files
     sys.path.insert(0, str(Path.cwd()))  # `module:name` in a config is searched here first
     return parent.recv()
+
+
+def outside() -> AbstractAsyncContextManager[None]:
+    """Return the context in which to await another process: on modelled time the clock stands still meanwhile."""
+    found: AbstractAsyncContextManager[None] = getattr(asyncio.get_running_loop(), "outside", nullcontext)()
+    return found
 
 
 class Child:

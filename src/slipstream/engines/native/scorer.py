@@ -146,9 +146,9 @@ class NativeScorer(Probed):
 
     async def _gather(self) -> None:
         """Wait a short time for further calls, because a small pass costs almost as much as a larger one."""
-        now = asyncio.get_running_loop().time()
+        since = asyncio.get_running_loop().time() - self.ended  # negative if another loop ran the last pass
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, self.ended + PASSES_APART - now))
+            await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, PASSES_APART - max(0.0, since)))
 
     # --- weights ---------------------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class Buffer:
         return {
             "freshness/f": fmean(each.f for each in weighed),
             "freshness/weight": fmean(each.w for each in weighed),
+            "freshness/ess": effective_share([each.w for each in weighed]),
             "freshness/roll": fmean([each.roll for each in known] or [0.0]),
             "freshness/sup": self.sup,
             "freshness/gated": fmean(each.w == 0 for each in weighed),
@@ -160,3 +161,9 @@ class Buffer:
             "freshness/refreshed": float(self.refreshed),
             "freshness/refreshed_tokens": float(self.tokens),
         }
+
+
+def effective_share(weights: Sequence[float]) -> float:
+    """Return the effective sample size (Σw)² / Σw² as a share of the samples; 0 if all weights are 0."""
+    squares = sum(w**2 for w in weights)
+    return sum(weights) ** 2 / (squares * len(weights)) if squares else 0.0

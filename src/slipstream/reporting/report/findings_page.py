@@ -70,9 +70,10 @@ def chapter(sweep: Sweep, directory: Path) -> Iterator[str]:
     for file, figure in arms.drawn(sweep).items():
         yield f"![{figure.title}]({file})\n"
     if claims := sweep.claims():
-        yield "| claim | claimed to be below 0 | is | |\n| --- | --- | --- | --- |"
+        yield "| claim | claimed to be below 0 | is | p (Holm) | |\n| --- | --- | --- | --- | --- |"
         for each in claims:
-            yield f"| {each.claim.says} | {compared(each)} | {apart(each.found, each.measure)} | **{each.verdict}** |"
+            found = apart(each.found, each.measure)
+            yield f"| {each.claim.says} | {compared(each)} | {found} | {each.p_text} | **{each.verdict}** |"
         yield ""
     for measure in sweep.measures:
         yield from table(sweep, measure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from slipstream.planning.costs import Costs
+from slipstream.config.costs import Costs
 from slipstream.planning.planner import Offer, Outlook
 from slipstream.reporting.report.figures import Figure, Series, bars
 from slipstream.reporting.report.page import Page, Part, Section, folded, table

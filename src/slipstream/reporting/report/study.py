@@ -85,10 +85,10 @@ def apart(found: Any, measure: str) -> str:
 
 def claims(sweep: Sweep) -> Html:
     rows = [
-        [each.claim.says, compared(each), apart(each.found, each.measure), str(each.found.n), each.verdict]
+        [each.claim.says, compared(each), apart(each.found, each.measure), str(each.found.n), each.p_text, each.verdict]
         for each in sweep.claims()
     ]
-    return table(["claim", "claimed to be below 0", "difference", "seeds", "verdict"], rows)
+    return table(["claim", "claimed to be below 0", "difference", "seeds", "p (Holm)", "verdict"], rows)
 
 
 def compared(tried: Tried) -> str:

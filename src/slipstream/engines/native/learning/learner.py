@@ -44,7 +44,7 @@ from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sh
 from slipstream.objective.frozen import Frozen, as_it_is, freeze, present
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
-from slipstream.objective.sample_weights import Drifted, Judge, Judged, drifted, episode_of, mean_of
+from slipstream.objective.sample_weights import Drifted, Judge, Judged, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
 from slipstream.protocols import Fingerprint, Follower, Metrics, Quote, Weighed, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed, graded
@@ -249,7 +249,7 @@ class NativeLearner:
         self.weighed += keys
         if self.judge is not None and not self.method.weighs_all:
             self._judged([self.samples[key] for key in keys])
-            self.objective.mean_weight = mean_of(self.ranks.gathered(self.judge.total(keys)))
+            self.objective.divisor = self.judge.divisor(self.ranks.gathered(self.judge.totals(keys)))
         ahead = self._ahead(keys, counts)
         due = self.cosine_every and self.update % self.cosine_every == 0 and self.made < self.update
         if due and (cut := halves({key: self.samples[key] for key in keys}, self.ranks)):
@@ -342,7 +342,7 @@ class NativeLearner:
         grads = [gradient for gradient in self._gradients() if gradient is not None]
         loss_scale = 1 / max(counts.n_sequences if self.method.over_sequences else counts.n_tokens, 1)
         if self.judge is not None and self.method.weighs_all:
-            loss_scale /= mean_of(self.ranks.gathered(self.judge.total(self.weighed)))
+            loss_scale /= self.judge.divisor(self.ranks.gathered(self.judge.totals(self.weighed)))
         if loss_scale != 1.0:
             torch._foreach_mul_(grads, loss_scale)
         norm = math.hypot(*self.ranks.gathered(torch.nn.utils.get_total_norm(grads).item()))

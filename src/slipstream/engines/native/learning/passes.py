@@ -54,6 +54,8 @@ class Passes:
         prepare(lm, dropout=config.dropout, checkpointing=config.checkpointing, packed=config.packing)
         self.tokens = Counter[str]()
         """Token counts (see `tokens_of`) of all passes since the last call of `economy`."""
+        self.read = self.trained = 0
+        """Tokens of all sequences that passed without and with a gradient, since the start."""
         self.student = Student(lm)
         ranks.shard(self.student, layers_of(lm.model))
 
@@ -70,6 +72,11 @@ class Passes:
         batches = [batch for batch in planned if batch.rows]
         empty = max(self.ranks.gathered(len(batches))) - len(batches)
         self.tokens += tokens_of(batches)
+        length = sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in rollouts)
+        if torch.is_grad_enabled():
+            self.trained += length
+        else:
+            self.read += length
         for batch in batches:
             yield Rows(rollouts, batch, self.lm.device), batch.members
         for _ in range(empty):

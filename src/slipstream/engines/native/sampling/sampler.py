@@ -117,12 +117,16 @@ class NativeSampler:
         while self.busy:
             try:
                 await asyncio.get_running_loop().run_in_executor(self.thread, self._work)
-            except Exception as error:  # every waiting caller gets the error
-                for item in self.open:
-                    if not item.answer.done():
-                        item.answer.set_exception(error)
-                self.rows, self.waiting, self.publishing = [], deque(), deque()
-                self.parking.clear()
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Raise the error in every waiting caller, and forget all requests."""
+        for item in self.open:
+            if not item.answer.done():
+                item.answer.set_exception(error)
+        self.rows, self.waiting, self.publishing = [], deque(), deque()
+        self.parking.clear()
 
     @property
     def busy(self) -> bool:

@@ -19,6 +19,8 @@ from slipstream.config.file import read
 from slipstream.errors import ConfigError, did_you_mean
 
 Seconds = Annotated[float, Field(ge=0)]
+BUILTIN = Path(__file__).parents[1] / "models" / "builtin" / "costs.toml"
+"""Costs of the built-in models: seconds of one CPU core."""
 PATIENCE = ("apart", "enough")
 """Fields that describe waiting and not device work; `Costs.scaled` leaves these fields unchanged."""
 
@@ -43,6 +45,10 @@ class PassCost(Section):
     """Seconds of a pass, independent of its tokens."""
     token: Seconds = 0.0
     """Additional seconds for each token, prompts included."""
+
+    def seconds(self, tokens: float) -> float:
+        """Return the seconds of a pass over this many tokens; 0 if there are none."""
+        return self.call + self.token * tokens if tokens else 0.0
 
 
 class ScoreCost(PassCost):
@@ -149,7 +155,7 @@ def quantiles(lengths: Sequence[int], most: int = 200) -> tuple[int, ...]:
 
 
 def load(path: str | Path) -> Costs:
-    return parse(read(path), where=str(path))
+    return parse(read(BUILTIN if path == "builtin" else path), where=str(path))
 
 
 def parse(tree: dict[str, Any], *, where: str) -> Costs:
