@@ -307,7 +307,7 @@ def report_planted(runs: Path, only: list[str]) -> None:
 
 
 def report_healthy(runs: Path, only: list[str], seed: int) -> None:
-    print("| healthy | updates | wrong | takes time | worth an eye, or suggested |\n| --- | --- | --- | --- | --- |")
+    print("| healthy | updates | errors | lost time | warnings and suggestions |\n| --- | --- | --- | --- | --- |")
     alarms = count = 0
     for number, (name, changes) in enumerate(HEALTHY.items()):
         if only and name not in only:

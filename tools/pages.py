@@ -140,7 +140,7 @@ def line(cells: list[str]) -> str:
 
 # --- docs/advice.md ---------------------------------------------------------------------------------------------------
 
-SAID: dict[Weight, str] = {"wrong": "", "speed": " (time)", "watch": " (an eye)", "tune": " (suggested)"}
+LABELS: dict[Weight, str] = {"wrong": "", "speed": " (lost time)", "watch": " (warning)", "tune": " (suggestion)"}
 
 ADVICE = f"""# Advice
 
@@ -151,32 +151,32 @@ $ slipstream advise runs/first            # also while it goes on
 $ slipstream advise runs/first --json     # for machines
 ```
 
-reads what a run has written, and says what is wrong, by which number, why, the smallest change, and what to watch
-then. Nothing is loaded, asked or changed, and the exit code is 0 whatever is found. A change is proposed only if
-the config of this very run takes it and is another one with it; the first that does, in the order of the table. It
-goes behind `slipstream train CONFIG`, or into the run's config, and `slipstream resume RUN --change KEY` goes on.
+The command reads the files of a run. It says what is wrong, which number shows it, the cause, the smallest change
+that helps, and which metrics to watch then. It loads no model and changes nothing, and its exit code is always 0. A
+change is proposed only if the run's config allows it and it has an effect; the first such change in the order of
+the table is shown. Append it to `slipstream train CONFIG`. Or write it into the run's config and continue with
+`slipstream resume RUN --change KEY`.
 
-**Four weights.** What is *wrong* is to be mended. What takes *time* makes a run no worse. What is worth *an eye* is
-beyond a rule of thumb and does no harm yet: drift, say, while the student learns. What is *suggested* are
-thresholds that this run would choose. "Nothing is wrong" means that there is nothing of the first kind.
+**Four severities.** An *error* should be fixed. *Lost time* makes a run slower, but not worse. A *warning* is
+beyond a rule of thumb and does no harm yet, such as drift while the student learns. A *suggestion* is a threshold
+derived from this run. "Nothing is wrong" means that there is no error.
 
-**Upstream first.** Systems come before staleness, staleness before variance, variance before clipping: the same KL
-means another thing for each. Tokens that are learned from at the version that drew them (lag 0: those of the first
-update always are) are read apart from stale ones: what differs there is a bug, and no correction removes it. An
-answer hides those that follow from it, and names them.
+**Causes first.** Engines come before staleness, staleness before variance, and variance before clipping, because
+the same KL has a different meaning for each. Tokens that are trained on at the version that sampled them (lag 0,
+and always the first update) are examined apart from stale tokens. A difference there is a bug that no correction
+removes. An answer hides the answers that are its consequences, and lists their names.
 
-**Beyond chance.** Updates are small samples, and ratios have long tails. A threshold counts as crossed where the
-mean of the last {WINDOW} updates is beyond it by {CHANCE:g} standard errors, by how they scatter, by the errors
-that came with them (`teacher/kl`), or by the number of tokens (KLs of one version, and of one lag: at least {FEW}).
-*Now* is the last {WINDOW} updates, *then* the first {WINDOW} after answers of every length have come in (short ones
-are done first, and their KL is less); a run that has not both is told that it is short. That the student *learns* means
-that the KL to its teachers fell, or a reward or held-out accuracy rose, beyond chance; that it is *no better*
-means that a KL is a tenth above its best, or a reward a tenth below.
+**Significance.** Updates are small samples, and ratios have long tails. A limit counts as crossed if the mean of
+the last {WINDOW} updates is beyond it by {CHANCE:g} standard errors. The standard error comes from the scatter of
+the updates, from the recorded error (`teacher/kl_error`), or from the number of tokens (KLs at one version or one
+lag, from {FEW} tokens on). *Now* means the last {WINDOW} updates. *Then* means the first {WINDOW} updates after
+responses of every length have finished: short responses finish first, and their KL is lower. For a run that is too
+short for both, the command says so. A student *improves* if the KL to its teachers fell, or if a reward or held-out
+accuracy rose significantly. It *gets worse* if a KL is 10 % above its best, or a reward 10 % below.
 
-**What it cannot know.** Thresholds are rules of thumb: those of drift, variance, clipping and length are from
-published runs, those of first tokens, waits and lost work are ours. How often causes are named that were planted
-into real runs, and what is said of healthy ones: `python benchmarks/advice.py` (the figures are in
-[benchmarks/results](../benchmarks/results)).
+**Limits.** Thresholds are rules of thumb. Those of drift, variance, clipping and length are from published runs;
+those of first tokens, waits and lost work are our own. `python benchmarks/advice.py` measures how often causes that
+were planted into real runs are named, and what is said about healthy runs ([results](../benchmarks/results)).
 
 ## The tree
 
@@ -188,7 +188,7 @@ into real runs, and what is said of healthy ones: `python benchmarks/advice.py` 
 def advice() -> str:
     """Return every rule of `slipstream advise`."""
     rows = [
-        f"| {rule.name}{SAID[rule.weight]} | {names(rule.reads)} | {rule.when} | {rule.cause} | {rule.change} | "
+        f"| {rule.name}{LABELS[rule.weight]} | {names(rule.reads)} | {rule.when} | {rule.cause} | {rule.change} | "
         f"{names(rule.watch)} |"
         for rule in RULES
     ]

@@ -244,7 +244,7 @@ def test_accuracy_that_falls_while_the_teacher_comes_nearer_is_the_teacher() -> 
     found = [0.5, 0.6, 0.3]
     evaluations = [{"kind": "eval", "update": 20 * n, "accuracy": a, "samples": 400} for n, a in enumerate(found)]
     (answer,) = advise(Case(config_of({}), lines_of({"reward/exact": None}), evaluations)).answers
-    assert (answer.name, answer.metric, answer.value) == ("wrong lessons", "accuracy", 0.3)
+    assert (answer.name, answer.metric, answer.value) == ("teacher lowers rewards", "accuracy", 0.3)
 
 
 # --- the smallest change ----------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from slipstream.reporting.terminal.charts import (
     watched_rows,
 )
 from slipstream.reporting.terminal.layout import Block, allot, beside, stack
-from slipstream.reporting.terminal.metric_formats import band_of, listed, watched
+from slipstream.reporting.terminal.metric_formats import band_of, displayed, listed
 from slipstream.reporting.terminal.panel import View, inline, page, screen
 from slipstream.reporting.terminal.progress import TURN, RunProgress, SampleSelector
-from slipstream.reporting.terminal.samples import SEEN, printable, said
+from slipstream.reporting.terminal.samples import SEEN, printable, sample_lines
 
 LINE = {
     "kind": "train",
@@ -301,7 +301,7 @@ def test_what_the_learner_waited_for_is_a_share_of_the_time() -> None:
 
 
 def test_what_is_watched_has_its_order_and_what_is_zero_is_not_listed() -> None:
-    assert watched(["lag/mean", "lr", "eval/accuracy", "reward/b", "reward/a"]) == [
+    assert displayed(["lag/mean", "lr", "eval/accuracy", "reward/b", "reward/a"]) == [
         "reward/b",
         "reward/a",
         "eval/accuracy",
@@ -315,22 +315,22 @@ def test_what_is_watched_has_its_order_and_what_is_zero_is_not_listed() -> None:
 
 def test_of_an_episode_what_was_seen_is_set_off() -> None:
     turns = [["said", "call\n"], ["seen", "12345678"], ["said", "done"]]
-    lines = [line.plain for line in said(quote(1, turns=turns), 8, 20)]
+    lines = [line.plain for line in sample_lines(quote(1, turns=turns), 8, 20)]
     assert lines[1:] == ["question", " 1", "call", f"{SEEN}123456", f"{SEEN}78", "done"]
-    short = [line.plain for line in said(quote(1, turns=turns), 8, 6)]
+    short = [line.plain for line in sample_lines(quote(1, turns=turns), 8, 6)]
     assert short == [lines[0], "question", " 1", "call", "…", "done"]
 
 
 def test_a_sample_in_few_lines_keeps_its_heading_then_its_end_of_the_prompt() -> None:
     both = quote(1, prompt="a\nb\nc", response="x\ny\nz")
-    assert [[line.plain for line in said(both, 60, n, beside="1 of 2")][1:] for n in range(5)] == [
+    assert [[line.plain for line in sample_lines(both, 60, n, beside="1 of 2")][1:] for n in range(5)] == [
         [],
         [],
         [],
         ["c", "x…"],
         ["b", "c", "x…"],
     ]
-    heading = said(both, 60, 1, beside="1 of 2")[0].plain
+    heading = sample_lines(both, 60, 1, beside="1 of 2")[0].plain
     assert heading == "── update 12, lag 0, exact 1, 2 tokens, ended ──── 1 of 2 ──"
 
 

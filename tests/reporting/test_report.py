@@ -191,6 +191,15 @@ def test_advice_is_given_of_every_run_or_that_nothing_is_wrong(tmp_path: Path) -
     assert "<td >--sampler.max_tokens 512</td>" in text
 
 
+def test_advice_in_a_report_fits_the_context_of_the_models(tmp_path: Path) -> None:
+    """Twice 100 tokens are more than the 160 that the shipped models take; `slipstream advise` says 160, too."""
+    models = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}}
+    changes = {**models, "sampler": {"max_tokens": 100}}
+    assert "<td >--sampler.max_tokens 160</td>" in report(
+        write_run(tmp_path / "run", changes=changes, more={"truncated": 0.6})
+    )
+
+
 def test_what_was_lost_is_told_with_its_cause(tmp_path: Path) -> None:
     line = {"number": 7, "end": "dropped", "reason": "too old", "version": 3, "cause": "the teacher is away"}
     many = [line, *({**line, "number": 100 + i, "end": "trained"} for i in range(20))]
@@ -231,6 +240,15 @@ def test_without_a_browser_svg_is_refused_in_one_line(
     assert main(["report", str(path), "--markdown", str(tmp_path / "page")]) == 2
     said = "figures are drawn as SVG by a browser, and none was found: install chromium, or set CHROME to a browser"
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+def test_a_browser_that_draws_nothing_is_an_error_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CHROME", "/bin/false")
+    path = write_study(tmp_path / "study")
+    assert main(["report", str(path), "--markdown", str(tmp_path / "page")]) != 0
+    assert capsys.readouterr().err == "error: the browser did not draw the figures: it ended with code 1\n"
 
 
 def test_a_report_needs_no_torch(tmp_path: Path) -> None:
@@ -428,13 +446,17 @@ def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again
 
 def test_a_learning_curve_is_the_mean_of_its_seeds(tmp_path: Path) -> None:
     sweep = Sweep(write_study(tmp_path / "study"))
-    runs = [(cell.run.metrics, cell.run.evaluations) for cell in arms.cells_at(sweep, "reverse", 0)]
-    ((updates, values, errors),) = arms.learned(runs, "reward/exact", clock=False)
+    runs = arms.lines_of(sweep)[("reverse", "0")]
+    curve = arms.learning_curve(runs, "reward/exact", clock=False)
+    assert curve is not None
+    updates, values, errors = curve
     assert updates == [float(i) for i in range(1, 31)] and values == pytest.approx([0.62] * 30)
     assert errors == pytest.approx([0.01 / 3**0.5] * 30)
-    ((seconds, *_),) = arms.learned(runs, "reward/exact", clock=True)
-    assert seconds == [i / 2 for i in range(1, 31)]
-    assert list(arms.learned([], "reward/exact", clock=False)) == list(arms.learned(runs, "none", clock=False)) == []
+    by_time = arms.learning_curve(runs, "reward/exact", clock=True)
+    assert by_time is not None and by_time[0] == [i / 2 for i in range(1, 31)]
+    assert (
+        arms.learning_curve([], "reward/exact", clock=False) is arms.learning_curve(runs, "none", clock=False) is None
+    )
 
 
 def test_a_study_that_measures_time_shows_what_is_learned_in_it(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.reporting.report.browser import Browser, Tab, browser, find
-from slipstream.reporting.report.svg import settled
+from slipstream.reporting.report.svg import find, settled
+from support.browser import Browser, Tab, browser
 from support.reports import HOSTILE
 from support.written_runs import QUOTE, write_run, write_study
 

@@ -173,7 +173,7 @@ def test_a_config_that_says_nothing_differs_in_nothing_and_one_that_says_somethi
 
 def test_accuracy_has_the_error_of_its_prompts_and_the_clock_of_its_update(tmp_path: Path) -> None:
     run = reading(tmp_path / "run", updates=30, evaluations=[(0, 0.1), (30, 0.5)])
-    ((name, updates, values, errors),) = run.accuracy()
+    ((name, (updates, values, errors)),) = run.accuracies.items()
     assert (name, updates, values) == ("", [0.0, 30.0], [0.1, 0.5])
     assert errors == [pytest.approx(0.03), pytest.approx(0.05)]  # √(p (1 − p) / 100)
     assert standard_error(3.0, 100) is None

@@ -97,7 +97,7 @@ def test_a_run_that_is_resumed_goes_back_with_its_curves(tmp_path: Path) -> None
     before.look()
     assert 4 <= before.number < stopped
     assert seen(before) == seen(Watched(path))
-    assert [event.said for event in before.events if "went back" in event.said] == [
+    assert [event.text for event in before.events if "went back" in event.text] == [
         f"the run went back to here, from update {stopped}"
     ]
     go(path, Sync(), updates=12)

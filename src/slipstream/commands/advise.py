@@ -15,11 +15,11 @@ from slipstream.reporting.advice.read import read
 from slipstream.reporting.advice.rules import Answer, Weight
 from slipstream.reporting.advice.tree import Advice, advise
 
-LOOKS: dict[Weight, tuple[str, str]] = {
-    "wrong": ("wrong", "bold red"),
-    "speed": ("takes time", "bold yellow"),
-    "watch": ("keep watching", "bold cyan"),
-    "tune": ("suggested", "bold green"),
+LABELS: dict[Weight, tuple[str, str]] = {
+    "wrong": ("error", "bold red"),
+    "speed": ("lost time", "bold yellow"),
+    "watch": ("warning", "bold cyan"),
+    "tune": ("suggestion", "bold green"),
 }
 
 
@@ -32,7 +32,7 @@ def advise_on(path: Path, console: Console, *, as_json: bool) -> None:
     console.print(Text(f"{path}: {advice.updates} of {case.config.updates} updates"), soft_wrap=True)
     console.print(Text(verdict(advice)), soft_wrap=True)
     for answer in advice.answers:
-        label, style = LOOKS[answer.weight]
+        label, style = LABELS[answer.weight]
         console.print()
         console.print(Text.assemble((answer.name, style), f" ({label})"), soft_wrap=True)
         for name, text in answer_lines(answer):

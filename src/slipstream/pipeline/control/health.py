@@ -1,15 +1,15 @@
 """Health checks of a run: pure functions from metrics lines to problems that make further training useless.
 
-| finding            | found when                                                                            | stops |
-|--------------------|---------------------------------------------------------------------------------------|-------|
-| lying teacher      | mean reverse KL is significantly below 0, which is impossible for true log-probs      | yes   |
-| failing teacher    | many of its scores are unusable                                                       | yes   |
-| changing teacher   | many of its scores differ when groups are scored twice                                | yes   |
-| exploding step     | the gradient norm is far above its usual value, several times in a row                | yes   |
-| dead student       | entropy or length fell to nearly 0, without a better KL or reward;                    | yes   |
-|                    | or KL is far above its start, without a better reward                                 |       |
-| nothing to learn   | all gradients have been 0 for many updates                                            | yes   |
-| still reward       | a reward has been exactly the same for many updates                                   | no    |
+| finding                     | found when                                                              | stops |
+|-----------------------------|-------------------------------------------------------------------------|-------|
+| teacher scores do not match | mean reverse KL is significantly below 0, impossible for true log-probs | yes   |
+| failing teacher             | many of its scores are unusable                                         | yes   |
+| changing teacher            | many of its scores differ when groups are scored twice                  | yes   |
+| exploding step              | the gradient norm is far above its usual value, several times in a row  | yes   |
+| dead student                | entropy or length fell to nearly 0, without a better KL or reward;      | yes   |
+|                             | or KL is far above its start, without a better reward                   |       |
+| nothing to learn            | all gradients have been 0 for many updates                              | yes   |
+| still reward                | a reward has been exactly the same for many updates                     | no    |
 
 The thresholds are settings of [health]. `Health` reports a finding, or stops the run.
 """
@@ -107,7 +107,7 @@ def negative_kl(history: History, health: HealthConfig) -> Trouble | None:
         if mean + CHANCE * error < -health.kl:
             who = name.removesuffix("/kl")
             return Trouble(
-                "lying teacher",
+                "teacher scores do not match",
                 f"{who}: mean reverse KL is {mean:.2f} ± {error:.2f} over the last {len(last)} updates, but a KL "
                 "cannot be below 0: its log-probs are not of these tokens (a server that makes them up, another "
                 "prompt, shifted rows); run `slipstream doctor`",

@@ -16,23 +16,23 @@ from slipstream.config.schedule import Async, Replay, StepOff
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.correction import PRESETS
 from slipstream.reporting.advice.measurements import Case, Level, Line, level, values_of
-from slipstream.reporting.advice.rules import Change, Found
+from slipstream.reporting.advice.rules import Change, Found, found_above
 
-WATCHED, DRIFTED = 0.02, 0.05
+KL_WARNING, KL_LIMIT = 0.02, 0.05
 """KL up to which drift is negligible, and KL above which it must be fixed."""
-APART = 0.95
+CORRELATION = 0.95
 """Correlation of two engines' token probabilities; below it, the engines run different policies."""
-LEAP = 0.5
+PROBABILITY_GAP = 0.5
 """Difference of one token's probability that is too large for a rounding error."""
-PERPLEXED = 0.05
+PERPLEXITY_GAP = 0.05
 """Largest allowed distance of a ratio of perplexities from 1."""
-ROUNDED = 1e-3
+KL_ROUNDING = 1e-3
 """Largest allowed KL between two engines in float32 with the same weights."""
 MODERATE, BLOWN_UP = 0.3, 1.0
 """chi2_token above which outliers should be rejected, and above which importance weights are mostly noise."""
 WEIGHED, HOPELESS = 2.0, 4.0
 """chi2_token below which rejection alone is enough, and above which no correction is enough."""
-HALF, THIRD = 0.5, 0.3
+LOW_ESS, LOWEST_ESS = 0.5, 0.3
 """Effective sample sizes (as shares) below which the variance is too high: in general, and in spite of rejection."""
 MASKED, TOO_MANY = 0.1, 0.25
 """Largest share of rejected tokens for rejection alone, and for any correction."""
@@ -55,15 +55,8 @@ def compares(config: Config) -> bool:
 
 def in_float32(config: Config) -> bool:
     learner, sampler = config.learner, config.sampler
-    return ENGINES[sampler.engine].same_code_as_learner and {sampler.dtype, learner.compute_dtype or learner.dtype} <= {
-        "float32",
-        "float64",
-    }
-
-
-def truncates(config: Config) -> bool:
-    sampler = config.sampler
-    return not sampler.keep_mask and (sampler.top_p < 1 or sampler.top_k > 0 or sampler.min_p > 0)
+    types = {sampler.dtype, learner.compute_dtype or learner.dtype}
+    return ENGINES[sampler.engine].same_code_as_learner and types <= {"float32", "float64"}
 
 
 def fresher(config: Config) -> list[Change]:
@@ -98,19 +91,21 @@ def risen(case: Case) -> list[float]:
 
 def engines_differ(case: Case) -> Found | None:
     """Find log-probs that differ between sampler and learner at the same version, without truncated sampling."""
-    config, known, gap = case.config, case.agreement, case.same_kl
-    exact = in_float32(config) and config.sampler.on_publish == "rebuild"
-    seen = None if truncates(config) else apart(known, gap, ROUNDED if exact else DRIFTED, exact=exact)
+    config, lines = case.config, case.agreement
+    sampler = config.sampler
+    if not sampler.keep_mask and (sampler.top_p < 1 or sampler.top_k > 0 or sampler.min_p > 0):
+        return None
+    exact = in_float32(config) and sampler.on_publish == "rebuild"
+    seen = difference(lines, case.same_kl, KL_ROUNDING if exact else KL_LIMIT, exact)
     if seen is None:
         return None
     name, value, limit = seen
     decoupled = any(f"mismatch/{name}" in line for line in case.lines)
     metric = f"mismatch/{name}" if decoupled else "drift/kl/lag_0" if name == "kl" else f"drift/{name}"
-    late = len(case.lines) > 1 and bool(known) and known[0].get("k3_kl", 0.0) < limit / 10
+    unpublished = name == "kl" and len(case.lines) > 1 and bool(lines) and lines[0].get("k3_kl", 0.0) < limit / 10
     return Found(
-        metric=metric, value=value, limit=limit, changes=aligned(config),
-        run=f"slipstream doctor {case.at}/config.toml", weight="watch" if limit == WATCHED else "wrong",
-        why=UNPUBLISHED if late and name == "kl" else "",
+        metric, value, limit, aligned(config),
+        run=case.doctor, error=limit != KL_WARNING, cause=UNPUBLISHED if unpublished else "",
     )  # fmt: skip
 
 
@@ -120,21 +115,21 @@ UNPUBLISHED = (
 )
 
 
-def apart(known: Sequence[Line], gap: Level, limit: float, *, exact: bool) -> tuple[str, float, float] | None:
+def difference(lines: Sequence[Line], kl: Level, limit: float, exact: bool) -> tuple[str, float, float] | None:
     """Return name, value and limit of the first metric beyond its limit; None if engines agree."""
-    k3 = fmean(values_of(known, "k3_kl") or [0.0])
-    if gap.over(limit) or (exact and k3 > limit):
-        return "kl", max(gap.mean, k3), limit
-    if k3 > ROUNDED:  # below this KL all tokens are nearly certain, and rounding errors dominate the correlation
-        pearson, ratio = values_of(known, "probs_pearson"), values_of(known, "ppl_ratio")
-        if level(pearson).under(APART) or (len(pearson) == 1 and pearson[0] < APART):
-            return "probs_pearson", fmean(pearson), APART
-        if level([abs(each - 1) for each in ratio]).over(PERPLEXED):
-            return "ppl_ratio", fmean(ratio), 1 + PERPLEXED
-    largest = [each for each in values_of(known, "probs_diff_max") if each > LEAP]  # means would hide one bad expert
-    if len(largest) >= 3 and len(largest) > len(known) / 2:
-        return "probs_diff_max", max(largest), LEAP
-    return ("kl", gap.mean, WATCHED) if gap.over(WATCHED) else None
+    k3 = fmean(values_of(lines, "k3_kl") or [0.0])
+    if kl.over(limit) or (exact and k3 > limit):
+        return "kl", max(kl.mean, k3), limit
+    if k3 > KL_ROUNDING:  # below this KL all tokens are nearly certain, and rounding errors dominate the correlation
+        pearson, ratio = values_of(lines, "probs_pearson"), values_of(lines, "ppl_ratio")
+        if level(pearson).under(CORRELATION) or (len(pearson) == 1 and pearson[0] < CORRELATION):
+            return "probs_pearson", fmean(pearson), CORRELATION
+        if level([abs(each - 1) for each in ratio]).over(PERPLEXITY_GAP):
+            return "ppl_ratio", fmean(ratio), 1 + PERPLEXITY_GAP
+    largest = [gap for gap in values_of(lines, "probs_diff_max") if gap > PROBABILITY_GAP]
+    if len(largest) >= 3 and len(largest) > len(lines) / 2:  # a mean would hide one bad expert
+        return "probs_diff_max", max(largest), PROBABILITY_GAP
+    return ("kl", kl.mean, KL_WARNING) if kl.over(KL_WARNING) else None
 
 
 def aligned(config: Config) -> list[Change]:
@@ -148,28 +143,27 @@ def aligned(config: Config) -> list[Change]:
     ]
 
 
-def nobody_knows(case: Case) -> Found | None:
+def agreement_unknown(case: Case) -> Found | None:
     """Find drift in a run that has no tokens on which to check that the engines agree."""
-    if case.agreement or not case.drift.over(DRIFTED) or case.same_kl.error < 1:
+    if case.agreement or not case.drift.over(KL_LIMIT) or case.same_kl.error < 1:
         return None
-    return Found(
-        metric="drift/k3_kl", value=case.drift.mean, limit=DRIFTED, run=f"slipstream doctor {case.at}/config.toml"
-    )
+    return Found("drift/k3_kl", case.drift.mean, KL_LIMIT, run=case.doctor)
 
 
 # --- staleness --------------------------------------------------------------------------------------------------------
 
 
 def stale(case: Case) -> Found | None:
-    """Find drift on stale tokens; only a warning if the student improves or the effective sample size is high."""
-    if not case.drift.over(DRIFTED):
+    """Find drift on stale tokens.
+
+    It is an error if the student gets worse, or if it does not improve and the effective sample size is low.
+    """
+    if not case.drift.over(KL_LIMIT):
         return None
-    thin = compares(case.config) and case.now("drift/ess").under(HALF)
-    return Found(
-        metric="drift/k3_kl", value=case.drift.mean, limit=DRIFTED,
-        changes=[*fresher(case.config), slower(case.config)],
-        weight="wrong" if worse(case) or (thin and not case.gained) else "watch",
-    )  # fmt: skip
+    low_ess = compares(case.config) and case.now("drift/ess").under(LOW_ESS)
+    changes = [*fresher(case.config), slower(case.config)]
+    error = worse(case) or (low_ess and not case.gained)
+    return Found("drift/k3_kl", case.drift.mean, KL_LIMIT, changes, error=error)
 
 
 def worse(case: Case) -> bool:
@@ -178,59 +172,54 @@ def worse(case: Case) -> bool:
     The KL does not count for teachers that follow the student, or for a forward KL or JSD loss that falls.
     """
     config = case.config
-    moving = any(teacher.follow is not None for teacher in config.teachers.values())
     other = config.loss.kind in ("forward_kl", "jsd") and case.learned_loss
-    further = bool(risen(case)) and not moving and not other
+    further = bool(risen(case)) and not case.moving_teacher and not other
     return (further and not case.rewarded) or (case.fall is not None and not case.kl_then.above(case.kl_now))
 
 
-def biased(case: Case) -> Found | None:
+def wrong_weights(case: Case) -> Found | None:
     """Find stale draws (sampled extra tokens) without correct importance weights: the loss is not the reverse KL."""
-    loss, lag, cut = case.config.loss, case.now("lag/mean"), case.now("distill/clip_fraction")
+    loss, lag = case.config.loss, case.now("lag/mean")
     if not isinstance(loss, ReverseKLMC) or not loss.weight or not lag.mean >= 0.5 or not worse(case):
         return None
     if not loss.importance:
-        return Found(metric="lag/mean", value=lag.mean, limit=0.5, changes=[{"loss.importance": True}])
-    if not cut.over(CUT):
-        return None
+        return Found("lag/mean", lag.mean, 0.5, [{"loss.importance": True}])
     uncut: Change = {f"loss.{name}": None for name in ("ratio_cap", "clip") if getattr(loss, name) is not None}
-    return Found(metric="distill/clip_fraction", value=cut.mean, limit=CUT, changes=[uncut])
+    return found_above(case, "distill/clip_fraction", CUT, [uncut])
 
 
 # --- variance ---------------------------------------------------------------------------------------------------------
 
 
-def ess_of(case: Case) -> tuple[str, float, bool]:
+def ess_of(case: Case) -> tuple[str, Level]:
+    """Return name and level of the effective sample size: that of the correction, or else that of the drift."""
     name = "correction/ess" if case.has("correction/ess") else "drift/ess"
-    return name, case.now(name).mean, case.now(name).under(HALF)
+    return name, case.now(name)
 
 
 def blown_up(case: Case) -> Found | None:
     if not compares(case.config):
         return None
     chi2 = case.now("drift/chi2_token")
-    name, ess, thin = ess_of(case)
+    name, ess = ess_of(case)
     noise, before = case.now("gradient/noise"), case.then("gradient/noise")
     louder = case.has("correction/rollout_is_mean") and noise.over(2 * before.mean) and noise.above(before)
-    if thin:
-        metric, value, limit = name, ess, HALF
+    if ess.under(LOW_ESS):
+        seen = name, ess.mean, LOW_ESS
     elif chi2.over(BLOWN_UP):
-        metric, value, limit = "drift/chi2_token", chi2.mean, BLOWN_UP
+        seen = "drift/chi2_token", chi2.mean, BLOWN_UP
     elif louder:
-        metric, value, limit = "gradient/noise", noise.mean, 2 * before.mean
+        seen = "gradient/noise", noise.mean, 2 * before.mean
     else:
         return None
-    return Found(
-        metric=metric, value=value, limit=limit, changes=escalated(case, chi2.mean),
-        weight="wrong" if louder or not case.gained else "watch",
-    )  # fmt: skip
+    return Found(*seen, escalated(case, chi2.mean), error=louder or not case.gained)
 
 
 def escalated(case: Case, chi2: float) -> list[Change]:
     """Return changes by severity: rejection, rejection and importance weights, or less staleness as last resort."""
     config, masked = case.config, case.now("correction/rollout_rs_masked_fraction").mean
     rejects = case.has("correction/rollout_rs_masked_fraction")
-    if chi2 > HOPELESS or masked > TOO_MANY or (rejects and ess_of(case)[1] < THIRD):
+    if chi2 > HOPELESS or masked > TOO_MANY or (rejects and ess_of(case)[1].mean < LOWEST_ESS):
         return [*fresher(config), slower(config)]
     if config.policy is None:
         return [{"loss.kind": "m2po"}, *fresher(config), slower(config)]
@@ -242,84 +231,61 @@ def escalated(case: Case, chi2: float) -> list[Change]:
 
 
 def moderate(case: Case) -> Found | None:
-    chi2 = case.now("drift/chi2_token")
-    if not compares(case.config) or not chi2.over(MODERATE) or case.has("correction/rollout_rs_masked_fraction"):
+    if not compares(case.config) or case.has("correction/rollout_rs_masked_fraction"):
         return None
-    return Found(
-        metric="drift/chi2_token", value=chi2.mean, limit=MODERATE, weight="watch",
-        changes=[{"loss.kind": "m2po"} if case.config.policy is None else REJECT, *fresher(case.config)],
-    )  # fmt: skip
+    reject = {"loss.kind": "m2po"} if case.config.policy is None else REJECT
+    return found_above(case, "drift/chi2_token", MODERATE, [reject, *fresher(case.config)])
 
 
-def masks_too_much(case: Case) -> Found | None:
-    name = "correction/rollout_rs_masked_fraction"
-    if not (masked := case.now(name)).over(TOO_MANY):
-        return None
-    return Found(metric=name, value=masked.mean, limit=TOO_MANY, changes=[*bounded(case), *fresher(case.config)])
-
-
-def bounded(case: Case) -> list[Change]:
-    """Return wider geometric bounds if the config uses the preset's bounds, which are a tenth as wide."""
+def rejects_too_much(case: Case) -> Found | None:
     given = case.config.correction
     narrow = given.rs is None and "seq_mean_k1" in (PRESETS[given.preset].rs or {})
-    return [GEOMETRIC] if narrow else []
+    wider = [GEOMETRIC] if narrow else []  # the bounds of the presets are a tenth as wide
+    return found_above(case, "correction/rollout_rs_masked_fraction", TOO_MANY, [*wider, *fresher(case.config)])
 
 
 def by_sequence(case: Case) -> Found | None:
     """Find weights or rejection by products over a sequence, which grow exponentially with its length."""
     preset, given = PRESETS[case.config.correction.preset], case.config.correction
-    name, ess, thin = ess_of(case)
-    if (given.is_level or preset.is_level) == "sequence" and thin:
-        return Found(metric=name, value=ess, limit=HALF, changes=[{"correction.is_level": "token"}])
-    summed = [mode for mode in (given.rs or preset.rs or {}) if mode.startswith("seq_sum")]
-    lost, longest = case.now("correction/rollout_rs_seq_masked_fraction"), case.now("length/max")
-    if summed and lost.over(MASKED) and longest.over(LONG):
-        return Found(
-            metric="correction/rollout_rs_seq_masked_fraction", value=lost.mean, limit=MASKED, changes=[GEOMETRIC]
-        )
-    return None
+    name, ess = ess_of(case)
+    if (given.is_level or preset.is_level) == "sequence" and ess.under(LOW_ESS):
+        return Found(name, ess.mean, LOW_ESS, [{"correction.is_level": "token"}])
+    summed = any(mode.startswith("seq_sum") for mode in given.rs or preset.rs or {})
+    if not summed or not case.now("length/max").over(LONG):
+        return None
+    return found_above(case, "correction/rollout_rs_seq_masked_fraction", MASKED, [GEOMETRIC])
 
 
 def tails(case: Case) -> Found | None:
     """Find extreme importance ratios of draws, unless the student improves in spite of them."""
-    name, config = "distill/ratio_max", case.config
-    if not config.loss.weight or not (ratio := case.now(name)).over(TAIL) or case.gained:
+    if not case.config.loss.weight or case.gained:
         return None
-    return Found(
-        metric=name, value=ratio.mean, limit=TAIL, weight="watch",
-        changes=[{"loss.advantage": "current", "loss.clip": None}, {"loss.kind": "m2po"}],
-    )  # fmt: skip
+    return found_above(
+        case, "distill/ratio_max", TAIL, [{"loss.advantage": "current", "loss.clip": None}, {"loss.kind": "m2po"}]
+    )
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
 def clipped(case: Case) -> Found | None:
+    once: list[Change] = [{"learner.epochs": 1}] if case.config.learner.epochs > 1 else []
     for name in ("policy/clip_fraction", "distill/clip_fraction"):
-        clip = case.now(name)
-        if clip.over(CLIPPED):
-            rising = clip.above(case.then(name))
-            once: list[Change] = [{"learner.epochs": 1}] if case.config.learner.epochs > 1 else []
-            return Found(
-                metric=name, value=clip.mean, limit=CLIPPED, changes=[*once, slower(case.config)],
-                weight="wrong" if rising or worse(case) else "watch",
-            )  # fmt: skip
+        rising = case.now(name).above(case.then(name))
+        found = found_above(case, name, CLIPPED, [*once, slower(case.config)], error=rising or worse(case))
+        if found is not None:
+            return found
     return None
 
 
-USUAL = {"clip": 0.2, "clip_low": 0.2, "clip_high": 0.28}
+DEFAULT_CLIP = {"clip": 0.2, "clip_low": 0.2, "clip_high": 0.28}
 
 
 def widened(case: Case) -> Found | None:
     """Find a high clip fraction with a clip range that is wider than the default."""
-    policy = case.config.policy
-    clip = case.now("policy/clip_fraction")
-    if policy is None or not clip.over(CLIPPED):
-        return None
-    for name, usual in USUAL.items():
-        if policy.options.get(name, usual) > usual:
-            options = {key: value for key, value in policy.options.items() if key != name}
-            return Found(
-                metric="policy/clip_fraction", value=clip.mean, limit=CLIPPED, changes=[{"policy.options": options}]
-            )
+    given = case.config.policy.options if case.config.policy is not None else {}
+    for name, default in DEFAULT_CLIP.items():
+        if given.get(name, default) > default:
+            options = {key: value for key, value in given.items() if key != name}
+            return found_above(case, "policy/clip_fraction", CLIPPED, [{"policy.options": options}])
     return None

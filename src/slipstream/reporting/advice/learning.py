@@ -1,13 +1,14 @@
-"""Rules about learning: step size, response length and completeness, entropy, and rewards."""
+"""Rules about learning: step size, response length and completeness, entropy, rewards, and freshness of samples."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
-from statistics import median
+from statistics import median, quantiles
 
-from slipstream.reporting.advice.drift import DRIFTED, WATCHED, fresher, risen, slower, worse
+from slipstream.reporting.advice.drift import KL_LIMIT, KL_WARNING, fresher, risen, slower, worse
 from slipstream.reporting.advice.measurements import WINDOW, Case, Level, level, values_of
-from slipstream.reporting.advice.rules import Change, Found
+from slipstream.reporting.advice.rules import Change, Found, found_above, found_below
 from slipstream.reporting.advice.teachers import ALIKE, PATIENCE
 
 SPIKE = 10.0
@@ -26,6 +27,12 @@ GATED = 0.25
 """Largest share of samples with freshness weight 0."""
 ANSWERS = 8
 """Responses per update below which the gradient is mostly noise."""
+MANY = 50
+"""Smallest number of samples for a 10% quantile; half as many updates are enough."""
+NEAR = 0.2
+"""Relative difference between a setting and the suggestion, up to which no change is suggested."""
+KAPPAS = {"kappa_f": "buffer_f", "kappa_roll": "buffer_roll_coverage", "kappa_sup": "buffer_sup_coverage"}
+"""Thresholds of a refresh, and the metrics that they apply to (freshness/...)."""
 COLD = 0.5
 """Temperature below which almost only the most likely tokens are sampled."""
 
@@ -35,26 +42,21 @@ COLD = 0.5
 
 def too_large(case: Case) -> Found | None:
     """Find steps that are too large: by drift within one update, or by a student that gets worse without drift."""
-    leaps, harm, steps = case.moved.over(DRIFTED), worse(case), case.steps
+    moved, harm = case.moved, worse(case)
+    leaps = moved.over(KL_LIMIT)
     # the KL of a step grows with the square of its size; without a measured KL, try a tenth of the learning rate
-    changes: list[Change] = [slower(case.config, sqrt(WATCHED / case.moved.mean) if leaps else 0.1)]
+    changes: list[Change] = [slower(case.config, sqrt(KL_WARNING / moved.mean) if leaps else 0.1)]
     if leaps:
-        return Found(
-            metric="drift/kl/lag_1", value=case.moved.mean, limit=DRIFTED, changes=changes,
-            weight="wrong" if harm else "watch",
-        )  # fmt: skip
+        return Found("drift/kl/lag_1", moved.mean, KL_LIMIT, changes, error=harm)
     first, last = case.now("drift/k3_kl_first"), case.now("drift/k3_kl_last")
-    if steps > 1 and last.above(first) and last.mean - first.mean > DRIFTED:
+    if case.steps > 1 and last.above(first) and last.mean - first.mean > KL_LIMIT:
         once: Change = {"learner.epochs": 1} if case.config.learner.epochs > 1 else {"learner.minibatches": 1}
-        return Found(
-            metric="drift/k3_kl_last", value=last.mean, limit=first.mean + DRIFTED, changes=[once, *changes],
-            weight="wrong" if harm else "watch",
-        )  # fmt: skip
-    if not harm or case.drift.over(DRIFTED):
+        return Found("drift/k3_kl_last", last.mean, first.mean + KL_LIMIT, [once, *changes], error=harm)
+    if not harm or case.drift.over(KL_LIMIT):
         return None
-    if (fall := case.fall) is not None:
-        return Found(metric=fall.name, value=fall.now, limit=0.9 * fall.best, changes=changes)
-    return Found(metric="teacher/kl", value=case.kl_now.mean, limit=min(risen(case)), changes=changes)
+    if case.fall is not None:
+        return Found(*case.fall, changes)
+    return Found("teacher/kl", case.kl_now.mean, min(risen(case)), changes)
 
 
 def poor_samples(case: Case) -> Found | None:
@@ -64,10 +66,9 @@ def poor_samples(case: Case) -> Found | None:
     learner, sampler = case.config.learner, case.config.sampler
     if learner.batch_size < ANSWERS:
         more: Change = {"learner.batch_size": -(-32 // sampler.group) * sampler.group}
-        return Found(metric="samples", value=learner.batch_size, limit=ANSWERS, changes=[more])
+        return Found("samples", learner.batch_size, ANSWERS, [more])
     if sampler.temperature < COLD:
-        warmer: Change = {"sampler.temperature": 1.0}
-        return Found(metric="sampler.temperature", value=sampler.temperature, limit=COLD, changes=[warmer])
+        return Found("sampler.temperature", sampler.temperature, COLD, [{"sampler.temperature": 1.0}])
     return None
 
 
@@ -80,20 +81,15 @@ def spikes(case: Case) -> Found | None:
     high = [norm for norm in values_of(case.late, "grad_norm") if norm > SPIKE * usual > 0]
     if len(high) < 3:
         return None
-    return Found(
-        metric="grad_norm", value=max(high), limit=SPIKE * usual, changes=[slower(case.config)],
-        weight="wrong" if worse(case) else "watch",
-    )  # fmt: skip
+    return Found("grad_norm", max(high), SPIKE * usual, [slower(case.config)], error=worse(case))
 
 
-def nothing_moves(case: Case) -> Found | None:
+def no_progress(case: Case) -> Found | None:
     now, then = case.kl_now, case.kl_then
     moved = now.above(then) or then.above(now) or case.rewarded or case.fall is not None
     if len(case.lines) < PATIENCE or moved or not now.over(ALIKE) or abs(now.mean - then.mean) > 0.1 * then.mean:
         return None
-    return Found(
-        metric="teacher/kl", value=now.mean, limit=0.9 * then.mean, changes=[slower(case.config, 2.0)], weight="watch"
-    )
+    return Found("teacher/kl", now.mean, 0.9 * then.mean, [slower(case.config, 2.0)])
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -112,10 +108,8 @@ def surges(case: Case) -> Found | None:
     if not now.above(limit):
         return None
     learns = case.config.policy is None and case.kl_then.above(case.kl_now) and not case.now("truncated").over(CUT_OFF)
-    return Found(
-        metric="length/mean", value=now.mean, limit=limit.mean, weight="watch" if learns else "wrong",
-        changes=[{**slower(case.config), "guards.length_surge": {}}, slower(case.config)],
-    )  # fmt: skip
+    changes = [{**slower(case.config), "guards.length_surge": {}}, slower(case.config)]
+    return Found("length/mean", now.mean, limit.mean, changes, error=not learns)
 
 
 def shrinks(case: Case) -> Found | None:
@@ -123,7 +117,7 @@ def shrinks(case: Case) -> Found | None:
     limit = Level(SHRUNK * before.mean, SHRUNK * before.error)
     if not limit.above(now):
         return None
-    return Found(metric="length/mean", value=now.mean, limit=limit.mean, changes=[slower(case.config)])
+    return Found("length/mean", now.mean, limit.mean, [slower(case.config)])
 
 
 def collapses(case: Case) -> Found | None:
@@ -132,24 +126,14 @@ def collapses(case: Case) -> Found | None:
     taught = case.kl_then.above(case.kl_now) or (config.policy is None and not worse(case))
     if not now.under(SURE) or not now.under(COLLAPSED * then.mean) or taught:
         return None
-    guard: Change = {"guards.entropy": {}}
-    policy: list[Change] = (
-        [] if config.policy is None else [{"policy.loss": "clip_cov", **guard}, {"reference.weight": 0.01}]
-    )
-    return Found(
-        metric="student/entropy", value=now.mean, limit=min(SURE, COLLAPSED * then.mean),
-        changes=[*policy, guard, slower(config)],
-    )  # fmt: skip
+    changes: list[Change] = [{"guards.entropy": {}}, slower(config)]
+    if config.policy is not None:
+        changes = [{"policy.loss": "clip_cov", "guards.entropy": {}}, {"reference.weight": 0.01}, *changes]
+    return Found("student/entropy", now.mean, min(SURE, COLLAPSED * then.mean), changes)
 
 
 def cut_off(case: Case) -> Found | None:
-    cut = case.now("truncated")
-    if not cut.over(CUT_OFF):
-        return None
-    return Found(
-        metric="truncated", value=cut.mean, limit=CUT_OFF, weight="wrong" if cut.over(0.5) else "watch",
-        changes=roomier(case),
-    )  # fmt: skip
+    return found_above(case, "truncated", CUT_OFF, roomier(case), error=case.now("truncated").over(0.5))
 
 
 def roomier(case: Case) -> list[Change]:
@@ -168,22 +152,13 @@ def unrewarded(case: Case) -> Found | None:
     for name in case.rewards:
         values = values_of(case.lines, name)
         if len(values) >= 2 * WINDOW and not any(values):
-            return Found(
-                metric=name, value=0.0, limit=0.0, run=f"slipstream samples {case.at} -n 5",
-                weight="wrong" if case.config.policy is not None else "watch",
-            )  # fmt: skip
+            return Found(name, 0.0, 0.0, run=case.show_samples, error=case.config.policy is not None)
     return None
 
 
-def agreed(case: Case) -> Found | None:
-    moved = case.now("policy/rows_moved")
-    if not moved.under(AGREED):
-        return None
-    return Found(
-        metric="policy/rows_moved", value=moved.mean, limit=AGREED,
-        changes=[{"sampler.group": 2 * case.config.sampler.group}],
-        weight="watch" if case.rewarded else "wrong",
-    )  # fmt: skip
+def equal_rewards(case: Case) -> Found | None:
+    larger: Change = {"sampler.group": 2 * case.config.sampler.group}
+    return found_below(case, "policy/rows_moved", AGREED, [larger], error=not case.rewarded)
 
 
 # --- support of the loss, and freshness of samples --------------------------------------------------------------------
@@ -193,19 +168,42 @@ def uncovered(case: Case) -> Found | None:
     loss = case.config.loss
     if not loss.weight or loss.asks.cache not in ("student_topk", "teacher_topk"):
         return None
-    name = "distill/student_mass" if loss.asks.cache == "student_topk" else "distill/teacher_mass"
-    if not (mass := case.now(name)).under(COVERED):
-        return None
+    metric = "distill/student_mass" if loss.asks.cache == "student_topk" else "distill/teacher_mass"
     larger = min(2 * loss.asks.k, case.vocabulary or 2 * loss.asks.k)
-    return Found(metric=name, value=mass.mean, limit=COVERED, changes=[{"loss.k": larger}, {"loss.tail": True}])
+    return found_below(case, metric, COVERED, [{"loss.k": larger}, {"loss.tail": True}])
 
 
-def worth_nothing(case: Case) -> Found | None:
-    if not (gated := case.now("freshness/gated")).over(GATED):
-        return None
+def gated(case: Case) -> Found | None:
     fresh = case.config.freshness
     lower: list[Change] = [{"freshness.threshold": fresh.threshold / 2}] if fresh is not None else []
-    return Found(
-        metric="freshness/gated", value=gated.mean, limit=GATED, changes=[*fresher(case.config), *lower],
-        weight="watch" if case.gained else "wrong",
-    )  # fmt: skip
+    return found_above(case, "freshness/gated", GATED, [*fresher(case.config), *lower], error=not case.gained)
+
+
+def freshness_thresholds(case: Case) -> Found | None:
+    """Suggest active thresholds: 10% quantiles of freshness at lag tau (the lag limit), and of buffer metrics."""
+    fresh = case.config.freshness
+    if fresh is None:
+        return None
+    aged = [(f, lag) for line in case.ledger for f, lag in zip(line.get("f", ()), line.get("lag", ()), strict=False)]
+    known = [(f, lag) for f, lag in aged if f is not None]
+    tau = case.config.schedule.most
+    old = [f for f, lag in known if lag >= tau]
+    values = old if len(old) >= MANY else [f for f, _ in known if f < 1]
+    change = dict[str, float]()
+    if fresh.weight == "freshness" and len(values) >= MANY:
+        change["freshness.threshold"] = tenth(values)
+    for name, metric in KAPPAS.items() if fresh.refresh == "adaptive" else ():
+        seen = values_of(case.lines[len(case.lines) // 4 :], f"freshness/{metric}")
+        if len(seen) >= MANY // 2 and min(seen) < 1:
+            change[f"freshness.{name}"] = tenth(seen)
+    given = {key: getattr(fresh, key.rpartition(".")[2]) for key in change}
+    if all(abs(change[key] - given[key]) <= NEAR * max(change[key], given[key]) for key in change):
+        return None
+    first = next(iter(change))
+    metric = "freshness/f" if first == "freshness.threshold" else f"freshness/{KAPPAS[first.rpartition('.')[2]]}"
+    return Found(metric, change[first], given[first], [change])
+
+
+def tenth(values: Sequence[float]) -> float:
+    """Return the 10% quantile, rounded to two digits."""
+    return float(f"{quantiles(values, n=10, method='inclusive')[0]:.2g}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import hypot, inf, sqrt
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.config.schema import Config
 
@@ -61,6 +61,13 @@ def pooled_kl(pairs: Iterable[tuple[float, float]]) -> Level:
     return Level(mean, sqrt(2 * max(mean, 0.0) / tokens))
 
 
+class Fall(NamedTuple):
+    metric: str
+    value: float
+    limit: float
+    """90% of the best value."""
+
+
 @dataclass(frozen=True)
 class Case:
     config: Config
@@ -75,6 +82,20 @@ class Case:
     """Context length in tokens that student and teachers all support; None if unknown."""
     vocabulary: int | None = None
     """Vocabulary size of the student; None if unknown."""
+
+    @property
+    def doctor(self) -> str:
+        """Command that compares the engines."""
+        return f"slipstream doctor {self.at}/config.toml"
+
+    @property
+    def show_samples(self) -> str:
+        return f"slipstream samples {self.at} -n 5"
+
+    @property
+    def moving_teacher(self) -> bool:
+        """True if a teacher follows the student."""
+        return any(teacher.follow is not None for teacher in self.config.teachers.values())
 
     # --- windows of updates -------------------------------------------------------------------------------------------
 
@@ -105,6 +126,15 @@ class Case:
         return [self.before[start : start + WINDOW] for start in starts] or [self.early]
 
     @property
+    def first_samples(self) -> list[Line]:
+        return [sample for sample in self.samples if sample["update"] <= WINDOW]
+
+    @property
+    def too_short(self) -> bool:
+        """True if the run is too short to judge its speed."""
+        return len(self.lines) < WINDOW
+
+    @property
     def steps(self) -> int:
         """Optimizer steps per update."""
         return self.config.learner.minibatches * self.config.learner.epochs
@@ -127,8 +157,8 @@ class Case:
     @property
     def running(self) -> Sequence[Line]:
         """All updates except the first ones, which fill the pipeline, and those delayed by an evaluation."""
-        held = {line["update"] + 1 for line in self.evaluations}
-        return [line for line in self.lines[min(5, len(self.lines) // 2) :] if line["update"] not in held]
+        delayed = {line["update"] + 1 for line in self.evaluations}
+        return [line for line in self.lines[min(5, len(self.lines) // 2) :] if line["update"] not in delayed]
 
     def usual(self, name: str) -> float:
         values = values_of(self.running, name)
@@ -152,14 +182,21 @@ class Case:
 
     @property
     def rewarded(self) -> bool:
-        return any(self.now(name).above(self.then(name)) for name in self.rewards) or accuracy_rose(self.evaluations)
+        accuracies = accuracy_of(self.evaluations).values()
+        return any(self.now(name).above(self.then(name)) for name in self.rewards) or any(
+            levels[-1].above(levels[0]) for levels in accuracies
+        )
 
     @property
     def fall(self) -> Fall | None:
         """First reward or held-out accuracy that fell significantly, by 10% from its best; None if nothing fell."""
-        of_rewards = [(name, [level(values_of(w, name)) for w in (*self.windows, self.late)]) for name in self.rewards]
-        of_accuracy = [("accuracy", levels) for levels in accuracy_of(self.evaluations).values()]
-        return next((fall for name, levels in (*of_rewards, *of_accuracy) if (fall := fallen(name, levels))), None)
+        found = [(name, [level(values_of(w, name)) for w in (*self.windows, self.late)]) for name in self.rewards]
+        found += [("accuracy", levels) for levels in accuracy_of(self.evaluations).values()]
+        for name, levels in found:
+            best, now = max(levels, key=lambda each: each.mean), levels[-1]
+            if best.above(now) and now.mean < 0.9 * best.mean:
+                return Fall(name, now.mean, 0.9 * best.mean)
+        return None
 
     @property
     def learned_loss(self) -> bool:
@@ -184,6 +221,11 @@ class Case:
     @property
     def kl_best(self) -> Level:
         return min((distance(window) for window in self.windows), key=lambda kl: kl.mean, default=UNKNOWN)
+
+    @property
+    def diverged_early(self) -> bool:
+        """True if the student moved away from the teachers in the first updates, so that it is not comparable."""
+        return distance(self.lines[:WINDOW]).above(self.kl_first)
 
     # --- drift --------------------------------------------------------------------------------------------------------
 
@@ -260,19 +302,3 @@ def accuracy_of(evaluations: Sequence[Line]) -> dict[str, list[Level]]:
                 Level(mean, sqrt(max(mean * (1 - mean), 1 / count) / count))
             )
     return found
-
-
-def accuracy_rose(evaluations: Sequence[Line]) -> bool:
-    return any(levels[-1].above(levels[0]) for levels in accuracy_of(evaluations).values())
-
-
-@dataclass(frozen=True)
-class Fall:
-    name: str
-    best: float
-    now: float
-
-
-def fallen(name: str, levels: Sequence[Level]) -> Fall | None:
-    best, now = max(levels, key=lambda each: each.mean, default=UNKNOWN), levels[-1] if levels else UNKNOWN
-    return Fall(name, best.mean, now.mean) if best.above(now) and now.mean < 0.9 * best.mean else None

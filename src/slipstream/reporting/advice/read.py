@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
+from slipstream.config.schema import Config
 from slipstream.errors import ModelError
 from slipstream.models.resolve import file_of
 from slipstream.reporting.advice.measurements import Case
-from slipstream.run_dir.reading import RunDir
+from slipstream.run_dir.reading import Line, RunDir
+from slipstream.run_dir.writing import SAMPLES
 
 POSITIONS = ("max_position_embeddings", "n_positions")
+SAMPLES_READ = 400
+"""Number of first samples that the rules read."""
 
 
 def read(path: str | PathLike[str]) -> Case:
     run = RunDir(path)
-    config = run.config
-    here = [config.model_of(teacher) for teacher in config.teachers.values() if teacher.base_url is None]
-    student = settings_of(config.student)
-    rooms = [room for model in (config.student, *here) if (room := room_of(settings_of(model))) is not None]
+    return case_of(run, run.config, run.metrics, run.evaluations)
+
+
+def case_of(run: RunDir, config: Config, metrics: Sequence[Line], evaluations: Sequence[Line]) -> Case:
+    local = [config.model_of(teacher) for teacher in config.teachers.values() if teacher.base_url is None]
+    models = [settings_of(model) for model in (config.student, *local)]
     return Case(
         config=config,
-        lines=run.metrics,
-        evaluations=run.evaluations,
-        samples=run.samples,
+        lines=metrics,
+        evaluations=evaluations,
+        samples=run.picked(SAMPLES, lambda number, _: number < SAMPLES_READ),
         ledger=run.ledger if config.freshness is not None else (),
-        at=str(path),
-        context=min(rooms, default=None),
-        vocabulary=student.get("vocab_size"),
+        at=str(run.path),
+        context=min((model[name] for model in models for name in POSITIONS if name in model), default=None),
+        vocabulary=models[0].get("vocab_size"),
     )
 
 
@@ -39,9 +46,4 @@ def settings_of(model: str) -> dict[str, Any]:
     except ModelError:
         return {}
     found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file is not None else {}
-    below: dict[str, Any] = found.get("text_config", {})
-    return {**found, **below}
-
-
-def room_of(settings: dict[str, Any]) -> int | None:
-    return next((settings[name] for name in POSITIONS if name in settings), None)
+    return {**found, **found.get("text_config", {})}

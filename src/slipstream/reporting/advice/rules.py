@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
@@ -17,12 +17,12 @@ from slipstream.reporting.advice.measurements import Case
 
 Weight = Literal["wrong", "speed", "watch", "tune"]
 """Severity of an answer: an error to fix, lost time only, a warning, or a suggested setting."""
-WEIGHTS: tuple[Weight, ...] = ("wrong", "speed", "watch", "tune")
+WEIGHTS: tuple[Weight, ...] = get_args(Weight)
 Change = Mapping[str, Any]
 """New values of settings, by dotted name."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Found:
     """Evidence that a rule applies to a run."""
 
@@ -31,11 +31,29 @@ class Found:
     limit: float
     changes: Sequence[Change] = ()
     """Possible changes, best first. The first one that the config allows is proposed."""
+    _: KW_ONLY
     run: str = ""
     """Command to run if no change is possible; empty if no command helps."""
-    why: str = ""
+    cause: str = ""
     """Cause in this run; empty for the general cause of the rule."""
-    weight: Weight = "wrong"
+    error: bool = True
+    """False if a rule for errors only warns in this run."""
+
+
+def found_above(
+    case: Case, metric: str, limit: float, changes: Sequence[Change] = (), *, error: bool = True
+) -> Found | None:
+    """Return evidence if a metric is significantly above its limit now."""
+    now = case.now(metric)
+    return Found(metric, now.mean, limit, changes, error=error) if now.over(limit) else None
+
+
+def found_below(
+    case: Case, metric: str, limit: float, changes: Sequence[Change] = (), *, error: bool = True
+) -> Found | None:
+    """Return evidence if a metric is significantly below its limit now."""
+    now = case.now(metric)
+    return Found(metric, now.mean, limit, changes, error=error) if now.under(limit) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +97,25 @@ class Answer:
     @property
     def toml(self) -> str:
         """Return the change as TOML to paste into a config."""
-        parts = [key.rpartition(".") for key in self.change]
-        by_section = groupby(zip(parts, self.change.values(), strict=True), key=lambda pair: pair[0][0])
-        return "\n".join(
-            line
-            for section, pairs in by_section
-            for line in ([f"[{section}]"] if section else []) + [written(name, value) for (*_, name), value in pairs]
-        )
+        lines = list[str]()
+        for section, settings in groupby(self.change.items(), key=lambda setting: setting[0].rpartition(".")[0]):
+            lines += [f"[{section}]"] if section else []
+            for key, value in settings:
+                name = key.rpartition(".")[2]
+                lines.append(f"# without {name}" if value is None else f"{name} = {as_toml(value)}")
+        return "\n".join(lines)
 
 
 def answered(rule: Rule, found: Found, config: Config) -> Answer:
     change = next((change for change in found.changes if legal(config, change)), {})
     return Answer(
         name=rule.name,
-        weight=found.weight if rule.weight == "wrong" else rule.weight,
+        weight=rule.weight if found.error or rule.weight != "wrong" else "watch",
         metric=found.metric,
         value=found.value,
         limit=found.limit,
         when=rule.when,
-        cause=found.why or rule.cause,
+        cause=found.cause or rule.cause,
         change=change,
         run=found.run if not change else "",
         watch=rule.watch,
@@ -125,10 +143,6 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else as_toml(value)
 
 
-def written(name: str, value: Any) -> str:
-    return f"# without {name}" if value is None else f"{name} = {as_toml(value)}"
-
-
 def as_toml(value: Any) -> str:
     match value:
         case None:
@@ -145,17 +159,16 @@ def as_toml(value: Any) -> str:
             return f"{value:g}"
 
 
-def without(answers: Iterable[Answer], rules: Mapping[str, Rule]) -> list[Answer]:
-    """Return the answers that no earlier answer hides; `explains` lists the answers that each of them hides."""
-    left, hidden = list(answers), dict[str, list[str]]()
-    for answer in list(left):
-        if answer in left:
-            gone = [each for each in left if each.name in rules[answer.name].hides and may_hide(answer, each)]
-            hidden[answer.name] = [each.name for each in gone]
-            left = [each for each in left if each not in gone]
-    return [replace(answer, explains=tuple(hidden[answer.name])) for answer in left]
+def without_symptoms(answers: Iterable[Answer], rules: Mapping[str, Rule]) -> list[Answer]:
+    """Return the answers that no earlier answer hides, each with the names of those it hides.
 
-
-def may_hide(cause: Answer, symptom: Answer) -> bool:
-    """Return False if the symptom is "wrong" but the cause is less severe; else True."""
-    return cause.weight == "wrong" or symptom.weight != "wrong"
+    An answer that is not an error hides no error.
+    """
+    left, shown = list(answers), list[Answer]()
+    while left:
+        cause = left.pop(0)
+        hides = rules[cause.name].hides
+        hidden = [each for each in left if each.name in hides and (cause.weight == "wrong" or each.weight != "wrong")]
+        left = [each for each in left if each not in hidden]
+        shown.append(replace(cause, explains=tuple(each.name for each in hidden)))
+    return shown

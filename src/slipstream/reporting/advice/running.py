@@ -8,8 +8,8 @@ from slipstream.reporting.advice.rules import Change, Found
 
 WAITED = 0.5
 """Largest share of time that the learner should wait; beyond it, throughput could double."""
-LOST, THROWN = 0.1, 0.25
-"""Largest shares of lost groups or responses, and of tokens that were thrown away."""
+LOST, DISCARDED = 0.1, 0.25
+"""Largest shares of lost groups or responses, and of tokens that were discarded."""
 RESTS, NEARLY_ALL = 0.1, 0.8
 """Share of time below which the learner hardly waits; share of one stage above which it dominates a serial schedule."""
 
@@ -17,66 +17,60 @@ RESTS, NEARLY_ALL = 0.1, 0.8
 # --- lost work --------------------------------------------------------------------------------------------------------
 
 
-def drops(case: Case) -> Found | None:
-    trained = sum(values_of(case.lines, "samples")) / case.config.sampler.group
-    lost = case.last("dropped")
-    if lost < 3 or lost / (lost + trained) <= LOST:
+def share_of(lost: float, trained: float) -> float:
+    """Return the share of lost work; 0 for fewer than three losses, which are not significant."""
+    return lost / (lost + trained) if lost >= 3 else 0.0
+
+
+def dropped_groups(case: Case) -> Found | None:
+    share = share_of(case.last("dropped"), sum(values_of(case.lines, "samples")) / case.config.sampler.group)
+    if share <= LOST:
         return None
     reasons = {name: value for line in case.lines[-1:] for name, value in line.items() if name.startswith("dropped/")}
     reason = max(reasons, key=lambda name: reasons[name], default="dropped")
-    waits: list[Change] = (
-        [{"schedule.on_old": "wait"}, {"schedule.on_old": "restart"}] if "old" in reason or "lag" in reason else []
-    )
-    return Found(
-        metric=reason, value=lost / (lost + trained), limit=LOST, changes=waits,
-        run=f"grep -v trained {case.at}/ledger.jsonl | tail",
-    )  # fmt: skip
+    too_old = "old" in reason or "lag" in reason
+    changes: list[Change] = [{"schedule.on_old": "wait"}, {"schedule.on_old": "restart"}] if too_old else []
+    show = f"grep -v trained {case.at}/ledger.jsonl | tail"
+    return Found(reason, share, LOST, changes, run=show)
 
 
-def breaks(case: Case) -> Found | None:
+def failed_responses(case: Case) -> Found | None:
     """Find responses that an engine could not produce, or that have no reward."""
-    sound = sum(values_of(case.lines, "samples"))
+    trained = sum(values_of(case.lines, "samples"))
     names = {name for line in case.lines for name in line if name.startswith("ungraded/") or name == "failed_samples"}
     for name in sorted(names):
-        if (failed := case.last(name)) >= 3 and failed / (failed + sound) > LOST:
-            timeout: list[Change] = [{"task.timeout": 2 * case.config.task.timeout}] if name.endswith("timeout") else []
-            return Found(
-                metric=name, value=failed / (failed + sound), limit=LOST, changes=timeout,
-                run=f"grep error {case.at}/ledger.jsonl | tail",
-            )  # fmt: skip
+        share = share_of(case.last(name), trained)
+        if share > LOST:
+            changes: list[Change] = [{"task.timeout": 2 * case.config.task.timeout}] if name.endswith("timeout") else []
+            show = f"grep error {case.at}/ledger.jsonl | tail"
+            return Found(name, share, LOST, changes, run=show)
     return None
 
 
-def throws(case: Case) -> Found | None:
-    thrown, tokens = case.last("thrown_tokens"), sum(values_of(case.lines, "tokens"))
-    if not tokens or thrown / (thrown + tokens) <= THROWN:
+def discarded_tokens(case: Case) -> Found | None:
+    share = share_of(case.last("thrown_tokens"), sum(values_of(case.lines, "tokens")))
+    if share <= DISCARDED:
         return None
+    schedule, freshness = case.config.schedule, case.config.freshness
     changes: list[Change] = []
-    if isinstance(case.config.schedule, Async):
-        if case.config.schedule.on_publish == "restart":
-            changes.append({"schedule.on_publish": "keep"})
-        if case.config.schedule.on_old in ("restart", "drop"):
-            changes.append({"schedule.on_old": "wait"})
-    if case.config.freshness is not None and case.config.freshness.refresh == "adaptive":
-        changes.append({"freshness.cooldown": 2 * max(case.config.freshness.cooldown, 1)})
-    return Found(
-        metric="thrown_tokens", value=thrown / (thrown + tokens), limit=THROWN, changes=changes, weight="speed"
-    )
+    if isinstance(schedule, Async) and schedule.on_publish == "restart":
+        changes.append({"schedule.on_publish": "keep"})
+    if isinstance(schedule, Async) and schedule.on_old in ("restart", "drop"):
+        changes.append({"schedule.on_old": "wait"})
+    if freshness is not None and freshness.refresh == "adaptive":
+        changes.append({"freshness.cooldown": 2 * max(freshness.cooldown, 1)})
+    return Found("thrown_tokens", share, DISCARDED, changes)
 
 
-def dies(case: Case) -> Found | None:
+def restarted_workers(case: Case) -> Found | None:
     names = {name for line in case.lines for name in line if name.startswith("restarts/")}
     worst = max(names, key=case.last, default=None)
     if worst is None or case.last(worst) < 2:
         return None
-    return Found(metric=worst, value=case.last(worst), limit=1.0, weight="watch", run=f"cat {case.at}/meta.json")
+    return Found(worst, case.last(worst), 1.0, run=f"cat {case.at}/meta.json")
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
-
-
-def enough(case: Case) -> bool:
-    return len(case.lines) >= 10
 
 
 def stages(case: Case) -> tuple[str, str, float, float]:
@@ -84,7 +78,7 @@ def stages(case: Case) -> tuple[str, str, float, float]:
     if case.config.schedule.serial:  # here stages run one after the other
         scored, rolled = case.usual("stage/score"), case.usual("stage/rollout")
         who = "teacher" if scored > rolled else "sampler"
-        return who, f"stage/{'score' if who == 'teacher' else 'rollout'}", max(scored, rolled), NEARLY_ALL
+        return who, "stage/score" if who == "teacher" else "stage/rollout", max(scored, rolled), NEARLY_ALL
     scored = case.usual("groups/waiting") + case.usual("groups/scoring")
     who = "teacher" if scored > case.usual("groups/rolling") else "sampler"
     return who, "seconds/data", case.share("seconds/data"), WAITED
@@ -92,7 +86,7 @@ def stages(case: Case) -> tuple[str, str, float, float]:
 
 def slow_teacher(case: Case) -> Found | None:
     who, metric, share, limit = stages(case)
-    if not enough(case) or who != "teacher" or share <= limit or not case.config.teachers:
+    if case.too_short or who != "teacher" or share <= limit or not case.config.teachers:
         return None
     changes: list[Change] = []
     for name, teacher in case.config.teachers.items():
@@ -100,23 +94,23 @@ def slow_teacher(case: Case) -> Found | None:
             changes.append({f"teachers.{name}.concurrency": 2 * teacher.concurrency})
         elif teacher.replicas != "auto":
             changes.append({f"teachers.{name}.replicas": 2 * teacher.replicas})
-    return Found(metric=metric, value=share, limit=limit, changes=changes)
+    return Found(metric, share, limit, changes)
 
 
 def slow_sampler(case: Case) -> Found | None:
     who, metric, share, limit = stages(case)
-    if not enough(case) or who != "sampler" or share <= limit:
+    if case.too_short or who != "sampler" or share <= limit:
         return None
     changes: list[Change] = [] if metric == "seconds/data" else [{"schedule.kind": "periodic"}]
     if case.config.sampler.replicas != "auto":
         changes.append({"sampler.replicas": 2 * case.config.sampler.replicas})
-    return Found(metric=metric, value=share, limit=limit, changes=changes)
+    return Found(metric, share, limit, changes)
 
 
 def slow_learner(case: Case) -> Found | None:
     """Find a learner that hardly waits while a full batch is ready."""
     waited = case.share("seconds/data") + case.share("seconds/turn")
-    if not enough(case) or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
+    if case.too_short or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
         return None
     learner = case.config.learner
     changes: list[Change] = [{"learner.ranks": 2 * learner.ranks}]
@@ -124,26 +118,26 @@ def slow_learner(case: Case) -> Found | None:
         changes.append({"learner.compute_dtype": "bfloat16"})
     if not learner.shared_prompt and case.config.sampler.group > 1:
         changes.insert(0, {"learner.shared_prompt": True})
-    return Found(metric="seconds/data", value=waited, limit=RESTS, changes=changes)
+    return Found("seconds/data", waited, RESTS, changes)
 
 
 def slow_publish(case: Case) -> Found | None:
     share, schedule = case.share("seconds/weights"), case.config.schedule
-    if not enough(case) or share <= WAITED or not isinstance(schedule, Async):
+    if case.too_short or share <= WAITED or not isinstance(schedule, Async):
         return None  # other schedules publish when no request is running
     changes: list[Change] = [{"schedule.on_publish": "keep"}] if schedule.on_publish == "drain" else []
     if schedule.tau == "auto" and schedule.publish_every != "auto":
         changes.append({"schedule.publish_every": "auto"})
     elif schedule.publish_every != "auto":
         changes.append({"schedule.publish_every": 2 * schedule.publish_every})
-    return Found(metric="seconds/weights", value=share, limit=WAITED, changes=changes)
+    return Found("seconds/weights", share, WAITED, changes)
 
 
-def waits_its_turn(case: Case) -> Found | None:
+def schedule_wait(case: Case) -> Found | None:
     share = case.share("seconds/turn")
-    if not enough(case) or share <= WAITED or not isinstance(case.config.schedule, Async):
+    if case.too_short or share <= WAITED or not isinstance(case.config.schedule, Async):
         return None  # other schedules bound the age by waiting
     changes: list[Change] = [{"schedule.order": "mixture"}] if case.config.schedule.order == "submission" else []
     if case.config.schedule.max_lag is not None:
         changes.append({"schedule.max_lag": 2 * case.config.schedule.max_lag})
-    return Found(metric="seconds/turn", value=share, limit=WAITED, changes=changes)
+    return Found("seconds/turn", share, WAITED, changes)

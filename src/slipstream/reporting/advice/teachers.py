@@ -5,17 +5,7 @@ from __future__ import annotations
 from math import exp, hypot, sqrt
 from statistics import correlation, fmean
 
-from slipstream.reporting.advice.measurements import (
-    CHANCE,
-    WINDOW,
-    Case,
-    Level,
-    Line,
-    distance,
-    kls,
-    level,
-    values_of,
-)
+from slipstream.reporting.advice.measurements import CHANCE, Case, Level, Line, distance, kls, level, values_of
 from slipstream.reporting.advice.rules import Found
 
 BELOW_ZERO = -0.05
@@ -38,32 +28,33 @@ PATIENCE = 50
 """Updates after which a metric should have changed."""
 
 
-def check(case: Case) -> str:
-    return f"slipstream doctor {case.at}/config.toml"
-
-
-def lies(case: Case) -> Found | None:
+def negative_kl(case: Case) -> Found | None:
     """Find a KL to a teacher below 0, which is impossible for log-probs of the sampled tokens."""
     for name in sorted({name for line in case.late for name in kls(line)}):
-        lines = [line for line in case.late[-10:] if name in line]
+        lines = [line for line in case.late if name in line]
         mean, error = fmean(values_of(lines, name)), hypot(*values_of(lines, f"{name}_error")) / len(lines)
         if len(lines) >= 3 and Level(mean, error).under(BELOW_ZERO):
-            return Found(metric=name, value=mean, limit=BELOW_ZERO, run=check(case))
+            return Found(name, mean, BELOW_ZERO, run=case.doctor)
     return None
 
 
 def fails(case: Case) -> Found | None:
-    invalid, sound = (sum(values_of(case.late, name)) for name in ("teacher/invalid", "samples"))
-    if invalid >= 3 and invalid / (invalid + sound) > UNUSABLE:
-        return Found(metric="teacher/invalid", value=invalid / (invalid + sound), limit=UNUSABLE, run=check(case))
-    differed, asked = (sum(values_of(case.late, name)) for name in ("teacher/differed", "teacher/rechecked"))
-    if differed >= 3 and differed / asked > UNUSABLE:
-        return Found(
-            metric="teacher/differed", value=differed / asked, limit=UNUSABLE, run=check(case),
-            why="Groups that were scored twice have different scores: replicas with different models, or a server that "
-            "mixes up its requests.",
-        )  # fmt: skip
+    """Find a teacher with many unusable scores, or with other scores when it scores a group again."""
+    invalid, samples, differed, rechecked = (
+        sum(values_of(case.late, name))
+        for name in ("teacher/invalid", "samples", "teacher/differed", "teacher/rechecked")
+    )
+    if invalid >= 3 and invalid / (invalid + samples) > UNUSABLE:
+        return Found("teacher/invalid", invalid / (invalid + samples), UNUSABLE, run=case.doctor)
+    if differed >= 3 and differed / rechecked > UNUSABLE:
+        return Found("teacher/differed", differed / rechecked, UNUSABLE, run=case.doctor, cause=DIFFERED)
     return None
+
+
+DIFFERED = (
+    "Groups that were scored twice have different scores: replicas with different models, or a server that mixes up "
+    "its requests."
+)
 
 
 def another_teacher(case: Case) -> Found | None:
@@ -71,7 +62,7 @@ def another_teacher(case: Case) -> Found | None:
 
     Unrelated probabilities have a correlation of mean 0 and standard deviation 1/√(n − 1). The limit is 3 of these.
     """
-    if distance(case.lines[:WINDOW]).above(case.kl_first):  # a student that diverged is not comparable
+    if case.diverged_early:
         return None
     pairs = [pair for sample in case.samples for pair in pairs_of(sample)][: 4 * ENOUGH]
     if len(pairs) < ENOUGH or min(ours for ours, _ in pairs) > -SURE:  # too few, or all certain to the student
@@ -81,7 +72,7 @@ def another_teacher(case: Case) -> Found | None:
     chance = CHANCE / sqrt(len(pairs) - 1)
     if found >= chance:
         return None
-    return Found(metric="samples.jsonl: correlation", value=found, limit=chance, run=check(case))
+    return Found("samples.jsonl: correlation", found, chance, run=case.doctor)
 
 
 def pairs_of(sample: Line) -> list[tuple[float, float]]:
@@ -97,47 +88,41 @@ def another_prompt(case: Case) -> Found | None:
 
     Its log-prob gap is larger at the first tokens of a response than later. A diverged student is not comparable.
     """
-    if distance(case.lines[:WINDOW]).above(case.kl_first):
+    if case.diverged_early:
         return None
-    first = [pairs_of(sample) for sample in case.samples if sample["update"] <= WINDOW]
+    first = [pairs_of(sample) for sample in case.first_samples]
     heads = [fmean(ours - theirs for ours, theirs in pairs[:HEAD]) for pairs in first if pairs]
     tails = [fmean(ours - theirs for ours, theirs in pairs[2 * HEAD :]) for pairs in first if len(pairs) > 2 * HEAD]
     head = level(heads)
     if head.over(LOST) and (not tails or head.mean > fmean(tails)):
-        return Found(
-            metric="samples.jsonl: gap of the first tokens", value=head.mean, limit=LOST, run=check(case),
-            changes=[{f"teachers.{name}.context": None} for name, t in case.config.teachers.items() if t.context],
-        )  # fmt: skip
+        changes = [{f"teachers.{name}.context": None} for name, t in case.config.teachers.items() if t.context]
+        return Found("samples.jsonl: gap of the first tokens", head.mean, LOST, changes, run=case.doctor)
     start = distance(case.lines[:3])
     if not case.samples and start.over(FOREIGN) and case.kl_now.mean > start.mean / 2:
-        return Found(metric="teacher/kl", value=start.mean, limit=FOREIGN, run=check(case))
+        return Found("teacher/kl", start.mean, FOREIGN, run=case.doctor)
     return None
 
 
 def other_end(case: Case) -> Found | None:
     """Find a teacher that disagrees with the student only about the end token of early responses."""
-    first = [sample for sample in case.samples if sample["update"] <= WINDOW and sample.get("finish") == "eos"]
-    gaps = [[ours - theirs for ours, theirs in pairs_of(sample)] for sample in first]
+    ended = [sample for sample in case.first_samples if sample.get("finish") == "eos"]
+    gaps = [[ours - theirs for ours, theirs in pairs_of(sample)] for sample in ended]
     ends, rest = level([each[-1] for each in gaps if each]), [gap for each in gaps for gap in each[:-1]]
     if not ends.over(UNLIKELY) or (rest and ends.mean < fmean(rest) + UNLIKELY):
         return None
-    return Found(
-        metric="samples.jsonl: gap of the last token", value=ends.mean, limit=UNLIKELY,
-        run=f"slipstream config {case.at}/config.toml --check",
-    )  # fmt: skip
+    check = f"slipstream config {case.at}/config.toml --check"
+    return Found("samples.jsonl: gap of the last token", ends.mean, UNLIKELY, run=check)
 
 
-def wrong_lessons(case: Case) -> Found | None:
+def lowers_rewards(case: Case) -> Found | None:
     """Find a reward that falls while the KL to the teacher falls to its best value."""
-    fall = case.fall
-    if fall is None or not case.kl_then.above(case.kl_now) or case.kl_now.above(case.kl_best):
+    if case.fall is None or not case.kl_then.above(case.kl_now) or case.kl_now.above(case.kl_best):
         return None
-    return Found(metric=fall.name, value=fall.now, limit=0.9 * fall.best, run=f"slipstream samples {case.at} -n 5")
+    return Found(*case.fall, run=case.show_samples)
 
 
 def nothing_to_teach(case: Case) -> Found | None:
     kl = distance(case.lines)
-    moving = any(teacher.follow is not None for teacher in case.config.teachers.values())
-    if moving or case.config.policy is not None or len(case.lines) < PATIENCE or not kl.under(ALIKE):
+    if case.moving_teacher or case.config.policy is not None or len(case.lines) < PATIENCE or not kl.under(ALIKE):
         return None
-    return Found(metric="teacher/kl", value=kl.mean, limit=ALIKE, weight="watch")
+    return Found("teacher/kl", kl.mean, ALIKE)

@@ -1,6 +1,7 @@
-"""The decision tree: all advice rules, causes before symptoms. docs/advice.md is generated from this file.
+"""The decision tree: all advice rules, causes before symptoms. docs/advice.md shows them (`python tools/pages.py`).
 
-An answer hides the answers that are its consequences, and lists their names. Answers are sorted by severity.
+An answer hides later answers that are its consequences, and lists their names; only an error hides errors. Answers are
+sorted by severity, and answers of the same severity are in the order of the rules.
 """
 
 from __future__ import annotations
@@ -9,27 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.reporting.advice import drift, learning, running, teachers
-from slipstream.reporting.advice import freshness_thresholds as freshness
 from slipstream.reporting.advice.measurements import CHANCE, WINDOW, Case
-from slipstream.reporting.advice.rules import WEIGHTS, Answer, Rule, answered, without
+from slipstream.reporting.advice.rules import WEIGHTS, Answer, Rule, answered, without_symptoms
 
 # rules whose findings can be symptoms of staleness, of drift, of wrong importance weights, and of high variance
 STALE = ("staleness", "variance blow-up", "moderate drift", "ratio tails", "clip saturation", "gated samples")
-DRIFTING = ("biased draws", *STALE)
-MISWEIGHTED = (*STALE, "step too large", "spikes", "length surge", "short answers", "entropy collapse", "nothing moves")
+DRIFTING = ("wrong importance weights", *STALE)
 NOISY = ("ratio tails", "clip saturation", "widened clip", "moderate drift", "spikes")
+# rules whose findings can be symptoms of wrong or noisy training data
+LEARNING = ("step too large", "spikes", "no progress")
+LENGTHS = ("length surge", "short answers")
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        name="lying teacher",
+        name="teacher scores do not match",
         reads="teacher/kl teacher/kl_error",
         when=f"significantly below {teachers.BELOW_ZERO:g}",
         cause="A KL cannot be negative, so these log-probs do not belong to these tokens (shifted rows, another "
         "prompt, or a server that invents them).",
         change="none: repair the teacher's server",
         watch="teacher/kl at or above 0",
-        find=teachers.lies,
-        hides=("wrong teacher", "wrong template", "step too large", "wrong lessons", "spikes"),
+        find=teachers.negative_kl,
+        hides=("wrong teacher", "wrong template", "step too large", "teacher lowers rewards", "spikes"),
     ),
     Rule(
         name="failing teacher",
@@ -44,35 +46,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="engine mismatch",
         reads="mismatch/kl mismatch/probs_pearson mismatch/ppl_ratio mismatch/probs_diff_max drift/kl/lag_0",
-        when=f"For the same version of the weights: KL > {drift.DRIFTED:g} ({drift.ROUNDED:g} in float32), Pearson "
-        f"correlation < {drift.APART:g}, perplexities {drift.PERPLEXED:.0%} apart, or a probability off by "
-        f"{drift.LEAP:g} in most updates. KL > {drift.WATCHED:g} is only a warning.",
+        when=f"For the same version of the weights: KL > {drift.KL_LIMIT:g} ({drift.KL_ROUNDING:g} in float32), "
+        f"Pearson correlation < {drift.CORRELATION:g}, perplexities {drift.PERPLEXITY_GAP:.0%} apart, or a probability "
+        f"off by {drift.PROBABILITY_GAP:g} in most updates. KL > {drift.KL_WARNING:g} is only a warning.",
         cause="Sampler and learner compute different log-probs with the same weights: precision, temperature, kernels, "
         "parallelism, expert routing, or weights that did not arrive. Corrections would hide the difference.",
         change='`sampler.on_publish = "rebuild"`, `sampler.dtype` as the learner computes, float32 in both, no '
         "correction until the cause is found; `slipstream doctor`",
         watch="drift/kl/lag_0 near 0, mismatch/probs_pearson above 0.99",
         find=drift.engines_differ,
-        hides=(
-            "wrong template",
-            *DRIFTING,
-            "step too large",
-            "sequence weights",
-            "too much rejected",
-            "widened clip",
-            "spikes",
-            "nothing moves",
-        ),
+        hides=("wrong template", *DRIFTING, *LEARNING, "sequence weights", "too much rejected", "widened clip"),
     ),
     Rule(
         name="agreement unknown",
         reads="drift/k3_kl",
-        when=f"above {drift.DRIFTED:g}, and no tokens on which to compare the engines at the same version",
+        when=f"above {drift.KL_LIMIT:g}, and no tokens on which to compare the engines at the same version",
         cause="The drift may be only a difference between the engines: no tokens were trained on at the version that "
         "sampled them.",
         change="none: `slipstream doctor` compares the engines",
         watch="drift/kl/lag_0, as soon as it is recorded",
-        find=drift.nobody_knows,
+        find=drift.agreement_unknown,
         weight="watch",
     ),
     Rule(
@@ -84,15 +77,7 @@ RULES: tuple[Rule, ...] = (
         change="none: another `teachers.NAME.model`, or repair the teacher's server",
         watch="samples.jsonl: whole responses, and the tokens where the teacher disagrees",
         find=teachers.another_teacher,
-        hides=(
-            "wrong template",
-            "wrong lessons",
-            "step too large",
-            *DRIFTING,
-            "nothing moves",
-            "spikes",
-            "length surge",
-        ),
+        hides=("wrong template", "teacher lowers rewards", *DRIFTING, *LEARNING, "length surge"),
     ),
     Rule(
         name="wrong template",
@@ -105,15 +90,7 @@ RULES: tuple[Rule, ...] = (
         change="no `teachers.NAME.context`, or one that is the teacher's own template",
         watch="teacher/kl far lower at the first update",
         find=teachers.another_prompt,
-        hides=(
-            "wrong lessons",
-            "step too large",
-            *DRIFTING,
-            "nothing moves",
-            "spikes",
-            "length surge",
-            "short answers",
-        ),
+        hides=("teacher lowers rewards", *DRIFTING, *LEARNING, *LENGTHS),
     ),
     Rule(
         name="other end token",
@@ -124,29 +101,29 @@ RULES: tuple[Rule, ...] = (
         change="none: use a student and a teacher with the same end token (docs/teachers.md)",
         watch="truncated",
         find=teachers.other_end,
-        hides=("wrong lessons", "step too large", *DRIFTING, "truncated answers", "length surge", "spikes"),
+        hides=("teacher lowers rewards", "step too large", *DRIFTING, "truncated answers", "length surge", "spikes"),
     ),
     Rule(
-        name="wrong lessons",
+        name="teacher lowers rewards",
         reads="teacher/kl reward/REWARD accuracy",
         when="the KL falls significantly, to its best, while a reward is 10% below its best",
         cause="The student comes closer to the teacher, but its rewards fall. The teacher is wrong, uses another "
         "answer format, or sees another prompt.",
         change="none: read samples; grade the teacher (`slipstream eval TEACHER`)",
         watch="accuracy",
-        find=teachers.wrong_lessons,
+        find=teachers.lowers_rewards,
         hides=("step too large",),
     ),
     Rule(
-        name="biased draws",
+        name="wrong importance weights",
         reads="lag/mean distill/clip_fraction teacher/kl",
         when="Stale draws (extra tokens sampled at the same position) have no importance weights, or weights that are "
         f"clipped or capped for over {drift.CUT:.1%} of the draws. And the student gets worse.",
         cause="Draws from an older student are not weighted correctly, so the gradient is not that of the reverse KL.",
         change="`loss.importance = true`; no `loss.ratio_cap`, no `loss.clip`",
         watch="teacher/kl falls",
-        find=drift.biased,
-        hides=MISWEIGHTED,
+        find=drift.wrong_weights,
+        hides=(*STALE, *LEARNING, *LENGTHS, "entropy collapse"),
     ),
     Rule(
         name="poor samples",
@@ -158,56 +135,40 @@ RULES: tuple[Rule, ...] = (
         change="`learner.batch_size` of about 32; `sampler.temperature = 1.0`",
         watch="teacher/kl, gradient/noise",
         find=learning.poor_samples,
-        hides=("step too large", *STALE, "nothing moves", "spikes"),
+        hides=(*STALE, *LEARNING),
     ),
     Rule(
         name="step too large",
         reads="drift/kl/lag_1 drift/k3_kl_first drift/k3_kl_last teacher/kl reward/REWARD accuracy",
-        when=f"One update moves the student by a KL > {drift.DRIFTED:g} (only a warning unless the student gets "
+        when=f"One update moves the student by a KL > {drift.KL_LIMIT:g} (only a warning unless the student gets "
         "worse). Or, without drift, the KL to the teachers is 10% above its best or twice that of the first update. Or "
         "a reward is 10% below its best.",
         cause="Single updates undo what earlier updates learned.",
         change="`learner.lr` × 0.1, or × √(0.02 / KL) where the KL of one update was measured; one epoch",
         watch="teacher/kl falls, drift/kl/lag_1 below 0.02",
         find=learning.too_large,
-        hides=(
-            *STALE,
-            "spikes",
-            "length surge",
-            "short answers",
-            "entropy collapse",
-            "truncated answers",
-            "sequence weights",
-        ),
+        hides=(*STALE, *LENGTHS, "spikes", "entropy collapse", "truncated answers", "sequence weights"),
     ),
     Rule(
         name="staleness",
         reads="drift/k3_kl lag/mean drift/ess",
-        when=f"KL > {drift.DRIFTED:g} on stale tokens while the engines agree. Only a warning unless the student gets "
+        when=f"KL > {drift.KL_LIMIT:g} on stale tokens while the engines agree. Only a warning unless the student gets "
         "worse, or has a low effective sample size and does not improve.",
         cause="The learner's weights changed too much while the sampled tokens waited.",
         change="half of `schedule.tau`, `schedule.k` or `schedule.publish_every`",
         watch="drift/k3_kl below 0.02, drift/ess above 0.5",
         find=drift.stale,
-        hides=(
-            "variance blow-up",
-            "moderate drift",
-            "ratio tails",
-            "clip saturation",
-            "gated samples",
-            "spikes",
-            "sequence weights",
-        ),
+        hides=(*STALE[1:], "spikes", "sequence weights"),
     ),
     Rule(
         name="variance blow-up",
         reads="correction/ess drift/ess drift/chi2_token gradient/noise",
-        when=f"effective sample size < {drift.HALF:g}, chi2_token > {drift.BLOWN_UP:g}, or twice the initial gradient "
-        "noise with importance weights (only a warning while the student improves)",
+        when=f"effective sample size < {drift.LOW_ESS:g}, chi2_token > {drift.BLOWN_UP:g}, or twice the initial "
+        "gradient noise with importance weights (only a warning while the student improves)",
         cause="A few tokens have much larger importance weights than all others. Reject outliers before weighting.",
         change=f"Less staleness if chi2_token > {drift.HOPELESS:g}, over {drift.TOO_MANY:.0%} is rejected, or ess < "
-        f'{drift.THIRD:g} in spite of rejection. Else without a policy loss `loss.kind = "m2po"`. Else rejection; with '
-        f"token weights if chi2_token >= {drift.WEIGHED:g} or over {drift.MASKED:.0%} is rejected.",
+        f'{drift.LOWEST_ESS:g} in spite of rejection. Else without a policy loss `loss.kind = "m2po"`. Else rejection; '
+        f"with token weights if chi2_token >= {drift.WEIGHED:g} or over {drift.MASKED:.0%} is rejected.",
         watch="correction/ess above 0.5, correction/rollout_rs_masked_fraction below 0.1, gradient/noise",
         find=drift.blown_up,
         hides=NOISY,
@@ -215,7 +176,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="sequence weights",
         reads="correction/ess correction/rollout_rs_seq_masked_fraction length/max",
-        when=f"Sequence-level importance weights have an effective sample size < {drift.HALF:g}. Or a seq_sum "
+        when=f"Sequence-level importance weights have an effective sample size < {drift.LOW_ESS:g}. Or a seq_sum "
         f"rejection drops more than {drift.MASKED:.0%} of the responses, and the longest has over {drift.LONG} tokens.",
         cause="Products over a sequence grow exponentially with its length, so long responses have weight 0 or "
         "dominate.",
@@ -231,7 +192,7 @@ RULES: tuple[Rule, ...] = (
         "than the noise.",
         change="geometric bounds [0.99, 1.01] instead of the preset's; then less staleness",
         watch="correction/rollout_rs_masked_fraction below 0.1",
-        find=drift.masks_too_much,
+        find=drift.rejects_too_much,
     ),
     Rule(
         name="moderate drift",
@@ -253,7 +214,7 @@ RULES: tuple[Rule, ...] = (
         watch="distill/ratio_max below 10",
         find=drift.tails,
         weight="watch",
-        hides=("nothing moves",),
+        hides=("no progress",),
     ),
     Rule(
         name="widened clip",
@@ -304,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         change='`policy.loss = "clip_cov"`, `[guards.entropy]`, `[reference]`',
         watch="student/entropy",
         find=learning.collapses,
-        hides=("short answers", "groups agree"),
+        hides=("short answers", "equal rewards"),
     ),
     Rule(
         name="short answers",
@@ -331,18 +292,18 @@ RULES: tuple[Rule, ...] = (
         cause="Many samples are too stale, and their freshness weight is 0.",
         change="half of `schedule.tau`; half of `freshness.threshold`",
         watch="freshness/gated below 0.1",
-        find=learning.worth_nothing,
+        find=learning.gated,
     ),
     Rule(
         name="freshness thresholds",
         reads="ledger.jsonl: f, lag; freshness/buffer_f freshness/buffer_roll_coverage freshness/buffer_sup_coverage",
-        when=f"the 10% quantile differs from the setting by more than {freshness.NEAR:.0%}, over {freshness.MANY} "
+        when=f"the 10% quantile differs from the setting by more than {learning.NEAR:.0%}, over {learning.MANY} "
         "samples or more",
         cause="This run suggests a threshold that gives weight 0 to a tenth of the samples of lag tau, and kappas that "
         "refresh the stalest tenth of the buffers.",
         change="`freshness.threshold`, `kappa_f`, `kappa_roll`, `kappa_sup`",
         watch="freshness/gated near 0.1, freshness/refreshes",
-        find=freshness.thresholds,
+        find=learning.freshness_thresholds,
         weight="tune",
     ),
     Rule(
@@ -363,16 +324,16 @@ RULES: tuple[Rule, ...] = (
         change="none: read samples",
         watch="reward/REWARD above 0",
         find=learning.unrewarded,
-        hides=("groups agree",),
+        hides=("equal rewards",),
     ),
     Rule(
-        name="groups agree",
+        name="equal rewards",
         reads="policy/rows_moved",
         when=f"below {learning.AGREED:g} (only a warning while rewards rise)",
         cause="All responses of a group have the same reward, so there is nothing to compare.",
         change="twice `sampler.group`; other prompts; a reward with partial credit",
         watch="policy/rows_moved above 0.2",
-        find=learning.agreed,
+        find=learning.equal_rewards,
     ),
     Rule(
         name="dropped groups",
@@ -381,7 +342,7 @@ RULES: tuple[Rule, ...] = (
         cause="A stage fails for some groups, or groups become too old. ledger.jsonl has the cause of each.",
         change="another `schedule.on_old`, if groups become too old",
         watch="dropped does not grow",
-        find=running.drops,
+        find=running.dropped_groups,
     ),
     Rule(
         name="failing samples",
@@ -390,7 +351,7 @@ RULES: tuple[Rule, ...] = (
         cause="Engines, environments or rewards fail for some responses. ledger.jsonl has the cause of each.",
         change="twice `task.timeout`, if grading takes too long",
         watch="failed_samples and ungraded/CAUSE do not grow",
-        find=running.breaks,
+        find=running.failed_responses,
     ),
     Rule(
         name="dying workers",
@@ -399,7 +360,7 @@ RULES: tuple[Rule, ...] = (
         cause="An engine's process dies or hangs. The log of the run has its last messages.",
         change="none",
         watch="restarts/WORKER",
-        find=running.dies,
+        find=running.restarted_workers,
         weight="watch",
     ),
     Rule(
@@ -443,23 +404,23 @@ RULES: tuple[Rule, ...] = (
         weight="speed",
     ),
     Rule(
-        name="waits its turn",
+        name="waiting for the schedule",
         reads="seconds/turn seconds/update",
         when=f"the learner waits more than {running.WAITED:.0%} of the time",
         cause="The learner has scored groups, but the schedule's order or age bound does not allow it to use them yet.",
         change='`schedule.order = "mixture"`; twice `schedule.max_lag`',
         watch="seconds/turn",
-        find=running.waits_its_turn,
+        find=running.schedule_wait,
         weight="speed",
     ),
     Rule(
-        name="thrown work",
+        name="discarded work",
         reads="thrown_tokens tokens",
-        when=f"more than {running.THROWN:.0%} of the tokens",
+        when=f"more than {running.DISCARDED:.0%} of the tokens",
         cause="Many tokens are rolled out and never trained on.",
         change='`schedule.on_publish = "keep"`, `schedule.on_old = "wait"`, or twice `freshness.cooldown`',
         watch="thrown_tokens",
-        find=running.throws,
+        find=running.discarded_tokens,
         weight="speed",
     ),
     Rule(
@@ -473,13 +434,13 @@ RULES: tuple[Rule, ...] = (
         weight="watch",
     ),
     Rule(
-        name="nothing moves",
+        name="no progress",
         reads="teacher/kl reward/REWARD",
         when=f"at least {teachers.PATIENCE} updates without a significant change of either",
         cause="The step is too small, or the gradient is mostly noise.",
         change="twice `learner.lr`; more draws (`loss.m`), a larger `learner.batch_size`",
         watch="teacher/kl falls",
-        find=learning.nothing_moves,
+        find=learning.no_progress,
         weight="watch",
     ),
 )
@@ -507,7 +468,7 @@ def advise(case: Case) -> Advice:
     if not case.lines:
         return Advice((), 0)
     found = [(rule, rule.find(case)) for rule in RULES]
-    answers = without([answered(rule, each, case.config) for rule, each in found if each is not None], BY_NAME)
+    answers = without_symptoms([answered(rule, each, case.config) for rule, each in found if each is not None], BY_NAME)
     return Advice(
         tuple(sorted(answers, key=lambda answer: WEIGHTS.index(answer.weight))),
         len(case.lines),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import isfinite
 from statistics import stdev
 
@@ -11,9 +12,10 @@ from slipstream.metric_names import below
 from slipstream.reporting.report import figures, timeline
 from slipstream.reporting.report.figures import Figure, Series
 from slipstream.reporting.report.points import mean
-from slipstream.reporting.report.runs import Reading
+from slipstream.reporting.report.runs import Reading, held_out_sets
 from slipstream.reporting.report.titles import course, duration, shown
 
+SECONDS = "seconds since the run began"
 LAGS = 32
 """Number of bars of the histogram; the last bar includes all larger lags."""
 WAITS = {
@@ -23,6 +25,7 @@ WAITS = {
     "relabel": "waiting for teachers to score again",
     "weights": "waiting for a publish",
 }
+LOSSES = {"dropped/": "{}", "failed/": "failed: {}", "ungraded/": "no reward: {}", "restarted": "restarted"}
 PUBLISH = {"wait": "waiting for requests to pause", "load": "loading weights", "rebuild": "recomputing prefixes"}
 GROUPS = {
     "rolling": "being rolled out",
@@ -34,31 +37,19 @@ GROUPS = {
 
 def accuracy(runs: Sequence[Reading]) -> Iterator[Figure]:
     """Draw the accuracy on every held-out set, over updates and over wall-clock time."""
-    sets = dict.fromkeys(name for run in runs for name, *_ in run.accuracy())
-    for name in sets:
-        found = [
-            (slot, run, updates, values, errors)
-            for slot, run in enumerate(runs)
-            for each, updates, values, errors in run.accuracy()
-            if each == name
-        ]
+    note = "Error bars: one standard error over the held-out prompts, at most."
+    for name in held_out_sets(runs):
         label = f"Accuracy on {name}" if name else "Held-out accuracy"
-        those = [run for _, run, *_ in found]
-        note = "Error bars: one standard error over the held-out prompts, at most."
-        for clock in (False, True):
-            series = [
-                Series(run.name, [run.at(u) for u in updates] if clock else updates, values, slot, errors)
-                for slot, run, updates, values, errors in found
-            ]
-            ends = [
-                f"{shown(each.y[-1], share=True)} after {duration(each.x[-1])}"
-                if clock
-                else f"{shown(each.y[0], share=True)} → {shown(each.y[-1], share=True)}"
-                for each in series
-            ]
-            x, against = ("seconds since the run began", "wall clock") if clock else ("update", "updates")
-            title = f"{label} against {against}: {named(ends, those)}"
-            yield figures.curves(title, note, series, x=x, y="accuracy", share=True, marks=True)
+        found = [(slot, run, run.accuracies[name]) for slot, run in enumerate(runs) if name in run.accuracies]
+        measured = [run for _, run, _ in found]
+        series = [Series(run.name, each.updates, each.values, slot, each.errors) for slot, run, each in found]
+        changes = [f"{shown(each.y[0], share=True)} → {shown(each.y[-1], share=True)}" for each in series]
+        title = f"{label} against updates: {named(changes, measured)}"
+        yield figures.curves(title, note, series, x="update", y="accuracy", share=True, marks=True)
+        series = [replace(each, x=[run.at(u) for u in each.x]) for each, run in zip(series, measured, strict=True)]
+        ends = [f"{shown(each.y[-1], share=True)} after {duration(each.x[-1])}" for each in series]
+        title = f"{label} against wall clock: {named(ends, measured)}"
+        yield figures.curves(title, note, series, x=SECONDS, y="accuracy", share=True, marks=True)
 
 
 def waits(runs: Sequence[Reading]) -> Figure:
@@ -116,65 +107,60 @@ def places(runs: Sequence[Reading]) -> Figure | None:
 
 def idle(runs: Sequence[Reading]) -> Figure | None:
     """Draw the share of time in which each worker was idle; None without data."""
-    names = sorted({name for run in runs for name in run.columns if name.startswith("idle/")}, key=by_stage)
-    if not names:
+    found = {name.removeprefix("idle/") for run in runs for name in run.columns if name.startswith("idle/")}
+    workers = sorted(found, key=timeline.rank)
+    if not workers:
         return None
-    labels = [name.removeprefix("idle/") for name in names]
-    series = [Series(run.name, [], [weighted(run, name) for name in names], slot) for slot, run in enumerate(runs)]
-    flat = [(value, label, each.name) for each in series for value, label in zip(each.y, labels, strict=True)]
-    value, label, name = max(each for each in flat if each[0] == each[0])
-    whose = f"{label} of {name}" if len(runs) > 1 else label
-    title = f"Most idle: {whose}, {shown(value, share=True)} of the time"
+    series = [
+        Series(run.name, [], [weighted(run, f"idle/{worker}") for worker in workers], slot)
+        for slot, run in enumerate(runs)
+    ]
+    shares = [(share, worker, run.name) for run in series for share, worker in zip(run.y, workers, strict=True)]
+    share, worker, name = max(each for each in shares if isfinite(each[0]))
+    title = f"Most idle: {worker}{f' of {name}' if len(runs) > 1 else ''}, {shown(share, share=True)} of the time"
     note = "idle/WORKER over the whole run. It should be near 0 in the slowest stage."
-    return figures.bars(title, note, labels, series, y="share of the time", share=True)
-
-
-def by_stage(name: str) -> tuple[int, str]:
-    return timeline.rank(name.removeprefix("idle/"))
+    return figures.bars(title, note, workers, series, y="share of the time", share=True)
 
 
 def weighted(run: Reading, name: str) -> float:
     """Return the mean of a metric, weighted by the duration of the updates."""
     values, seconds = run.values(name), run.values("seconds/update")
-    total = sum(seconds)
-    return (
-        sum(v * s for v, s in zip(values, seconds, strict=True)) / total
-        if len(values) == len(seconds)
-        else mean(values)
-    )
+    if len(values) != len(seconds):
+        return mean(values)
+    return sum(value * time for value, time in zip(values, seconds, strict=True)) / sum(seconds)
 
 
 def lags(runs: Sequence[Reading]) -> Figure | None:
     """Draw the distribution of the lags of trained tokens; None without data."""
-    counts = [tokens_by_lag(run) for run in runs]
+    counts = [
+        {
+            int(name.removeprefix("lag/tokens_")): sum(values)
+            for name, (_, values) in run.columns.items()
+            if name.startswith("lag/tokens_")
+        }
+        for run in runs
+    ]
     if not any(counts):
         return None
-    most = min(max(lag for count in counts for lag in count), LAGS)
-    labels = [str(lag) if lag < LAGS else f"{LAGS} +" for lag in range(most + 1)]
-    series = list[Series]()
+    last = min(max(lag for count in counts for lag in count), LAGS)
+    series, summaries = list[Series](), list[str]()
     for slot, (run, count) in enumerate(zip(runs, counts, strict=True)):
         total = sum(count.values()) or 1.0
-        shares = [0.0] * (most + 1)
+        shares = [0.0] * (last + 1)
         for lag, tokens in count.items():
-            shares[min(lag, most)] += tokens / total
+            shares[min(lag, last)] += tokens / total
         series.append(Series(run.name, [], shares, slot))
-    means = [sum(lag * n for lag, n in count.items()) / (sum(count.values()) or 1) for count in counts]
-    most_of = [max(count, default=0) for count in counts]
-    summary = named([f"{shown(a)} on average, {b} at most" for a, b in zip(means, most_of, strict=True)], runs)
-    return figures.bars(
-        f"Lag of trained tokens: {summary}", "Updates between sampling a token and training on it, over the whole run.",
-        labels, series, x="lag, in updates", y="share of tokens", share=True,
-    )  # fmt: skip
+        average = sum(lag * tokens for lag, tokens in count.items()) / total
+        summaries.append(f"{shown(average)} on average, {max(count, default=0)} at most")
+    title = f"Lag of trained tokens: {named(summaries, runs)}"
+    note = "Updates between sampling a token and training on it, over the whole run."
+    labels = [str(lag) if lag < LAGS else f"{LAGS} +" for lag in range(last + 1)]
+    return figures.bars(title, note, labels, series, x="lag, in updates", y="share of tokens", share=True)
 
 
-def tokens_by_lag(run: Reading) -> dict[int, float]:
-    found = [(re.fullmatch(r"lag/tokens_(\d+)", name), values) for name, (_, values) in run.columns.items()]
-    return {int(match[1]): sum(values) for match, values in found if match}
-
-
-def drift_by_lag(runs: Sequence[Reading], metric: str = "drift/kl") -> Figure | None:
+def drift_by_lag(runs: Sequence[Reading]) -> Figure | None:
     """Draw the KL by lag: mean over updates and its standard error; None for fewer than two lags."""
-    pattern = re.compile(rf"{metric}/lag_(\d+)(-\d+)?")
+    pattern = re.compile(r"drift/kl/lag_(\d+)(-\d+)?")
     found = {name: int(match[1]) for run in runs for name in run.columns if (match := pattern.fullmatch(name))}
     names = sorted(found, key=found.__getitem__)
     if len(names) < 2:
@@ -185,9 +171,9 @@ def drift_by_lag(runs: Sequence[Reading], metric: str = "drift/kl") -> Figure | 
         errors = [stdev(each) / len(each) ** 0.5 if len(each) > 1 else None for each in values]
         series.append(Series(run.name, [], [mean(each) for each in values], slot, errors))
     labels = [name.rpartition("lag_")[2] for name in names]
-    ends = series[0].y
-    most = max(range(len(ends)), key=ends.__getitem__)
-    title = f"KL by lag: {shown(ends[0])} at lag {labels[0]}, and at most {shown(ends[most])}, at lag {labels[most]}"
+    kl = series[0].y
+    most = max(range(len(kl)), key=kl.__getitem__)
+    title = f"KL by lag: {shown(kl[0])} at lag {labels[0]}, and at most {shown(kl[most])}, at lag {labels[most]}"
     title += f" ({runs[0].name})" if len(runs) > 1 else ""
     note = "drift/kl by lag: mean over updates ± one standard error. If it is not near 0 at lag 0, the engines differ."
     return figures.bars(title, note, labels, series, x="lag, in updates", y="nats per token")
@@ -197,34 +183,27 @@ def noise(runs: Sequence[Reading]) -> Figure | None:
     """Draw the noise of the gradient divided by its signal; None without data."""
     series = list[Series]()
     for slot, run in enumerate(runs):
-        if "gradient/noise" in run.columns and "gradient/signal" in run.columns:
-            updates, signals = run.columns["gradient/signal"]
-            pairs = list(zip(updates, signals, run.values("gradient/noise"), strict=False))
-            kept = [(update, noise / signal) for update, signal, noise in pairs if signal > 0]
-            series.append(Series(run.name, [update for update, _ in kept], [ratio for _, ratio in kept], slot))
-    if not any(each.y for each in series):
+        lines = [line for line in run.metrics if line.get("gradient/signal", 0.0) > 0 and "gradient/noise" in line]
+        ratios = [line["gradient/noise"] / line["gradient/signal"] for line in lines]
+        if ratios:
+            series.append(Series(run.name, [line["update"] for line in lines], ratios, slot))
+    if not series:
         return None
-    return figures.curves(
-        course("Gradient noise / signal", {each.name: each.y for each in series}),
-        "gradient/noise / gradient/signal. Above 1 steps are mostly random: use larger batches or a lower lr.",
-        series, x="update", y="noise / signal", band=below(1.0),
-    )  # fmt: skip
+    title = course("Gradient noise / signal", {each.name: each.y for each in series})
+    note = "gradient/noise / gradient/signal. Above 1 steps are mostly random: use larger batches or a lower lr."
+    return figures.curves(title, note, series, x="update", y="noise / signal", band=below(1.0))
 
 
 def lost(runs: Sequence[Reading]) -> Figure | None:
-    """Draw dropped groups by reason, and failed responses; None if nothing was lost."""
-    kinds = {"dropped/": "{}", "failed/": "failed: {}", "ungraded/": "no reward: {}"}
-    names: dict[str, str] = {}
-    for run in runs:
-        for name in run.columns:
-            head, slash, tail = name.partition("/")
-            if head + slash in kinds:
-                names[name] = kinds[head + slash].format(tail)
-    names |= {name: label for name, label in {"restarted": "restarted"}.items() if any(run.last(name) for run in runs)}
-    labels = [label for name, label in names.items() if any(run.last(name) for run in runs)]
+    """Draw dropped groups by reason, restarted groups, and failed responses; None if nothing was lost."""
+    labels = dict[str, str]()
+    for name in [name for run in runs for name in run.columns if run.last(name)]:
+        kind, slash, reason = name.partition("/")
+        if kind + slash in LOSSES:
+            labels[name] = LOSSES[kind + slash].format(reason)
     if not labels:
         return None
-    rows = [name for name, label in names.items() if label in labels]
-    series = [Series(run.name, [], [run.last(name) or 0.0 for name in rows], slot) for slot, run in enumerate(runs)]
-    thrown = named([f"{shown(run.last('thrown_tokens') or 0.0)} tokens" for run in runs], runs)
-    return figures.bars(f"Lost work: {thrown}", "By reason, over the whole run.", labels, series, y="count")
+    series = [Series(run.name, [], [run.last(name) or 0.0 for name in labels], slot) for slot, run in enumerate(runs)]
+    tokens = named([f"{shown(run.last('thrown_tokens') or 0.0)} tokens" for run in runs], runs)
+    note = "By reason, over the whole run."
+    return figures.bars(f"Lost work: {tokens}", note, list(labels.values()), series, y="count")

@@ -19,6 +19,7 @@ Json = dict[str, Any]
 COLOURS = 8
 DASHES = ("solid", "dash", "dot", "dashdot")
 HEIGHT = 250
+SHARES: Json = {"tickformat": ".0~%"}
 FEW = 40
 """Largest number of points drawn one by one; longer curves also get a moving mean."""
 
@@ -78,20 +79,9 @@ def numbers(values: Iterable[float | None]) -> list[float | None]:
 
 
 def curves(
-    title: str,
-    note: str,
-    series: Sequence[Series],
-    *,
-    x: str,
-    y: str,
-    share: bool = False,
-    band: Band | None = None,
-    marks: bool = False,
-    exact: bool = False,
-    wide: bool = False,
-    legend: bool = False,
-    height: int = HEIGHT,
-) -> Figure:
+    title: str, note: str, series: Sequence[Series], *,
+    x: str, y: str, share: bool = False, band: Band | None = None, marks: bool = False, exact: bool = False,
+) -> Figure:  # fmt: skip
     """Draw a line for each series; a long series also gets a moving mean, unless `marks` or `exact` is set."""
     few = marks or all(len(each.x) <= FEW for each in series)
     how = points if few else course if exact else trail
@@ -103,174 +93,126 @@ def curves(
         layout["shapes"] = [healthy(band, low, high)]
     if span:
         layout["yaxis"]["range"] = numbers(span)
-    return Figure(title, note, data, layout, height, wide=wide, legend=legend)
+    return Figure(title, note, data, layout)
 
 
 def axes(x: str, y: str, *, share: bool = False) -> Json:
-    vertical: Json = {"title": {"text": y}} | ({"tickformat": ".0~%"} if share else {})
-    return {"xaxis": {"title": {"text": x}}, "yaxis": vertical}
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}} | (SHARES if share else {})}
 
 
 def points(each: Series) -> list[Json]:
-    bars = {"error_y": {"array": numbers(each.error), "thickness": 1.2, "width": 3}} if each.error else {}
-    return [
-        {
-            **named(each),
-            "mode": "lines+markers",
-            "x": numbers(each.x),
-            "y": numbers(each.y),
-            "line": {"color": colour(each.slot), "width": 2, "dash": dash(each)},
-            "marker": {"size": 5},
-            **bars,
-        }
-    ]
+    marks = {"mode": "lines+markers", "marker": {"size": 5}}
+    return [line(each, each.x, each.y) | marks | error_bars(each)]
 
 
 def course(each: Series) -> list[Json]:
-    raw = thinned(each.x, each.y)
-    return [{**named(each), **line(raw), "line": {"color": colour(each.slot), "width": 2, "dash": dash(each)}}]
+    return [line(each, *thinned(each.x, each.y))]
 
 
 def trail(each: Series) -> list[Json]:
     """Draw all points as a faint line, and their moving mean."""
-    raw, mean = thinned(each.x, each.y), smoothed(each.x, each.y)
-    return [
-        {
-            **named(each),
-            **line(raw),
-            "line": {"color": colour(each.slot, 0.3), "width": 1},
-            "hoverinfo": "skip",
-            "showlegend": False,
-        },
-        {**named(each), **line(mean), "line": {"color": colour(each.slot), "width": 2, "dash": dash(each)}},
-    ]
+    faint = {"line": {"color": colour(each.slot, 0.3), "width": 1}}
+    return [line(each, *thinned(each.x, each.y)) | BACKGROUND | faint, line(each, *smoothed(each.x, each.y))]
 
 
 def ribbons(title: str, note: str, series: Sequence[Series], *, x: str, y: str, share: bool = False) -> Figure:
     """Draw a line for each series, in a band as wide as its error."""
     data: list[Json] = []
     for each in series:
-        errors = [error or 0.0 for error in each.error]
-        low = [value - error for value, error in zip(each.y, errors, strict=True)]
-        high = [value + error for value, error in zip(each.y, errors, strict=True)]
-        data += [
-            {
-                **named(each),
-                "mode": "lines",
-                "x": numbers([*each.x, *reversed(each.x)]),
-                "y": numbers([*high, *reversed(low)]),
-                "fill": "toself",
-                "fillcolor": colour(each.slot, 0.16),
-                "line": {"width": 0, "color": colour(each.slot)},
-                "hoverinfo": "skip",
-                "showlegend": False,
-            },
-            {
-                **named(each),
-                **line((each.x, each.y)),
-                "line": {"color": colour(each.slot), "width": 2, "dash": dash(each)},
-            },
-        ]
+        ends = list(each.ends())
+        outline = line(each, [*each.x, *reversed(each.x)], [*ends[1::2], *reversed(ends[::2])])
+        edge = {"line": {"width": 0, "color": colour(each.slot)}}
+        band = {"fill": "toself", "fillcolor": colour(each.slot, 0.16)}
+        data += [outline | BACKGROUND | edge | band, line(each, each.x, each.y)]
     return Figure(title, note, data, axes(x, y, share=share))
 
 
-def dash(each: Series) -> str:
-    """Return the line style, which differs between series of the same colour."""
-    return DASHES[each.slot // COLOURS % len(DASHES)]
+BACKGROUND: Json = {"hoverinfo": "skip", "showlegend": False}
+"""Settings of a trace that has no text of its own."""
 
 
-def line(points: tuple[Sequence[float], Sequence[float]]) -> Json:
-    return {"mode": "lines", "x": numbers(points[0]), "y": numbers(points[1])}
+def line(each: Series, x: Sequence[float], y: Sequence[float]) -> Json:
+    """Return the trace of a line; its style differs between series of the same colour."""
+    dash = DASHES[each.slot // COLOURS % len(DASHES)]
+    style = {"color": colour(each.slot), "width": 2, "dash": dash}
+    return {**named(each), "type": "scatter", "mode": "lines", "x": numbers(x), "y": numbers(y), "line": style}
 
 
 def named(each: Series) -> Json:
-    return {"type": "scatter", "name": plain(each.name), "meta": each.slot}
+    return {"name": plain(each.name), "meta": each.slot}
+
+
+def error_bars(each: Series, axis: str = "y") -> Json:
+    return {f"error_{axis}": {"array": numbers(each.error), "thickness": 1.2, "width": 3}} if each.error else {}
 
 
 def healthy(band: Band, low: float, high: float) -> Json:
     bottom = low if band.low is None else min(max(band.low, low), high)
     top = high if band.high is None else max(min(band.high, high), low)
     place = {"xref": "paper", "x0": 0, "x1": 1, "y0": number(bottom), "y1": number(top)}
-    return {
-        "type": "rect",
-        "layer": "below",
-        "line": {"width": 0},
-        "fillcolor": shade("healthy", 0.13),
-        **place,
-    }
+    return {"type": "rect", "layer": "below", "line": {"width": 0}, "fillcolor": shade("healthy", 0.13), **place}
 
 
 def bars(
-    title: str,
-    note: str,
-    labels: Sequence[str],
-    series: Sequence[Series],
-    *,
-    y: str,
-    x: str = "",
-    share: bool = False,
-    wide: bool = False,
-    height: int = HEIGHT,
+    title: str, note: str, labels: Sequence[str], series: Sequence[Series], *, y: str, x: str = "", share: bool = False
 ) -> Figure:
     """Draw grouped bars; `Series.y` has one number for each label."""
-    names = [plain(label) for label in labels]
     data = [
         {
+            **named(each),
             "type": "bar",
-            "name": plain(each.name),
-            "meta": each.slot,
-            "x": names,
+            "x": list(map(plain, labels)),
             "y": numbers(each.y),
             "marker": {"color": colour(each.slot)},
-            **({"error_y": {"array": numbers(each.error), "thickness": 1.2, "width": 3}} if each.error else {}),
+            **error_bars(each),
         }
         for each in series
     ]
     layout = axes(x, y, share=share)
     layout["xaxis"] |= {"type": "category"}
     gap = {"bargap": 0.6 if len(labels) < 4 else 0.25}
-    return Figure(title, note, data, layout | gap, height, wide=wide)
+    return Figure(title, note, data, layout | gap)
 
 
 def dots(
     title: str, note: str, labels: Sequence[str], series: Sequence[Series], *, x: str, share: bool = False
 ) -> Figure:
     """Draw a point with its error for each label, one below the other; used for many labels."""
+    rows = list(map(plain, labels))
     data = [
         {
             **named(each),
+            "type": "scatter",
             "mode": "markers",
-            "y": [plain(label) for label in labels],
+            "y": rows,
             "x": numbers(each.y),
             "marker": {"size": 8, "color": colour(each.slot)},
-            "error_x": {"array": numbers(each.error), "thickness": 1.5, "width": 4},
+            **error_bars(each, "x"),
         }
         for each in series
     ]
-    layout = axes(x, "")
-    layout["xaxis"] |= {"tickformat": ".0~%"} if share else {}
-    layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": data[0]["y"][::-1]}
-    return Figure(title, note, data, layout | {"hovermode": "closest"}, height=90 + 26 * len(labels), wide=True)
+    layout = row_axes(x, rows, share=share)
+    return Figure(title, note, data, layout, height=90 + 26 * len(rows), wide=True)
 
 
 def stacks(
     title: str, note: str, rows: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, share: bool = False
 ) -> Figure:
     """Draw a horizontal stacked bar for each row, with a colour for each part."""
-    names = [plain(row) for row in rows]
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": plain(part),
-            "y": names,
-            "x": numbers(values),
-            "marker": {"color": colour(slot)},
-        }
-        for slot, (part, values) in enumerate(parts.items())
-    ]
+    data = [row_bars(slot, part, rows, numbers(values)) for slot, (part, values) in enumerate(parts.items())]
+    layout = row_axes(x, list(map(plain, rows)), share=share) | {"barmode": "stack", "bargap": 0.35}
+    return Figure(title, note, data, layout, height=130 + 34 * len(rows), legend=True, wide=True)
+
+
+def row_bars(slot: int, name: str, rows: Sequence[str], lengths: Sequence[float | None]) -> Json:
+    """Return the trace of horizontal bars: one activity or part, with a length for each entry of `rows`."""
+    bars = {"type": "bar", "orientation": "h", "name": plain(name), "y": list(map(plain, rows)), "x": list(lengths)}
+    return bars | {"marker": {"color": colour(slot)}}
+
+
+def row_axes(x: str, rows: Sequence[str], *, share: bool = False) -> Json:
+    """Return the layout of a figure with one row below the other, the first one at the top."""
     layout = axes(x, "")
-    layout["xaxis"] |= {"tickformat": ".0~%"} if share else {}
-    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
-    more = {"barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
-    return Figure(title, note, data, layout | more, height=130 + 34 * len(rows), legend=True, wide=True)
+    layout["xaxis"] |= SHARES if share else {}
+    layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]}
+    return layout | {"hovermode": "closest"}

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from slipstream.reporting.report import study_figures as arms
-from slipstream.reporting.report.panels import words
-from slipstream.reporting.report.sections import written
-from slipstream.reporting.report.study import apart, compared, said, slopes, title_of
+from slipstream.reporting.report.study import compared, difference_text, slopes, table_of, title_of
 from slipstream.reporting.report.titles import duration
 from slipstream.studies.results import STUDY_FILE, Sweep
 from slipstream.studies.statistics import Verdict
@@ -72,31 +70,18 @@ def chapter(sweep: Sweep, directory: Path) -> Iterator[str]:
     if claims := sweep.claims():
         yield "| claim | claimed to be below 0 | is | p (Holm) | |\n| --- | --- | --- | --- | --- |"
         for each in claims:
-            found = apart(each.found, each.measure)
-            yield f"| {each.claim.says} | {compared(each)} | {found} | {each.p_text} | **{each.verdict}** |"
+            difference = difference_text(each.found, each.measure)
+            yield f"| {each.claim.says} | {compared(each)} | {difference} | {each.p_text} | **{each.verdict}** |"
         yield ""
-    for measure in sweep.measures:
-        yield from table(sweep, measure)
-    head, rows = slopes(sweep)
-    if rows:
-        yield from markdown([head, *rows])
+    for head, rows in [*(table_of(sweep, measure) for measure in sweep.measures), slopes(sweep)]:
+        if rows:
+            yield from markdown(head, rows)
     yield f"{made(sweep)}\n"
 
 
-def table(sweep: Sweep, measure: str) -> Iterator[str]:
-    """Yield a table with a row for every series and a column for every x."""
-    places = arms.places(sweep)
-    setting = sweep.study.x
-    head = [words(measure)[0], *(f"{setting} = {written(x)}" if setting else "" for x in places)]
-    cells = {(row.series, repr(row.x)): said(row, measure) for row in sweep.table(measure)}
-    rows = [[series, *(cells.get((series, repr(x)), "") for x in places)] for series in sweep.series()]
-    yield from markdown([head, *rows])
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    head, *others = rows
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |\n|{' --- |' * len(head)}"
-    yield from (f"| {' | '.join(row)} |" for row in others)
+    yield from (f"| {' | '.join(row)} |" for row in rows)
     yield ""
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from slipstream.config.costs import Costs
 from slipstream.planning.planner import Offer, Outlook
 from slipstream.reporting.report.figures import Figure, Series, bars
-from slipstream.reporting.report.page import Page, Part, Section, folded, table
+from slipstream.reporting.report.page import Html, Page, Section, folded, table
 from slipstream.reporting.report.sections import made_by
 from slipstream.reporting.report.titles import duration
 
@@ -25,7 +25,7 @@ def page(seen: Outlook, costs: Costs, *, own: str, updates: int, command: str) -
         f"{own}, and {updates} updates.",
         sections=[
             Section("Forecast", "The fastest split of every schedule.", list(figures(seen))),
-            Section("All simulated splits", "", list(rows(seen))),
+            Section("All simulated splits", "", [splits(seen)]),
             Section("Costs", "", [folded("costs.toml", costs.to_toml())]),
         ],
         legend={},
@@ -40,64 +40,49 @@ def speed(offer: Offer) -> float:
 def figures(seen: Outlook) -> Iterator[Figure]:
     offers = list(seen.best.values())
     names = [f"{offer.schedule}, {offer.split}" for offer in offers]
+
+    def drawn(title: str, note: str, y: str, values: Mapping[str, Sequence[float]], *, share: bool = False) -> Figure:
+        series = [Series(label, [], each, slot) for slot, (label, each) in enumerate(values.items())]
+        return replace(bars(title, note, names, series, y=y, share=share), wide=True, legend=True, height=HEIGHT)
+
     slowest, fastest = min(offers, key=speed), max(offers, key=speed)
-    title = f"{fastest.schedule} is {speed(fastest) / speed(slowest):.2g} times as fast as {slowest.schedule}"
-    more = [speed(seen.next[offer.schedule]) for offer in offers]
-    count = seen.devices
-    both = (
-        Series(f"{count} devices", [], [speed(o) for o in offers]),
-        Series(f"{count + 1} devices", [], more, slot=1),
-    )
-    note = "Trained samples per second, also with one more device, which may stay idle."
-    yield drawn(title, note, names, both, y="samples per second")
-    most = max(offers, key=lambda offer: offer.forecast.lag)
-    lags = (
-        Series("mean", [], [offer.forecast.lag for offer in offers]),
-        Series("largest", [], [offer.forecast.max_lag for offer in offers], slot=1),
-    )
-    title = f"Tokens of {most.schedule} are {most.forecast.lag:.1f} updates old on average"
-    yield drawn(title, "Lag of the trained tokens.", names, lags, y="updates")
-    idle = [
-        Series(label, [], [offer.forecast.idle[stage] for offer in offers], slot)
-        for slot, (stage, label) in enumerate(STAGES.items())
-    ]
-    waits = max(STAGES, key=lambda stage: fastest.forecast.idle[stage])
-    title = f"With {fastest.schedule} the {STAGES[waits]} wait most: {fastest.forecast.idle[waits]:.0%} of the time"
     yield drawn(
-        title, "A stage that waits has more devices than it needs.", names, idle, y="share of the time", share=True
+        f"{fastest.schedule} is {speed(fastest) / speed(slowest):.2g} times as fast as {slowest.schedule}",
+        "Trained samples per second, also with one more device, which may stay idle.",
+        "samples per second",
+        {
+            f"{seen.devices} devices": [speed(offer) for offer in offers],
+            f"{seen.devices + 1} devices": [speed(seen.next[offer.schedule]) for offer in offers],
+        },
+    )
+    forecasts = [offer.forecast for offer in offers]
+    oldest = max(offers, key=lambda offer: offer.forecast.lag)
+    yield drawn(
+        f"Tokens of {oldest.schedule} are {oldest.forecast.lag:.1f} updates old on average",
+        "Lag of the trained tokens.",
+        "updates",
+        {"mean": [each.lag for each in forecasts], "largest": [each.max_lag for each in forecasts]},
+    )
+    idle = fastest.forecast.idle
+    waits = max(STAGES, key=lambda stage: idle[stage])
+    yield drawn(
+        f"With {fastest.schedule} the {STAGES[waits]} wait most: {idle[waits]:.0%} of the time",
+        "A stage that waits has more devices than it needs.",
+        "share of the time",
+        {label: [each.idle[stage] for each in forecasts] for stage, label in STAGES.items()},
+        share=True,
     )
 
 
-def drawn(
-    title: str, note: str, names: Sequence[str], series: Sequence[Series], *, y: str, share: bool = False
-) -> Figure:
-    figure = bars(title, note, names, series, y=y, share=share, wide=True, height=HEIGHT)
-    return replace(figure, legend=True)
-
-
-def rows(seen: Outlook) -> Iterator[Part]:
-    head = [
-        "schedule",
-        "split",
-        "samples/s",
-        "tokens/s",
-        "lag",
-        "max lag",
-        *(f"{n} idle" for n in STAGES.values()),
-        "time",
-    ]
-    yield table(head, map(cells, sorted(seen.offers, key=speed, reverse=True)), numbers=True)
-
-
-def cells(offer: Offer) -> list[str]:
-    found = offer.forecast
-    return [
-        offer.schedule,
-        str(offer.split),
-        f"{found.samples_per_s:,.3g}",
-        f"{found.tokens_per_s:,.0f}",
-        f"{found.lag:.1f}",
-        f"{found.max_lag:.0f}",
-        *(f"{found.idle[stage]:.0%}" for stage in STAGES),
-        duration(offer.seconds),
-    ]
+def splits(seen: Outlook) -> Html:
+    """Return a table of all simulated splits, the fastest first."""
+    idle = [f"{label} idle" for label in STAGES.values()]
+    head = ["schedule", "split", "samples/s", "tokens/s", "lag", "max lag", *idle, "time"]
+    rows = []
+    for offer in sorted(seen.offers, key=speed, reverse=True):
+        found = offer.forecast
+        speeds = [f"{found.samples_per_s:,.3g}", f"{found.tokens_per_s:,.0f}"]
+        lags = [f"{found.lag:.1f}", f"{found.max_lag:.0f}"]
+        shares = [f"{found.idle[stage]:.0%}" for stage in STAGES]
+        rows.append([offer.schedule, str(offer.split), *speeds, *lags, *shares, duration(offer.seconds)])
+    return table(head, rows, numbers=True)

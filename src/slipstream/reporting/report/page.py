@@ -58,7 +58,7 @@ class Page:
 
 def document(page: Page) -> str:
     sections = [section for section in page.sections if section.parts]
-    figures = dict(numbered(part for section in sections for part in section.parts if isinstance(part, Figure)))
+    figures = numbered(part for section in sections for part in section.parts if isinstance(part, Figure))
     names = iter(figures)
     contents = "".join(f'<li><a href="#{each.anchor}">{visible(each.title)}</a></li>' for each in sections)
     body = [
@@ -72,17 +72,18 @@ def document(page: Page) -> str:
     return shell(page.title, "<main>" + "\n".join(body) + "</main>", figures)
 
 
-def shell(title: str, body: str, figures: Mapping[str, Figure], script: str = "page.js") -> str:
-    data = {name: drawn(figure) for name, figure in figures.items()}
-    plotly = f"<script>{plotly_js()}</script>" if figures else ""
-    return sound(
+def shell(title: str, body: str, figures: Mapping[str, Figure]) -> str:
+    data = as_json({name: drawn(figure) for name, figure in figures.items()})
+    text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{visible(title)}</title><style>{asset('page.css')}</style></head><body>\n{body}\n"
         "<noscript><p>The figures need JavaScript. The page loads nothing from the network.</p></noscript>\n"
-        f'<script type="application/json" id="figures">{as_json(data)}</script>\n{plotly}\n'
-        f"<script>{asset(script)}</script>\n</body></html>\n"
+        f'<script type="application/json" id="figures">{data}</script>\n'
+        f"{f'<script>{plotly_js()}</script>' if figures else ''}\n"
+        f"<script>{asset('page.js')}</script>\n</body></html>\n"
     )
+    return text.encode("utf-8", "replace").decode("utf-8")  # replace lone surrogates, which UTF-8 cannot encode
 
 
 def drawn(figure: Figure) -> Json:
@@ -91,9 +92,8 @@ def drawn(figure: Figure) -> Json:
     return kept | {"title": "<br>".join(wrap(plain(figure.title), LINE))}
 
 
-def numbered(figures: Iterable[Figure]) -> Iterator[tuple[str, Figure]]:
-    for number, figure in enumerate(figures, 1):
-        yield f"figure-{number}", figure
+def numbered(figures: Iterable[Figure]) -> dict[str, Figure]:
+    return {f"figure-{number}": figure for number, figure in enumerate(figures, 1)}
 
 
 def render(section: Section, names: Iterator[str]) -> str:
@@ -101,20 +101,18 @@ def render(section: Section, names: Iterator[str]) -> str:
     head = f'<div class="head"><h2>{visible(section.title)}</h2>{intro}</div>'
     # keep the heading with the first figures, or printing can separate them
     parts, grid = ([], [head]) if isinstance(section.parts[0], Figure) else ([head], list[str]())
-    for part in section.parts:
+    for part in [*section.parts, Html("")]:
         if isinstance(part, Figure):
             grid.append(shown(part, next(names)))
-            continue
-        parts += [f'<div class="grid">{"".join(grid)}</div>', part] if grid else [part]
-        grid = []
-    parts += [f'<div class="grid">{"".join(grid)}</div>'] if grid else []
+        else:
+            parts += [f'<div class="grid">{"".join(grid)}</div>', part] if grid else [part]
+            grid = []
     return f'<section id="{section.anchor}">{"".join(parts)}</section>'
 
 
 def shown(figure: Figure, name: str) -> str:
-    kind = ' class="wide"' if figure.wide else ""
+    kind, title = ' class="wide"' if figure.wide else "", visible(figure.title)
     zoom, steps = (" zoom", STEPS) if figure.zoom else ("", "")
-    title = visible(figure.title)
     return (
         f"<figure{kind}><figcaption><b>{title}</b><span>{visible(figure.note)}</span></figcaption>{steps}"
         f'<div class="plot{zoom}" id="{name}" role="img" aria-label="{title}" style="height:{figure.height}px"></div>'
@@ -135,13 +133,14 @@ def legend(names: Mapping[int, str]) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> Html:
     """Return a table of plain text; `numbers` aligns all columns except the first to the right."""
-    kind = ['class="n"' if numbers and i else "" for i in range(len(head))]
-    top = "".join(f"<th {k}>{visible(name)}</th>" for k, name in zip(kind, head, strict=True))
-    body = "".join(
-        f"<tr>{''.join(f'<td {k}>{visible(cell)}</td>' for k, cell in zip(kind, row, strict=True))}</tr>"
-        for row in rows
-    )
-    return Html(f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>')
+
+    def line(kind: str, cells: Sequence[str]) -> str:
+        aligned = ['class="n"' if numbers and i else "" for i in range(len(cells))]
+        row = "".join(f"<{kind} {each}>{visible(cell)}</{kind}>" for each, cell in zip(aligned, cells, strict=True))
+        return f"<tr>{row}</tr>"
+
+    top, body = line("th", head), "".join(line("td", row) for row in rows)
+    return Html(f'<div class="scroll"><table><thead>{top}</thead><tbody>{body}</tbody></table></div>')
 
 
 def paragraph(text: str) -> Html:
@@ -159,11 +158,6 @@ def as_json(data: object) -> str:
     """Return JSON that is safe inside a script element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def sound(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def asset(name: str) -> str:

@@ -24,6 +24,10 @@ class Panel(NamedTuple):
     exact: bool = False
     """True for a metric that is set and not measured: it has no noise, so it is drawn without a moving mean."""
 
+    @property
+    def share(self) -> bool:
+        return self.unit == SHARE
+
 
 SHARE = "share"
 PANELS: dict[str, tuple[Panel, ...]] = {
@@ -138,30 +142,18 @@ IDLE = (
 
 
 def panels(section: str, runs: Sequence[Reading]) -> Iterator[Figure]:
-    """Yield a figure for every metric of a section that any run has."""
+    """Yield a figure for every metric of a section that any run has, except for metrics of IDLE without an event."""
     left = list(dict.fromkeys(name for run in runs for name in run.columns))
     for panel in PANELS[section]:
         for name in [name for name in left if re.fullmatch(panel.names, name)]:
             left.remove(name)
-            if not uneventful(name, runs):
+            usual = 1.0 if name.startswith("guard/") and name != "guard/kl" else 0.0
+            if not name.startswith(IDLE) or any(value != usual for run in runs for value in run.values(name)):
                 yield draw(name, runs)
 
 
-def uneventful(name: str, runs: Sequence[Reading]) -> bool:
-    if not name.startswith(IDLE):
-        return False
-    usual = 1.0 if name.startswith("guard/") and name != "guard/kl" else 0.0
-    return all(value == usual for run in runs for value in run.values(name))
-
-
-def words(name: str) -> tuple[str, str]:
-    """Return the label and unit of a metric; for a metric without a panel, its name and ""."""
-    panel = panel_of(name)
-    return panel.label, panel.unit
-
-
 def panel_of(name: str) -> Panel:
-    """Return the panel of a metric, with the label filled in."""
+    """Return the panel of a metric, with the label filled in; without a panel, the label is the name."""
     for panel in [OF_EVAL, OF_TIME, *(panel for section in PANELS.values() for panel in section)]:
         if match := re.fullmatch(panel.names, name):
             return panel._replace(label=panel.label.format(*match.groups()))
@@ -170,21 +162,17 @@ def panel_of(name: str) -> Panel:
 
 def draw(name: str, runs: Sequence[Reading]) -> Figure:
     panel = panel_of(name)
-    values = {run.name: run.values(name) for run in runs}
     (term,) = vocabulary.find(name)
-    band, share = vocabulary.band(name), panel.unit == SHARE
+    band = vocabulary.band(name)
+    values = {run.name: run.values(name) for run in runs}
     health = f" {inside(band, values)}" if band else "" if term.healthy == "–" else f" Healthy: {term.healthy}."
     return figures.curves(
-        course(panel.label, values, share=share),
+        course(panel.label, values, share=panel.share),
         f"{name}: {term.meaning}.{health}",
-        series(name, runs),
+        [Series(run.name, *run.columns[name], slot) for slot, run in enumerate(runs) if name in run.columns],
         x="update",
         y=panel.unit,
         exact=panel.exact,
-        share=share,
+        share=panel.share,
         band=band,
     )
-
-
-def series(name: str, runs: Sequence[Reading]) -> list[Series]:
-    return [Series(run.name, *run.columns[name], slot) for slot, run in enumerate(runs) if name in run.columns]

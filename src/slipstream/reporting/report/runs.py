@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.config.base import Section
 from slipstream.config.file import differing
@@ -16,15 +16,20 @@ from slipstream.config.schema import Config, TeacherConfig
 from slipstream.errors import RunDirError
 from slipstream.metrics import digest
 from slipstream.reporting.advice.measurements import Case
+from slipstream.reporting.advice.read import case_of
 from slipstream.run_dir.reading import Line, RunDir
-from slipstream.run_dir.writing import SAMPLES
 
 Column = tuple[list[float], list[float]]
 """Updates, and the values of a metric at these updates."""
-FIRST = 400
-"""Number of first samples that the advice rules read."""
 OPTIONAL = ("environment", "policy", "reference", "freshness")
 """Config sections that have no effect unless they are written."""
+
+
+class Accuracy(NamedTuple):
+    updates: list[float]
+    values: list[float]
+    errors: list[float | None]
+    """Upper bounds of the standard errors."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +66,27 @@ class Reading:
 
     @cached_property
     def case(self) -> Case:
-        """Return the input of the advice rules. Only freshness rules need the whole ledger."""
-        samples = self.run.picked(SAMPLES, lambda number, _: number < FIRST)
-        ledger = self.run.ledger if self.config.freshness else []
-        return Case(self.config, self.metrics, self.evaluations, samples, ledger, str(self.run.path))
+        """Return the input of the advice rules."""
+        return case_of(self.run, self.config, self.metrics, self.evaluations)
 
     def at(self, update: float) -> float:
         return seconds_at(self.metrics, update)
 
-    def accuracy(self) -> Iterator[tuple[str, list[float], list[float], list[float | None]]]:
-        """Yield name, updates, accuracies and upper bounds of the standard errors for every held-out set."""
-        sets = dict.fromkeys(line.get("set", "") for line in self.evaluations)
-        for each in sets:
-            lines = [line for line in self.evaluations if line.get("set", "") == each and "accuracy" in line]
-            prompts = [line.get("samples", 0.0) / self.config.eval.n for line in lines]
-            values = [line["accuracy"] for line in lines]
-            errors = [standard_error(value, count) for value, count in zip(values, prompts, strict=True)]
-            yield each, [float(line["update"]) for line in lines], values, errors
+    @cached_property
+    def accuracies(self) -> dict[str, Accuracy]:
+        """Accuracy on every held-out set, by the name of the set."""
+        found: dict[str, Accuracy] = {}
+        for line in self.evaluations:
+            if "accuracy" in line:
+                each = found.setdefault(line.get("set", ""), Accuracy([], [], []))
+                each.updates.append(float(line["update"]))
+                each.values.append(line["accuracy"])
+                each.errors.append(standard_error(line["accuracy"], line.get("samples", 0.0) / self.config.eval.n))
+        return found
+
+
+def held_out_sets(runs: Sequence[Reading]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.accuracies))
 
 
 def seconds_at(metrics: Sequence[Line], update: float) -> float:
@@ -117,26 +126,26 @@ def distinguished(paths: Sequence[Path]) -> list[str]:
 
 def defaults(config: Config) -> Config:
     """Return a config with the same student, teachers and kinds, and defaults for everything else."""
-    sections = {name: _default(value) for name, value in config if isinstance(value, Section)}
     teachers = {name: TeacherConfig.model_construct(model=each.model) for name, each in config.teachers.items()}
-    given: dict[str, Any] = {"student": config.student, "teachers": teachers, **sections}
+    given: dict[str, Any] = {"student": config.student, "teachers": teachers}
+    for name, section in config:
+        if isinstance(section, Section):
+            kind = {"kind": section.kind} if hasattr(section, "kind") else {}
+            given[name] = type(section).model_construct(_fields_set=None, **kind)
     return Config.model_construct(_fields_set=None, **given)
-
-
-def _default(section: Section) -> Section:
-    kind = getattr(section, "kind", None)
-    return type(section).model_construct(_fields_set=None, **({} if kind is None else {"kind": kind}))
 
 
 def changed(config: Config) -> dict[str, tuple[Any, Any]]:
     """Return default and value of every setting that differs from its default."""
     apart = differing(defaults(config), config)
-    found = {
-        name: (theirs, ours) for name, theirs, ours in apart if theirs != {}
-    }  # nested settings have entries of their own
+    found = {name: (usual, own) for name, usual, own in apart if usual != {}}  # nested settings have their own entries
     for name in ("loss", "schedule"):
-        usual, ours = Config.model_fields[name].default.kind, getattr(config, name).kind
-        if ours != usual:
-            found[f"{name}.kind"] = (usual, ours)
-    found |= {f"[{name}]": (None, "in use") for name in OPTIONAL if getattr(config, name) is not None}
-    return found
+        usual, own = Config.model_fields[name].default.kind, getattr(config, name).kind
+        if own != usual:
+            found[f"{name}.kind"] = (usual, own)
+    return found | {name: (None, text) for name, text in in_use(config).items()}
+
+
+def in_use(config: Config) -> dict[str, str]:
+    """Return the optional sections that the config has."""
+    return {f"[{name}]": "in use" for name in OPTIONAL if getattr(config, name) is not None}

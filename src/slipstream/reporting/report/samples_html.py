@@ -6,14 +6,14 @@ Generated text can contain anything, so all text is escaped, and control charact
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 from unicodedata import category
 
 from slipstream.reporting.report.runs import Reading
 from slipstream.reporting.report.titles import shown
-from slipstream.run_dir.writing import SAMPLES
+from slipstream.run_dir.writing import SAMPLES, heading
 
 MOST = 1200
 """Largest number of tokens of a response, and of characters of other texts, that are shown."""
@@ -21,7 +21,6 @@ FULL = 4.0
 """Log-prob gap in nats from which a token has the strongest colour."""
 SEEN = 0.1
 """Log-prob gap in nats below which a token has no colour."""
-ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
 
 
 def chosen(run: Reading, count: int) -> list[dict[str, Any]]:
@@ -40,33 +39,22 @@ def chosen(run: Reading, count: int) -> list[dict[str, Any]]:
 
 
 def sample(quote: dict[str, Any], name: str = "") -> str:
-    parts = [f'<p class="head">{visible(head(quote, name))}</p>', block("prompt", visible(cut_end(quote["prompt"])))]
+    heads = ", ".join(filter(None, [name, heading(quote)]))
+    parts = [f'<p class="head">{visible(heads)}</p>', block("prompt", visible(cut_end(quote["prompt"])))]
     tokens = list(marked(quote))
-    generated = [text for who, text in quote.get("turns") or [("said", quote["response"])] if who == "said"]
-    if tokens and "".join(token for token, *_ in tokens) == "".join(generated):
-        parts += turns(quote, tokens)
+    texts = quote.get("turns") or [("response", quote["response"])]
+    if tokens and "".join(token for token, *_ in tokens) == "".join(text for who, text in texts if who != "seen"):
+        parts += coloured_turns(texts, tokens)
     else:  # tokens that are parts of characters do not add up to the text
-        parts += [
-            block(who if quote.get("turns") else "response", visible(cut(text)))
-            for who, text in quote.get("turns") or [("response", quote["response"])]
-        ]
+        parts += [block(who, visible(cut(text))) for who, text in texts]
         parts += [block("its tokens", coloured(tokens))] if tokens else []
     if quote.get("context") is not None:
         parts.append(block("the teacher saw", visible(cut(quote["context"]))))
-    if gaps := [gap for _, _, _, gap in tokens if gap is not None]:
+    if gaps := [gap for *_, gap in tokens if gap is not None]:
         mean, teacher = fmean(gaps), visible(quote["teacher"] or "the teacher")
-        parts.append(f'<p class="note">On average {teacher} finds a token {shown(abs(mean))} nats '
-                     f"{'less' if mean > 0 else 'more'} likely than the student did.</p>")  # fmt: skip
+        likely = f"{shown(abs(mean))} nats {'less' if mean > 0 else 'more'} likely"
+        parts.append(f'<p class="note">On average {teacher} finds a token {likely} than the student did.</p>')
     return f'<article class="sample">{"".join(parts)}</article>'
-
-
-def head(quote: dict[str, Any], name: str) -> str:
-    versions = [version for version, _ in quote["versions"]]
-    drawn = f"{min(versions)}–{max(versions)}" if len(set(versions)) > 1 else f"{versions[0]}" if versions else "none"
-    rewards = "".join(f", {each} {value:.3g}" for each, value in quote["rewards"].items())
-    ended = ENDED.get(quote["finish"], quote["finish"])
-    run = f"{name}, " if name else ""
-    return f"{run}update {quote['update']}: {len(quote['tokens'])} tokens by version {drawn}, {ended}{rewards}"
 
 
 Marked = tuple[str, float | None, float | None, float | None]
@@ -79,20 +67,17 @@ def marked(quote: dict[str, Any]) -> Iterator[Marked]:
         yield token, ours, other, None if ours is None or other is None else ours - other
 
 
-def turns(quote: dict[str, Any], tokens: Sequence[Marked]) -> Iterator[str]:
-    """Yield the response, coloured, with the observations of an episode in between."""
-    if not quote.get("turns"):
-        yield block("response", coloured(tokens))
-        return
-    left = list(tokens)
-    for who, text in quote["turns"]:
-        if who != "said":
+def coloured_turns(texts: Iterable[tuple[str, str]], tokens: Sequence[Marked]) -> Iterator[str]:
+    """Yield the texts of the student, coloured, with the observations of an episode in between."""
+    left = iter(tokens)
+    for who, text in texts:
+        if who == "seen":
             yield block(who, visible(cut(text)))
             continue
         own, length = list[Marked](), 0
-        while left and length < len(text):
-            own.append(left.pop(0))
-            length += len(own[-1][0])
+        while length < len(text) and (token := next(left, None)) is not None:
+            own.append(token)
+            length += len(token[0])
         yield block(who, coloured(own))
 
 
@@ -102,20 +87,19 @@ def block(label: str, inner: str) -> str:
 
 
 def coloured(tokens: Sequence[Marked]) -> str:
-    shown = "".join(map(span, tokens[:MOST]))
-    return shown + (f"<i>… and {len(tokens) - MOST:,} more tokens</i>" if len(tokens) > MOST else "")
+    more = f"<i>… and {len(tokens) - MOST:,} more tokens</i>" if len(tokens) > MOST else ""
+    return "".join(map(span, tokens[:MOST])) + more
 
 
 def span(token: Marked) -> str:
     text, ours, theirs, gap = token
     if gap is None:
         return visible(text)
-    tooltip = f"student {ours:.2f}, teacher {theirs:.2f}"
-    if abs(gap) < SEEN:
-        return f'<span title="{tooltip}">{visible(text)}</span>'
-    strength = min(1.0, abs(gap) / FULL)
-    kind = "less" if gap > 0 else "more"
-    return f'<span class="{kind}" style="--a:{0.12 + 0.68 * strength:.2f}" title="{tooltip}">{visible(text)}</span>'
+    colour = ""
+    if abs(gap) >= SEEN:
+        strength = 0.12 + 0.68 * min(1.0, abs(gap) / FULL)
+        colour = f'class="{"less" if gap > 0 else "more"}" style="--a:{strength:.2f}" '
+    return f'<span {colour}title="student {ours:.2f}, teacher {theirs:.2f}">{visible(text)}</span>'
 
 
 def visible(text: str) -> str:

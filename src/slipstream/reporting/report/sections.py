@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import slipstream
-from slipstream.config.file import differing, to_toml
+from slipstream.config.file import differing, flat, to_toml
 from slipstream.reporting.advice.tree import advise
 from slipstream.reporting.report import charts, timeline
 from slipstream.reporting.report import samples_html as quotes
@@ -17,7 +17,7 @@ from slipstream.reporting.report.figures import FEW
 from slipstream.reporting.report.page import Html, Page, Part, Section, folded, paragraph, table
 from slipstream.reporting.report.panels import panels
 from slipstream.reporting.report.points import window
-from slipstream.reporting.report.runs import Reading, changed
+from slipstream.reporting.report.runs import Reading, changed, held_out_sets, in_use
 from slipstream.reporting.report.samples_html import visible
 from slipstream.reporting.report.titles import change, duration, shown
 from slipstream.run_dir.writing import LEDGER
@@ -28,6 +28,9 @@ CAUSES = 8
 """Largest number of dropped groups that are listed for a run."""
 NAMED = 5
 """Largest number of runs named in a title."""
+STALENESS = "Lag of trained tokens: updates between sampling a token and training on it."
+DRIFT = "Distance of the learner from the policy that sampled its tokens. The healthy range is shaded."
+GUARDS = "Actions of the guards, which lower the learning rate or tau when metrics go wrong."
 KEY = Html(
     '<p class="note key">Colour of a token: <span class="less" style="--a:.6">less likely</span> or '
     '<span class="more" style="--a:.6">more likely</span> to the teacher than to the student; strongest from '
@@ -38,10 +41,14 @@ KEY = Html(
 def page(runs: Sequence[Reading], command: str) -> Page:
     names = [run.name for run in runs]
     several = len(runs) > 1
+    lead = [] if several else [what(runs[0])]
+    longest = max(len(run.metrics) for run in runs)
+    if longest > FEW:
+        lead.append(f"Thin lines show single updates, thick lines a moving mean over up to {window(longest)} updates.")
     return Page(
         kicker="Slipstream report",
         title=title_of(names),
-        lead=" ".join(filter(None, [what(runs[0]) if not several else "", lines_of(runs)])),
+        lead=" ".join(lead),
         sections=list(sections(runs)),
         legend=dict(enumerate(names)) if several else {},
         footer=made_by(command),
@@ -52,14 +59,6 @@ def title_of(names: Sequence[str]) -> str:
     if len(names) > NAMED:
         return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} others"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def lines_of(runs: Sequence[Reading]) -> str:
-    """Return an explanation of thin and thick lines; empty if all runs are short."""
-    longest = max(len(run.metrics) for run in runs)
-    if longest <= FEW:
-        return ""
-    return f"Thin lines show single updates, thick lines a moving mean over up to {window(longest)} updates."
 
 
 def what(run: Reading) -> str:
@@ -74,47 +73,33 @@ def what(run: Reading) -> str:
 
 def sections(runs: Sequence[Reading]) -> Iterator[Section]:
     """Yield all sections of the report; the page leaves out sections without content."""
+    traces = [timeline.slices(run) for run in runs]
+    episodes = [timeline.episodes(run) for run in runs if run.values("episode/turns")]
+    waits = [charts.waits(runs), charts.idle(runs), charts.places(runs), charts.publishes(runs)]
     yield Section("At a glance", "", [headlines(runs)])
     yield Section("Advice", "The result of slipstream advise.", list(advice(runs)))
-    yield Section("Configuration", "Settings that differ from their default.", list(
-        configuration(runs)
-    ))  # fmt: skip
-    yield Section("Accuracy and rewards", "", [*charts.accuracy(runs), *panels("rewards", runs)])
-    yield Section("Learning", "", list(panels("learning", runs)))
-    found = [timeline.slices(run) for run in runs]
-    yield Section("Overlap of the stages", "", list(overlap(runs, found)))
-    yield Section("Throughput", "", list(panels("throughput", runs)))
-    yield Section(
-        "Waits",
-        "Time that stages spent waiting, and where groups waited.",
-        present(charts.waits(runs), charts.idle(runs), charts.places(runs), charts.publishes(runs)),
+    yield Section("Configuration", "Settings that differ from their default.", list(configuration(runs)))
+    figures: tuple[tuple[str, str, str, Iterable[Part | None]], ...] = (
+        ("Accuracy and rewards", "", "rewards", charts.accuracy(runs)),
+        ("Learning", "", "learning", ()),
+        ("Overlap of the stages", "", "", overlap(runs, traces)),
+        ("Throughput", "", "throughput", ()),
+        ("Waits", "Time that stages spent waiting, and where groups waited.", "", waits),
+        ("Staleness", STALENESS, "staleness", [charts.lags(runs), charts.drift_by_lag(runs)]),
+        ("Drift", DRIFT, "drift", ()),
+        ("Corrections", "Effects of importance weights and rejection.", "corrections", ()),
+        ("Freshness", "Weights of stale samples.", "freshness", ()),
+        ("Guards", GUARDS, "guards", ()),
+        ("Noise", "", "noise", [charts.noise(runs)]),
+        ("Lengths", "", "lengths", ()),
+        ("Teachers", "", "teachers", ()),
+        ("Episodes", "", "episodes", episodes),
     )
-    yield Section(
-        "Staleness", "Lag of trained tokens: updates between sampling a token and training on it.",
-        [*present(charts.lags(runs), charts.drift_by_lag(runs)), *panels("staleness", runs)],
-    )  # fmt: skip
-    yield Section(
-        "Drift", "Distance of the learner from the policy that sampled its tokens. The healthy range is shaded.",
-        list(panels("drift", runs)),
-    )  # fmt: skip
-    yield Section("Corrections", "Effects of importance weights and rejection.", list(panels("corrections", runs)))
-    yield Section("Freshness", "Weights of stale samples.", list(panels("freshness", runs)))
-    yield Section(
-        "Guards",
-        "Actions of the guards, which lower the learning rate or tau when metrics go wrong.",
-        list(panels("guards", runs)),
-    )
-    yield Section("Noise", "", [*present(charts.noise(runs)), *panels("noise", runs)])
-    yield Section("Lengths", "", list(panels("lengths", runs)))
-    yield Section("Teachers", "", list(panels("teachers", runs)))
-    stages = [figure for run in runs if run.values("episode/turns") for figure in present(timeline.episodes(run))]
-    yield Section("Episodes", "", [*stages, *panels("episodes", runs)])
+    for title, intro, name, others in figures:
+        parts = [*others, *(panels(name, runs) if name else ())]
+        yield Section(title, intro, [part for part in parts if part is not None])
     yield Section("Samples", "", list(samples(runs)))
     yield Section("Lost work", "", list(losses(runs)))
-
-
-def present(*figures: Any) -> list[Part]:
-    return [figure for figure in figures if figure is not None]
 
 
 def headlines(runs: Sequence[Reading]) -> Html:
@@ -127,19 +112,13 @@ def headlines(runs: Sequence[Reading]) -> Html:
 
 def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
     """Yield the most important facts: a label, and a value for each run (empty if unknown)."""
-    yield (
-        "updates",
-        [
-            f"{len(run.metrics):,}" + ("" if run.run.finished else f" of {run.config.updates}, not finished")
-            for run in runs
-        ],
-    )
+    unfinished = ["" if run.run.finished else f" of {run.config.updates}, not finished" for run in runs]
+    yield "updates", [f"{len(run.metrics):,}{rest}" for run, rest in zip(runs, unfinished, strict=True)]
     yield "wall clock", [duration(run.values("time")[-1]) for run in runs]
-    sets = dict.fromkeys(name for run in runs for name, *_ in run.accuracy())
-    for each in sets:
-        found = [next((a for a in run.accuracy() if a[0] == each), None) for run in runs]
-        yield f"accuracy{f' on {each}' if each else ''}", [accuracy_of(one) for one in found]
-    for name, label in [*rewards(runs), ("teacher/kl", "KL to the teacher")]:
+    for each in held_out_sets(runs):
+        yield f"accuracy{f' on {each}' if each else ''}", [accuracy_of(run, each) for run in runs]
+    labels = {name: name.replace("/", " ", 1) for run in runs for name in run.columns if name.startswith("reward/")}
+    for name, label in {**labels, "teacher/kl": "KL to the teacher"}.items():
         ends = [change(run.values(name)) if run.values(name) else None for run in runs]
         yield label, [f"{shown(end.first)} → {shown(end.last)}" if end else "" for end in ends]
     for name, label in (
@@ -152,15 +131,11 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
     yield "groups dropped or restarted", [shown(run.digest["lost"]) if run.digest else "" for run in runs]
 
 
-def rewards(runs: Sequence[Reading]) -> list[tuple[str, str]]:
-    names = dict.fromkeys(name for run in runs for name in run.columns if name.startswith("reward/"))
-    return [(name, f"reward {name.removeprefix('reward/')}") for name in names]
-
-
-def accuracy_of(found: tuple[str, list[float], list[float], list[float | None]] | None) -> str:
-    if found is None:
+def accuracy_of(run: Reading, name: str) -> str:
+    """Format the first and last accuracy on a held-out set; empty if the run has none."""
+    if name not in run.accuracies:
         return ""
-    _, _, values, errors = found
+    _, values, errors = run.accuracies[name]
     error = f" ± {100 * errors[-1]:.2g}" if errors[-1] else ""
     return f"{100 * values[0]:.3g} → {100 * values[-1]:.3g}{error} %"
 
@@ -185,27 +160,18 @@ def configuration(runs: Sequence[Reading]) -> Iterator[Part]:
     """Yield a table of the settings that differ from the default in any run; differences between runs come first."""
     found = [changed(run.config) for run in runs]
     apart = {name for run in runs[1:] for name, *_ in differing(runs[0].config, run.config)}
-    names = sorted({name for each in found for name in each} - {"output"}, key=lambda name: (name not in apart, name))
-    rows = []
-    for name in names:
-        usual = next(each[name][0] for each in found if name in each)
-        rows.append([name, *(written(setting(run, name)) for run in runs), written(usual)])
+    defaults = {name: usual for each in found for name, (usual, _) in each.items() if name != "output"}
+    settings = [flat(run.config.model_dump(mode="json")) | in_use(run.config) for run in runs]
+    rows = [
+        [name, *(written(each.get(name)) for each in settings), written(defaults[name])]
+        for name in sorted(defaults, key=lambda name: (name not in apart, name))
+    ]
     if len(runs) > 1 and apart:
         yield paragraph("The first rows are the settings that differ between the runs.")
     yield table(["setting", *(run.name if len(runs) > 1 else "value" for run in runs), "default"], rows)
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
         yield folded(f"complete config.toml{of}, and its machine", f"{to_toml(run.config)}\n{machine(run)}")
-
-
-def setting(run: Reading, name: str) -> Any:
-    """Return the value of a setting by dotted name, or None if the run does not have it."""
-    if name.startswith("["):
-        return "in use" if getattr(run.config, name.strip("[]")) is not None else None
-    value: Any = run.config.model_dump(mode="json")
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def written(value: Any) -> str:

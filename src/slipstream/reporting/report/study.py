@@ -7,12 +7,15 @@ from typing import Any
 
 from slipstream.reporting.report import study_figures as arms
 from slipstream.reporting.report.page import Html, Page, Part, Section, folded, table
-from slipstream.reporting.report.panels import SHARE, words
+from slipstream.reporting.report.panels import panel_of
 from slipstream.reporting.report.sections import made_by, written
 from slipstream.reporting.report.titles import duration, estimate
-from slipstream.studies.results import Sweep, Tried
+from slipstream.studies.results import STUDY_FILE, Aggregate, Sweep, Tried
 from slipstream.studies.statistics import Estimate
 from slipstream.studies.study import is_number
+
+Table = tuple[list[str], list[list[str]]]
+"""Names of the columns, and rows."""
 
 
 def page(sweep: Sweep, command: str) -> Page:
@@ -35,64 +38,61 @@ def title_of(sweep: Sweep) -> str:
 
 
 def sections(sweep: Sweep) -> Iterator[Section]:
+    verdicts = "A claim holds, or does not, if the difference exceeds two standard errors; else it is not visible."
+    same = "Runs with the same seed use the same prompts, so only the setting differs between them."
+    shades = "Mean over seeds, shaded by one standard error. Titles are about the last updates, like the table."
+    tables = [table(*table_of(sweep, measure)) for measure in sweep.measures]
     yield Section("Result", " ".join(sweep.study.sweep.about.split()), list(arms.drawn(sweep).values()))
-    yield Section(
-        "Claims",
-        "A claim holds or does not hold if the difference is more than two standard errors; else it is not visible.",
-        [claims(sweep)] if sweep.study.sweep.claims else [],
-    )
-    yield Section("Table", "Mean ± one standard error over seeds.", list(means(sweep)))
-    yield Section(
-        "Paired by seed",
-        "Runs with the same seed use the same prompts, so only the setting differs between them.",
-        list(paired(sweep)),
-    )
-    yield Section(
-        "Learning curves",
-        "Mean over seeds; the shaded band is one standard error. Titles are about the last updates, like the table.",
-        list(arms.curves(sweep)),
-    )
+    yield Section("Claims", verdicts, [claims(sweep)] if sweep.study.sweep.claims else [])
+    yield Section("Table", "Mean ± one standard error over seeds.", tables)
+    yield Section("Paired by seed", same, list(paired(sweep)))
+    yield Section("Learning curves", shades, list(arms.curves(sweep)))
     yield Section("How it was run", "", list(how(sweep)))
 
 
-def means(sweep: Sweep) -> Iterator[Part]:
-    """Yield a table for each measure: series × x, with the number of seeds if some are missing."""
-    all_seeds = len(sweep.study.sweep.seeds)
-    for measure in sweep.measures:
-        cells = {
-            (row.series, repr(row.x)): said(row, measure)
-            + ("" if row.n == all_seeds else f" ({row.n} of {all_seeds} seeds)")
-            for row in sweep.table(measure)
-        }
-        yield crossed(sweep, measure, list(sweep.series()), cells)
+def table_of(sweep: Sweep, measure: str) -> Table:
+    """Return a table of means: series × x, with the number of seeds if some are missing."""
+    seeds = len(sweep.study.sweep.seeds)
+    cells = {
+        (row.series, repr(row.x)): mean_text(row, measure) + ("" if row.n == seeds else f" ({row.n} of {seeds} seeds)")
+        for row in sweep.table(measure)
+    }
+    return crossed(sweep, measure, list(sweep.series()), cells)
 
 
-def crossed(sweep: Sweep, measure: str, names: Sequence[str], cells: Mapping[tuple[str, str], str]) -> Html:
+def crossed(sweep: Sweep, measure: str, names: Sequence[str], cells: Mapping[tuple[str, str], str]) -> Table:
     xs = [x for x in arms.places(sweep) if any((name, repr(x)) in cells for name in names)]
     setting = sweep.study.x
-    head = [words(measure)[0], *(f"{setting} = {written(x)}" if setting else "" for x in xs)]
-    return table(head, [[name, *(cells.get((name, repr(x)), "") for x in xs)] for name in names])
+    head = [panel_of(measure).label, *(f"{setting} = {written(x)}" if setting else "" for x in xs)]
+    return head, [[name, *(cells.get((name, repr(x)), "") for x in xs)] for name in names]
 
 
-def said(found: Any, measure: str) -> str:
-    return estimate(found.mean, found.se, share=words(measure)[1] == SHARE)
+def mean_text(found: Aggregate | Estimate, measure: str) -> str:
+    return estimate(found.mean, found.se, share=panel_of(measure).share)
 
 
-def apart(found: Any, measure: str) -> str:
+def difference_text(found: Estimate, measure: str) -> str:
     """Format a difference; a difference of shares is in percentage points."""
-    return said(found, measure).replace(" %", " points")
+    return mean_text(found, measure).replace(" %", " points")
 
 
 def claims(sweep: Sweep) -> Html:
     rows = [
-        [each.claim.says, compared(each), apart(each.found, each.measure), str(each.found.n), each.p_text, each.verdict]
+        (
+            each.claim.says,
+            compared(each),
+            difference_text(each.found, each.measure),
+            str(each.found.n),
+            each.p_text,
+            each.verdict,
+        )
         for each in sweep.claims()
     ]
     return table(["claim", "claimed to be below 0", "difference", "seeds", "p (Holm)", "verdict"], rows)
 
 
 def compared(tried: Tried) -> str:
-    claim, of = tried.claim, words(tried.measure)[0]
+    claim, of = tried.claim, panel_of(tried.measure).label
     less, than = written(claim.less), written(claim.than)
     if claim.slope:
         return f"{of}: slope of {less} − slope of {than}"
@@ -106,20 +106,22 @@ def where(x: Any) -> str:
 
 def paired(sweep: Sweep) -> Iterator[Part]:
     for measure in sweep.measures:
-        found = sweep.differences(measure)
-        cells = {(f"{d.series} − {d.base}", repr(d.x)): f"{apart(d.found, measure)}{sigma(d.found)}" for d in found}
+        cells = {
+            (f"{each.series} − {each.base}", repr(each.x)): difference_text(each.found, measure) + sigma(each.found)
+            for each in sweep.differences(measure)
+        }
         if cells:
-            yield crossed(sweep, measure, list(dict.fromkeys(name for name, _ in cells)), cells)
+            yield table(*crossed(sweep, measure, list(dict.fromkeys(name for name, _ in cells)), cells))
     head, rows = slopes(sweep)
     if rows:
         yield table(head, rows)
 
 
-def slopes(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table: the change of each measure when x (for a lag: x + 1) doubles."""
-    found = {(each.series, m): apart(each.found, m) for m in sweep.measures for each in sweep.slopes(m)}
+def slopes(sweep: Sweep) -> Table:
+    """Return a table of the change of each measure when x (for a lag: x + 1) doubles; without rows if there is none."""
+    found = {(each.series, m): difference_text(each.found, m) for m in sweep.measures for each in sweep.slopes(m)}
     names = dict.fromkeys(name for name, _ in found)
-    head = [f"slope against {sweep.doublings}", *(words(m)[0] for m in sweep.measures)]
+    head = [f"slope against {sweep.doublings}", *(panel_of(m).label for m in sweep.measures)]
     return head, [[name, *(found.get((name, m), "") for m in sweep.measures)] for name in names]
 
 
@@ -134,13 +136,11 @@ def how(sweep: Sweep) -> Iterator[Part]:
     done = [cell.done for cell in sweep.finished]
     if done:
         meta = sweep.finished[0].run.meta
-        total = sum(each["cpu_seconds"] for each in done)
-        began = meta.get("platform", "")
         facts = [
-            ["CPU time of all runs", duration(total)],
+            ["CPU time of all runs", duration(sum(each["cpu_seconds"] for each in done))],
             ["updates, tokens", f"{sum(e['updates'] for e in done):,.0f}, {sum(e['tokens'] for e in done):,.0f}"],
             ["seeds", ", ".join(map(str, sweep.study.sweep.seeds))],
-            ["machine", f"{began}, {meta.get('cpus', '')} CPUs"],
+            ["machine", f"{meta.get('platform', '')}, {meta.get('cpus', '')} CPUs"],
         ]
         yield table(["", ""], facts)
-    yield folded("study.toml", (sweep.path / "study.toml").read_text("utf-8"))
+    yield folded(STUDY_FILE, (sweep.path / STUDY_FILE).read_text("utf-8"))

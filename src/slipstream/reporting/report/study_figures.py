@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import log2, nan, sqrt
-from statistics import fmean, stdev
+from math import log2, nan
+from statistics import fmean
 from typing import Any
 
 from slipstream.reporting.report import figures
 from slipstream.reporting.report.figures import Figure, Json, Series
-from slipstream.reporting.report.panels import SHARE, words
+from slipstream.reporting.report.panels import panel_of
 from slipstream.reporting.report.points import bins
 from slipstream.reporting.report.runs import seconds_at
 from slipstream.reporting.report.sections import written
 from slipstream.reporting.report.titles import course, shown
 from slipstream.run_dir.reading import Line
-from slipstream.studies.results import Sweep, SweepCell, evaluated
+from slipstream.studies.results import Sweep, evaluated
+from slipstream.studies.statistics import estimate
 from slipstream.studies.study import CONDITION, is_number
 
 STRETCHED = 4.0
@@ -40,51 +41,40 @@ CLOCK = "time"
 SECONDS = "seconds since the run began"
 Lines = tuple[list[Line], list[Line]]
 """Lines of the updates and of the evaluations of a run."""
+Runs = dict[tuple[str, str], list[Lines]]
+"""Finished runs by series and x."""
 
 
 def main(sweep: Sweep, measure: str) -> Figure:
     """Draw mean ± standard error of a measure: a line over x for every series, or bars (dots) without x."""
-    label, unit = words(measure)
-    share = unit == SHARE
-    title, note = (
-        finding(sweep, measure),
-        f"{label}: mean over seeds ± one standard error.",
-    )
-    y = f"{label}, {unit}" if unit and not share else label
-    setting = sweep.study.x
+    panel = panel_of(measure)
+    title, note = finding(sweep, measure), f"{panel.label}: mean over seeds ± one standard error."
+    y = f"{panel.label}, {panel.unit}" if panel.unit and not panel.share else panel.label
     rows = [row for row in sweep.table(measure) if row.mean is not None]
     names = list(sweep.series())
-    if setting is None:
-        estimates = {row.series: row for row in rows}
-        kept = [name for name in names if name in estimates]
-        data = [
-            Series(
-                name,
-                [],
-                only(name, estimates[name].mean, kept),
-                names.index(name),
-                only(name, estimates[name].se, kept),
-            )
-            for name in kept
-        ]
-        if len(kept) > BARS:
-            return figures.dots(title, note, kept, data, x=y, share=share)
-        figure = figures.bars(title, note, kept, data, y=y, share=share, wide=True, height=HEIGHT)
+    if sweep.study.x is None:
+        finished = [row.series for row in rows]
+        data = []
+        for place, row in enumerate(rows):  # every bar is a series of its own, so that it has its own colour
+            means, errors = ([nan] * len(rows) for _ in range(2))
+            means[place] = nan if row.mean is None else row.mean
+            errors[place] = nan if row.se is None else row.se
+            data.append(Series(row.series, [], means, names.index(row.series), errors))
+        if len(rows) > BARS:
+            return figures.dots(title, note, finished, data, x=y, share=panel.share)
+        figure = figures.bars(title, note, finished, data, y=y, share=panel.share)
         figure.layout["barmode"] = "overlay"
-        return figure
-    xs = list(dict.fromkeys(row.x for row in rows))
-    place, axis = scale(xs, sweep.shift)
-    lines = [
-        Series(name, [place[repr(r.x)] for r in own], [r.mean for r in own if r.mean is not None], names.index(name),
-               [r.se for r in own])
-        for name in names
-        if (own := sorted((row for row in rows if row.series == name), key=lambda row: place[repr(row.x)]))
-    ]  # fmt: skip
-    figure = figures.curves(
-        title, note, lines, x=across(setting), y=y, share=share, marks=True, wide=True, legend=True, height=HEIGHT
-    )
+        return replace(figure, wide=True, height=HEIGHT)
+    position, axis = scale(list(dict.fromkeys(row.x for row in rows)), sweep.shift)
+    lines = []
+    for slot, name in enumerate(names):
+        own = sorted((row for row in rows if row.series == name), key=lambda row: position[repr(row.x)])
+        if own:
+            xs, ys = [position[repr(row.x)] for row in own], [row.mean for row in own if row.mean is not None]
+            lines.append(Series(name, xs, ys, slot, [row.se for row in own]))
+    figure = figures.curves(title, note, lines, x=across(sweep.study.x), y=y, share=panel.share, marks=True)
     figure.layout["xaxis"] |= axis
-    return figure
+    return replace(figure, wide=True, legend=True, height=HEIGHT)
 
 
 def drawn(sweep: Sweep) -> dict[str, Figure]:
@@ -95,11 +85,6 @@ def drawn(sweep: Sweep) -> dict[str, Figure]:
         for i, measure in enumerate(sweep.measures)
     }
     return found | ({f"{name}-clock.svg": clock} if (clock := by_clock(sweep)) else {})
-
-
-def only(name: str, value: float | None, names: Sequence[str]) -> list[float]:
-    """Return a list with `value` at the position of `name` in `names`, and NaN at all other positions."""
-    return [nan if value is None or each != name else value for each in names]
 
 
 def scale(xs: Sequence[Any], shift: int = 1) -> tuple[dict[str, float], Json]:
@@ -126,25 +111,25 @@ def finding(sweep: Sweep, measure: str) -> str:
     if by_verdict:
         title = " ".join(f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in by_verdict.items())
         return title + (f" And {len(tried) - TOLD} more." if len(tried) > TOLD else "")
-    label, unit = words(measure)
-    rows = [(row.mean, place_of(row.series, row.x)) for row in sweep.table(measure) if row.mean is not None]
+    panel = panel_of(measure)
+    rows = [
+        (row.mean, row.series if row.x is None else f"{row.series} at {written(row.x)}")
+        for row in sweep.table(measure)
+        if row.mean is not None
+    ]
     if not rows:
-        return f"{label}: no run is finished yet"
+        return f"{panel.label}: no run is finished yet"
     (least, low), (most, high) = min(rows), max(rows)
-    share = unit == SHARE
-    if shown(least, share=share) == shown(most, share=share):
-        return f"{label}: {shown(most, share=share)} everywhere"
-    return f"{label} from {shown(least, share=share)} ({low}) to {shown(most, share=share)} ({high})"
+    first, last = shown(least, share=panel.share), shown(most, share=panel.share)
+    if first == last:
+        return f"{panel.label}: {first} everywhere"
+    return f"{panel.label} from {first} ({low}) to {last} ({high})"
 
 
 def across(setting: str) -> str:
     if setting == CONDITION:
         return ""
     return f"{AXES[setting]} ({setting})" if setting in AXES else setting
-
-
-def place_of(series: str, x: Any) -> str:
-    return series if x is None else f"{series} at {written(x)}"
 
 
 def places(sweep: Sweep) -> list[Any]:
@@ -154,15 +139,11 @@ def places(sweep: Sweep) -> list[Any]:
 
 def curves(sweep: Sweep) -> Iterator[Figure]:
     """Yield learning curves by measure and x over updates, and also over time if CLOCK is a measure."""
-    lines = {cell.path: (cell.run.metrics, cell.run.evaluations) for cell in sweep.finished}
+    runs = lines_of(sweep)
     for measure in sweep.measures:
-        if measure == CLOCK:
-            continue
-        for x in places(sweep):
-            cells = {series: [lines[cell.path] for cell in cells_at(sweep, series, x)] for series in sweep.series()}
-            yield from learning(sweep, measure, x, cells, clock=False)
-            if CLOCK in sweep.measures:
-                yield from learning(sweep, measure, x, cells, clock=True)
+        for x in places(sweep) if measure != CLOCK else ():
+            for clock in (False, True) if CLOCK in sweep.measures else (False,):
+                yield from learning(sweep, measure, x, learned(sweep, runs, measure, x, clock=clock), clock=clock)
 
 
 def by_clock(sweep: Sweep) -> Figure | None:
@@ -170,69 +151,71 @@ def by_clock(sweep: Sweep) -> Figure | None:
     measure = next((each for each in sweep.measures if each.startswith("reward/")), None)
     if measure is None or CLOCK not in sweep.measures or sweep.study.x is not None:
         return None
-    label, unit = words(measure)
-    found = list[Series]()
-    updates = sweep.study.points[0].config.updates
-    for slot, (series, points) in enumerate(sweep.series().items()):
-        if points[0].config.updates != updates:
-            continue
-        runs = [(cell.run.metrics, cell.run.evaluations) for cell in sweep.finished if cell.cell.point.series == series]
-        found += [Series(series, xs, ys, slot, errors) for xs, ys, errors in learned(runs, measure, clock=True)]
+    updates = {name: points[0].config.updates for name, points in sweep.series().items()}
+    found = [
+        each
+        for each in learned(sweep, lines_of(sweep), measure, None, clock=True)
+        if updates[each.name] == sweep.study.points[0].config.updates
+    ]
     if not found:
         return None
+    panel = panel_of(measure)
     first, soonest = found[0], min(found, key=lambda each: each.x[-1])
-    had = next((y for x, y in zip(reversed(first.x), reversed(first.y), strict=True) if x <= soonest.x[-1]), first.y[0])
-    share, seconds = unit == SHARE, soonest.x[-1]
-    title = f"{soonest.name} ends first, after {seconds:.0f} s, at {shown(soonest.y[-1], share=share)}"
-    title += "" if soonest is first else f"; {first.name} is then at {shown(had, share=share)}"
-    note = f"{label}: mean over seeds, shaded by one standard error."
-    figure = figures.ribbons(title, note, found, x=SECONDS, y=label, share=share)
+    seconds, end = soonest.x[-1], shown(soonest.y[-1], share=panel.share)
+    title = f"{soonest.name} ends first, after {seconds:.0f} s, at {end}"
+    if soonest is not first:
+        reached = [y for x, y in zip(first.x, first.y, strict=True) if x <= seconds] or [first.y[0]]
+        title += f"; {first.name} is then at {shown(reached[-1], share=panel.share)}"
+    note = f"{panel.label}: mean over seeds, shaded by one standard error."
+    figure = figures.ribbons(title, note, found, x=SECONDS, y=panel.label, share=panel.share)
     return replace(figure, legend=True, wide=True, height=HEIGHT)
 
 
-def learning(
-    sweep: Sweep, measure: str, x: Any, cells: Mapping[str, Sequence[Lines]], *, clock: bool
-) -> Iterator[Figure]:
-    label, unit = words(measure)
-    found = [
-        Series(name, xs, ys, slot, errors)
-        for slot, (name, runs) in enumerate(cells.items())
-        for xs, ys, errors in learned(runs, measure, clock=clock)
-    ]
+def learning(sweep: Sweep, measure: str, x: Any, found: Sequence[Series], *, clock: bool) -> Iterator[Figure]:
     if found:
+        panel = panel_of(measure)
         ends = {row.series: [row.mean] for row in sweep.table(measure) if row.x == x and row.mean is not None}
-        where = f" at {sweep.study.x} = {written(x)}" if sweep.study.x else ""
-        share = unit == SHARE
         values = ends if len(found) > 1 else {found[0].name: found[0].y}  # a single series has its trend as title
-        title = course(f"{label}{where}", values, share=share)
-        yield figures.ribbons(title, "", found, x=SECONDS if clock else "update", y=unit, share=share)
+        where = f" at {sweep.study.x} = {written(x)}" if sweep.study.x else ""
+        title = course(f"{panel.label}{where}", values, share=panel.share)
+        yield figures.ribbons(title, "", found, x=SECONDS if clock else "update", y=panel.unit, share=panel.share)
 
 
-def cells_at(sweep: Sweep, series: str, x: Any) -> list[SweepCell]:
-    return [c for c in sweep.finished if c.cell.point.series == series and repr(c.cell.point.x) == repr(x)]
+def lines_of(sweep: Sweep) -> Runs:
+    """Read all finished runs."""
+    found: Runs = {}
+    for cell in sweep.finished:
+        point = cell.cell.point
+        found.setdefault((point.series, repr(point.x)), []).append((cell.run.metrics, cell.run.evaluations))
+    return found
 
 
-def learned(
+def learned(sweep: Sweep, runs: Runs, measure: str, x: Any, *, clock: bool) -> list[Series]:
+    """Return the learning curve of every series at x that has finished runs."""
+    names = list(sweep.series())
+    found = {name: learning_curve(runs.get((name, repr(x)), []), measure, clock=clock) for name in names}
+    return [Series(name, *curve[:2], names.index(name), curve[2]) for name, curve in found.items() if curve]
+
+
+def learning_curve(
     runs: Sequence[Lines], measure: str, *, clock: bool
-) -> Iterator[tuple[list[float], list[float], list[float | None]]]:
-    """Yield updates (or times, with `clock`), means and standard errors of a measure over the updates of all runs."""
-    found = [column(run, measure) for run in runs]
-    updates = sorted(set.intersection(*map(set, found))) if found else []
-    if not updates:
-        return
-    at = {update: fmean(seconds_at(run[0], update) for run in runs) if clock else update for update in updates}
+) -> tuple[list[float], list[float], list[float | None]] | None:
+    """Return updates (or times, with `clock`), means and standard errors over runs; None without a common update."""
+    columns = [column(updates, evaluations, measure) for updates, evaluations in runs]
+    common = sorted(set.intersection(*map(set, columns))) if columns else []
+    if not common:
+        return None
     xs, ys, errors = list[float](), list[float](), list[float | None]()
-    for first, last in bins(len(updates), min(CURVE, len(updates))):
-        stretch = updates[first:last]
-        values = [fmean(each[update] for update in stretch) for each in found]
-        xs.append(fmean(at[update] for update in stretch))
+    for first, last in bins(len(common), min(CURVE, len(common))):
+        stretch = common[first:last]
+        values = [fmean(each[update] for update in stretch) for each in columns]
+        xs.append(fmean(seconds_at(run, update) if clock else update for run, _ in runs for update in stretch))
         ys.append(fmean(values))
-        errors.append(stdev(values) / sqrt(len(values)) if len(values) > 1 else None)
-    yield xs, ys, errors
+        errors.append(estimate(values).se)
+    return xs, ys, errors
 
 
-def column(run: Lines, measure: str) -> dict[float, float]:
-    updates, evaluations = run
+def column(updates: Sequence[Line], evaluations: Sequence[Line], measure: str) -> dict[float, float]:
     if measure.startswith("eval/"):
         return {float(line["update"]): line["accuracy"] for line in evaluated(measure, evaluations)}
     return {float(line["update"]): line[measure] for line in updates if measure in line}

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from slipstream.reporting.report.figures import Figure, Json, colour, number, numbers, plain
+from slipstream.reporting.report.figures import Figure, Json, number, numbers, plain, row_axes, row_bars
 from slipstream.reporting.report.points import mean
 from slipstream.reporting.report.runs import Reading
 from slipstream.reporting.report.titles import shown
@@ -25,9 +26,9 @@ EPISODES, EVENTS = 14, 40
 """Largest number of episodes that are drawn, and of events that are read for each."""
 SLICE, NAME, NESTED = b'{"ph": "X"', b'{"ph": "M"', (b'{"ph": "b", "cat": "episode"', b'{"ph": "e", "cat": "episode"')
 """First bytes of the trace events to read, in the format of pipeline/trace.py."""
-WHOLE, DOES = b'"name": "episode ', ("turn", "step")
-"""Name of the event of a whole episode, and names of its most important parts."""
-ORDER = ("rollout", "score", "update", "export")
+WHOLE = b'"name": "episode '
+"""Name of the event of a whole episode."""
+ORDER = ("rollout", "score", "update", "export", "turn", "step")
 """Activities in the order of their colours; other activities follow."""
 
 
@@ -81,50 +82,16 @@ def gantt(runs: Sequence[Reading], found: Sequence[list[Slice]]) -> Figure:
     """Draw a row for every worker of every run; with several runs, time starts at each initial view."""
     several = len(runs) > 1
     rows = list[str]()
-    bars: dict[str, list[tuple[str, float, float, str]]] = {}
+    bars = list[Slice]()
     spans = list[tuple[float, float]]()
     for run, of_run in zip(runs, found, strict=True):
         whole = stretch(run, of_run)
         zero = whole.sight[0] if several else 0.0
         spans.append((whole.sight[0] - zero, whole.sight[1] - zero))
         inside = [each for each in of_run if each.start < whole.end and each.start + each.seconds > whole.start]
-        for worker in dict.fromkeys(each.worker for each in sorted(inside, key=lambda each: rank(each.worker))):
-            rows.append(f"{run.name} · {worker}" if several else worker)
-        for each in inside:
-            row = f"{run.name} · {each.worker}" if several else each.worker
-            bars.setdefault(each.kind, []).append((row, each.start - zero, each.seconds, each.name))
-    kinds = [kind for kind in ORDER if kind in bars] + [kind for kind in bars if kind not in ORDER]
-    data: list[Json] = []
-    for slot, kind in enumerate(kinds):
-        names, starts, seconds, labels = zip(*bars[kind], strict=True)
-        data.append({
-            "type": "bar",
-            "orientation": "h",
-            "name": plain(kind),
-            "y": [plain(name) for name in names],
-            "base": [round(start, 4) for start in starts],
-            "x": [round(each, 4) for each in seconds],
-            "text": [plain(label) for label in labels],
-            "textposition": "none",
-            "hovertemplate": "%{text}: %{x:.3f} s<extra>%{y}</extra>",
-            "marker": {"color": colour(slot), "line": {"width": 0.5, "color": "var(--paper)"}},
-        })  # fmt: skip
-    layout: Json = {
-        "barmode": "overlay",
-        "bargap": 0.25,
-        "hovermode": "closest",
-        "xaxis": {
-            "title": {"text": "seconds" if several else "seconds since the run began"},
-            "range": numbers([min(start for start, _ in spans), max(end for _, end in spans)]),
-        },
-        "yaxis": {
-            "type": "category",
-            "fixedrange": True,
-            "categoryorder": "array",
-            "categoryarray": [plain(row) for row in reversed(rows)],
-            "range": [-0.5, len(rows) - 0.5],
-        },
-    }
+        prefix = f"{run.name} · " if several else ""
+        rows += [prefix + worker for worker in sorted({each.worker for each in inside}, key=rank)]
+        bars += [each._replace(worker=prefix + each.worker, start=each.start - zero) for each in inside]
     overlaps = ", ".join(
         f"{shown(run.digest['overlap/stages'])}" + (f" ({run.name})" if several else "") for run in runs if run.digest
     )
@@ -133,8 +100,33 @@ def gantt(runs: Sequence[Reading], found: Sequence[list[Slice]]) -> Figure:
         f"Bars are work, gaps are idle time. The view shows about {SIGHT} updates from the middle of the run; "
         f"double-click to see all {UPDATES}. For the whole run open trace.json in ui.perfetto.dev."
     )
-    height = 110 + 34 * len(rows)
-    return Figure(title, note, data, layout, height=height, wide=True, legend=True, zoom=True)
+    figure = activities(title, note, rows, bars, "seconds" if several else "seconds since the run began")
+    figure.layout["xaxis"]["range"] = numbers([min(start for start, _ in spans), max(end for _, end in spans)])
+    return replace(figure, height=110 + 34 * len(rows), zoom=True)
+
+
+def activities(title: str, note: str, rows: Sequence[str], bars: Sequence[Slice], x: str) -> Figure:
+    """Draw bars, with a colour for each kind of activity."""
+    data = []
+    for slot, kind in enumerate(kinds(bars)):
+        own = [bar for bar in bars if bar.kind == kind]
+        text = {
+            "text": [plain(bar.name) for bar in own],
+            "textposition": "none",
+            "hovertemplate": "%{text}: %{x:.3f} s<extra>%{y}</extra>",
+        }
+        trace = row_bars(slot, kind, [bar.worker for bar in own], [round(bar.seconds, 4) for bar in own])
+        trace["marker"]["line"] = {"width": 0.5, "color": "var(--paper)"}
+        data.append(trace | text | {"base": [round(bar.start, 4) for bar in own]})
+    layout = row_axes(x, list(map(plain, rows))) | {"barmode": "overlay", "bargap": 0.25}
+    layout["yaxis"] |= {"fixedrange": True, "range": [-0.5, len(rows) - 0.5]}
+    return Figure(title, note, data, layout, height=110 + 20 * len(rows), wide=True, legend=True)
+
+
+def kinds(bars: Iterable[Slice]) -> list[str]:
+    """Return all kinds of activity, those of ORDER first."""
+    found = dict.fromkeys(bar.kind for bar in bars)
+    return sorted(found, key=lambda kind: ORDER.index(kind) if kind in ORDER else len(ORDER))
 
 
 def rank(worker: str) -> tuple[int, str]:
@@ -170,9 +162,8 @@ def busy(run: Reading, found: Sequence[Slice], *, named: bool) -> Figure:
     }
     means = {worker: mean(shares[worker]) for worker in workers}
     most = max(means, key=means.__getitem__)
-    title = f"Busiest: {most}, {shown(min(means[most], 1.0), share=True)} of the time" + (
-        f" ({run.name})" if named else ""
-    )
+    title = f"Busiest: {most}, {shown(min(means[most], 1.0), share=True)} of the time"
+    title += f" ({run.name})" if named else ""
     note = "Dark is busy, light is idle. The slowest stage should be dark all the time."
     layout = {"xaxis": {"title": {"text": "seconds since the run began"}}, "yaxis": {"type": "category"}}
     return Figure(title, note, [trace], layout | {"hovermode": "closest"}, height=110 + 28 * len(workers), wide=True)
@@ -191,43 +182,22 @@ def episodes(run: Reading) -> Figure | None:
         begun = begun or (WHOLE in line and line.startswith(NESTED[0]) and stamp(line) >= middle)
         return begun and next(room, None) is not None
 
-    lines = run.run.picked(TRACE, wanted)
-    spans = paired(lines)
+    spans = paired(run.run.picked(TRACE, wanted))
     if not spans:
         return None
-    names = list(dict.fromkeys(name for name, *_ in spans))[:EPISODES]
-    spans = [span for span in spans if span[0] in names]
-    zero = {name: min(start for each, _, start, _ in spans if each == name) for name in names}
-    found = {kind for _, kind, *_ in spans}
-    kinds = [kind for kind in DOES if kind in found] + sorted(found - set(DOES))
-    data: list[Json] = []
-    for slot, kind in enumerate(kinds):
-        mine = [span for span in spans if span[1] == kind]
-        data.append({
-            "type": "bar",
-            "orientation": "h",
-            "name": plain(kind),
-            "y": [plain(f"group {name}") for name, *_ in mine],
-            "base": [round(start - zero[name], 4) for name, _, start, _ in mine],
-            "x": [round(end - start, 4) for *_, start, end in mine],
-            "hovertemplate": "%{x:.3f} s<extra>%{y}: " + plain(kind) + "</extra>",
-            "marker": {"color": colour(slot)},
-        })  # fmt: skip
-    layout: Json = {
-        "barmode": "overlay",
-        "bargap": 0.3,
-        "hovermode": "closest",
-        "xaxis": {"title": {"text": "seconds since the episode began"}, "rangemode": "tozero"},
-        "yaxis": {"type": "category", "autorange": "reversed", "fixedrange": True},
-    }
-    total = {kind: sum(end - start for _, k, start, end in spans if k == kind) for kind in kinds}
-    all_of_it = sum(total.values()) or 1.0
-    parts = ", ".join(f"{shown(seconds / all_of_it, share=True)} {kind}" for kind, seconds in total.items())
-    title = f"Time of an episode: {parts}"
+    rows = list(dict.fromkeys(each.worker for each in spans))[:EPISODES]
+    began = {row: min(each.start for each in spans if each.worker == row) for row in rows}
+    bars = [each._replace(start=each.start - began[each.worker]) for each in spans if each.worker in rows]
+    seconds = {kind: sum(bar.seconds for bar in bars if bar.kind == kind) for kind in kinds(bars)}
+    whole = sum(seconds.values()) or 1.0
+    parts = [f"{shown(part / whole, share=True)} {kind}" for kind, part in seconds.items()]
     note = (
-        f"{len(names)} episodes from the middle of {run.name}. turn: the student generates; step: the environment runs."
+        f"{len(rows)} episodes from the middle of {run.name}. turn: the student generates; step: the environment runs."
     )
-    return Figure(title, note, data, layout, height=110 + 20 * len(names), wide=True, legend=True)
+    title = f"Time of an episode: {', '.join(parts)}"
+    figure = activities(title, note, rows, bars, "seconds since the episode began")
+    figure.layout["xaxis"]["rangemode"] = "tozero"
+    return figure
 
 
 def stamp(line: bytes) -> float:
@@ -236,15 +206,14 @@ def stamp(line: bytes) -> float:
     return float(found[1]) if found else -1.0
 
 
-def paired(lines: Iterable[Line]) -> list[tuple[str, str, float, float]]:
-    """Return (episode, activity, start, end) for the parts of episodes."""
-    begun, spans = dict[tuple[str, str], float](), list[tuple[str, str, float, float]]()
+def paired(lines: Iterable[Line]) -> list[Slice]:
+    """Return the parts of episodes, each with its group as worker."""
+    begun, spans = dict[tuple[str, str], float](), list[Slice]()
     for line in lines:
         key, at = (str(line["id"]), str(line["name"])), line["ts"] / 1e6
-        if key[1].startswith("episode "):
-            continue
-        if line["ph"] == "b":
+        if line["ph"] == "b" and not key[1].startswith("episode "):
             begun[key] = at
         elif key in begun:
-            spans.append((*key, begun.pop(key), at))
+            start = begun.pop(key)
+            spans.append(Slice(f"group {key[0]}", key[1], start, at - start))
     return spans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import floor, isfinite, log10, sqrt
 from statistics import fmean, stdev
 
@@ -68,29 +69,23 @@ def estimate(mean: float | None, error: float | None, *, share: bool = False) ->
 
 def course(label: str, runs: Mapping[str, Sequence[float]], *, share: bool = False) -> str:
     """Return a title: the trend in a single run, or the final values of several runs."""
-
-    def say(x: float) -> str:
-        return shown(x, share=share)
-
-    ends = {name: change(values) for name, values in runs.items() if values}
+    say = partial(shown, share=share)
+    known = {name: values for name, values in runs.items() if values}
+    ends = {name: change(values) for name, values in known.items()}
     if len(ends) == 1:
-        (only,) = ends.values()
-        if len(set(map(say, values_of(runs)))) == 1:
-            return f"{label} stayed at {say(only.last)}"
-        if only.sure:
-            return f"{label} {'rose' if only.last > only.first else 'fell'} from {say(only.first)} to {say(only.last)}"
-        return f"{label}: {say(fmean(values_of(runs)))} on average, no clear trend"
-    values = {name: each.last for name, each in ends.items()}
-    if len(set(map(say, values.values()))) == 1:
-        return f"{label} ended at {say(next(iter(values.values())))} in every run"
-    if len(values) <= 3:
-        return f"{label} ended at " + ", ".join(f"{say(value)} ({name})" for name, value in values.items())
-    least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    return f"{label} ended between {say(values[least])} ({least}) and {say(values[most])} ({most})"
-
-
-def values_of(runs: Mapping[str, Sequence[float]]) -> list[float]:
-    return [value for values in runs.values() for value in values]
+        ((name, end),) = ends.items()
+        if len(set(map(say, known[name]))) == 1:
+            return f"{label} stayed at {say(end.last)}"
+        if end.sure:
+            return f"{label} {'rose' if end.last > end.first else 'fell'} from {say(end.first)} to {say(end.last)}"
+        return f"{label}: {say(fmean(known[name]))} on average, no clear trend"
+    last = {name: end.last for name, end in ends.items()}
+    if len(set(map(say, last.values()))) == 1:
+        return f"{label} ended at {say(next(iter(last.values())))} in every run"
+    if len(last) <= 3:
+        return f"{label} ended at " + ", ".join(f"{say(value)} ({name})" for name, value in last.items())
+    least, most = min(last, key=last.__getitem__), max(last, key=last.__getitem__)
+    return f"{label} ended between {say(last[least])} ({least}) and {say(last[most])} ({most})"
 
 
 def inside(band: Band, runs: Mapping[str, Sequence[float]]) -> str:

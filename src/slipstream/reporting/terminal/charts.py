@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from slipstream.metric_names import Band, label
 from slipstream.reporting.terminal.layout import Lines
-from slipstream.reporting.terminal.metric_formats import SPEED, band_of, listed, named, told, watched
+from slipstream.reporting.terminal.metric_formats import SPEED, band_of, displayed, listed, title_of, value_text
 from slipstream.reporting.terminal.progress import BLOCKS, POINTS, RunProgress, sparkline
 
 BESIDE = 36
@@ -41,11 +42,11 @@ class Row:
 def watched_rows(course: RunProgress) -> list[Row]:
     """Return a row for each displayed metric: its name, newest value and curve."""
     rows = []
-    for name in watched(course.numbers):
+    for name in displayed(course.numbers):
         if name in course.curves:
             value, band = course.numbers[name], band_of(name)
             missed = band if band is not None and value not in band else None
-            rows.append(Row(named(name), told(name, value), course.curves[name].points, missed))
+            rows.append(Row(title_of(name), value_text(name, value), course.curves[name].points, missed))
     if course.lately:
         rows.append(Row(label("tokens_per_s"), f"{course.speed:,.0f}", course.curves[SPEED].points))
     return rows
@@ -53,7 +54,7 @@ def watched_rows(course: RunProgress) -> list[Row]:
 
 def outside(course: RunProgress) -> list[Row]:
     """Return a row for each other metric whose recent mean is outside its healthy range."""
-    shown, rows = set(watched(course.numbers)), []
+    shown, rows = set(displayed(course.numbers)), []
     for name in course.numbers:
         band, mean = band_of(name), course.mean(name)
         if band is not None and mean is not None and mean not in band and name not in shown:
@@ -112,26 +113,19 @@ def stage_bars(bars: Sequence[tuple[str, float]], width: int, lines: int) -> Lin
 
 def lags(course: RunProgress) -> str:
     """Return a histogram of token lags in one line, with powers of two as buckets; empty without tokens."""
-    counts = dict[int, int]()
-    for lag, count in course.lags.items():
-        counts[lag.bit_length()] = counts.get(lag.bit_length(), 0) + count
-    if not counts:
+    lags, buckets = course.lags, Counter[int]()
+    for lag, count in lags.items():
+        buckets[lag.bit_length()] += count
+    if not lags:
         return ""
-    bars = "  ".join(
-        f"{lag_name(power)} {BLOCKS[round(counts.get(power, 0) / max(counts.values()) * (len(BLOCKS) - 1))]}"
-        for power in range(min(counts), max(counts) + 1)
-    )
-    return f"lag {mean_of(course.lags.items()):.1f}, at most {max(course.lags)}:  {bars}"
-
-
-def lag_name(power: int) -> str:
-    low, high = 1 << power >> 1, (1 << power) - 1
-    return str(low) if high <= low else f"{low}-{high}"
-
-
-def mean_of(counts: Iterable[tuple[int, int]]) -> float:
-    counts = list(counts)
-    return sum(lag * count for lag, count in counts) / sum(count for _, count in counts)
+    bars = []
+    for power in range(min(buckets), max(buckets) + 1):
+        low, high = 1 << power >> 1, (1 << power) - 1
+        height = buckets[power] / max(buckets.values())
+        name = f"{low}-{high}" if high > low else str(low)
+        bars.append(f"{name} {BLOCKS[round(height * (len(BLOCKS) - 1))]}")
+    mean = sum(lag * count for lag, count in lags.items()) / lags.total()
+    return f"lag {mean:.1f}, at most {max(lags)}:  {'  '.join(bars)}"
 
 
 def waits(course: RunProgress) -> str:
@@ -148,25 +142,21 @@ def waits(course: RunProgress) -> str:
 def lost(course: RunProgress) -> str:
     numbers = course.numbers
 
-    def parts(prefix: str) -> str:
-        found = listed((name.removeprefix(prefix), n) for name, n in numbers.items() if name.startswith(prefix))
-        return found and f" ({found})"
+    def by_cause(prefix: str) -> dict[str, float]:
+        return {name.removeprefix(prefix): count for name, count in numbers.items() if name.startswith(prefix)}
 
-    ungraded = sum(n for name, n in numbers.items() if name.startswith("ungraded/"))
+    ungraded = by_cause("ungraded/")
+    losses: list[tuple[float, str, dict[str, float]]] = [
+        (numbers.get("train/dropped", 0), "groups dropped", by_cause("dropped/")),
+        (numbers.get("train/restarted", 0), "groups restarted", {}),
+        (numbers.get("train/failed_samples", 0), "answers failed", by_cause("failed/")),
+        (sum(ungraded.values()), "without a reward", ungraded),
+        (numbers.get("train/thrown_tokens", 0), "tokens thrown away", {}),
+    ]
     found = [
-        f"{count:,.0f} {what}{why}"
-        for count, what, why in (
-            (numbers.get("train/dropped", 0), "groups dropped", parts("dropped/")),
-            (numbers.get("train/restarted", 0), "groups restarted", ""),
-            (numbers.get("train/failed_samples", 0), "answers failed", parts("failed/")),
-            (ungraded, "without a reward", parts("ungraded/")),
-            (numbers.get("train/thrown_tokens", 0), "tokens thrown away", ""),
-        )
+        f"{count:,.0f} {what}" + (f" ({listed(causes.items())})" if any(causes.values()) else "")
+        for count, what, causes in losses
         if count
     ]
-    deaths = [
-        f"{name.removeprefix('restarts/')} died {n:.0f} ×"
-        for name, n in numbers.items()
-        if name.startswith("restarts/")
-    ]
-    return "lost: " + ", ".join([*found, *deaths]) if found or deaths else ""
+    found += [f"{worker} died {count:.0f} ×" for worker, count in by_cause("restarts/").items()]
+    return f"lost: {', '.join(found)}" if found else ""

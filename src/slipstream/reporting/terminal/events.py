@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, NamedTuple
 
 Line = Mapping[str, Any]
@@ -11,13 +12,13 @@ Line = Mapping[str, Any]
 class Event(NamedTuple):
     update: int
     """Update after which the event was known."""
-    said: str
+    text: str
 
 
 def of_updates(before: Line, line: Line) -> Iterator[Event]:
     """Yield the changes from one update to the next: guards, workers, and work in flight."""
-    for said in (*_guards(before, line), *_workers(before, line), *_flight(before, line)):
-        yield Event(line["update"], said)
+    for text in (*_guards(before, line), *_workers(before, line), *_flight(before, line)):
+        yield Event(line["update"], text)
 
 
 def _guards(before: Line, line: Line) -> Iterator[str]:
@@ -53,16 +54,9 @@ def _flight(before: Line, line: Line) -> Iterator[str]:
 
 def of_ledger(lines: Iterable[Line]) -> Iterator[Event]:
     """Yield dropped groups and left-out responses with their causes; equal events in a row are counted as one."""
-    last, count = None, 0
-    for line in lines:
-        for said in _left_out(line):
-            event = Event(line.get("version", 0), said)
-            if last is not None and event != last:
-                yield _times(last, count)
-                count = 0
-            last, count = event, count + 1
-    if last is not None:
-        yield _times(last, count)
+    for event, equal in groupby(Event(line.get("version", 0), text) for line in lines for text in _left_out(line)):
+        count = len(list(equal))
+        yield event._replace(text=f"{count} × {event.text}") if count > 1 else event
 
 
 def _left_out(line: Line) -> Iterator[str]:
@@ -70,7 +64,3 @@ def _left_out(line: Line) -> Iterator[str]:
         yield f"group dropped, {line['reason']}" + (f": {line['cause']}" if "cause" in line else "")
     else:
         yield from (f"response left out: {cause}" for cause in line.get("causes", ()))
-
-
-def _times(event: Event, count: int) -> Event:
-    return event._replace(said=f"{count} × {event.said}") if count > 1 else event

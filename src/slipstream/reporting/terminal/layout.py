@@ -26,16 +26,15 @@ class Block:
 
 def allot(blocks: Sequence[Block], room: int) -> list[int]:
     """Return the number of lines per block: first `least` in order of rank, then up to `good`, then up to `most`."""
-    given = [0] * len(blocks)
-    order = sorted(range(len(blocks)), key=lambda i: blocks[i].rank)
-    for i in order:
+    given, shown = [0] * len(blocks), list[int]()
+    for i in sorted(range(len(blocks)), key=lambda i: blocks[i].rank):
         if blocks[i].least <= room:
             given[i] = blocks[i].least
             room -= given[i]
-    there = [i for i in order if given[i] == blocks[i].least]
-    for want in ("good", "most"):
-        for i in there:
-            more = max(0, min(room, getattr(blocks[i], want) - given[i]))
+            shown.append(i)
+    for wanted in ("good", "most"):
+        for i in shown:
+            more = max(0, min(room, getattr(blocks[i], wanted) - given[i]))
             given[i] += more
             room -= more
     return given
@@ -43,15 +42,16 @@ def allot(blocks: Sequence[Block], room: int) -> list[int]:
 
 def stack(blocks: Sequence[Block], room: int) -> Lines:
     """Return the lines of all blocks, one below the other; unused lines of a block go to the others."""
-    given = allot(blocks, room)
-    drawn = [list(block.draw(n)) if n else [] for block, n in zip(blocks, given, strict=True)]
-    if all(len(lines) == n for lines, n in zip(drawn, given, strict=True)):
-        return [line for lines in drawn for line in lines]
-    return stack([upto(b, len(d)) if len(d) < n else b for b, d, n in zip(blocks, drawn, given, strict=True)], room)
-
-
-def upto(block: Block, lines: int) -> Block:
-    return replace(block, least=min(block.least, lines), good=min(block.good, lines), most=lines)
+    while True:
+        given = allot(blocks, room)
+        drawn = [list(block.draw(count)) if count else [] for block, count in zip(blocks, given, strict=True)]
+        used = [len(lines) for lines in drawn]
+        if used == given:
+            return [line for lines in drawn for line in lines]
+        blocks = [
+            replace(block, least=min(block.least, n), good=min(block.good, n), most=n) if n < count else block
+            for block, count, n in zip(blocks, given, used, strict=True)
+        ]
 
 
 def beside(left: Iterable[Text], right: Iterable[Text], width: int) -> Lines:
@@ -65,9 +65,8 @@ def beside(left: Iterable[Text], right: Iterable[Text], width: int) -> Lines:
 
 
 def fitting(lines: Iterable[Text], width: int) -> Lines:
-    found = []
-    for line in lines:
+    found = list(lines)
+    for line in found:
         line.no_wrap = True
         line.truncate(width, overflow="ellipsis")
-        found.append(line)
     return found

@@ -18,20 +18,18 @@ LATELY = 10
 """Number of updates in recent means, and in means at the start and end of a run."""
 
 
-def share(value: float) -> str:
-    return f"{value:.1%}"
-
+PERCENT: Format = "{:.1%}".format
 
 WATCHED: tuple[tuple[str, Format], ...] = (
     (r"reward/\w+", "{:.3g}".format),
-    (r"eval/(\w+/)?accuracy", share),
+    (r"eval/(\w+/)?accuracy", PERCENT),
     (r"teacher/(\w+/)?kl", "{:.3f}".format),
     (r"reference/kl", "{:.3f}".format),
     (r"train/loss", "{:.4f}".format),
     (r"length/mean", "{:,.1f}".format),
-    (r"train/truncated", share),
+    (r"train/truncated", PERCENT),
     (r"episode/turns", "{:.1f}".format),
-    (r"episode/invalid", share),
+    (r"episode/invalid", PERCENT),
     (r"episode/seconds", "{:.2f}".format),
     (r"student/entropy", "{:.3f}".format),
     (r"train/grad_norm", "{:.3g}".format),
@@ -39,15 +37,15 @@ WATCHED: tuple[tuple[str, Format], ...] = (
     (r"lag/mean", "{:.1f}".format),
 )
 """Displayed metrics (patterns of tracker names) and their formats, from top to bottom."""
-GAINS = re.compile(r"reward/\w+|teacher/(\w+/)?kl|(\w+/)?accuracy")
-"""Metrics that are compared between the start and the end of a run."""
+GAINS = re.compile(r"reward/\w+|teacher/(\w+/)?kl")
+"""Metrics of updates that are compared between the start and the end of a run."""
 
 
 @cache
 def format_of(name: str) -> Format | None:
     """Return the format of a displayed metric, by tracker name; None for other metrics."""
     if name in SHARES:
-        return share
+        return PERCENT
     return next((form for pattern, form in WATCHED if re.fullmatch(pattern, name)), None)
 
 
@@ -57,12 +55,11 @@ def band_of(name: str) -> Band | None:
     return band(name.removeprefix("train/"))
 
 
-def told(name: str, value: float) -> str:
-    form = format_of(name)
-    return form(value) if form else f"{value:.3g}"
+def value_text(name: str, value: float) -> str:
+    return (format_of(name) or "{:.3g}".format)(value)
 
 
-def named(name: str) -> str:
+def title_of(name: str) -> str:
     """Return the display name of a metric, with the teacher or held-out set if there are several."""
     kind, *between, last = name.split("/")
     if between:
@@ -70,7 +67,7 @@ def named(name: str) -> str:
     return label(last if kind in ("train", "eval") else name)
 
 
-def watched(numbers: Iterable[str]) -> list[str]:
+def displayed(numbers: Iterable[str]) -> list[str]:
     """Return the displayed metrics among these names, from top to bottom."""
     names = list(numbers)
     return [name for pattern, _ in WATCHED for name in names if re.fullmatch(pattern, name)]
@@ -80,41 +77,38 @@ def readings(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return name and value of the most important metrics of an update."""
     found = []
     if "train/loss" in numbers:
-        found.append((label("loss"), told("train/loss", numbers["train/loss"])))
-    found += [(named(name), told(name, value)) for name, value in numbers.items() if re.fullmatch(r"reward/\w+", name)]
+        found.append((label("loss"), value_text("train/loss", numbers["train/loss"])))
+    rewards = [name for name in numbers if re.fullmatch(r"reward/\w+", name)]
+    found += [(title_of(name), value_text(name, numbers[name])) for name in rewards]
     if "lag/mean" in numbers:
         found.append((label("lag/mean"), f"{numbers['lag/mean']:.1f} (max {numbers['lag/max']:.0f})"))
     if SPEED in numbers:
         found.append((label("tokens_per_s"), f"{numbers[SPEED]:,.0f}"))
         found.append((label("samples_per_s"), f"{numbers['train/samples_per_s']:,.1f}"))
-    for name, value in numbers.items():
-        if held_out := re.fullmatch(r"eval/(?:(\w+)/)?accuracy", name):
-            found.append((" ".join(filter(None, (label("accuracy"), held_out[1]))), told("eval/accuracy", value)))
-    return found
+    accuracies = [name for name in numbers if re.fullmatch(r"eval/(\w+/)?accuracy", name)]
+    return found + [(title_of(name), value_text(name, numbers[name])) for name in accuracies]
 
 
 def from_to(lines: Iterable[Mapping[str, Any]]) -> str:
     """Return a line that compares the first and last updates of a run; empty for a run that is too short."""
-    by_kind: dict[str, list[Mapping[str, Any]]] = {"train": [], "eval": []}
-    for line in lines:
-        by_kind[line["kind"]].append(line)
-    train, held_out = by_kind["train"], by_kind["eval"]
+
+    def change(name: str, first: float, last: float) -> str:
+        return f"{title_of(name)} {value_text(name, first)} → {value_text(name, last)}"
+
+    known = list(lines)
+    train, held_out = ([line for line in known if line["kind"] == kind] for kind in ("train", "eval"))
     ends = min(LATELY, len(train) // 2)
     if not ends:
         return ""
     found = [
-        f"{named(name)} {' → '.join(told(name, fmean(line.get(name, 0.0) for line in part)) for part in parts)}"
-        for parts in [(train[:ends], train[-ends:])]
+        change(name, *(fmean(line.get(name, 0.0) for line in part) for part in (train[:ends], train[-ends:])))
         for name in train[-1]
         if GAINS.fullmatch(name) and name in train[0]
     ]
     if len(held_out) > 1:
-        found += [
-            f"{named(f'eval/{name}')} {told(f'eval/{name}', held_out[0][name])} → "
-            f"{told(f'eval/{name}', held_out[-1][name])}"
-            for name in held_out[-1]
-            if GAINS.fullmatch(name) and not name.startswith("reward/") and name in held_out[0]
-        ]
+        first, last = held_out[0], held_out[-1]
+        names = [name for name in last if re.fullmatch(r"(\w+/)?accuracy", name) and name in first]
+        found += [change(f"eval/{name}", first[name], last[name]) for name in names]
     updates = "first update → last" if ends == 1 else f"first {ends} updates → last {ends}"
     return f"{updates}: {', '.join(found)}" if found else ""
 

@@ -27,7 +27,7 @@ from slipstream.reporting.terminal.charts import (
 from slipstream.reporting.terminal.layout import MANY, Block, Lines, beside, fitting, stack
 from slipstream.reporting.terminal.metric_formats import hours
 from slipstream.reporting.terminal.progress import Quote, RunProgress
-from slipstream.reporting.terminal.samples import PROMPT_LINES, SAMPLE_LINES, said
+from slipstream.reporting.terminal.samples import PROMPT_LINES, SAMPLE_LINES, sample_lines
 
 WIDE, BROAD = 80, 120
 """Smallest terminal width in columns for a progress bar, and for two columns of blocks."""
@@ -39,6 +39,7 @@ LEAST = 10
 """Smallest useful width of a bar, in columns."""
 SAMPLE = 12
 """Lines of a sample if there is room for several samples."""
+BLANK = Block(9, 0, 0, 1, lambda _: [Text()])
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ def screen(view: View, width: int, height: int) -> Lines:
     """Return the display for a full terminal."""
     if width >= BROAD:
         half = (width - GAP) // 2
-        parts = [*middle(view, half), blank(), outer(view, half), news(view, half)]
+        parts = [*middle(view, half), BLANK, outer(view, half), news(view, half)]
         body = [columns(parts[0], parts[1:], half)]
     else:
         body = [*middle(view, width), outer(view, width), news(view, width)]
     room = height - bool(view.keys)
-    lines = stack([*top(view, width), blank(), *body, blank(), sample(view, width, height)], room)
+    lines = stack([*top(view, width), BLANK, *body, BLANK, sample(view, width, height)], room)
     keys = [*[Text()] * (room - len(lines)), Text(view.keys, style="dim")] if view.keys else []
     return fitting([*lines, *keys], width)
 
@@ -86,10 +87,6 @@ def page(view: View, width: int) -> Lines:
     """Return the complete display, with as many lines as needed."""
     body = [*top(view, width), *middle(view, width), outer(view, width), news(view, width)]
     return fitting(stack([*body, sample(view, width, PROMPT_LINES + SAMPLE_LINES + 1)], MANY), width)
-
-
-def blank() -> Block:
-    return Block(9, 0, 0, 1, lambda _: [Text()])
 
 
 def columns(left: Block, right: list[Block], width: int) -> Block:
@@ -105,9 +102,12 @@ def columns(left: Block, right: list[Block], width: int) -> Block:
 
 def top(view: View, width: int) -> list[Block]:
     doing = textwrap.wrap(printable(f"{view.state}: {view.doing}" if view.state else view.doing), width)
+    lines = [Text(line, style="cyan") for line in doing]
+    if lines and view.state:
+        lines[0].stylize(view.style, 0, len(view.state))
     return [
         Block(0, 1, 1, 1, lambda _: [head(view, width)]),
-        Block(0, 1, 2, min(3, len(doing)), lambda n: state(doing[:n], view)),
+        Block(0, 1, 2, min(3, len(lines)), lambda n: lines[:n]),
     ]
 
 
@@ -118,17 +118,9 @@ def head(view: View, width: int) -> Text:
     title = Text(" ".join(printable(view.title).split()), style="bold")
     bar = min(BAR, max(LEAST, room - title.cell_len - 2)) if width >= WIDE else 0
     title.truncate(room - bar - 2 * bool(bar), overflow="ellipsis", pad=True)
-    line = title.copy()
     if bar:
-        line.append("  ").append_text(filled(view.update / max(view.updates, 1), bar, "━", "─", "green"))
-    return line.append(f"  {right}")
-
-
-def state(lines: Sequence[str], view: View) -> Lines:
-    found = [Text(line, style="cyan") for line in lines]
-    if found and view.state:
-        found[0].stylize(view.style, 0, len(view.state))
-    return found
+        title.append("  ").append_text(filled(view.update / max(view.updates, 1), bar, "━", "─", "green"))
+    return title.append(f"  {right}")
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -187,7 +179,7 @@ def sample(view: View, width: int, most: int) -> Block:
         each = max(SAMPLE, room // max(1, min(3, len(view.quotes))))
         for quote in view.quotes:
             left = room - len(lines)
-            drawn = partial(said, quote, width, beside="" if lines else view.place)
+            drawn = partial(sample_lines, quote, width, beside="" if lines else view.place)
             whole = drawn(each)
             if len(whole) > left:
                 return lines if lines and left < SAMPLE // 2 else lines + drawn(left)

@@ -110,8 +110,9 @@ class RunProgress:
         found = Counter[int]()
         for update in self.lately:
             for name, count in update.items():
-                if name.startswith("lag/tokens_") and isfinite(count) and name.removeprefix("lag/tokens_").isdecimal():
-                    found[int(name.removeprefix("lag/tokens_"))] += round(count)
+                lag = name.removeprefix("lag/tokens_")
+                if lag != name and isfinite(count):
+                    found[int(lag)] += round(count)
         return found
 
 

@@ -17,7 +17,7 @@ SEEN = "│ "
 """Prefix of lines that an environment returned."""
 
 
-def said(quote: Mapping[str, Any], width: int, most: int, *, beside: str = "") -> list[Text]:
+def sample_lines(quote: Mapping[str, Any], width: int, most: int, *, beside: str = "") -> list[Text]:
     """Return a sample in at most `most` lines: heading, end of the prompt, start and end of the response.
 
     `beside` is text at the right of the heading.

@@ -159,7 +159,7 @@ class Watched:
             course=self.course,
             quotes=[quote, *others] if quote else [],
             place=f"{self.turning.place() + 1} of {len(self.turning.quotes)}{held}",
-            news=[f"update {event.update}: {event.said}" for event in self.events],
+            news=[f"update {event.update}: {event.text}" for event in self.events],
             keys=keys,
         )
 

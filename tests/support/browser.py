@@ -1,4 +1,4 @@
-"""A headless Chromium that draws figures as SVG and checks pages.
+"""A headless Chromium in which tests look at pages.
 
 It is controlled over two pipes with the DevTools protocol (https://chromedevtools.github.io/devtools-protocol). No port
 is opened, and the browser's network is off.
@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,15 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError, SlipstreamError, first_line
+from slipstream.errors import SlipstreamError, first_line
+from slipstream.reporting.report.svg import FLAGS, find
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
-MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
-FLAGS = (
-    "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--no-default-browser-check",
-    "--disable-extensions", "--disable-background-networking", "--disable-dev-shm-usage",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--font-render-hinting=none", "--remote-debugging-pipe",
-)  # fmt: skip
 BETWEEN = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
@@ -37,13 +30,6 @@ FREE = 10
 ENDED = "the browser ended, or did not start"
 PATIENCE = 60.0
 """Timeout in seconds for each answer of the browser."""
-
-
-def find() -> str | None:
-    """Return the browser program, or None; the environment variable CHROME overrides the search."""
-    named = os.environ.get("CHROME")
-    found = next(filter(None, map(shutil.which, [named] if named else NAMES)), None)
-    return found or (MAC if not named and Path(MAC).exists() else None)
 
 
 class Tab:
@@ -132,15 +118,12 @@ class Browser:
 @contextmanager
 def browser() -> Iterator[Browser]:
     program = find()
-    if program is None:
-        raise ConfigError(
-            "figures are drawn as SVG by a browser, and none was found: install chromium, or set CHROME to a browser"
-        )
+    assert program is not None
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     (theirs, to), (back, answers) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(prefix="slipstream-browser-", ignore_cleanup_errors=True) as home:
         high = [fcntl.fcntl(end, fcntl.F_DUPFD, FREE) for end in (theirs, answers)]
-        words = [program, *FLAGS, *sandbox, f"--user-data-dir={home}"]
+        words = [program, *FLAGS, "--remote-debugging-pipe", *sandbox, f"--user-data-dir={home}"]
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", BETWEEN, *map(str, high), *words],
             pass_fds=high, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
