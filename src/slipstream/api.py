@@ -31,7 +31,7 @@ from slipstream.runs.start import Caller, Enough, line_printer
 __all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
 
 T = TypeVar("T")
-Told = Callable[[Line], object] | None
+Callback = Callable[[Line], object] | None
 """Callback for a line of metrics.jsonl. False stops the run without error, an exception stops it with that error."""
 RUN_LOCK = threading.Lock()
 """Lock of the only active run: two runs in one process would share the file mode mask and the signal handlers."""
@@ -40,8 +40,8 @@ RUN_LOCK = threading.Lock()
 def train(
     config: str | PathLike[str] | Mapping[str, Any] | Config,
     *,
-    on_update: Told = None,
-    on_eval: Told = None,
+    on_update: Callback = None,
+    on_eval: Callback = None,
     quiet: bool = False,
     checks: bool = True,
 ) -> Run:
@@ -63,8 +63,8 @@ def resume(
     updates: int | None = None,
     checkpoint: int | None = None,
     change: Sequence[str] = (),
-    on_update: Told = None,
-    on_eval: Told = None,
+    on_update: Callback = None,
+    on_eval: Callback = None,
     quiet: bool = False,
 ) -> Run:
     """Continue a stopped run, as `slipstream resume` does.
@@ -73,8 +73,8 @@ def resume(
     checkpoint to start from, by default the last one. `change` lists the settings that were edited in config.toml.
     """
     caller = Caller(callbacks_by_kind(on_update, on_eval))
-    given: Any = {"number": checkpoint, "updates": updates, "meant": tuple(change), "caller": caller}
-    return Run(run_in_thread(partial(command.resume, Path(path), screen_for(quiet), **given), caller))
+    options: Any = {"number": checkpoint, "updates": updates, "accepted": tuple(change), "caller": caller}
+    return Run(run_in_thread(partial(command.resume, Path(path), screen_for(quiet), **options), caller))
 
 
 class Run(RunDir):
@@ -114,13 +114,13 @@ def screen_for(quiet: bool) -> Console:
     return Screen(quiet=quiet, force_jupyter=False, force_terminal=False if plain else None)
 
 
-def callbacks_by_kind(on_update: Told, on_eval: Told) -> dict[str, Callable[[Line], None]]:
-    def until_enough(told: Callable[[Line], object], line: Line) -> None:
-        if told(line) is False:
+def callbacks_by_kind(on_update: Callback, on_eval: Callback) -> dict[str, Callable[[Line], None]]:
+    def until_enough(callback: Callable[[Line], object], line: Line) -> None:
+        if callback(line) is False:
             raise Enough
 
-    given = {"train": on_update, "eval": on_eval}
-    return {kind: partial(until_enough, told) for kind, told in given.items() if told is not None}
+    callbacks = {"train": on_update, "eval": on_eval}
+    return {kind: partial(until_enough, callback) for kind, callback in callbacks.items() if callback is not None}
 
 
 def run_in_thread(work: Callable[[], T], caller: Caller) -> T:

@@ -7,19 +7,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import slipstream
 from slipstream.errors import ConfigError, HungUp, SlipstreamError, Terminated, did_you_mean, printable
-from slipstream.linux import let_go_of_terminal
+from slipstream.processes import leave_closed_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from slipstream.config.schema import Config
 
 OVERRIDABLE = ("demo", "train", "config", "doctor", "gateway", "sweep", "plan")
 FLAGS = (
@@ -69,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with stoppable(received):
             words, changes = split_overrides(sys.argv[1:] if argv is None else argv)
             args = parser().parse_args(words)
-            code: int = args.run(args, changes)
-            return code
+            return args.run(args, changes) or 0
     except SlipstreamError as error:
         note(" ".join(["error:", *str(error).splitlines()]))
         return 2
@@ -90,7 +91,7 @@ def stoppable(received: list[int]) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if number == signal.SIGHUP:
-            let_go_of_terminal()
+            leave_closed_terminal()
         handler = signal.getsignal(signal.SIGINT)  # handler of a running event loop; not callable in a background job
         (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
@@ -113,26 +114,30 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="train a tiny student with a tiny teacher, on a CPU", epilog=OVERRIDES)
-    demo.set_defaults(run=run_demo)
+    def add(name: str, run: Callable[..., int | None], help: str, **options: Any) -> argparse.ArgumentParser:
+        if name in OVERRIDABLE:
+            options["epilog"] = OVERRIDES
+        added = commands.add_parser(name, help=help, **options)
+        added.set_defaults(run=run)
+        return added
 
-    train = commands.add_parser("train", help="train a student", epilog=OVERRIDES)
+    of_run = Parser(add_help=False)
+    of_run.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+
+    add("demo", run_demo, help="train a tiny student with a tiny teacher, on a CPU")
+
+    train = add("train", run_train, help="train a student")
     train.add_argument("config", help="a TOML file")
-    train.set_defaults(run=run_train)
 
     train.add_argument("--skip-checks", action="store_true", help="start training without testing the engines")
 
-    examine = commands.add_parser(
-        "doctor", help="check that engines agree and that new weights arrive", epilog=OVERRIDES
-    )
+    examine = add("doctor", run_doctor, help="check that engines agree and that new weights arrive")
     examine.add_argument("config", nargs="?", help="a TOML file (default: the config of the demo)")
-    examine.set_defaults(run=run_doctor)
 
-    resume = commands.add_parser("resume", help="continue a stopped run from its last checkpoint")
-    resume.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    resume = add("resume", run_resume, help="continue a stopped run from its last checkpoint", parents=[of_run])
     resume.add_argument(
         "--from",
-        type=not_below_zero,
+        type=partial(whole, least=0),
         dest="number",
         metavar="N",
         help="continue from this checkpoint; later checkpoints and log lines are deleted",
@@ -141,15 +146,13 @@ def parser() -> argparse.ArgumentParser:
     resume.add_argument(
         "--change", nargs="+", action="extend", default=[], metavar="KEY", help="accept these changes in config.toml"
     )
-    resume.set_defaults(run=run_resume)
 
-    scaling = commands.add_parser("scale", help="list, add or remove workers of an active run")
-    scaling.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    scaling = add("scale", run_scale, help="list, add or remove workers of an active run", parents=[of_run])
     scaling.add_argument("changes", nargs="*", metavar="KIND=N", help="sampler=+2, teacher.NAME=-1 or sampler=3")
-    scaling.set_defaults(run=run_scale)
 
-    evaluate = commands.add_parser(
+    evaluate = add(
         "eval",
+        run_eval,
         help="measure the accuracy of a model: avg@n, pass@k, greedy",
         epilog="For the model of a run, defaults are the settings in the run's config.toml, otherwise those in "
         "parentheses. Options can also be written with the names of settings.",
@@ -184,11 +187,8 @@ def parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--system-prompt", "--data.system_prompt", help="system message before every conversation")
     evaluate.add_argument("--json", action="store_true", default=False, help="print one JSON object for every set")
-    evaluate.set_defaults(run=run_eval)
 
-    serving = commands.add_parser(
-        "gateway", help="serve a student to external agents, record episodes", epilog=OVERRIDES
-    )
+    serving = add("gateway", run_gateway, help="serve a student to external agents, record episodes")
     serving.add_argument("config", help="a TOML file with [environment.gateway]")
     serving.add_argument("-n", type=positive, metavar="N", help="number of prompts (default: every prompt once)")
     serving.add_argument(
@@ -199,38 +199,29 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="file to write, which must not exist (default: %(default)s)",
     )
-    serving.set_defaults(run=run_gateway)
 
-    study = commands.add_parser(
-        "sweep", help="run a study: arms and grids of settings, several seeds", epilog=OVERRIDES
-    )
+    study = add("sweep", run_sweep, help="run a study: arms and grids of settings, several seeds")
     study.add_argument("config", help="a TOML file with [sweep] (docs/lab.md)")
     study.add_argument("--check", action="store_true", help="check every config and list the cells, without running")
     study.add_argument("--jobs", type=positive, metavar="N", help="parallel runs (default: as many as the cores allow)")
-    study.set_defaults(run=run_sweep)
 
-    planning = commands.add_parser(
-        "plan", help="simulate speed and lag of a run on a number of devices", epilog=OVERRIDES
-    )
+    planning = add("plan", run_plan, help="simulate speed and lag of a run on a number of devices")
     planning.add_argument("source", metavar="CONFIG", help="a TOML file; or a run directory, whose own costs are used")
     planning.add_argument(
         "--devices", type=positive, metavar="N", help="number of devices (default: workers in CONFIG)"
     )
-    given = planning.add_mutually_exclusive_group()
-    given.add_argument("--measure", action="store_true", help="start the engines and measure the cost of each stage")
-    given.add_argument("--costs", type=Path, metavar="FILE", help="file with the cost of each stage, as -o writes it")
+    source = planning.add_mutually_exclusive_group()
+    source.add_argument("--measure", action="store_true", help="start the engines and measure the cost of each stage")
+    source.add_argument("--costs", type=Path, metavar="FILE", help="file with the cost of each stage, as -o writes it")
     planning.add_argument("-o", dest="to", type=Path, metavar="FILE", help="write the costs to a new file, for editing")
     planning.add_argument("--json", action="store_true", help="print one JSON object")
     planning.add_argument("--report", type=Path, metavar="FILE", help="also write an HTML page with figures")
-    planning.set_defaults(run=run_plan)
 
-    sampled = commands.add_parser("samples", help="print responses of the student in a run")
-    sampled.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    sampled = add("samples", run_samples, help="print responses of the student in a run", parents=[of_run])
     sampled.add_argument("--update", type=positive, metavar="N", help="samples of this update (default: the last ones)")
     sampled.add_argument("-n", type=positive, default=2, help="largest number of samples (default: %(default)s)")
-    sampled.set_defaults(run=run_samples)
 
-    reporting = commands.add_parser("report", help="write one HTML page about one or several runs, or about a study")
+    reporting = add("report", run_report, help="write one HTML page about one or several runs, or about a study")
     reporting.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run directory, or one study")
     reporting.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="file to write (default: report.html in the first directory)"
@@ -238,26 +229,21 @@ def parser() -> argparse.ArgumentParser:
     reporting.add_argument(
         "--markdown", type=Path, metavar="DIR", help="instead write a study as Markdown, with figures as SVG, to DIR"
     )
-    reporting.set_defaults(run=run_report)
 
-    watching = commands.add_parser("watch", help="show an active or finished run on the whole terminal")
-    watching.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    watching = add("watch", run_watch, help="show an active or finished run on the whole terminal", parents=[of_run])
     watching.add_argument("--once", action="store_true", help="print the current state once as text")
-    watching.set_defaults(run=run_watch)
 
-    advice = commands.add_parser("advise", help="print problems of a run, their causes, and what to change")
-    advice.add_argument("directory", type=Path, metavar="RUN", help="a run directory; the run may be active")
+    advice = add(
+        "advise", run_advise, help="print problems of a run, their causes, and what to change", parents=[of_run]
+    )
     advice.add_argument("--json", action="store_true", help="print one JSON object")
-    advice.set_defaults(run=run_advise)
 
-    config = commands.add_parser("config", help="print a resolved config, or all settings with help", epilog=OVERRIDES)
+    config = add("config", run_config, help="print a resolved config, or all settings with help")
     config.add_argument("config", nargs="?", help="a TOML file (default: list all settings)")
     config.add_argument("--check", action="store_true", help="also read data, tokenizers and weights, as `train` does")
-    config.set_defaults(run=run_config)
 
-    estimators = commands.add_parser("estimators", help="list losses, corrections and advantages, and when to use them")
+    estimators = add("estimators", run_estimators, help="list losses, corrections and advantages, and when to use them")
     estimators.add_argument("name", nargs="?", help="print all details of this estimator")
-    estimators.set_defaults(run=run_estimators)
     return top
 
 
@@ -280,10 +266,6 @@ def positive(text: str) -> int:
     return whole(text, least=1)
 
 
-def not_below_zero(text: str) -> int:
-    return whole(text, least=0)
-
-
 def whole(text: str, *, least: int) -> int:
     if not text.isdecimal() or (value := int(text)) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
@@ -302,18 +284,18 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, st
     """Split arguments into those for argparse and settings written as `--a.b value` or `--a.b=value`."""
     if not words or words[0] not in OVERRIDABLE:
         return list(words), []
-    kept, found, rest = [words[0]], list[tuple[str, str]](), list(words[1:])
+    arguments, found, rest = [words[0]], list[tuple[str, str]](), list(words[1:])
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word.partition("=")[0] in FLAGS:
-            kept.append(word)
+            arguments.append(word)
             continue
         key, equals, value = word[2:].partition("=")
         if not equals and not rest:
             hint = did_you_mean(word, FLAGS[1:])
             raise ConfigError(f"--{key} needs a value" + (f"; {hint}" if hint.startswith("did") else ""))
         found.append((key, value if equals else rest.pop(0)))
-    return kept, found
+    return arguments, found
 
 
 def console() -> Console:
@@ -326,81 +308,76 @@ def note(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
-def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def load_config(path: str | Path, changes: list[tuple[str, str]]) -> Config:
     from slipstream.config.file import load
 
-    config = load(args.config, changes, say=note)
+    return load(path, changes, say=note)
+
+
+def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
+    config = load_config(args.config, changes)
     from slipstream.runs.start import train
 
-    return print_done(train(config, console(), name=Path(args.config).stem, checks=not args.skip_checks))
+    print_done(train(config, console(), name=Path(args.config).stem, checks=not args.skip_checks))
 
 
 def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config.file import load
     from slipstream.models.resolve import DEMO
 
-    config = load(args.config or DEMO, changes, say=note)
+    config = load_config(args.config or DEMO, changes)
     from slipstream.commands.doctor import doctor
 
     return 0 if doctor(config, console()) else 1
 
 
-def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.runs.start import resume
 
-    return print_done(
-        resume(args.directory, console(), number=args.number, updates=args.updates, meant=tuple(args.change))
-    )
+    path = resume(args.directory, console(), number=args.number, updates=args.updates, accepted=tuple(args.change))
+    print_done(path)
 
 
-def print_done(path: Path) -> int:
+def print_done(path: Path) -> None:
     print(printable(f"done: student in {path / 'final'}, metrics in {path / 'metrics.jsonl'}"))
-    return 0
 
 
-def run_scale(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_scale(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.runs.control_socket import scale
 
     print(printable("\n".join(scale(args.directory, args.changes))))
-    return 0
 
 
-def run_demo(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config.file import load
+def run_demo(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.models.resolve import DEMO
 
-    config = load(DEMO, changes, say=note)
+    config = load_config(DEMO, changes)
     from slipstream.commands.demo import demo
 
     demo(config, console())
-    return 0
 
 
-def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.commands.evaluate import evaluate
 
-    given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "model", "k", "json")}
-    if "data" in given:
-        given["data"] = dict(args.data)
-        if len(given["data"]) < len(args.data) or (len(args.data) > 1 and "" in given["data"]):
+    others = ("command", "run", "model", "k", "json")
+    options = {name: value for name, value in vars(args).items() if name not in others}
+    if "data" in options:
+        options["data"] = dict(args.data)
+        if len(options["data"]) < len(args.data) or (len(args.data) > 1 and "" in options["data"]):
             raise ConfigError(
                 "--data: give each of several sets a name of its own, as in math=math.jsonl code=code.csv"
             )
-    if "reward" in given:
-        given["reward"] = tuple(args.reward)
-    evaluate(args.model, console(), given=given, ks=args.k, as_json=args.json)
-    return 0
+    if "reward" in options:
+        options["reward"] = tuple(args.reward)
+    evaluate(args.model, console(), options=options, ks=args.k, as_json=args.json)
 
 
-def run_gateway(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config.file import load
-
-    config = load(args.config, changes, say=note)
+def run_gateway(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
+    config = load_config(args.config, changes)
     from slipstream.commands.gateway import gateway
     from slipstream.plan.plan import plan
 
     gateway(plan(config, ask=False), args.to, prompts=args.n, say=note)
-    return 0
 
 
 def run_sweep(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
@@ -409,57 +386,41 @@ def run_sweep(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     return 0 if sweep(args.config, console(), changes, jobs=args.jobs, check=args.check) else 1
 
 
-def run_plan(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_plan(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.commands.plan import plan_ahead
 
-    plan_ahead(
-        args.source,
-        console(),
-        changes,
-        devices=args.devices,
-        costs=args.costs,
-        measure=args.measure,
-        to=args.to,
-        page=args.report,
-        as_json=args.json,
-        note=note,
-    )
-    return 0
+    plan_ahead(args, console(), changes, note)
 
 
-def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.commands.samples import samples
 
     samples(args.directory, console(), update=args.update, count=args.n)
-    return 0
 
 
-def run_report(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_report(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.commands.report import report, write_markdown
 
     if args.markdown is not None:
         print(*write_markdown(args.paths, args.markdown), sep="\n")
     else:
         print(printable(str(report(args.paths, args.output))))
-    return 0
 
 
-def run_watch(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_watch(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.commands.watch import watch
 
     watch(args.directory, console(), once=args.once)
-    return 0
 
 
-def run_advise(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_advise(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from slipstream.commands.advise import advise_on
 
     advise_on(args.directory, console(), as_json=args.json)
-    return 0
 
 
-def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config.file import bounds, describe, fields, load, to_toml
+def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
+    from slipstream.config.file import bounds, describe, fields, to_toml
 
     if args.config is None:
         if changes or args.check:
@@ -467,8 +428,8 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
         for name, info, kind in fields():
             beside = "; ".join(filter(None, (bounds(info), kind and f"kind = {kind}")))
             print(f"{name}: {describe(info)}{beside and f'   ({beside})'}\n    {info.description or ''}")
-        return 0
-    config = load(args.config, changes, say=note)
+        return
+    config = load_config(args.config, changes)
     text = to_toml(config)
     print(printable(text) if sys.stdout.isatty() else text, end="")
     if args.check:
@@ -485,10 +446,9 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
         for line in (*warnings, *prompt_preview(made), *made.notes, made.method, *made.needs, *read):
             print(printable(f"# {line}"))
         print(f"# ok: {len(made.prompts.rows)} prompts; vocabularies match; everything fits the context")
-    return 0
 
 
-def run_estimators(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+def run_estimators(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
     from dataclasses import asdict
 
     from rich.table import Table
@@ -507,13 +467,10 @@ def run_estimators(args: argparse.Namespace, changes: list[tuple[str, str]]) -> 
             for title, text in zip(TITLES, asdict(entry).values(), strict=True):
                 details.add_row(f"{title}:", Text(text))
             screen.print(details)
-        return 0
+        return
     for family, entries in catalogue().items():
-        table = Table(title=family, title_justify="left")
-        for title in ("name", "scope", "what it is", "when to use it"):
-            table.add_column(title)
+        table = Table("name", "scope", "what it is", "when to use it", title=family, title_justify="left")
         for entry in entries:
             table.add_row(*map(Text, (entry.name, entry.scope, entry.what, entry.use_when)))
         screen.print(table)
-    screen.print("slipstream estimators NAME prints all details of one", highlight=False)
-    return 0
+    screen.print("slipstream estimators NAME prints all details of one")

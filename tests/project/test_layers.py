@@ -37,7 +37,7 @@ LOADS = {
     "metric_names": "",
     "metrics": "",
     "protocols": "",
-    "linux": "",
+    "processes": "",
     "config": "pydantic",
     "config.file": "pydantic pydantic_core",
     "run_dir": "",

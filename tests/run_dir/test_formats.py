@@ -108,6 +108,10 @@ def test_a_shape_says_of_which_kind_a_value_is() -> None:
         fits(1, 0.0) and fits(-0.5, 0.0) and not fits(float("nan"), 0.0) and not fits("1", 0.0) and not fits(1e200, 0.0)
     )
     assert fits(float("nan"), float("inf")) and not fits(10**400, float("inf"))
+    for wrong in (float("nan"), 1e200, -1e200, "", None):  # wherever it stands in a long list
+        for place in range(3):
+            assert not fits([0.5] * place + [wrong] + [0.5] * 2, [0.0])
+    assert not fits([1e200, 0.5], [(float("inf"), None)]) and fits([float("nan"), 0.5, None], [(float("inf"), None)])
     assert fits("a", "a|b") and not fits("c", "a|b") and fits("c", "") and fits(None, ("", None)) and not fits(None, "")
     assert fits([[1, 2], [3, 4]], [[0, 0]]) and not fits([[1]], [[0, 0]]) and not fits({}, [0])
     assert (

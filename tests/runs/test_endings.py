@@ -93,13 +93,13 @@ def test_a_run_whose_learner_dies_goes_back_to_its_last_checkpoint(
 ) -> None:
     write_run(tmp_path, models_dir)
     monkeypatch.chdir(tmp_path)
-    go, fates = command.run_loop, {5: "learner"}
+    go, fates = command.Start.loop, {5: "learner"}
 
-    def with_a_fate(made: Any, engines: Engines, log: RunLog, *args: Any, **options: Any) -> None:
+    def with_a_fate(start: Any, engines: Engines, log: RunLog, *args: Any) -> None:
         log.sinks.append(Fate(signal.SIGKILL, fates, lambda _: engines.learner.pid))  # type: ignore[attr-defined]
-        go(made, engines, log, *args, **options)
+        go(start, engines, log, *args)
 
-    monkeypatch.setattr(command, "run_loop", with_a_fate)
+    monkeypatch.setattr(command.Start, "loop", with_a_fate)
     changes = ["--runtime.kind", kind, "--updates", "8", "--checkpoint.every", "3"]
     assert main(["train", "run.toml", "--skip-checks", *changes]) == 0
     said = capsys.readouterr().out

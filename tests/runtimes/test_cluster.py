@@ -82,7 +82,7 @@ def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster:
             replace=staff.replace,
             hire=staff.hire,
             dismiss=staff.dismiss,
-            takes={kind: staff.takes(place) for kind, place in staff.kinds.items()},
+            takes={kind: staff.resources_of(place) for kind, place in staff.kinds.items()},
             free=staff.free,
         )
 

@@ -17,7 +17,7 @@ from slipstream.environments.forms import kind_of
 from slipstream.environments.python import SHOWN, Python, observation
 from slipstream.errors import ConfigError, SandboxError
 from slipstream.sandbox import none, remote, sandbox_of
-from slipstream.sandbox.base import Limits, MiB, Ran, Sandbox, run_python
+from slipstream.sandbox.base import Limits, MiB, Program, Ran, Sandbox, run_python
 from slipstream.testing.sandbox_server import FakeSandboxFusion, told
 from support.sandboxes import NO_BUBBLEWRAP
 
@@ -104,6 +104,26 @@ def test_a_session_keeps_its_files(kind: str) -> None:
             await session.run(["true"])
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_session_keeps_the_limits_of_each_call_and_its_own_of_the_disk(kind: str) -> None:
+    async def go() -> None:
+        session = await sandbox_of(kind).session(Limits(disk=MiB))
+        slow = await session.run(["sleep", "60"], limits=Limits(seconds=0.3))
+        assert (slow.status, slow.code) == ("timeout", None) and slow.seconds < 8
+        assert (await session.run(["seq", "9999"], limits=Limits(output=1000))).status == "output"
+        assert (await session.run(["sh", "-c", "head -c 700000 /dev/zero > a"])).status == "ok"
+        assert (await session.run(["sh", "-c", "head -c 700000 /dev/zero > b"])).status in ("disk", "failed")
+        await session.close()
+
+    asyncio.run(go())
+
+
+def test_without_isolation_files_have_bounds_of_size_and_number() -> None:
+    for code in ("for i in 1 2 3; do head -c 500000 /dev/zero > $i; done; sleep 60", "touch $(seq 2000)"):
+        ran = with_one("none", lambda sandbox: sandbox.run(["sh", "-c", code], limits=Limits(disk=MiB)))  # noqa: B023
+        assert (ran.status, ran.code) == ("disk", None) and ran.seconds < 8
 
 
 @pytest.mark.parametrize("spec", ["docker", "", "bwrap", "ftp://x", "http://", "http:///run_code"])
@@ -211,7 +231,7 @@ def test_a_session_without_isolation_leaves_no_directory_once_it_is_closed() -> 
 
 
 def test_what_is_asked_of_a_server_is_what_its_api_has() -> None:
-    body = remote.asked(["ls", "-l", "a b"], "in", {"x": "1"}, Limits(seconds=2.5, memory=64 * MiB))
+    body = remote.request_body(Program(["ls", "-l", "a b"], "in", {"x": "1"}, Limits(seconds=2.5, memory=64 * MiB)))
     assert body == {
         "language": "bash", "code": "ls -l 'a b'", "stdin": "in", "files": {"x": "MQ=="}, "fetch_files": [],
         "compile_timeout": 2.5, "run_timeout": 2.5, "memory_limit_MB": 64,

@@ -134,7 +134,7 @@ if __name__ == "__main__":
     gc.disable()  # all that is loaded stays: no collection need look through it, neither now nor in a fork
     import slipstream.runs.start
     import slipstream.runtimes.build  # noqa: F401
-    from slipstream.linux import adopt_orphans
+    from slipstream.processes import adopt_orphans
 
     gc.enable()
     gc.freeze()

@@ -122,7 +122,7 @@ if __name__ == "__main__":
     gc.disable()  # all that is loaded stays: no collection need look through it, neither now nor in a fork
     import slipstream.commands.samples
     import slipstream.runs.start
-    from slipstream.linux import adopt_orphans
+    from slipstream.processes import adopt_orphans
     from support.coordinators import left
 
     assert "torch" not in sys.modules

@@ -39,7 +39,8 @@ def advise_on(path: Path, console: Console, *, as_json: bool) -> None:
             console.print(Text.assemble((f"  {name:9}", "dim"), text), soft_wrap=True)
     if any(answer.change for answer in advice.answers):
         console.print()
-        console.print(Text(change_hint(path)), soft_wrap=True)
+        hint = f"Add the text after `write` to `slipstream train CONFIG`. Or change {path}/config.toml and continue "
+        console.print(Text(f"{hint}the run with `slipstream resume {path} --change KEY`."), soft_wrap=True)
 
 
 def verdict(advice: Advice) -> str:
@@ -62,13 +63,6 @@ def answer_lines(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "watch", answer.watch
     if answer.explains:
         yield "explains", ", ".join(answer.explains)
-
-
-def change_hint(path: Path) -> str:
-    return (
-        f"Add the text after `write` to `slipstream train CONFIG`. Or change {path}/config.toml and continue the run "
-        f"with `slipstream resume {path} --change KEY`."
-    )
 
 
 def as_plain_data(path: Path, advice: Advice) -> dict[str, Any]:

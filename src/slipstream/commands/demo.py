@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from slipstream.commands.evaluate import Measured, measure
 from slipstream.config.schedule import Sync
@@ -47,23 +47,20 @@ def demo(config: Config, console: Console) -> None:
             f"The student answers, the teacher scores every token, the student learns: {config.updates} updates of "
             f"{config.learner.batch_size} samples,\none stage after the other, and then again from the start with all "
             "stages at the same time.\n",
-            highlight=False,
         )
         (teacher,) = config.teachers.values()
-        console.print(f"measuring teacher and student on {PROMPTS} held-out prompts", highlight=False)
+        console.print(f"measuring teacher and student on {PROMPTS} held-out prompts")
         expert, before = examine(teacher.model), examine(config.student)
         runs: dict[str, tuple[Path, Measured]] = {}
         for one in configs_to_compare(config):
             kind = one.schedule.kind
-            console.print(f"\n[bold]{kind}[/]", highlight=False)
+            console.print(f"\n[bold]{kind}[/]")
             path = train(one, console, name=f"demo-{kind}")
             runs[kind] = path, examine(str(path / "final"))
     finally:
         grader.close()
 
-    table = Table(title=f"\nAccuracy on {PROMPTS} held-out prompts", title_justify="left")
-    for name, justify in (("", "left"), ("sampled", "right"), ("greedy", "right"), ("relative to teacher", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = number_table(f"Accuracy on {PROMPTS} held-out prompts", "sampled", "greedy", "relative to teacher")
     after = {f"student after {kind}": found for kind, (_, found) in runs.items()}
     for name, found in {"student before": before, **after, "teacher": expert}.items():
         share = f"{found.avg / expert.avg:.0%}" if expert.avg else "–"
@@ -72,9 +69,8 @@ def demo(config: Config, console: Console) -> None:
     console.print(speed_table({kind: path for kind, (path, _) in runs.items()}))
 
     path, last = list(runs.values())[-1]
-    samples = Table(title="\nGreedy answers that were wrong before", title_justify="left")
-    for column in ("prompt", "before", "after", "right answer"):
-        samples.add_column(column, overflow="fold")
+    columns = [Column(name, overflow="fold") for name in ("prompt", "before", "after", "right answer")]
+    samples = Table(*columns, title="\nGreedy answers that were wrong before", title_justify="left")
     text = decoder(tokenizer)
     wrong = [i for i in range(PROMPTS) if before.best[i].header.rewards["exact"] < 1]
     for index in [i for i in wrong if len(prompts[i].tokens) <= LONGEST_SHOWN][:SHOWN]:
@@ -82,7 +78,7 @@ def demo(config: Config, console: Console) -> None:
         marked = [marked_answer(text(handle.body.tokens), str(prompt.ground_truth)) for handle in answers]
         samples.add_row(text(prompt.tokens), *marked, str(prompt.ground_truth))
     console.print(samples)
-    console.print(f"\n{time.perf_counter() - began:.0f} s in total. Student, metrics, ledger: {path}", highlight=False)
+    console.print(f"\n{time.perf_counter() - began:.0f} s in total. Student, metrics, ledger: {path}")
 
 
 def configs_to_compare(config: Config) -> list[Config]:
@@ -95,10 +91,14 @@ def configs_to_compare(config: Config) -> list[Config]:
     return [one.model_copy(update={"output": f"{output}/{one.schedule.kind}"}) if output else one for one in both]
 
 
+def number_table(title: str, *columns: str) -> Table:
+    """Return a table with a column of names, then columns of numbers."""
+    numbers = [Column(name, justify="right") for name in columns]
+    return Table("", *numbers, title=f"\n{title}", title_justify="left")
+
+
 def speed_table(paths: dict[str, Path]) -> Table:
-    table = Table(title="\nSpeed, on the same cores", title_justify="left")
-    for name in ("", "training", "samples/s", "overlap", "mean lag"):
-        table.add_column(name, justify="right" if name else "left")
+    table = number_table("Speed, on the same cores", "training", "samples/s", "overlap", "mean lag")
     for kind, path in paths.items():
         if run := digest(read_lines(path / "metrics.jsonl")):
             numbers = f"{run['samples_per_s']:.0f}", f"{run['overlap/stages']:.2f}", f"{run['lag/mean']:.1f}"

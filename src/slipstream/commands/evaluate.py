@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -94,9 +93,6 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
     sampler = build_sampler(made.sampler, made.tokenizer)
     graded, reward = Graded(sampler, grader), name_of(made.grader.rewards[0])
 
-    async def each_set() -> dict[str, Measured]:
-        return {name: await one_set(name) for name in made.sets}
-
     async def one_set(name: str) -> Measured:
         async def ask(sampling: Sampling, how: str) -> list[list[Handle]]:
             if watch:
@@ -125,41 +121,40 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
         return group
 
     try:
-        return asyncio.run(each_set())
+        with asyncio.Runner() as runner:
+            return {name: runner.run(one_set(name)) for name in made.sets}
     finally:
         sampler.close()
 
 
-def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
+def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
     """Measure a model and print the results; `given` are the command-line options, by field of `Asked`."""
     notes: list[str] = []
     subject = subject_of(model)
-    asked = asked_of(subject, given, notes.append)
-    if max(ks) > asked.n:
+    settings = settings_of(subject, options, notes.append)
+    if max(ks) > settings.n:
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
     check_there(subject.model)
-    needs(asked.reward, asked.sandbox)
-    data = data_section({name: getattr(asked, name) for name in COLUMNS})
-    sets = {
-        name: graded_rows(
-            load_rows(source, data, split=asked.split, limit=asked.limit, say=notes.append), asked.reward, asked.sandbox
-        )
-        for name, source in asked.data.items()
-    }
+    needs(settings.reward, settings.sandbox)
+    data = data_section({name: getattr(settings, name) for name in COLUMNS})
+    sets = {}
+    for name, source in settings.data.items():
+        rows = load_rows(source, data, split=settings.split, limit=settings.limit, say=notes.append)
+        sets[name] = graded_rows(rows, settings.reward, settings.sandbox)
     check_adapter(subject.model)
     tokenizer = load_tokenizer(subject.model)
     check_ends(subject.model, tokenizer)
-    tools = tools_of(asked.environment, tokenizer, subject.model, notes.append)
-    with_text = asked.environment is not None and asked.environment.gateway is not None
+    tools = tools_of(settings.environment, tokenizer, subject.model, notes.append)
+    with_text = settings.environment is not None and settings.environment.gateway is not None
     prompts = {
-        name: eval_prompts(rows, tokenizer, data, seed=asked.seed, tools=tools, tells=with_text)
+        name: eval_prompts(rows, tokenizer, data, seed=settings.seed, tools=tools, tells=with_text)
         for name, rows in sets.items()
     }
-    made = evaluation(subject.model, prompts, tokenizer, asked)
+    made = evaluation(subject.model, prompts, tokenizer, settings)
     from slipstream.engines.native.model import pick_device
 
-    pick_device(asked.device, "--device" if "device" in given else "runtime.device")
-    check_alone(made.sampler, asked.device)
+    pick_device(settings.device, "--device" if "device" in options else "runtime.device")
+    check_alone(made.sampler, settings.device)
     from slipstream.engines.native.files import check_complete  # takes seconds, so after the fast checks
 
     check_complete(subject.model)
@@ -167,7 +162,7 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
         print(printable(f"note: {note}"), file=sys.stderr)
     if not as_json:
         for line in notes:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, markup=False, soft_wrap=True)
     from slipstream.runtimes.build import build_grader
 
     announce_gateway(made.sampler.environment, None, partial(print, file=sys.stderr))
@@ -180,57 +175,60 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     for each in found.values():
         for why, count in each.ungraded.items():
             print(printable(f"{count} answers have no reward and count as wrong: {why}"), file=sys.stderr)
-    lines = [line_of(subject, asked, name, each, ks) for name, each in found.items()]
+    lines = [line_of(subject, settings, name, each, ks) for name, each in found.items()]
     if as_json:
         print(as_lines(lines), end="")
     else:
         show_table(lines, console)
     if subject.run is not None:
-        save_results(subject.run / EVALS, lines)
+        try:
+            append(subject.run / EVALS, as_lines(lines))
+        except RunDirError as error:  # the results are already printed
+            print(f"note: these results are not saved: {error}", file=sys.stderr)
 
 
-def asked_of(subject: Subject, given: Mapping[str, Any], say: Callable[[str], object]) -> Asked:
+def settings_of(subject: Subject, options: Mapping[str, Any], say: Callable[[str], object]) -> Asked:
     """Return the settings of the run, or those of the built-in task, with the changes given on the command line."""
-    if "data" not in given:
+    if "data" not in options:
         check_known(subject)
-    asked = subject.asked or Asked()
+    settings = subject.asked or Asked()
     # a template names its own columns: an option for the template unsets the prompt column, and the reverse
     instead = {"prompt": "template", "template": "prompt"}
-    changes: dict[str, Any] = {instead[name]: None for name in given if name in instead} | dict(given)
-    asked = replace(asked, **changes)
-    if "split" in given and not any(map(has_splits, asked.data.values())):
-        source = next(iter(asked.data.values()))
-        raise ConfigError(f"--split {asked.split} does nothing: {source} has no splits; drop it")
-    check_told(data_section({name: given[name] for name in COLUMNS & given.keys()}), *asked.data.values())
+    changes: dict[str, Any] = {instead[name]: None for name in options if name in instead} | dict(options)
+    settings = replace(settings, **changes)
+    if "split" in options and not any(map(has_splits, settings.data.values())):
+        source = next(iter(settings.data.values()))
+        raise ConfigError(f"--split {settings.split} does nothing: {source} has no splits; drop it")
+    check_told(data_section({name: options[name] for name in COLUMNS & options.keys()}), *settings.data.values())
     if subject.run is not None:
-        if not asked.reward:
+        if not settings.reward:
             raise ConfigError(
                 f"{subject.run / 'config.toml'} has no task.reward, which grading needs: write --reward, for example "
                 "--reward exact"
             )
-        say(settings_line(subject, asked, given))
-    return asked
+        say(settings_line(subject, settings, options))
+    return settings
 
 
-def settings_line(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> str:
+def settings_line(subject: Subject, settings: Asked, options: Mapping[str, Any]) -> str:
     """Return one line that lists settings taken from the run, and settings given on the command line."""
-    texts = {name: f"{name} {option_text(value)}".strip() for name, value in chosen_settings(asked).items()}
-    if asked.environment is not None:
-        wanted = asked.environment.wanted
+    texts = {name: f"{name} {option_text(value)}".strip() for name, value in chosen_settings(settings).items()}
+    if settings.environment is not None:
+        wanted = settings.environment.wanted
         texts["environment"] = f"environment {wanted.spec if wanted is not None else 'gateway'}"
-    run, cli = (", ".join(text for name, text in texts.items() if (name in given) is it) for it in (False, True))
+    run, cli = (", ".join(text for name, text in texts.items() if (name in options) is it) for it in (False, True))
     assert subject.run is not None
-    if "data" not in given and subject.trained_on:
+    if "data" not in options and subject.trained_on:
         run += " (training prompts, because data.eval is not set)"
-    return f"from {subject.run / 'config.toml'}: {run}" + (f"; from the command line: {cli}" if given else "")
+    return f"from {subject.run / 'config.toml'}: {run}" + (f"; from the command line: {cli}" if options else "")
 
 
-def chosen_settings(asked: Asked) -> dict[str, Any]:
+def chosen_settings(settings: Asked) -> dict[str, Any]:
     """Return the settings that options can set, by name; leave out unset settings and those without effect."""
-    idle = () if any(map(has_splits, asked.data.values())) else ("split",)
+    idle = () if any(map(has_splits, settings.data.values())) else ("split",)
     return {
         name: value
-        for name, value in asdict(asked).items()
+        for name, value in asdict(settings).items()
         if name not in (*OF_RUNS, *idle) and value is not None and value is not False
     }
 
@@ -251,7 +249,7 @@ def option_text(value: Any) -> str:
     return str(value)
 
 
-def line_of(subject: Subject, asked: Asked, name: str, found: Measured, ks: Sequence[int]) -> dict[str, Any]:
+def line_of(subject: Subject, settings: Asked, name: str, found: Measured, ks: Sequence[int]) -> dict[str, Any]:
     """Return settings and results of one set as an object for one line of JSON."""
     rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
     return {
@@ -259,10 +257,10 @@ def line_of(subject: Subject, asked: Asked, name: str, found: Measured, ks: Sequ
         "model": subject.model,
         **({} if subject.update is None else {"update": subject.update}),
         **({"set": name} if name else {}),
-        **chosen_settings(asked),
-        "data": asked.data[name],
+        **chosen_settings(settings),
+        "data": settings.data[name],
         "prompts": len(found.sampled),
-        f"avg@{asked.n}": found.avg,
+        f"avg@{settings.n}": found.avg,
         "error": standard_error(found.sampled),
         **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks},
         "greedy": found.greedy,
@@ -281,7 +279,7 @@ def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     reward, n, several = first["reward"][0], first["n"], len(lines) > 1
     at = f" after update {first['update']}" if "update" in first else ""
     title = f"{first['model']}{at}, graded by {name_of(reward)}, T = {first['temperature']:g}"
-    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    console.print(title, markup=False, soft_wrap=True)
     scores = [name for name in first if name.startswith("pass@")]
     others = [f"reward/{name_of(each)}" for each in first["reward"][1:]]
     table = Table()
@@ -309,12 +307,4 @@ def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.width = max(console.width, WIDEST)  # so that a narrow terminal does not truncate numbers
     console.print(table)
     tokens, seconds = (sum(line[name] for line in lines) for name in ("tokens", "seconds"))
-    console.print(f"{tokens:,} tokens in {seconds:.1f} s", highlight=False)
-
-
-def save_results(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Append results to a file; if it is not writable, print only a note, because the results are already printed."""
-    try:
-        append(path, as_lines(lines))
-    except RunDirError as error:
-        print(f"note: these results are not saved: {error}", file=sys.stderr)
+    console.print(f"{tokens:,} tokens in {seconds:.1f} s")

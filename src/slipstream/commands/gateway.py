@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,19 +36,19 @@ def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], o
             counts = asyncio.run(play(made, sampler, file, prompts or len(made.prompts.rows)))
         finally:
             sampler.close()
-    say(f"{counts[0]} episodes, {counts[1]} of them failed; {counts[2]} lineages are in {to}")
+    say(f"{counts['episodes']} episodes, {counts['failed']} of them failed; {counts['lineages']} lineages are in {to}")
 
 
-async def play(made: Plan, sampler: Any, file: TextIO, prompts: int) -> tuple[int, int, int]:
-    """Run the episodes, write their lineages; return the numbers of episodes, failed episodes, and lineages."""
-    numbers, counts = iter(range(prompts)), [0, 0, 0]
+async def play(made: Plan, sampler: Any, file: TextIO, prompts: int) -> Counter[str]:
+    """Run the episodes and write their lineages; return the numbers of episodes, failed episodes, and lineages."""
+    numbers, counts = iter(range(prompts)), Counter[str]()
 
     async def one_after_the_other() -> None:
         for number in numbers:
             group: Group = await sampler.generate(made.prompts.at(number), made.sampling)
             failed = sum(handle.header.finish == "error" for handle in group)
-            found = (len({handle.header.episode for handle in group}), failed, len(group) - failed)
-            counts[:] = [count + more for count, more in zip(counts, found, strict=True)]
+            episodes = len({handle.header.episode for handle in group})
+            counts.update(episodes=episodes, failed=failed, lineages=len(group) - failed)
             file.writelines(line(handle) for handle in group)
             file.flush()
 
@@ -58,7 +59,7 @@ async def play(made: Plan, sampler: Any, file: TextIO, prompts: int) -> tuple[in
                 tasks.create_task(one_after_the_other())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return counts[0], counts[1], counts[2]
+    return counts
 
 
 def line(handle: Handle) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,47 +25,38 @@ HOW_TO_GIVE_COSTS = "write --measure to measure its engines, or --costs FILE, or
 
 
 def plan_ahead(
-    source: str,
-    console: Console,
-    changes: Sequence[tuple[str, str]],
-    *,
-    devices: int | None,
-    costs: Path | None,
-    measure: bool,
-    to: Path | None,
-    page: Path | None,
-    as_json: bool,
-    note: Callable[[str], None],
+    args: Namespace, console: Console, changes: Sequence[tuple[str, str]], note: Callable[[str], None]
 ) -> None:
+    """Simulate a config or run; `args` are the options of the command line."""
     from slipstream.planning.planner import Subject, numbers
 
-    subject = Subject.of(source, changes, note)
-    subject.check(devices)
-    if to is not None and to.exists():
-        raise RunDirError(f"{to} exists: -o writes a new file")
-    for target in filter(None, (to, page)):
+    subject = Subject.of(args.source, changes, note)
+    subject.check(args.devices)
+    if args.to is not None and args.to.exists():
+        raise RunDirError(f"{args.to} exists: -o writes a new file")
+    for target in filter(None, (args.to, args.report)):
         check_regular(target)
         if not target.parent.is_dir():
             raise RunDirError(f"{target} cannot be written: there is no {target.parent}")
-    spent = costs_of(subject, costs, measure, note)
-    if spent is None:
-        raise ConfigError(f"{source}: nothing gives the costs of its stages: {HOW_TO_GIVE_COSTS}")
-    if to is not None:
-        with writing(to):
-            write_atomic(to, spent.to_toml())
-        note(f"costs are in {to}")
+    costs = costs_of(subject, args.costs, args.measure, note)
+    if costs is None:
+        raise ConfigError(f"{args.source}: nothing gives the costs of its stages: {HOW_TO_GIVE_COSTS}")
+    if args.to is not None:
+        with writing(args.to):
+            write_atomic(args.to, costs.to_toml())
+        note(f"costs are in {args.to}")
     with waiting(console, "simulating") as still:
-        seen = subject.outlook(spent, devices, lambda text: still(f"simulating {text}"))
-    if page is not None:
-        given = ["--costs", str(costs)] if costs is not None else ["--measure"] if measure else []
-        given += ["--devices", str(devices)] if devices is not None else []
-        given += [word for key, value in changes for word in (f"--{key}", value)]
-        write_page(page, seen, subject, spent, shlex.join(["slipstream", "plan", source, *given]))
-        note(f"figures are in {page}")
-    if as_json:
+        seen = subject.outlook(costs, args.devices, lambda text: still(f"simulating {text}"))
+    if args.report is not None:
+        words = ["--costs", str(args.costs)] if args.costs is not None else ["--measure"] if args.measure else []
+        words += ["--devices", str(args.devices)] if args.devices is not None else []
+        words += [word for key, value in changes for word in (f"--{key}", value)]
+        write_page(args.report, seen, subject, costs, shlex.join(["slipstream", "plan", args.source, *words]))
+        note(f"figures are in {args.report}")
+    if args.json:
         print(json.dumps(numbers(seen)))
         return
-    for line in forecast_lines(seen, subject, spent):
+    for line in forecast_lines(seen, subject, costs):
         console.print(line)
 
 
@@ -78,12 +70,12 @@ def write_page(target: Path, seen: Outlook, subject: Subject, costs: Costs, comm
         write_atomic(target, text)
 
 
-def costs_of(subject: Subject, given: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
+def costs_of(subject: Subject, file: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
     from slipstream.config import costs
     from slipstream.planning import derive
 
-    if given is not None:
-        return costs.load(given)
+    if file is not None:
+        return costs.load(file)
     if measure:
         return measured(subject, note)
     return derive.costs_of(subject.run) if subject.run is not None else None

@@ -17,7 +17,6 @@ from rich.live import Live
 
 from slipstream.console import Screen
 from slipstream.errors import ConfigError, printable
-from slipstream.linux import LINUX
 from slipstream.run_dir.atomic_files import alone_in, private
 from slipstream.runs.display import is_live
 from slipstream.runs.start import Caller, line_printer, train, warn
@@ -67,46 +66,37 @@ def sweep(
         return True
     try:
         with private(), alone_in(directory):
-            return run_study(results, console, jobs, resume_command(path, changes, jobs))
+            words = [word for key, text in changes for word in (f"--{key}", text)]
+            words += ["--jobs", str(jobs)] if jobs else []
+            return run_study(results, console, jobs, shlex.join(["slipstream", "sweep", str(path), *words]))
     finally:
         with suppress(OSError):  # remove the directory only if it is empty: no run was started
             directory.rmdir()
 
 
-def run_study(results: Sweep, console: Console, jobs: int | None, again: str) -> bool:
+def run_study(results: Sweep, console: Console, jobs: int | None, resume_command: str) -> bool:
     study, say = results.study, line_printer(console)
     check_unchanged(results)
-    if stray := removed_cells(results):
-        say(f"{len(stray)} finished cells are not in the study any more and are left out: {stray[0]} …")
+    if removed := removed_cells(results):
+        say(f"{len(removed)} finished cells are not in the study any more and are left out: {removed[0]} …")
     todo, failed = [cell for cell in results.cells if not cell.finished], list[tuple[SweepCell, str]]()
     found = check_configs(study, console) if todo else []
     if found:
         check_prompts(results, found)
     write_study(study, results.path)
     if todo:
-        at_a_time = jobs or study.sweep.jobs or parallel_cells(study.points, found, cores())
-        failed = run_cells(results, todo, at_a_time, console, again)
+        cores = len(os.sched_getaffinity(0))
+        at_a_time = jobs or study.sweep.jobs or parallel_cells(study.points, found, cores)
+        failed = run_cells(results, todo, at_a_time, console, resume_command)
     for line in summary(results):
-        wide = None if console.is_terminal else WIDE
-        console.print(line, highlight=False, markup=False, width=wide, soft_wrap=isinstance(line, str))
+        width = None if console.is_terminal else WIDE
+        console.print(line, markup=False, width=width, soft_wrap=isinstance(line, str))
     write_results(results, say)
     for cell, why in failed:
         warn(console, f"{cell.cell.name} failed: {why}; {cell.path / LOG}")
     if failed:
-        say(f"{len(failed)} of {len(todo)} cells failed; run them again with: {again}")
+        say(f"{len(failed)} of {len(todo)} cells failed; run them again with: {resume_command}")
     return not failed
-
-
-def resume_command(path: str | Path, changes: Sequence[tuple[str, str]], jobs: int | None) -> str:
-    options = [*changes, *([("jobs", str(jobs))] if jobs else [])]
-    return shlex.join(
-        ["slipstream", "sweep", str(path), *(word for key, text in options for word in (f"--{key}", text))]
-    )
-
-
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if LINUX else os.cpu_count() or 1
 
 
 def check_configs(study: Study, console: Console) -> list[Checked]:
@@ -141,7 +131,7 @@ def train_cell(cell: Cell, path: Path, checks: bool, keep: bool, tell: Tell) -> 
 
 
 def run_cells(
-    results: Sweep, todo: Sequence[SweepCell], at_a_time: int, console: Console, again: str
+    results: Sweep, todo: Sequence[SweepCell], at_a_time: int, console: Console, resume_command: str
 ) -> list[tuple[SweepCell, str]]:
     """Run the cells, `at_a_time` in parallel; return those that failed, with the cause."""
     board, failed = Board(results, todo, at_a_time), list[tuple[SweepCell, str]]()
@@ -174,7 +164,8 @@ def run_cells(
             if live:
                 live.stop()
             write_results(results, say)
-            say(f"stopped; {len(results.finished)} of {len(results.cells)} cells are finished; continue with: {again}")
+            finished = f"{len(results.finished)} of {len(results.cells)} cells are finished"
+            say(f"stopped; {finished}; continue with: {resume_command}")
             raise
     return failed
 

@@ -9,7 +9,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,11 +35,13 @@ def watch(path: Path, console: Console, *, once: bool = False) -> None:
 
 def show_until_quit(watched: Watched, console: Console) -> bool:
     """Show the run until the user quits (return False) or presses Ctrl-Z (return True)."""
-    with unbuffered_keys() as keyboard, wakeup_signals() as (wake, caught), full_screen(console) as show:
+    live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+    with unbuffered_keys() as keyboard, wakeup_signals() as (wake, caught), live:
         looked = time.monotonic()
         while True:
             turns = "hold" if not watched.turning.held else "continue"
-            show(watched, KEYS + turns if keyboard is not None else "")
+            view = watched.view(KEYS + turns if keyboard is not None else "")
+            live.update(Group(*screen(view, *console.size)), refresh=True)
             left = max(0.0, looked + EVERY - time.monotonic())
             ready, _, _ = select.select([wake, *([keyboard] if keyboard is not None else [])], [], [], left)
             if wake in ready:
@@ -71,17 +73,6 @@ def handle_keys(keys: bytes, watched: Watched) -> bool:
 
 
 # --- terminal modes, restored at the end ------------------------------------------------------------------------------
-
-
-@contextmanager
-def full_screen(console: Console) -> Iterator[Callable[[Watched, str], None]]:
-    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-
-        def show(watched: Watched, keys: str) -> None:
-            width, height = console.size
-            live.update(Group(*screen(watched.view(keys), width, height)), refresh=True)
-
-        yield show
 
 
 @contextmanager

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import pickle
-import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +28,7 @@ from typing import Any
 from slipstream.environments import Reply, Start, Step
 from slipstream.environments.forms import Acting, Kind, kind_of, told_of
 from slipstream.errors import ConfigError, EnvironmentFailed, Suspected
+from slipstream.processes import kill_group
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Sandbox
 from slipstream.user_code.process import STARTED, Child, begun, outside
@@ -83,37 +82,37 @@ class Host:
 
     async def served(self) -> None:
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._hear, args=(loop,), daemon=True).start()
+        threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
         await asyncio.Event().wait()
 
-    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(EOFError, OSError):
             while True:
-                loop.call_soon_threadsafe(self._asked, *self.parent.recv())
-        os.killpg(0, signal.SIGKILL)  # the parent has ended: kill this host and all that it started
+                loop.call_soon_threadsafe(self._accept, *self.parent.recv())
+        kill_group(0)  # the parent has ended: kill this host and all that it started
 
-    def _asked(self, call: int, number: int, what: str, *given: Any) -> None:
-        work = self._answered(call, number, what, *given, last=self.tasks.get(number))
+    def _accept(self, call: int, number: int, method: str, *args: Any) -> None:
+        work = self._answer(call, number, method, *args, last=self.tasks.get(number))
         self.tasks[number] = asyncio.get_running_loop().create_task(work)
 
-    async def _answered(self, call: int, number: int, what: str, *given: Any, last: asyncio.Task[None] | None) -> None:
+    async def _answer(self, call: int, number: int, method: str, *args: Any, last: asyncio.Task[None] | None) -> None:
         try:
             if last is not None:  # the parent no longer waits for the last call, which may still run
                 last.cancel()
                 await asyncio.wait([last])
-            answer = await getattr(self, f"_{what}")(number, *given)
+            answer = await getattr(self, f"_{method}")(number, *args)
         except asyncio.CancelledError:
             return
         except EnvironmentFailed as error:
             answer = error
         except BaseException as error:  # user code may raise anything; only this environment fails
-            answer = EnvironmentFailed("error", f"{what} raised {told_of(self.kind, error)}")
+            answer = EnvironmentFailed("error", f"{method} raised {told_of(self.kind, error)}")
         self.parent.send((call, answer))
 
-    async def _start(self, number: int, given: dict[str, Any]) -> None:
+    async def _start(self, number: int, arguments: dict[str, Any]) -> None:
         self.threads[number] = ThreadPoolExecutor(1, "environment")
         self.here[number] = Acting(self.kind, partial(self._run, number), self.shown)
-        await self.here[number].start(Start(**given, sandbox=self.sandbox))
+        await self.here[number].start(Start(**arguments, sandbox=self.sandbox))
 
     async def _step(self, number: int, reply: Reply) -> Step:
         return await self.here[number].step(reply)
@@ -139,10 +138,10 @@ class Host:
         if number in self.threads:
             self.threads.pop(number).shutdown(wait=False)
 
-    async def _run(self, number: int, method: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    async def _run(self, number: int, method: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):
-            return await method(*args, **given)
-        call = partial(method, *args, **given)
+            return await method(*args, **arguments)
+        call = partial(method, *args, **arguments)
         found = await asyncio.get_running_loop().run_in_executor(self.threads[number], call)
         return await found if inspect.isawaitable(found) else found
 
@@ -163,11 +162,11 @@ class HostProcess(Child):
         self.crowd = frozenset[int]()
         """Numbers of the environments that were in this process when the process ended."""
         self.schemas: list[dict[str, Any]] | None = None
-        self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any], int]] = {}
-        """Calls for which a caller still waits, by number: event loop, future and number of the environment."""
+        self.waiting: dict[int, tuple[Future[Any], int]] = {}
+        """Calls for which a caller still waits, by number: the future answer and the number of the environment."""
         self.calls = count()
-        self.starting, self.lock = threading.Lock(), threading.Lock()
-        self.reader = threading.Thread(target=self._hear, daemon=True)
+        self.starting = threading.Lock()
+        self.reader = threading.Thread(target=self._receive, daemon=True)
 
     def ready(self) -> list[dict[str, Any]]:
         """Wait until the host is ready; return the schemas of the tools. ConfigError if the class cannot be used."""
@@ -176,67 +175,57 @@ class HostProcess(Child):
                 try:
                     if not self.connection.poll(STARTED):
                         raise NotStarted(f"environment.use: its imports take more than {STARTED:.0f} s")
-                    said = self.connection.recv()
+                    answer = self.connection.recv()
                 except (EOFError, OSError):
                     raise NotStarted(
                         f"environment.use = {self.wanted.spec!r}: its process ends during the import ({self.end()})"
                     ) from None
-                if isinstance(said, ConfigError):
-                    raise said
+                if isinstance(answer, ConfigError):
+                    raise answer
                 self.reader.start()
-                self.schemas = said
+                self.schemas = answer
             return self.schemas
 
-    async def call(self, number: int, what: str, *given: Any) -> Any:
-        loop, call = asyncio.get_running_loop(), next(self.calls)
-        answer: asyncio.Future[Any] = loop.create_future()
-        with self.lock:
-            self.waiting[call] = loop, answer, number
+    async def call(self, number: int, method: str, *args: Any) -> Any:
+        call, answer = next(self.calls), Future[Any]()
+        self.waiting[call] = answer, number
         try:
             async with outside():
-                self.connection.send((call, number, what, *given))
-                found = await answer
+                self.connection.send((call, number, method, *args))
+                result = await asyncio.wrap_future(answer)
         except OSError:
             self.kill()
             self.reader.join(LEAVES)  # the reader records which environments were in the process
             raise self._lost(number, acting=False) from None
         finally:
-            with self.lock:
-                self.waiting.pop(call, None)
-        if isinstance(found, EnvironmentFailed):
-            raise found
-        return found
+            self.waiting.pop(call, None)
+        if isinstance(result, EnvironmentFailed):
+            raise result
+        return result
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
             while True:
-                self._tell(*self.connection.recv())
+                self._settle(*self.connection.recv())
         except (EOFError, OSError, pickle.UnpicklingError):
             self.crowd = frozenset(self.live)
-            for call, (*_, number) in list(self.waiting.items()):
-                self._tell(call, self._lost(number, acting=True))
+            for call, (_, number) in list(self.waiting.items()):
+                self._settle(call, self._lost(number, acting=True))
+
+    def _settle(self, call: int, result: Any) -> None:
+        answer, _ = self.waiting.pop(call, (None, 0))
+        if answer is not None and answer.set_running_or_notify_cancel():  # the caller still waits
+            answer.set_result(result)
 
     def _lost(self, number: int, *, acting: bool) -> EnvironmentFailed:
-        said = f"{self.wanted.spec} ended its process: {self.end()}"
-        return EnvironmentFailed("crash", said) if self.crowd == {number} else Suspected(said, acting=acting)
-
-    def _tell(self, call: int, answer: Any) -> None:
-        with self.lock:
-            loop, waiting, _ = self.waiting.pop(call, (None, None, 0))
-        if loop is not None and waiting is not None:
-            with suppress(RuntimeError):  # the caller's event loop is closed
-                loop.call_soon_threadsafe(settle, waiting, answer)
+        message = f"{self.wanted.spec} ended its process: {self.end()}"
+        return EnvironmentFailed("crash", message) if self.crowd == {number} else Suspected(message, acting=acting)
 
     def close(self) -> None:
         self.kill()
         if self.reader.is_alive():
             self.reader.join()
         super().close()
-
-
-def settle(waiting: asyncio.Future[Any], answer: Any) -> None:
-    if not waiting.done():
-        waiting.set_result(answer)
 
 
 class Hosts:
@@ -336,8 +325,8 @@ class Episode:
                 self.hosts.retire(self.host)
                 raise EnvironmentFailed("crash", str(error)) from None
 
-    async def start(self, given: dict[str, Any]) -> None:
-        await self.host.call(self.number, "start", given)
+    async def start(self, arguments: dict[str, Any]) -> None:
+        await self.host.call(self.number, "start", arguments)
 
     async def step(self, reply: Reply) -> Step:
         found: Step = await self.host.call(self.number, "step", reply)

@@ -108,14 +108,12 @@ def alone_in(path: Path) -> Iterator[None]:
 
 
 def _lock(file: IO[str]) -> None:
-    for pause in (*[PAUSE] * TRIES, None):
-        try:
+    for _ in range(TRIES):
+        with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except BlockingIOError:
-            if pause is None:
-                raise
-            time.sleep(pause)
+        time.sleep(PAUSE)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def held(path: Path) -> bool | None:
@@ -292,7 +290,11 @@ class Lines:
             return
         try:
             with writing(self.path):
-                self._append(memoryview(data))
+                if not os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
+                    raise OSError(errno.ESTALE, "the file was replaced by another one")
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(self.descriptor, left) :]
         except RunDirError:
             self.failed = True
             with suppress(OSError):
@@ -300,12 +302,6 @@ class Lines:
             raise
         self.size += len(data)
         self.digest.update(data)
-
-    def _append(self, data: memoryview) -> None:
-        if not os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
-            raise OSError(errno.ESTALE, "the file was replaced by another one")
-        while data:
-            data = data[os.write(self.descriptor, data) :]
 
     def end(self) -> Extent:
         """Write everything to disk, and return the extent of the file."""

@@ -65,8 +65,6 @@ are not named.
 """
 DECIDES = ("kind", "end", "ph")
 PER_TOKEN = ("tokens", "logp", "teacher_logp")
-PLAIN = {str, float, NoneType}
-"""In a list of only these types, one value of each type is checked, for speed."""
 
 
 def written_by() -> Line:
@@ -156,8 +154,7 @@ def fits(value: Any, shape: Any) -> bool:
         case tuple():
             return any(fits(value, each) for each in shape)
         case [each] if isinstance(value, list):
-            by_type = {type(inner): inner for inner in value}
-            return all(fits(inner, each) for inner in (by_type.values() if by_type.keys() <= PLAIN else value))
+            return all(fits(inner, each) for inner in representatives(value))
         case [*_] if isinstance(value, list):
             return len(value) == len(shape) and all(map(fits, value, shape))
         case dict():
@@ -171,3 +168,15 @@ def fits(value: Any, shape: Any) -> bool:
                 return abs(value) < HUGE if isfinite(value) else shape == inf
             return type(value) is int and abs(value) < LARGEST
     return value is shape
+
+
+def representatives(values: list[Any]) -> list[Any]:
+    """Return values of a list that fit a shape only if all do, for speed: extremes of numbers, one of each other type.
+
+    Lists with other values than numbers with a point, texts and None are returned whole.
+    """
+    finite = [value for value in values if type(value) is float and isfinite(value)]
+    other = {type(value): value for value in values if type(value) is not float or not isfinite(value)}
+    if not other.keys() <= {str, float, NoneType}:
+        return values
+    return [*other.values(), *([min(finite), max(finite)] if finite else [])]

@@ -18,12 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from textwrap import indent
-from types import TracebackType
 from typing import Any, Protocol
 
 from slipstream.config.file import differing, parse, to_toml
@@ -63,7 +62,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     def __init__(
         self, path: Path, sinks: list[Sink], *, samples: bool = True, trace: bool = True, mark: Mark | None = None
     ) -> None:
@@ -73,7 +72,7 @@ class RunLog:
         ends = ends_of(path, mark) if mark else {}
         self.say: Callable[[str], None] = print
         """Called with a warning about a problem that does not stop the run."""
-        self.heard: Mapping[str, Callable[[dict[str, Any]], None]] = {}
+        self.callbacks: Mapping[str, Callable[[dict[str, Any]], None]] = {}
         """Callbacks for metrics lines, by kind ("train" or "eval"); their exceptions stop the run."""
         self.last: Mapping[str, Any] = before.get("last", {})
         """The metrics of the last update."""
@@ -102,8 +101,8 @@ class RunLog:
         try:
             sinks = start_trackers(config, path)
         except ConfigError:
-            for written in ("config.toml", META):  # the directory may contain files of the user
-                (path / written).unlink()
+            for name in ("config.toml", META):  # the directory may contain files of the user
+                (path / name).unlink()
             raise
         return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace)
 
@@ -114,9 +113,9 @@ class RunLog:
         meta = read_meta(path)
         with writing(path):
             if (path / "final").exists():
-                kept = path / f"final-{meta['config']['updates']}"
-                shutil.rmtree(kept, ignore_errors=True)
-                (path / "final").rename(kept)
+                earlier = path / f"final-{meta['config']['updates']}"
+                shutil.rmtree(earlier, ignore_errors=True)
+                (path / "final").rename(earlier)
             write_atomic(path / "config.toml", to_toml(config))
             write_meta(path, meta | begun_with(config, prompts))  # last, so that a killed `resume` can be repeated
         sinks = start_trackers(config, path)
@@ -145,44 +144,31 @@ class RunLog:
         else:
             self.last = line
         named = for_sinks(kind, numbers, of)
-        self._tell(self.sinks, lambda sink: sink.log(named, update))
-        if kind in self.heard:
-            self.heard[kind](dict(line))
+        self._for_each_sink(lambda sink: sink.log(named, update))
+        if kind in self.callbacks:
+            self.callbacks[kind](dict(line))
 
-    def _tell(self, sinks: Iterable[Sink], what: Callable[[Sink], None]) -> None:
-        for sink in list(sinks):
+    def _for_each_sink(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self.sinks):
             try:
-                what(sink)
+                call(sink)
             except Exception as error:  # a tracker may raise anything, and must not stop the run
                 self.sinks.remove(sink)
-                self._left_out(sink, error)
-
-    def _left_out(self, sink: Sink, error: Exception) -> None:
-        self.say(
-            f"{type(sink).__name__} failed and gets no more metrics, metrics.jsonl has them all: {first_line(error)}"
-        )
+                failed = f"{type(sink).__name__} failed and gets no more metrics, metrics.jsonl has them all"
+                self.say(f"{failed}: {first_line(error)}")
 
     def ledger(self, *entries: Mapping[str, Any]) -> None:
         self.files[LEDGER].write(as_lines(entries))
 
     def samples(self, quotes: Quotes, *, update: int) -> None:
         self.files[SAMPLES].write(as_lines(quotes))
-        self._tell(
-            [sink for sink in self.sinks if (update - 1) % sink.every == 0], lambda sink: sink.samples(quotes, update)
-        )
+        self._for_each_sink(lambda sink: sink.samples(quotes, update) if (update - 1) % sink.every == 0 else None)
 
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         with ExitStack() as each:
             for file in self.files.values():
                 each.callback(file.close)
-            for sink in self.sinks:
-                try:
-                    sink.close()
-                except Exception as error:
-                    self._left_out(sink, error)
+            self._for_each_sink(lambda sink: sink.close())
 
 
 def run_path(config: Config, name: str) -> Path:
@@ -192,9 +178,7 @@ def run_path(config: Config, name: str) -> Path:
 def check_free(path: Path) -> None:
     """Raise RunDirError if a run cannot begin in this directory."""
     with writing(path):
-        if any(
-            (path / name).exists() for name in ("config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "final")
-        ):
+        if any((path / name).exists() for name in ("config.toml", METRICS, LEDGER, "checkpoints", "final")):
             raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
         if path.exists() and not path.is_dir():
             raise RunDirError(f"{path} is a file: choose another run directory with --output")
@@ -260,19 +244,19 @@ def format_in(path: Path) -> int:
     return format_of(path / META, read_meta(path)) if (path / META).exists() else FORMAT
 
 
-def check_unchanged(path: Path, config: Config, *, meant: Iterable[str] = ()) -> None:
-    """Raise RunDirError if config.toml differs from the run's start in settings that are not in `meant`."""
+def check_unchanged(path: Path, config: Config, *, accepted: Iterable[str] = ()) -> None:
+    """Raise RunDirError if config.toml differs from the run's start in settings that are not in `accepted`."""
     before = parse(read_meta(path)["config"], where=str(path / META), say=lambda _: None)
     changes = {
         name: f"{name} = {json.dumps(now)} (it was {json.dumps(then)})" for name, then, now in differing(before, config)
     }
-    for name, said in changes.items():
+    for name, text in changes.items():
         if any(_within(name, each) for each in FIXED):
-            raise RunDirError(f"{path / 'config.toml'}: {said} cannot change in a run: put it back, or begin a new run")
-    for each in {*meant} - {"updates", "data.train"}:
+            raise RunDirError(f"{path / 'config.toml'}: {text} cannot change in a run: put it back, or begin a new run")
+    for each in {*accepted} - {"updates", "data.train"}:
         if not any(_within(name, each) for name in changes):
             raise RunDirError(f"--change {each}: {path / 'config.toml'} does not change that; edit it there first")
-    other = {name: said for name, said in changes.items() if not any(_within(name, each) for each in meant)}
+    other = {name: text for name, text in changes.items() if not any(_within(name, each) for each in accepted)}
     if other:
         raise RunDirError(
             f"{path / 'config.toml'} was changed: {', '.join(other.values())}; put it back, or confirm the change: "
@@ -280,9 +264,9 @@ def check_unchanged(path: Path, config: Config, *, meant: Iterable[str] = ()) ->
         )
 
 
-def check_prompts(path: Path, config: Config, prompts: str, *, meant: Iterable[str] = ()) -> None:
+def check_prompts(path: Path, config: Config, prompts: str, *, accepted: Iterable[str] = ()) -> None:
     before = read_meta(path).get("prompts")
-    if before is not None and before != prompts and "data.train" not in meant:
+    if before is not None and before != prompts and "data.train" not in accepted:
         raise RunDirError(
             f"{config.data.train} does not give the prompts that {path} began with; put it back, or confirm the "
             "change: --change data.train"
@@ -294,28 +278,27 @@ def _within(name: str, section: str) -> bool:
     return f"{name}.".startswith(section.removesuffix("*").rstrip(".") + ".")
 
 
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def machine() -> dict[str, Any]:
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
-    def commit() -> str | None:
-        if shutil.which("git") is None:
-            return None
+    commit = None
+    if shutil.which("git") is not None:
         git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
-        return git.stdout.strip() or None
-
+        commit = git.stdout.strip() or None
     return {
         "format": FORMAT,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {package: installed(package) for package in PACKAGES},
+        "packages": {package: installed_version(package) for package in PACKAGES},
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "git": commit(),
+        "git": commit,
     }
 
 
@@ -373,11 +356,9 @@ class TensorBoard:
     def samples(self, quotes: Quotes, step: int) -> None:
         """Write samples as Markdown, where indented text is shown unchanged."""
         for number, (headline, *texts) in enumerate(table_of(quotes)):
-            parts = [
-                headline,
-                *(f"{name}:\n\n{indent(text, ' ' * 4, bool)}" for name, text in zip(COLUMNS[1:], texts, strict=True)),
-            ]
-            self.writer.add_text(f"samples/{number}", "\n\n".join(parts), step)
+            for name, text in zip(COLUMNS[1:], texts, strict=True):
+                headline += f"\n\n{name}:\n\n{indent(text, ' ' * 4, bool)}"
+            self.writer.add_text(f"samples/{number}", headline, step)
 
     def close(self) -> None:
         self.writer.close()
@@ -389,19 +370,30 @@ class Wandb:
     def __init__(self, config: Config, path: Path) -> None:
         import wandb
 
-        self.wandb = wandb
-        self.run = wandb.init(
-            project=config.log.project, name=path.name, config=config.model_dump(mode="json"), dir=str(path.parent)
-        )
+        self.start(wandb, config, path, dir=str(path.parent))
+
+    def start(self, library: Any, config: Config, path: Path, **options: str) -> None:
+        self.library = library
+        settings = config.model_dump(mode="json")
+        self.run = library.init(project=config.log.project, name=path.name, config=settings, **options)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.run.log(dict(numbers), step=step)
 
     def samples(self, quotes: Quotes, step: int) -> None:
-        self.run.log({"samples": self.wandb.Table(columns=list(COLUMNS), data=table_of(quotes))}, step=step)
+        self.run.log({"samples": self.library.Table(columns=list(COLUMNS), data=table_of(quotes))}, step=step)
 
     def close(self) -> None:
         self.run.finish()
+
+
+class Trackio(Wandb):
+    """A tracker with the interface of wandb."""
+
+    def __init__(self, config: Config, path: Path) -> None:
+        import trackio
+
+        self.start(trackio, config, path)
 
 
 class MLflow:
@@ -424,26 +416,6 @@ class MLflow:
 
     def close(self) -> None:
         self.mlflow.end_run()
-
-
-class Trackio:
-    every = TEXTS
-
-    def __init__(self, config: Config, path: Path) -> None:
-        import trackio
-
-        self.trackio = trackio
-        trackio.init(project=config.log.project, name=path.name, config=config.model_dump(mode="json"))
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self.trackio.log(dict(numbers), step=step)
-
-    def samples(self, quotes: Quotes, step: int) -> None:
-        table = self.trackio.Table(columns=list(COLUMNS), data=table_of(quotes))
-        self.trackio.log({"samples": table}, step=step)
-
-    def close(self) -> None:
-        self.trackio.finish()
 
 
 SINKS: dict[Tracker, Callable[[Config, Path], Sink]] = {

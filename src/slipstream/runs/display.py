@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -46,7 +45,7 @@ class Progress:
             self.live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -65,7 +64,7 @@ class Progress:
             self.update, self.updated = step, self.clock()
             self.course.made(numbers)
         if not self.live:
-            self.console.print(self.line(numbers, step), highlight=False, soft_wrap=True)
+            self.console.print(self.line(numbers, step), soft_wrap=True)
 
     def samples(self, quotes: Sequence[Mapping[str, Any]], step: int) -> None:
         self.turning.gather(quotes, newest=quotes)

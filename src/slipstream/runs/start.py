@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,14 @@ from rich.markup import escape
 
 from slipstream.config.schema import Config
 from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Stalled, Terminated, WorkerDied
-from slipstream.linux import let_go_of_terminal
 from slipstream.metrics import digest, summary
-from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, admission_of, in_time
 from slipstream.plan.checks import PROMPTS, raise_fatal, start_checks
 from slipstream.plan.engines import EnvironmentPlan
 from slipstream.plan.plan import Plan, check_sizes, fast_checks, plan
+from slipstream.processes import leave_closed_terminal
 from slipstream.protocols import Engines
 from slipstream.records import Group
 from slipstream.reporting.terminal.metric_formats import from_to
@@ -53,8 +53,6 @@ TOKEN = "gateway.token"
 """Name of the file, in a run directory, that has the access token of the gateway."""
 Home = ProcessLauncher | ExitStack
 """Owner of resources that engines need and that survive a restart of the engines."""
-Part = Callable[[Restarts], None]
-"""Function that runs a run from its start or a checkpoint until it ends or the learner dies."""
 
 
 class Enough(Exception):
@@ -64,26 +62,27 @@ class Enough(Exception):
 class Caller:
     """The Python code that started a run: its callbacks for metrics lines, and a way to stop from any thread."""
 
-    def __init__(self, heard: Mapping[str, Callable[[dict[str, Any]], None]] | None = None) -> None:
-        self.heard = heard or {}
-        self.asked = False
-        self._way: Callable[[], None] | None = None
+    def __init__(self, callbacks: Mapping[str, Callable[[dict[str, Any]], None]] | None = None) -> None:
+        self.callbacks = callbacks or {}
+        self.stopped = False
+        self._stop_run: Callable[[], None] | None = None
 
     def stop(self) -> None:
         """Stop the run as Ctrl-C does, now or as soon as it has started."""
-        self.asked = True
-        if self._way is not None:
-            self._way()
+        self.stopped = True
+        if self._stop_run is not None:
+            self._stop_run()
 
     @contextmanager
-    def reaching(self, way: Callable[[], None]) -> Iterator[None]:
-        self._way = way
-        if self.asked:
-            way()
+    def connected(self, stop_run: Callable[[], None]) -> Iterator[None]:
+        """Let `stop` call `stop_run` in this context."""
+        self._stop_run = stop_run
+        if self.stopped:
+            stop_run()
         try:
             yield
         finally:
-            self._way = None
+            self._stop_run = None
 
 
 NOBODY = Caller()
@@ -95,17 +94,17 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True, c
     check_free(path)
     fast_checks(config)
     with private(), process_launcher(config) as launcher, ExitStack() as lock:
-        made = planned_on(console, config, launcher)
+        start = Start(planned_on(console, config, launcher), launcher, path, name, console, caller)
 
-        def begin(restarts: Restarts) -> None:
-            with opened(made, launcher, console) as engines:
+        def begin() -> None:
+            with opened(start.plan, launcher, console) as engines:
                 if checks:
-                    run_start_checks(made, engines, console)
+                    run_start_checks(start.plan, engines, console)
                 lock.enter_context(alone_in(path))
-                with RunLog.create(made.config, path, prompts=made.prompts.digest) as log:
-                    run_loop(made, engines, log, console, name=name, restarts=restarts, caller=caller)
+                with RunLog.create(start.plan.config, path, prompts=start.plan.prompts.digest) as log:
+                    start.loop(engines, log)
 
-        run_with_restarts(begin, made, launcher, path, console, caller)
+        start.with_restarts(begin)
     return path
 
 
@@ -129,7 +128,7 @@ def run_start_checks(made: Plan, engines: Engines, console: Console) -> None:
 
 
 def warn(console: Console, text: str) -> None:
-    console.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
 
 def resume(
@@ -138,74 +137,146 @@ def resume(
     *,
     number: int | None = None,
     updates: int | None = None,
-    meant: tuple[str, ...] = (),
+    accepted: tuple[str, ...] = (),
     caller: Caller = NOBODY,
 ) -> Path:
-    """Continue a run from a checkpoint; `meant` are the settings that may differ in its config.toml."""
-    config = config_of_stopped(path, number=number, updates=updates)
+    """Continue a run from a checkpoint; `accepted` are the settings that may differ in its config.toml."""
+    config = RunDir(path).config
+    if (path / "final").exists() and number is None and (updates or 0) <= config.updates:
+        raise RunDirError(
+            f"{path} is finished: the student is in {path / 'final'}; to extend, write --updates above {config.updates}"
+        )
     if updates is not None:
-        config, meant = RunDir(path).config_with(("updates", str(updates))), (*meant, "updates")
-    check_unchanged(path, config, meant=meant)  # before user code is imported
+        config, accepted = RunDir(path).config_with(("updates", str(updates))), (*accepted, "updates")
+    check_unchanged(path, config, accepted=accepted)  # before user code is imported
     fast_checks(config)
     with private(), process_launcher(config) as launcher, alone_in(path):
         checkpoint = newest(path, number, proof=config.health.proof, say=line_printer(console))
         check_lines(path, checkpoint.mark)
         made = planned_on(console, config, launcher)
-        check_prompts(path, made.config, made.prompts.digest, meant=meant)
+        check_prompts(path, made.config, made.prompts.digest, accepted=accepted)
         admission_of(made.config, made.prompts, checkpoint.standing)
-        again = partial(continue_run, made, launcher, path, console, caller, checkpoint)
-        run_with_restarts(again, made, launcher, path, console, caller)
+        start = Start(made, launcher, path, path.name, console, caller)
+        start.with_restarts(partial(start.continue_from, checkpoint))
     return path
 
 
-def continue_run(
-    made: Plan,
-    launcher: Home,
-    path: Path,
-    console: Console,
-    caller: Caller,
-    checkpoint: Checkpoint,
-    restarts: Restarts,
-) -> None:
-    """Continue a run from a checkpoint; when the learner has loaded it, delete later checkpoints and log lines."""
-    try:
-        with opened(made, launcher, console) as engines:
-            reading = engines.learner.restore(checkpoint.path)
-            with waiting(console, f"reading {checkpoint.path}"):
-                groups = asyncio.run(in_time(reading, made.config.runtime.patience, f"reading {checkpoint.path}"))
-            in_flight = len(checkpoint.standing.in_flight)
-            line_printer(console)(f"continuing from {checkpoint.path}; {in_flight} groups in flight continue")
-            # before log lines are deleted, because later checkpoints need those lines
-            Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
-            with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
-                where: Any = {"standing": checkpoint.standing, "groups": groups, "attempts": checkpoint.attempts}
-                where["canaries"] = checkpoint.canaries
-                run_loop(made, engines, log, console, name=path.name, restarts=restarts, caller=caller, **where)
-    except WorkerDied as error:  # the learner, or any worker while it is loaded
-        raise LearnerDied(str(error)) from None
+@dataclass
+class Start:
+    """A run that begins or continues, and begins again from its last checkpoint whenever its learner dies."""
 
+    plan: Plan
+    launcher: Home
+    path: Path
+    title: str
+    console: Console
+    caller: Caller
 
-def run_with_restarts(part: Part, made: Plan, launcher: Home, path: Path, console: Console, caller: Caller) -> None:
-    """Run `part`; whenever the learner dies, continue the run from its last checkpoint."""
-    restarts = Restarts(made.config.runtime.restarts)
-    while True:
+    def __post_init__(self) -> None:
+        self.restarts = Restarts(self.plan.config.runtime.restarts)
+        self.say = line_printer(self.console)
+
+    def with_restarts(self, part: Callable[[], None]) -> None:
+        """Call `part`, which runs until the run ends or the learner dies; then continue from the last checkpoint."""
+        while True:
+            try:
+                return part()
+            except Enough:
+                return None
+            except LearnerDied as error:
+                died = error
+            try:
+                checkpoint = newest(self.path, proof=self.plan.config.health.proof, say=self.say)
+            except RunDirError as none:
+                raise EngineError(f"{died}; {none}") from None
+            pause = self.restarts.granted("learner", time.monotonic())
+            if pause is None:
+                print_resume_command(self.path, self.plan.config, self.console)
+                raise EngineError(f"the learner died{self.restarts.often('learner')}: {died}")
+            self.say(f"{died}; the run restarts from its last checkpoint")
+            time.sleep(pause)
+            part = partial(self.continue_from, checkpoint)
+
+    def continue_from(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint; when the learner has loaded it, delete later checkpoints and log lines."""
+        config = self.plan.config
         try:
-            return part(restarts)
-        except Enough:
-            return None
-        except LearnerDied as error:
-            died = error
-        try:
-            checkpoint = newest(path, proof=made.config.health.proof, say=line_printer(console))
-        except RunDirError as none:
-            raise EngineError(f"{died}; {none}") from None
-        pause = restarts.granted("learner", time.monotonic())
-        if pause is None:
-            print_resume_command(path, made.config, console)
-            raise EngineError(f"the learner died{restarts.often('learner')}: {died}")
-        line_printer(console)(f"{died}; the run restarts from its last checkpoint")
-        time.sleep(pause)
-        part = partial(continue_run, made, launcher, path, console, caller, checkpoint)
+            with opened(self.plan, self.launcher, self.console) as engines:
+                reading = engines.learner.restore(checkpoint.path)
+                with waiting(self.console, f"reading {checkpoint.path}"):
+                    groups = asyncio.run(in_time(reading, config.runtime.patience, f"reading {checkpoint.path}"))
+                in_flight = len(checkpoint.standing.in_flight)
+                self.say(f"continuing from {checkpoint.path}; {in_flight} groups in flight continue")
+                # before log lines are deleted, because later checkpoints need those lines
+                Checkpoints(self.path / "checkpoints").forget_after(checkpoint.standing.version)
+                with RunLog.reopen(config, self.path, checkpoint.mark, prompts=self.plan.prompts.digest) as log:
+                    self.loop(engines, log, checkpoint, groups)
+        except WorkerDied as error:  # the learner, or any worker while it is loaded
+            raise LearnerDied(str(error)) from None
+
+    def loop(
+        self, engines: Engines, log: RunLog, checkpoint: Checkpoint | None = None, groups: Sequence[Group] = ()
+    ) -> None:
+        """Run the training loop with display and signal handlers; at the end print a summary, or how to continue."""
+        made, config = self.plan, self.plan.config
+        modelled = made.engines.costs is not None
+        announce_gateway(made.engines.sampler.environment, log.path, self.say)
+        state: Any = {}
+        if checkpoint is not None:
+            state = {"standing": checkpoint.standing, "attempts": checkpoint.attempts, "canaries": checkpoint.canaries}
+        run = Run(
+            config,
+            engines,
+            made.prompts,
+            log,
+            held_out=made.held_out,
+            groups=groups,
+            ends=made.end_ids,
+            restarts=self.restarts,
+            patience=None if modelled else config.runtime.patience,
+            say=self.say,
+            **state,
+        )
+
+        scaling = partial(scale_server, log.path, partial(run.scale, check=partial(check_sizes, config)), run.say)
+
+        async def main() -> None:
+            async with nullcontext() if modelled else scaling():
+                run.task = asyncio.current_task()  # only now: `train` saves a checkpoint when the task is cancelled
+                if stop_reasons:
+                    run.stop()
+                await run.train()
+
+        began = run.admission.version
+        progress = Progress(
+            self.console,
+            updates=config.updates,
+            title=self.title,
+            admission=run.admission,
+            evaluates=bool(made.held_out),
+        )
+        with progress:
+            progress.recall(read_lines(log.path / "metrics.jsonl"))
+            log.sinks.append(progress)
+            log.callbacks = self.caller.callbacks
+            try:
+                runner = asyncio.Runner(loop_factory=ModelledLoop if modelled else None)
+                with stoppable(run, self.console, runner.get_loop(), self.caller) as stop_reasons, runner:
+                    try:
+                        runner.run(main())
+                    except asyncio.CancelledError:
+                        raise stop_reasons[0] from None
+                    except Deadlock as error:
+                        raise Stalled(f"{error}\n{run.report()}") from None
+            except WorkerDied as error:  # the learner; the run replaces other workers, or ends with an error of its own
+                raise LearnerDied(str(error)) from None
+            except BaseException:
+                progress.stop()
+                print_resume_command(log.path, config, self.console)
+                raise
+        lines = read_lines(log.path / "metrics.jsonl")
+        for line in filter(None, (from_to(lines), *summary(digest(lines, since=began)))):
+            self.say(line)
 
 
 def print_resume_command(path: Path, config: Config, console: Console) -> None:
@@ -215,16 +286,7 @@ def print_resume_command(path: Path, config: Config, console: Console) -> None:
 
 def line_printer(console: Console) -> Callable[[str], None]:
     """Return a function that prints plain lines, without markup and without inserted line breaks."""
-    return partial(console.print, highlight=False, markup=False, soft_wrap=True)
-
-
-def config_of_stopped(path: Path, *, number: int | None, updates: int | None) -> Config:
-    config = RunDir(path).config
-    if (path / "final").exists() and number is None and (updates or 0) <= config.updates:
-        raise RunDirError(
-            f"{path} is finished: the student is in {path / 'final'}; to extend, write --updates above {config.updates}"
-        )
-    return config
+    return partial(console.print, markup=False, soft_wrap=True)
 
 
 def process_launcher(config: Config) -> AbstractContextManager[Home]:
@@ -265,79 +327,6 @@ def open_engines(made: Plan, launcher: Home, console: Console) -> Engines:
                 return open_here(made.engines, made.tokenizer, say=say)
 
 
-def run_loop(
-    made: Plan,
-    engines: Engines,
-    log: RunLog,
-    console: Console,
-    *,
-    name: str,
-    restarts: Restarts,
-    caller: Caller,
-    standing: Standing | None = None,
-    groups: Sequence[Group] = (),
-    attempts: Mapping[str, Any] | None = None,
-    canaries: Mapping[str, Any] | None = None,
-) -> None:
-    """Run the training loop with display and signal handlers; at the end print a summary, or how to continue."""
-    announce_gateway(made.engines.sampler.environment, log.path, line_printer(console))
-    modelled = made.engines.costs is not None
-    run = Run(
-        made.config,
-        engines,
-        made.prompts,
-        log,
-        held_out=made.held_out,
-        standing=standing,
-        groups=groups,
-        attempts=attempts,
-        canaries=canaries,
-        ends=made.end_ids,
-        restarts=restarts,
-        patience=None if modelled else made.config.runtime.patience,
-        say=line_printer(console),
-    )
-    scaling = partial(scale_server, log.path, partial(run.scale, check=partial(check_sizes, made.config)), run.say)
-
-    async def main() -> None:
-        run.task = asyncio.current_task()
-        if stop_reasons:
-            run.stop()
-        async with nullcontext() if modelled else scaling():
-            await run.train()
-
-    began = run.admission.version
-    progress = Progress(
-        console,
-        updates=made.config.updates,
-        title=name,
-        admission=run.admission,
-        evaluates=bool(made.held_out),
-    )
-    with progress:
-        progress.recall(read_lines(log.path / "metrics.jsonl"))
-        log.sinks.append(progress)
-        log.heard = caller.heard
-        try:
-            runner = asyncio.Runner(loop_factory=ModelledLoop if modelled else None)
-            with stoppable(run, console, runner.get_loop(), caller) as stop_reasons, runner:
-                try:
-                    runner.run(main())
-                except asyncio.CancelledError:
-                    raise stop_reasons[0] from None
-                except Deadlock as error:
-                    raise Stalled(f"{error}\n{run.report()}") from None
-        except WorkerDied as error:  # the learner; the run replaces other workers, or ends with an error of its own
-            raise LearnerDied(str(error)) from None
-        except BaseException:
-            progress.stop()
-            print_resume_command(log.path, made.config, console)
-            raise
-    lines = read_lines(log.path / "metrics.jsonl")
-    for line in filter(None, (from_to(lines), *summary(digest(lines, since=began)))):
-        line_printer(console)(line)
-
-
 def announce_gateway(environment: EnvironmentPlan | None, directory: Path | None, say: Callable[[str], object]) -> None:
     """Print address and access token of the gateway for agents started elsewhere; write the token to a file, too."""
     if environment is None or environment.gateway is None or environment.gateway.agent is not None:
@@ -371,7 +360,7 @@ def stoppable(
         run.at_once = bool(stop_reasons)
         stop_reasons.append(how)
         if how is HungUp:
-            let_go_of_terminal()
+            leave_closed_terminal()
         run.stop()
 
     def later(what: Callable[[], None]) -> None:
@@ -382,7 +371,7 @@ def stoppable(
         signal.SIGINT: partial(stop, KeyboardInterrupt),
         signal.SIGTERM: partial(stop, Terminated),
         signal.SIGHUP: partial(stop, HungUp),
-        signal.SIGQUIT: lambda: console.print(run.report(), highlight=False, markup=False),
+        signal.SIGQUIT: lambda: console.print(run.report(), markup=False),
     }
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         del handlers[signal.SIGHUP]
@@ -390,7 +379,7 @@ def stoppable(
         handlers.clear()
     before = {number: signal.signal(number, lambda *_, what=what: later(what)) for number, what in handlers.items()}
     try:
-        with caller.reaching(partial(later, partial(stop, KeyboardInterrupt))):
+        with caller.connected(partial(later, partial(stop, KeyboardInterrupt))):
             yield stop_reasons
     finally:
         for number, handler in before.items():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from slipstream.errors import RecordsLost, WorkerDied, first_line
-from slipstream.runtimes.exchange import CANCEL, GOODBYE, PING, Answer, Body, Call, Host, RemoteWorker, map_references
+from slipstream.runtimes import exchange
+from slipstream.runtimes.exchange import Answer, Body, Call, Host, RemoteWorker, map_references, number_bundles
+from slipstream.runtimes.places import Place
 
 TICK = 0.02
 """Minimum seconds between two exchanges of a busy worker; an exchange costs about 1 ms on each side."""
@@ -109,11 +111,11 @@ class Actor:
 
 
 class RayLink:
-    def __init__(self, name: str, *, threads: int, cpus: float, gpus: float, ended: Callable[[], str] = str) -> None:
+    def __init__(self, place: Place, resources: Mapping[str, float], ended: Callable[[], str]) -> None:
         """Create the actor; `ended` returns the name of a vital Ray daemon that has ended, or ""."""
+        options = {"num_cpus": resources["CPU"], "num_gpus": resources["GPU"], "max_restarts": 0, "max_task_retries": 0}
         actor: Any = ray.remote(Actor)
-        actor = actor.options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
-        self.actor, self.pid = actor.remote(name, threads, str(Path.cwd())), 0
+        self.actor, self.pid = actor.options(**options).remote(place.name, place.threads, str(Path.cwd())), 0
         self.ended, self.turn = ended, 0
         self.sent, self.delayed = 0.0, False
         """`sent`: time of the last exchange. `delayed`: True if the next exchange is scheduled."""
@@ -134,7 +136,7 @@ class RayLink:
     async def leave(self, worker: RemoteWorker) -> None:
         if not worker.gone:
             with contextlib.suppress(TimeoutError, RayError):
-                await asyncio.wait_for(self.actor.close.remote(), GOODBYE)
+                await asyncio.wait_for(self.actor.close.remote(), exchange.GOODBYE)
         worker.end("it was dismissed")
 
     def attach(self, worker: RemoteWorker) -> None:
@@ -158,10 +160,10 @@ class RayLink:
                 loop.call_later(early, self._send_delayed)
             return
         self.sent = loop.time()
-        calls, bundles = worker.take_outbox(), dict[Any, int]()
+        calls = worker.take_outbox()
         try:
-            named = map_references(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
-            returned = self.actor.exchange.remote(self.turn, named, *bundles)
+            numbered, bundles = number_bundles(calls)
+            returned = self.actor.exchange.remote(self.turn, numbered, *bundles)
         except Exception as error:  # an argument cannot be pickled: nothing was sent
             worker.fail([call.id for call in calls], error)
             return
@@ -175,10 +177,10 @@ class RayLink:
         """Fail the calls that use the bundle `lost` ("": calls that use any bundle), and post the other calls again."""
         worker, again = self.worker, list[Call]()
         for call in calls:
-            if any(lost in ("", bundle.hex()) for bundle in bundles(call)):
+            if any(lost in ("", bundle.hex()) for bundle in number_bundles(call)[1]):
                 why = f"records for {worker.name} are lost: the machine that held them is gone"
                 worker.fail([call.id], RecordsLost(why))
-            elif call.id in worker.waiting or call.method in (CANCEL, PING):
+            elif call.id in worker.waiting or call.method in (exchange.CANCEL, exchange.PING):
                 again.append(call)
         worker.outbox[:0] = again
 
@@ -196,16 +198,9 @@ class RayLink:
             return
         finally:
             receiving.discard(task)
-        for place, answer in enumerate(answers):
-            self.worker.settle(answer, partial(body_of, bodies, place))
+        for number, answer in enumerate(answers):
+            self.worker.settle(answer, partial(body_of, bodies, number))
         asyncio.get_running_loop().call_soon(self.send)  # after the resumed callers have posted new calls
-
-
-def bundles(call: Call) -> set[Any]:
-    """Return the bundles that hold the bodies in a call."""
-    found = set[Any]()
-    map_references(call, lambda body: found.add(body.bundle))
-    return found
 
 
 def body_of(bodies: Any, answer: int, place: int) -> Body:

@@ -79,36 +79,31 @@ def build_sampler(
         return Episodes(policy, renderer, hosts, plan.environment.limits)
 
 
-def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan, tokenizer: Tokenizer) -> Agents:
+def build_agents(plan: SamplerPlan, environment: EnvironmentPlan, gateway: GatewayPlan, tokenizer: Tokenizer) -> Agents:
     """Build a gateway for external agents; bind the port first, so that an occupied port fails before models load."""
     from slipstream.environments.gateway.server import Server  # needs an optional dependency
 
-    guests, agent, seconds = (
-        ExternalAgents(gateway.token, there.limits.step_seconds / 2),
-        gateway.agent,
-        there.limits.seconds,
-    )
+    limits, agent = environment.limits, gateway.agent
+    times = {"seconds": limits.seconds, "step_seconds": limits.step_seconds}
     with ExitStack() as stack:
-        outside, walled = guests if agent is None else None, agent is not None and agent.walled
+        external = ExternalAgents(gateway.token, limits.step_seconds / 2)
+        outside, walled = external if agent is None else None, agent is not None and agent.walled
         server = Server(gateway.name, gateway.host, gateway.port, outside, walled=walled)
         stack.callback(server.close)
-        times = {"seconds": seconds, "step_seconds": there.limits.step_seconds}
-        players = guests if agent is None else Programs(agent, socket=server.walled_at, **times)
         policy = build_policy(plan, tokenizer)
         stack.callback(policy.close)
         ends = stop_ids(tokenizer, generation_of(plan.model))
-        renderer, limits = Renderer(tokenizer, stop_ids=ends, **there.renderer), there.limits
-        stack.pop_all()
-        return Agents(
+        agents = Agents(
             policy,
-            renderer,
-            players,
+            Renderer(tokenizer, stop_ids=ends, **environment.renderer),
+            external if agent is None else Programs(agent, socket=server.walled_at, **times),
             server,
             Bounds(turns=limits.turns, turn_tokens=limits.turn_tokens, vocabulary=gateway.vocabulary),
-            seconds=seconds,
-            step_seconds=limits.step_seconds,
             at_once=gateway.at_once,
+            **times,
         )
+        stack.pop_all()
+        return agents
 
 
 def build_policy(

@@ -16,8 +16,6 @@ import mmap
 import os
 import pickle
 import socket
-import sys
-import tempfile
 import time
 import weakref
 from array import array
@@ -31,8 +29,6 @@ DESCRIPTORS = 16
 """Largest number of descriptors per received message."""
 MAX_BUFFERS = 64
 """Largest number of buffers per system call."""
-CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-"""Flag: received descriptors are not inherited by programs that are started here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,20 +47,13 @@ class Mapped:
 
     @classmethod
     def of(cls, data: memoryview) -> Mapped:
-        made = cls(anonymous_memory(), data.nbytes)
+        made = cls(os.memfd_create("slipstream"), data.nbytes)
         while data.nbytes:
             data = data[os.write(made.descriptor, data) :]
         return made
 
     def read_only(self) -> mmap.mmap:
         return mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ)
-
-
-def anonymous_memory() -> int:
-    if sys.platform == "linux":
-        return os.memfd_create("slipstream")
-    with tempfile.TemporaryFile() as file:  # an unnamed file
-        return os.dup(file.fileno())
 
 
 Parcel = Packed | Mapped
@@ -144,7 +133,7 @@ class Channel:
         """Read the available bytes; return False when the other end is closed."""
         while True:
             try:
-                count, extras, _, _ = self.socket.recvmsg_into([self.part], 4 * DESCRIPTORS, CLOSE_ON_EXEC)
+                count, extras, _, _ = self.socket.recvmsg_into([self.part], 4 * DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return True
             except ConnectionResetError:
@@ -179,11 +168,6 @@ class Channel:
         self.on_message(value, parcels)
 
     # --- the end ---------------------------------------------------------------------------------------------
-
-    def hang_up(self) -> None:
-        """Detach, and close this end for writing."""
-        self.detach()
-        self.close_writing()
 
     def close_writing(self) -> None:
         """Close this end for writing: the other end reads all that was sent, then end of file."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-import resource
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
 from copy import copy
@@ -27,6 +26,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from slipstream.errors import EngineError, WorkerDied, first_line
+from slipstream.processes import cpu_seconds
 from slipstream.protocols import WeightsRef
 from slipstream.records import Batch, Handle
 
@@ -101,6 +101,13 @@ def map_references(value: Any, change: Callable[[Body], Any]) -> Any:
     return map_bodies(value, lambda body: change(body) if isinstance(body, Body) else body)
 
 
+def number_bundles(calls: Any) -> tuple[Any, list[Any]]:
+    """Return calls in which bundles are replaced by numbers, and the bundles in the order of these numbers."""
+    numbers = dict[Any, int]()
+    numbered = map_references(calls, lambda body: Body(numbers.setdefault(body.bundle, len(numbers)), body.index))
+    return numbered, list(numbers)
+
+
 def failed(id: int, error: BaseException) -> Answer:
     trace = "".join(traceback.format_exception(error))
     try:
@@ -146,7 +153,7 @@ class Host:
             if call.method == START:
                 self.engine = await asyncio.to_thread(unpickle_engine, *call.args)
             elif call.method == CPU_SECONDS:
-                result = cpu_seconds_here()
+                result = cpu_seconds()
             else:
                 result = await getattr(self.engine, call.method)(*call.args, **call.options)
             answer = Answer(call.id, map_bodies(result, keep))
@@ -170,11 +177,6 @@ def unpickle_engine(pickled: bytes) -> Any:
     engine = pickle.loads(pickled)()
     gc.freeze()  # imported and loaded objects stay: collections can skip them
     return engine
-
-
-def cpu_seconds_here() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 class Link(Protocol):

@@ -3,8 +3,6 @@
 The launcher imports once what all engines need, and computes nothing. When it forks, it holds no thread, GPU or lock,
 which would be broken in a copy. It sleeps while engines work, notices dead engines, and adopts processes that engines
 leave behind. It ends when the coordinator ends, and then ends all engines. If it is killed, the kernel kills engines.
-
-On macOS, whose frameworks do not survive a fork, engines are started as new processes.
 """
 
 from __future__ import annotations
@@ -23,20 +21,19 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle
-from pathlib import Path
 from socket import socket
 from typing import Any
 
-from slipstream.linux import LINUX, adopt_orphans, be_called, die_with_parent, wake_with_parent
+from slipstream import processes
 from slipstream.runtimes.channel import Channel, Mapped, Packed, Parcel
-from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, map_references
+from slipstream.runtimes.exchange import Answer, Call, Host, failed, map_references
 
 GRACE = 5.0
 """Seconds in which processes that killed engines leave behind, such as graders, may end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ProcessSettings:
     """Settings of an engine's process, which apply before the engine is built."""
 
     name: str
@@ -54,19 +51,19 @@ GPUS = "gpus"
 
 
 def run_launcher(control: Connection) -> None:
-    """Serve requests: `Birth` forks an engine; a pid kills an engine and returns its exit code; `GPUS` lists GPUs."""
+    """Serve requests: settings fork an engine, a pid kills one and returns its exit code, `GPUS` lists all GPUs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):  # drop the handlers of the command line
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     engines: dict[int, BaseProcess] = {}
-    be_called("launcher")
-    adopt_orphans()
-    wake_with_parent()
-    if LINUX:
-        signal.signal(signal.SIGCHLD, lambda *_: reap(engines))
-        gc.disable()  # imported objects stay; collections would take a fifth of the import time
-        import slipstream.runtimes.build  # noqa: F401
+    processes.set_process_name("launcher")
+    processes.adopt_orphans()
+    processes.wake_with_parent()
+    signal.signal(signal.SIGCHLD, lambda *_: reap(engines))
+    gc.disable()  # imported objects stay; collections would take a fifth of the import time
+    import slipstream.runtimes.build  # noqa: F401
+
     gc.freeze()  # collections in children skip these objects, so their memory pages stay shared
     gc.enable()
     with contextlib.suppress(EOFError, ConnectionError):
@@ -80,9 +77,9 @@ def run_launcher(control: Connection) -> None:
                     control.send(engine.exitcode)
                 case str():  # GPUS
                     control.send(visible_gpus())
-                case birth:
+                case settings:
                     theirs = socket(fileno=recv_handle(control))
-                    control.send(fork(birth, theirs, control, engines))
+                    control.send(fork(settings, theirs, control, engines))
                     theirs.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for engine in engines.values():
@@ -99,9 +96,9 @@ def visible_gpus() -> list[str]:
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
-def fork(birth: Birth, theirs: socket, control: Connection, engines: dict[int, BaseProcess]) -> int:
-    make = multiprocessing.get_context("fork").Process if LINUX else multiprocessing.get_context("spawn").Process
-    engine = make(target=work, args=(birth, theirs, control, os.getpid()), name=birth.name)
+def fork(settings: ProcessSettings, theirs: socket, control: Connection, engines: dict[int, BaseProcess]) -> int:
+    args = settings, theirs, control, os.getpid()
+    engine = multiprocessing.get_context("fork").Process(target=work, args=args, name=settings.name)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it may end before it is in `engines`
     engine.start()
     assert engine.pid is not None
@@ -127,40 +124,40 @@ def wait_for_all() -> None:
         while True:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(0.01)
-            if LINUX and time.monotonic() > until:
-                for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-                    os.kill(int(pid), signal.SIGKILL)
+            if time.monotonic() > until:
+                for pid in processes.children(os.getpid()):
+                    processes.kill(pid)
 
 
 # --- an engine --------------------------------------------------------------------------------------------------------
 
 
-def work(birth: Birth, ours: socket, control: Connection, launcher: int) -> None:
+def work(settings: ProcessSettings, ours: socket, control: Connection, launcher: int) -> None:
     """Build an engine and serve it until the coordinator closes the connection."""
     control.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    be_called(birth.name)
-    die_with_parent()
-    if LINUX and os.getppid() != launcher:
+    processes.set_process_name(settings.name)
+    processes.die_with_parent()
+    if os.getppid() != launcher:
         return
     os.setsid()  # Linux divides cores between sessions first: each engine gets a full share
-    os.environ |= {"OMP_NUM_THREADS": str(birth.threads)}
-    if birth.gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = birth.gpus
-    os.chdir(birth.directory)  # relative paths in a config must have the same meaning here
+    os.environ |= {"OMP_NUM_THREADS": str(settings.threads)}
+    if settings.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = settings.gpus
+    os.chdir(settings.directory)  # relative paths in a config must have the same meaning here
     import torch
 
-    torch.set_num_threads(birth.threads)
-    asyncio.run(serve(birth.name, ours))
+    torch.set_num_threads(settings.threads)
+    asyncio.run(serve(settings.name, ours))
 
 
 async def serve(name: str, ours: socket) -> None:
     def on_call(call: Call, parcels: list[Parcel]) -> None:
         try:
             bodies = [opened(parcel) for parcel in parcels]
-            host.accept(map_references(call, lambda body: found(bodies, body)))
+            host.accept(map_references(call, lambda body: bodies[body.bundle][body.index]))
         except Exception as error:  # unpickling can raise any exception: return it to the caller
             send_answer(failed(call.id, error), [])
 
@@ -198,10 +195,6 @@ def opened(parcel: Parcel) -> Any:
             return [np.frombuffer(parcel.read_only(), np.uint8)]
         case Packed(data):
             return pickle.loads(data)
-
-
-def found(bodies: Sequence[Any], body: Body) -> Any:
-    return bodies[body.bundle][body.index]
 
 
 if __name__ == "__main__":

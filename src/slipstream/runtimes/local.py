@@ -12,31 +12,30 @@ import contextlib
 import os
 import pickle
 import resource
-import signal
 import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from socket import socket, socketpair
-from subprocess import DEVNULL, Popen
-from types import TracebackType
+from subprocess import Popen
 from typing import Any
 
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.engines.http.client import TAKEN
 from slipstream.errors import AllDied, EngineError
 from slipstream.plan.engines import EnginesPlan
+from slipstream.processes import exit_text, kill, start_python
 from slipstream.protocols import Engines
 from slipstream.runtimes.channel import Channel, Parcel
-from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, map_references
-from slipstream.runtimes.launcher import GPUS, Birth, run_launcher
+from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, RemoteWorker, number_bundles
+from slipstream.runtimes.launcher import GPUS, ProcessSettings, run_launcher
 from slipstream.runtimes.places import Place, Say, Staff, construct, engines_from, gpus_each, loading_message, places
 
 BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -45,7 +44,11 @@ HEARD = 120.0
 """Seconds in which the launcher must finish its imports and answer the first request."""
 
 
-class ProcessLauncher:
+class LauncherGone(Exception):
+    pass
+
+
+class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
     """Process launcher: the process from which engines are forked (`launcher.run_launcher`).
 
     The launcher is a fork if this process has only one thread; if not, it is a new process. The launcher starts to
@@ -59,8 +62,15 @@ class ProcessLauncher:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each engine needs some in both processes
         self.gone = False
         self.control, theirs = Pipe()
-        self.process = None if single_threaded() else spawn_launcher(theirs, secrets)
-        self.pid = self.process.pid if self.process else fork_launcher(theirs, self.control, secrets)
+        # a fork copies only one thread of this process
+        forks = len(list(Path("/proc/self/task").iterdir())) == 1
+        self.process: Popen[bytes] | None = None
+        if forks:
+            self.pid = fork_launcher(theirs, self.control, secrets)
+        else:
+            environment = {name: value for name, value in os.environ.items() if name not in secrets}
+            self.process = start_python("slipstream.runtimes.launcher", theirs, environment | BARE)
+            self.pid = self.process.pid
         self.bare = True
         """True until the first request: the launcher may still be importing, and has no child."""
         theirs.close()
@@ -68,68 +78,62 @@ class ProcessLauncher:
     def another(self) -> ProcessLauncher:
         return ProcessLauncher(self.secrets, self.heartbeat)
 
-    def born(self, birth: Birth) -> LocalLink:
+    def start_engine(self, settings: ProcessSettings) -> LocalLink:
         """Start an engine's process, and return the link to it."""
         self.bare = False
         ours, theirs = socketpair()
         try:
             with theirs:
-                self.control.send(birth)
-                send_handle(self.control, theirs.fileno(), self.pid)
-            return LocalLink(ours, self._answer(), self)
-        except (EOFError, ConnectionError):
-            self.gone = True
+                return LocalLink(ours, self._request(settings, theirs), self)
+        except LauncherGone:
             ours.close()
-            raise AllDied(f"{birth.name} cannot start: the process launcher, which forks it, is gone") from None
+            raise AllDied(f"{settings.name} cannot start: the process launcher, which forks it, is gone") from None
 
     def gpus(self) -> list[str]:
         """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them, counted by the launcher."""
         try:
-            self.control.send(GPUS)
-            found: list[str] = self._answer()
-        except (EOFError, ConnectionError):
-            self.gone = True
+            names: list[str] = self._request(GPUS)
+        except LauncherGone:
             raise AllDied("no engine can start: the process launcher, which forks them, is gone") from None
-        return found
+        return names
 
     def ended(self, pid: int) -> str:
         """Kill a process if it still runs, and return how it ended."""
         try:
-            self.control.send(pid)
-            code = self._answer()
+            return exit_text(self._request(pid))
+        except LauncherGone:
+            return "the process launcher, its parent process, was killed"
+
+    def _request(self, request: object, end: socket | None = None) -> Any:
+        """Return the launcher's answer; kill a launcher that hangs, because this wait stops the whole run.
+
+        `end` is a socket that the launcher gets, too.
+        """
+        try:
+            self.control.send(request)
+            if end is not None:
+                send_handle(self.control, end.fileno(), self.pid)
+            if not self.control.poll(self.patience):
+                kill(self.pid)
+            answer = self.control.recv()
         except (EOFError, ConnectionError):
             self.gone = True
-            return "the process launcher, its parent process, was killed"
-        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-    def _answer(self) -> Any:
-        """Return the launcher's answer; kill a launcher that hangs, because this wait stops the whole run."""
-        if not self.control.poll(self.patience):
-            os.kill(self.pid, signal.SIGKILL)
-        answer = self.control.recv()
+            raise LauncherGone from None
         self.patience = self.heartbeat
         return answer
 
-    def __enter__(self) -> ProcessLauncher:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End the launcher, all engines and their children."""
         if self.bare:  # a command that fails early must not wait for the imports
-            os.kill(self.pid, signal.SIGKILL)
+            kill(self.pid)
         self.control.close()
         if self.process:
             self.process.wait()
         else:
             os.waitpid(self.pid, 0)
-
-
-def single_threaded() -> bool:
-    """Return True if this process has one thread, so that a fork copies all of it."""
-    return sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
 
 
 def fork_launcher(theirs: Connection, ours: Connection, secrets: Collection[str]) -> int:
@@ -151,17 +155,6 @@ def fork_launcher(theirs: Connection, ours: Connection, secrets: Collection[str]
         os._exit(0)
 
 
-def spawn_launcher(theirs: Connection, secrets: Collection[str]) -> Popen[bytes]:
-    environment = BARE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return Popen(
-        [sys.executable, "-m", "slipstream.runtimes.launcher", str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        stdin=DEVNULL,
-        start_new_session=True,
-        env={name: value for name, value in os.environ.items() if name not in secrets} | environment,
-    )
-
-
 class LocalLink:
     def __init__(self, ours: socket, pid: int, launcher: ProcessLauncher) -> None:
         self.channel, self.pid, self.launcher = Channel(ours, self._on_answer), pid, launcher
@@ -180,17 +173,14 @@ class LocalLink:
         self.channel.attach(self._on_closed)
 
     def send(self) -> None:
-        if not self.worker.gone:
-            for call in self.worker.take_outbox():
-                self._send(self.worker, call)
-
-    def _send(self, worker: RemoteWorker, call: Call) -> None:
-        places = dict[Parcel, int]()
-        try:
-            named = map_references(call, lambda body: Body(places.setdefault(body.bundle, len(places)), body.index))
-            self.channel.send(named, list(places))
-        except Exception as error:  # pickling an argument can raise any exception
-            worker.fail([call.id], error)
+        if self.worker.gone:
+            return
+        for call in self.worker.take_outbox():
+            try:
+                numbered, parcels = number_bundles(call)
+                self.channel.send(numbered, parcels)
+            except Exception as error:  # pickling an argument can raise any exception
+                self.worker.fail([call.id], error)
 
     def _on_answer(self, answer: Answer, parcels: list[Parcel]) -> None:
         self.worker.settle(answer, partial(Body, parcels[0] if parcels else None))
@@ -211,8 +201,7 @@ class LocalLink:
 
     def kill(self) -> None:
         """Kill the process. This closes its end of the channel, which calls `_on_closed`."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        kill(self.pid)
 
     def ended(self) -> str:
         self.ending = self.ending or self.launcher.ended(self.pid)
@@ -264,22 +253,22 @@ def start(
     stack.callback(stop, links)
     free, own = deque(gpus or []), dict[str, list[str]]()
 
-    def born(place: Place) -> RemoteWorker:
+    def start_worker(place: Place) -> RemoteWorker:
         if place.name not in own:
             if gpus and place.computes > len(free):
                 raise EngineError(f"no GPU is free for {place.name}")
             own[place.name] = [free.popleft() for _ in range(place.computes if gpus else 0)]
         visible = None if gpus is None else ",".join(own[place.name])
-        links.append(launcher.born(Birth(place.name, place.threads, str(Path.cwd()), visible)))
+        links.append(launcher.start_engine(ProcessSettings(place.name, place.threads, str(Path.cwd()), visible)))
         return place.kind(place.name, links[-1], heartbeat)
 
-    def buried(place: Place) -> None:
+    def release(place: Place) -> None:
         free.extend(own.pop(place.name, ()))
 
-    def takes(place: Place) -> dict[str, float]:
+    def resources_of(place: Place) -> dict[str, float]:
         return {"GPU": place.computes} if gpus else {}
 
-    staff = Staff(born, buried, takes, lambda: {"GPU": len(free)})
+    staff = Staff(start_worker, release, resources_of, lambda: {"GPU": len(free)})
     staff.begin(wanted, lambda _: where, say, still)
     return staff
 
@@ -295,7 +284,8 @@ def stop(links: Sequence[LocalLink]) -> None:
     """Close all engines within GOODBYE seconds, then end their processes."""
     closing = [link for link in links if link.started and not link.ending]
     for link in closing:
-        link.channel.hang_up()
+        link.channel.detach()
+        link.channel.close_writing()
     until = time.monotonic() + GOODBYE
     for link in closing:
         link.channel.drain(until)

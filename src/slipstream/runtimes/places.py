@@ -1,10 +1,13 @@
 """Places (name, resources and builder of an engine in its own process), and clients that represent such engines."""
 
+# mypy: disable-error-code="no-any-return"
+# Answers of another process have no static type.
+
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names, scorer_name
-from slipstream.plan.engines import EnginesPlan, LearnerPlan, ScorerPlan
+from slipstream.plan.engines import EnginesPlan
 from slipstream.protocols import (
     Engines,
     Fingerprint,
@@ -36,70 +39,56 @@ SHOWN = 5
 
 class RemoteSampler(RemoteWorker):
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        group: list[Handle] = await self.call("generate", prompt, sampling, begun)
-        return group
+        return await self.call("generate", prompt, sampling, begun)
 
     async def release(self, numbers: Collection[int] = ()) -> None:
         await self.call("release", tuple(numbers))
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
-        loaded: Loaded = await self.call("publish", weights, mode)
-        return loaded
+        return await self.call("publish", weights, mode)
 
 
 class RemoteScorer(RemoteWorker):
     async def score(self, group: Group) -> list[Handle]:
-        scored: list[Handle] = await self.call("score", group)
-        return scored
+        return await self.call("score", group)
 
     async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
-        said: list[Said] = await self.call("probe", list(texts), attempts)
-        return said
+        return await self.call("probe", list(texts), attempts)
 
     async def relabel(self, group: Group) -> list[Handle]:
-        relabelled: list[Handle] = await self.call("relabel", group)
-        return relabelled
+        return await self.call("relabel", group)
 
     async def publish(self, weights: WeightsRef) -> Loaded:
-        loaded: Loaded = await self.call("publish", weights)
-        return loaded
+        return await self.call("publish", weights)
 
 
 class RemoteLearner(RemoteWorker):
     async def prepare(self, batch: Batch) -> list[Counts]:
-        counts: list[Counts] = await self.call("prepare", batch)
-        return counts
+        return await self.call("prepare", batch)
 
     async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
-        weighed: list[Weighed] = await self.call("accumulate", without_bodies(batch), counts)
-        return weighed
+        return await self.call("accumulate", without_bodies(batch), counts)
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
-        metrics: Metrics = await self.call("step", counts, lr)
-        return metrics
+        return await self.call("step", counts, lr)
 
     async def quote(self, batch: Batch) -> list[Quote]:
-        quotes: list[Quote] = await self.call("quote", without_bodies(batch))
-        return quotes
+        return await self.call("quote", without_bodies(batch))
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
-        weighed: list[Weighed] = await self.call("weigh", batch)
-        return weighed
+        return await self.call("weigh", batch)
 
     async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
-        metrics: Metrics = await self.call("compare", batch, teacher)
-        return metrics
+        return await self.call("compare", batch, teacher)
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
-        weights, fingerprint = await self.call("export", teacher)
-        return weights, fingerprint
+        return await self.call("export", teacher)
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         await self.call("save", path.absolute(), list(groups), optimizer=optimizer)
 
     async def restore(self, path: Path) -> Sequence[Group]:
-        groups: Sequence[Group] = await self.call("restore", path.absolute())
-        return groups
+        return await self.call("restore", path.absolute())
 
 
 def without_bodies(batch: Batch) -> Batch:
@@ -139,32 +128,25 @@ def construct(what: str, *given: Any) -> Any:
 
 
 def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
-    sampler, build = plan.sampler, partial(construct, "SelfGrading", plan.sampler, plan.grader, tokenizer)
-    return [
-        *learner_places(plan.learner, tokenizer),
-        *(
-            Place(RemoteSampler, name, sampler.threads, build, computes=sampler.devices)
-            for name in names("sampler", sampler.replicas)
-        ),
-        *scorer_places(plan.scorers, tokenizer),
-    ]
-
-
-def learner_places(plan: LearnerPlan, tokenizer: Tokenizer) -> list[Place]:
-    if plan.settings.ranks == 1:
-        return [Place(RemoteLearner, "learner", plan.threads, partial(construct, "build_learner", plan, tokenizer))]
-    return [
-        Place(RemoteLearner, name, plan.threads, partial(construct, "build_rank", plan, tokenizer, rank), meets=True)
-        for rank, name in enumerate(names("learner", plan.settings.ranks))
-    ]
-
-
-def scorer_places(scorers: Mapping[str, ScorerPlan], tokenizer: Tokenizer) -> Iterator[Place]:
-    """Yield a place per scorer replica. Clients of endpoints also get processes, so records pass unopened."""
-    for teacher, scorer in scorers.items():
+    """Return a place for each engine. Clients of endpoints also get processes, so records pass unopened."""
+    learner, sampler = plan.learner, plan.sampler
+    if learner.settings.ranks == 1:
+        build = partial(construct, "build_learner", learner, tokenizer)
+        found = [Place(RemoteLearner, "learner", learner.threads, build)]
+    else:
+        build = partial(construct, "build_rank", learner, tokenizer)
+        found = [
+            Place(RemoteLearner, name, learner.threads, partial(build, rank), meets=True)
+            for rank, name in enumerate(names("learner", learner.settings.ranks))
+        ]
+    build = partial(construct, "SelfGrading", sampler, plan.grader, tokenizer)
+    for name in names("sampler", sampler.replicas):
+        found.append(Place(RemoteSampler, name, sampler.threads, build, computes=sampler.devices))
+    for teacher, scorer in plan.scorers.items():
         build, computes = partial(construct, "build_scorer", scorer, tokenizer), int(bool(scorer.here))
-        for name in names(scorer_name(teacher, scorers), scorer.replicas):
-            yield Place(RemoteScorer, name, scorer.threads, build, teacher=teacher, computes=computes)
+        for name in names(scorer_name(teacher, plan.scorers), scorer.replicas):
+            found.append(Place(RemoteScorer, name, scorer.threads, build, teacher=teacher, computes=computes))
+    return found
 
 
 def loading_message(plan: EnginesPlan) -> str:
@@ -196,22 +178,20 @@ class Vacancy:
     coming: RemoteWorker | None = None
 
 
+@dataclass(eq=False)
 class Staff:
     """Workers and the place of each. A worker that died or hangs can be replaced."""
 
-    def __init__(
-        self,
-        born: Callable[[Place], RemoteWorker],
-        buried: Callable[[Place], None] = lambda _: None,
-        takes: Callable[[Place], Mapping[str, float]] = lambda _: {},
-        there: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        """Use `born` to start a process on the resources that its place `takes`, and `buried` to release them."""
-        self.born, self.buried, self.takes, self.there = born, buried, takes, there
-        self.places = dict[Any, Place]()
-        """Place of each worker and of each `Vacancy`."""
-        self.kinds = dict[str, Place]()
-        """An example place of each kind that can be scaled."""
+    start_worker: Callable[[Place], RemoteWorker]
+    """Start a process for a place, on the resources that the place needs."""
+    release: Callable[[Place], None] = lambda _: None
+    """Release the resources of a place."""
+    resources_of: Callable[[Place], Mapping[str, float]] = lambda _: {}
+    available: Callable[[], Mapping[str, float]] = dict
+    places: dict[Any, Place] = field(default_factory=dict)
+    """Place of each worker and of each `Vacancy`."""
+    kinds: dict[str, Place] = field(default_factory=dict)
+    """An example place of each kind that can be scaled."""
 
     def begin(
         self, wanted: Sequence[Place], meeting: Callable[[RemoteWorker], Any], say: Say, still: Say = str
@@ -220,7 +200,7 @@ class Staff:
 
         `still` is called whenever the list of pending workers changes, `say` only if loading takes long.
         """
-        self.places = {self.born(place): place for place in wanted}
+        self.places = {self.start_worker(place): place for place in wanted}
         self.kinds = {place.what: place for place in wanted if place.what}
         where = [meeting(worker) for worker, place in self.places.items() if place.meets][:1]
         asyncio.run(self._all_started(where, say, still))
@@ -244,7 +224,7 @@ class Staff:
         if isinstance(worker, RemoteWorker):
             worker.end("another takes its place")
         place = self.places[worker]
-        other = self.born(place)
+        other = self.start_worker(place)
         if isinstance(worker, Vacancy):
             worker.coming = other
         await started(other, place)
@@ -254,10 +234,10 @@ class Staff:
 
     def free(self) -> dict[str, float]:
         """Return the free resources: those that are neither used by workers nor needed by vacancies."""
-        found = dict(self.there())
+        found = dict(self.available())
         for worker, place in self.places.items():
             if isinstance(worker, Vacancy) and not (worker.coming and worker.coming.pid):
-                for what, number in self.takes(place).items():
+                for what, number in self.resources_of(place).items():
                     found[what] = found.get(what, 0.0) - number
         return found
 
@@ -273,7 +253,7 @@ class Staff:
             if worker.waiting:
                 await asyncio.wait(worker.waiting.values())
             await worker.link.leave(worker)
-        self.buried(self.places.pop(worker))
+        self.release(self.places.pop(worker))
 
 
 async def started(worker: RemoteWorker, place: Place, *args: Any) -> RemoteWorker:
@@ -295,24 +275,26 @@ def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> 
     for worker, place in staff.places.items():
         if isinstance(worker, RemoteScorer):
             scorers[place.teacher] = (*scorers.get(place.teacher, ()), worker)
+    ranks = [worker for worker in staff.places if isinstance(worker, RemoteLearner)]
+    learner: RemoteLearner | RankedLearner = ranks[0]
+    if len(ranks) > 1:
+        learner = RankedLearner(
+            ranks,
+            hidden=plan.learner.width,
+            minibatches=plan.learner.settings.minibatches,
+            shared_prompt=plan.learner.settings.shared_prompt,
+        )
     return Engines(
         samplers=tuple(worker for worker in staff.places if isinstance(worker, RemoteSampler)),
         scorers=scorers or {"": (Unscored(),)},
-        learner=join_ranks(plan.learner, [worker for worker in staff.places if isinstance(worker, RemoteLearner)]),
+        learner=learner,
         close=close,
         replace=staff.replace,
         hire=staff.hire,
         dismiss=staff.dismiss,
-        takes={kind: staff.takes(place) for kind, place in staff.kinds.items()},
+        takes={kind: staff.resources_of(place) for kind, place in staff.kinds.items()},
         free=staff.free,
     )
-
-
-def join_ranks(plan: LearnerPlan, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:
-    if len(ranks) == 1:
-        return ranks[0]
-    learner = plan.settings
-    return RankedLearner(ranks, hidden=plan.width, minibatches=learner.minibatches, shared_prompt=learner.shared_prompt)
 
 
 async def cpu_seconds(engines: Engines) -> dict[str, float]:

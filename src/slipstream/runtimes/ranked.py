@@ -36,16 +36,19 @@ class RankedLearner:
         self.update = 0
         self.homes: dict[int, int] = {}
         """Rank to which each group of this update is assigned, by group number."""
-        self.held = [0.0] * len(ranks)
+        self.loads = [0.0] * len(ranks)
         """Total cost of the groups of this update, for each rank."""
         self.last: asyncio.Task[Any] | None = None
         self.failed: BaseException | None = None
 
     async def prepare(self, batch: Batch) -> list[Counts]:
         if batch.update != self.update:
-            self.update, self.homes, self.held = batch.update, {}, [0.0] * len(self.ranks)
+            self.update, self.homes, self.loads = batch.update, {}, [0.0] * len(self.ranks)
         for part in batch.parts(self.minibatches):
-            self._share_out(part)
+            costs = [group_cost(group, self.hidden, self.shared_prompt) for group in part.groups]
+            for group, each, rank in zip(part.groups, costs, shared_out(costs, self.loads), strict=True):
+                self.homes[number_of(group)] = rank
+                self.loads[rank] += each
         parts = self._split(batch)
         counts = [iter(found) for found in await self._all(lambda rank: self.ranks[rank].prepare(parts[rank]))]
         return [next(counts[self.homes[number_of(group)]]) for group in batch.groups]
@@ -78,21 +81,11 @@ class RankedLearner:
     async def restore(self, path: Path) -> Sequence[Group]:
         return (await self._all(lambda rank: self.ranks[rank].restore(path)))[0]
 
-    # --- assignment of groups --------------------------------------------------------------------------------
-
-    def _share_out(self, part: Batch) -> None:
-        costs = [group_cost(group, self.hidden, self.shared_prompt) for group in part.groups]
-        for group, each, rank in zip(part.groups, costs, shared_out(costs, self.held), strict=True):
-            self.homes[number_of(group)] = rank
-            self.held[rank] += each
-
     def _split(self, batch: Batch) -> list[Batch]:
-        homes = [self.homes[number_of(group)] for group in batch.groups]
-        of_rank = [
-            tuple(group for group, home in zip(batch.groups, homes, strict=True) if home == rank)
-            for rank in range(len(self.ranks))
-        ]
-        return [Batch(groups, batch.update) for groups in of_rank]
+        parts: list[list[Group]] = [[] for _ in self.ranks]
+        for group in batch.groups:
+            parts[self.homes[number_of(group)]].append(group)
+        return [Batch(tuple(groups), batch.update) for groups in parts]
 
     # --- calls to all ranks ----------------------------------------------------------------------------------
 
@@ -145,10 +138,10 @@ def group_cost(group: Group, hidden: int, shared_prompt: bool) -> float:
     return sum(cost(header.prompt_tokens + header.tokens, hidden) for header in headers) - saved
 
 
-def shared_out(costs: Sequence[float], held: Sequence[float]) -> list[int]:
-    """Return a rank for each cost: the largest first, each to the rank with the least load (ties: least `held`)."""
-    loads, chosen = [0.0] * len(held), [0] * len(costs)
+def shared_out(costs: Sequence[float], earlier: Sequence[float]) -> list[int]:
+    """Return a rank for each cost: the largest first, each to the rank with the least load (ties: least `earlier`)."""
+    loads, chosen = [0.0] * len(earlier), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        chosen[i] = min(range(len(held)), key=lambda rank: (loads[rank], held[rank]))
+        chosen[i] = min(range(len(earlier)), key=lambda rank: (loads[rank], earlier[rank]))
         loads[chosen[i]] += costs[i]
     return chosen

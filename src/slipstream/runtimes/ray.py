@@ -75,8 +75,8 @@ def open_engines(
 def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say: Say) -> None:
     """Use the Ray of this process, or connect to a cluster, or start a Ray here with enough CPUs for all engines."""
     cpus = sum(place.threads for place in wanted)
-    if ray.is_initialized() and is_unusable():
-        stack.close()
+    if ray.is_initialized() and (ended() or (daemons() and not resource_count(OWN_RESOURCE))):
+        stack.close()  # a vital daemon has ended, or hangs and was given up by Ray
     if not ray.is_initialized():
         ray_worker._worker_logs_enabled = False  # Slipstream reports failures of daemons itself
         here = stack.enter_context(directory()) if address is None else ""
@@ -102,7 +102,9 @@ def directory() -> Iterator[str]:
     """
     usual = tempfile.gettempdir()
     where = Path(usual if len(usual) <= SHORT else "/tmp")
-    remove_abandoned(where)
+    for left in where.glob(f"{PREFIX}*"):  # a directory without a lock is foreign or just being created
+        if writer(left) and held(left) is False and left.lstat().st_uid == os.getuid():
+            shutil.rmtree(left, ignore_errors=True)
     path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
     with (
         alone_in(Path(path)),
@@ -112,13 +114,6 @@ def directory() -> Iterator[str]:
             yield path
         finally:
             janitor.communicate(b"now\n")
-
-
-def remove_abandoned(where: Path) -> None:
-    """Remove Ray directories whose run has ended. A directory without a lock is foreign or just being created."""
-    for path in where.glob(f"{PREFIX}*"):
-        if writer(path) and held(path) is False and path.lstat().st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def start_here(cpus: int, path: str) -> None:
@@ -172,11 +167,6 @@ def ended() -> str:
     return next((kind for kind, _ in node.dead_processes() if kind in VITAL), "") if node else ""
 
 
-def is_unusable() -> bool:
-    """Return True if the Ray started here is unusable: a vital daemon has ended, or hangs and was given up by Ray."""
-    return bool(ended()) or (bool(daemons()) and not resource_count(OWN_RESOURCE))
-
-
 def start_there(address: str) -> None:
     try:
         address_there = services.canonicalize_bootstrap_address(address)
@@ -208,14 +198,13 @@ def start(
     links: list[RayLink] = []
     stack.callback(stop, links)
 
-    def takes(place: Place) -> dict[str, float]:
+    def resources_of(place: Place) -> dict[str, float]:
         return {"CPU": cpus * place.threads, "GPU": gpus * place.computes}
 
-    def born(place: Place) -> RemoteWorker:
+    def start_worker(place: Place) -> RemoteWorker:
         if daemon := ended():
             raise AllDied(f"{place.name} cannot start: {daemon}, a daemon of Ray, has ended")
-        asked = takes(place)
-        links.append(RayLink(place.name, threads=place.threads, cpus=asked["CPU"], gpus=asked["GPU"], ended=ended))
+        links.append(RayLink(place, resources_of(place), ended))
         return place.kind(place.name, links[-1], heartbeat)
 
     def meeting(first: RemoteWorker) -> Any:
@@ -223,7 +212,7 @@ def start(
         assert isinstance(first.link, RayLink)
         return first.link.actor.meet.remote()
 
-    staff = Staff(born, takes=takes, there=ray.available_resources)
+    staff = Staff(start_worker, resources_of=resources_of, available=ray.available_resources)
     staff.begin(wanted, meeting, say, still)
     return staff
 

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 MiB = 1 << 20
 Status = Literal["ok", "failed", "timeout", "output", "memory", "disk"]
@@ -16,6 +18,8 @@ PYTHON = ("env", "PYTHONHASHSEED=0", "PYTHONDONTWRITEBYTECODE=1", "python3")
 """Command for Python with a fixed hash seed, so that the order of sets is the same in every run."""
 LONGEST = 100_000
 """Maximum bytes of one command-line argument; Linux allows 128 KiB."""
+COPY = ("cp", "-R", "--remove-destination")
+"""Command that copies new files of a session. It runs in the sandbox, so symbolic links of a program stay inside."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +53,62 @@ class Ran:
     seconds: float
 
 
-class Session(Protocol):
+@dataclass(frozen=True)
+class Program:
+    argv: Sequence[str]
+    stdin: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Contents of new files, by path below the working directory."""
+    limits: Limits = USUAL
+
+
+class Runner(ABC):
+    async def run(
+        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
+    ) -> Ran:
+        """Run a program in a working directory with these files."""
+        program = Program(argv, stdin, files, limits)
+        return unrunnable(program) or await self.execute(program)
+
+    @abstractmethod
+    async def execute(self, program: Program) -> Ran: ...
+
+    async def close(self) -> None:  # noqa: B027 (a sandbox may hold nothing)
+        """Free what the sandbox or session holds."""
+
+
+class Session(Runner):
     """Several calls that share one working directory (and /tmp, in bubblewrap). Calls run one after the other."""
 
-    async def run(
-        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
-    ) -> Ran: ...
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
 
-    async def close(self) -> None: ...
+    async def execute(self, program: Program) -> Ran:
+        async with self.turn:
+            if program.files:
+                copied = await self.copy(program.files, program.limits)
+                if copied.status != "ok":
+                    return copied
+            return await self.call(replace(program, files={}))
+
+    @abstractmethod
+    async def copy(self, files: Mapping[str, str], limits: Limits) -> Ran:
+        """Copy files into the working directory by the program `COPY`."""
+
+    @abstractmethod
+    async def call(self, program: Program) -> Ran: ...
 
 
-class Sandbox(Protocol):
+class Sandbox(Runner):
     """Runner of programs. Every call of `run` gets a new working directory that contains only `files`."""
 
-    async def run(
-        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
-    ) -> Ran: ...
-
+    @abstractmethod
     async def session(self, limits: Limits = USUAL) -> Session:
         """Open a session. Only `limits.disk` is used, for its directories; each call has its own other limits."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 async def run_python(
-    sandbox: Sandbox | Session,
+    sandbox: Runner,
     code: str,
     *,
     stdin: str = "",
@@ -85,8 +119,9 @@ async def run_python(
     return await sandbox.run([*PYTHON, "main.py"], stdin=stdin, files={**files, "main.py": code}, limits=limits)
 
 
-def unrunnable(argv: Sequence[str], files: Mapping[str, str], limits: Limits) -> Ran | None:
+def unrunnable(program: Program) -> Ran | None:
     """Return the result if Linux cannot start this program, else None; raise ValueError for empty argv or bad paths."""
+    argv, files, limits = program.argv, program.files, program.limits
     if not argv:
         raise ValueError("argv is empty: it begins with the name of a program")
     for name in files:

@@ -21,10 +21,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from slipstream import processes
 from slipstream.errors import ConfigError, SandboxError
-from slipstream.sandbox import cgroups, processes
-from slipstream.sandbox.base import USUAL, Limits, Ran, Status, encoded, unrunnable
-from slipstream.sandbox.seccomp import program
+from slipstream.processes import descendants
+from slipstream.sandbox import cgroups
+from slipstream.sandbox.base import COPY, USUAL, Limits, Program, Ran, Sandbox, Session, Status, encoded
+from slipstream.sandbox.limits import check_installed, environment, finish, limited, memory, sealed, sockets
+from slipstream.sandbox.seccomp import program as seccomp_program
 
 ADVICE = 'apt install bubblewrap, or environment.sandbox = "none" to run code without isolation'
 NOBODY = "65534"
@@ -32,10 +35,10 @@ NOBODY = "65534"
 USERS, PER_PROCESS = 1_879_048_192, 64
 """First of 2^28 user ids that systemd leaves unused, and how many of these ids each Slipstream process uses."""
 WORK = "/work"
-KEPT = {WORK: "/tmp/work", "/tmp": "/tmp/tmp"}
-"""Directories whose files a session's calls share, mapped to their paths in the session's keeper process (`Kept`)."""
+SHARED = {WORK: "/tmp/work", "/tmp": "/tmp/tmp"}
+"""Directories whose files a session's calls share, mapped to their paths in the session's keeper process."""
 FILES = "/files"
-"""Mount point of new files of a session. A program in the sandbox copies them, so symbolic links stay inside."""
+"""Mount point of new files of a session, from which the program `COPY` copies them."""
 READY = 10.0
 """Timeout in seconds for opening a session."""
 FIRST = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
@@ -43,84 +46,67 @@ FIRST = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
 CALLS = itertools.count()
 
 
-class Bubblewrap:
+class Bubblewrap(Sandbox):
     def __init__(self) -> None:
         found = shutil.which("bwrap", path=processes.PATH)
         if found is None:
             raise ConfigError(f'environment.sandbox = "bubblewrap": there is no bwrap here: {ADVICE}')
-        processes.check_installed(("prlimit", "nsenter", "env"), "apt install util-linux coreutils")
-        self.bwrap, self.filter = found, program(platform.machine())
+        check_installed(("prlimit", "nsenter", "env"), "apt install util-linux coreutils")
+        self.bwrap, self.filter = found, seccomp_program(platform.machine())
         self.path, self.system = system()
         self.cgroups = cgroups.writable()
         """Directory in which each call gets a cgroup. None: cgroups cannot be used, so memory is measured instead."""
 
-    async def run(
-        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
-    ) -> Ran:
-        if (ran := unrunnable(argv, files, limits)) is not None:
-            return ran
-        size = str(limits.disk)
-        places = ["--perms", "0755", "--size", size, "--tmpfs", WORK]
-        places += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
-        return await self.call(argv, places, WORK, stdin, files, limits, user=another_user())
+    async def execute(self, program: Program) -> Ran:
+        size = str(program.limits.disk)
+        mounts = ["--perms", "0755", "--size", size, "--tmpfs", WORK]
+        mounts += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
+        return await self.call(program, mounts, WORK, user=another_user())
 
-    async def session(self, limits: Limits = USUAL) -> Kept:
-        return await Kept.opened(self, limits)
-
-    async def close(self) -> None:
-        pass
+    async def session(self, limits: Limits = USUAL) -> KeeperSession:
+        return await KeeperSession.opened(self, limits)
 
     async def call(
-        self,
-        argv: Sequence[str],
-        places: Sequence[str],
-        files_at: str,
-        stdin: str,
-        files: Mapping[str, str],
-        limits: Limits,
-        *,
-        user: int | None,
-        within: Sequence[str] = (),
+        self, program: Program, mounts: Sequence[str], files_at: str, *, user: int | None, prefix: Sequence[str] = ()
     ) -> Ran:
-        """Run one program. `within` is a command prefix that enters a session's namespaces; empty without session."""
-        since = asyncio.get_running_loop().time()
-        with ExitStack() as open_:
-            put: list[str] = []
-            for name, content in files.items():
-                descriptor = open_.enter_context(processes.sealed(encoded(content)))
-                put += ["--perms", "0644", "--file", str(descriptor), f"{files_at}/{name}"]
-            rules = open_.enter_context(processes.sealed(self.filter))
-            said = open_.enter_context(_pipe())
-            keeps = [*(int(each) for each in put[3::5]), rules, said[1]]
-            words = [*FIRST, "/usr/bin/env", "-C", WORK, *argv]
-            made, gate = None, list[str]()
+        """Run a program, whose files are at `files_at`. `prefix` is a command that enters a session's namespaces."""
+        since, limits = asyncio.get_running_loop().time(), program.limits
+        with ExitStack() as stack:
+            files: list[str] = []
+            for name, content in program.files.items():
+                descriptor = stack.enter_context(sealed(encoded(content)))
+                files += ["--perms", "0644", "--file", str(descriptor), f"{files_at}/{name}"]
+            rules = stack.enter_context(sealed(self.filter))
+            status, status_end = stack.enter_context(_pipe())
+            descriptors = [*(int(each) for each in files[3::5]), rules, status_end]
+            words = [*FIRST, "/usr/bin/env", "-C", WORK, *program.argv]
+            cgroup, gate = None, list[str]()
             if self.cgroups is not None:
-                made, waits = open_.enter_context(cgroups.group(self.cgroups, limits)), open_.enter_context(_pipe())
-                os.set_blocking(waits[0], True)
-                gate, keeps = ["--block-fd", str(waits[0])], [*keeps, waits[0]]
-            process = await processes.start(
+                cgroup = stack.enter_context(cgroups.group(self.cgroups, limits))
+                blocked, release = stack.enter_context(_pipe())
+                os.set_blocking(blocked, True)
+                gate, descriptors = ["--block-fd", str(blocked)], [*descriptors, blocked]
+            process = await processes.start_program(
                 [
-                    *within, self.bwrap, *gate, *WALLS, *self.system, *places, *put,
+                    *prefix, self.bwrap, *gate, *WALLS, *self.system, *mounts, *files,
                     *("--remount-ro", "/", "--chdir", "/"),
-                    *("--seccomp", str(rules), "--json-status-fd", str(said[1])), "--clearenv",
-                    *_variables(processes.environment(self.path, WORK)),
-                    *("--", *processes.limited(words, limits, processes=True, space=made is None)),
+                    *("--seccomp", str(rules), "--json-status-fd", str(status_end)), "--clearenv",
+                    *(word for entry in environment(self.path, WORK).items() for word in ("--setenv", *entry)),
+                    *("--", *limited(words, limits, processes=True, space=cgroup is None)),
                 ],
-                stdin=open_.enter_context(processes.sealed(encoded(stdin))), user=user, keeps=keeps,
+                stdin=stack.enter_context(sealed(encoded(program.stdin))), user=user, descriptors=descriptors,
             )  # fmt: skip
-            if made is not None:
+            if cgroup is not None:
                 try:
-                    cgroups.enter(made, process.pid)
-                    os.write(waits[1], b"\n")
+                    cgroups.enter(cgroup, process.pid)
+                    os.write(release, b"\n")
                 except OSError as error:
-                    processes.kill(process)
-                    await processes.exited(process)
-                    processes.release(process)
-                    raise SandboxError(f"sandbox: no process can be put into {made}: {error}") from None
-            ran = await processes.finish(process, limits, since, lambda pid: over(pid, limits), outside=True)
-            if made is not None and cgroups.out_of_memory(made):
+                    await processes.end_program(process)
+                    raise SandboxError(f"sandbox: no process can be put into {cgroup}: {error}") from None
+            ran = await finish(process, limits, since, lambda pid: exceeded(pid, limits), outside=True)
+            if cgroup is not None and cgroups.out_of_memory(cgroup):
                 return replace(ran, status="memory", code=None)
-            if ran.code is not None and not _ended_by_itself(said[0]):
+            if ran.code is not None and not _ended_by_itself(status):
                 raise SandboxError(f"bubblewrap: {' '.join(ran.err.split())[:300] or f'ended with {ran.code}'}")
             return ran
 
@@ -157,26 +143,21 @@ def another_user() -> int | None:
     return USERS + (os.getpid() % (1 << 22)) * PER_PROCESS + next(CALLS) % PER_PROCESS
 
 
-def over(pid: int, limits: Limits) -> Status | None:
+def exceeded(pid: int, limits: Limits) -> Status | None:
     """Measure a sandbox's processes from outside; return the limit that they exceed, or None if there is none."""
-    inside = processes.descendants(pid)[1:]
-    if (taken := processes.memory(inside, limits.memory)) > limits.memory:
+    inside = descendants(pid)
+    if (taken := memory(inside, limits.memory)) > limits.memory:
         return "memory"
     if len(inside) < 2:  # the first process sets up the sandbox; before the second starts, the whole machine is visible
         return None
-    if taken + processes.sockets(inside[1]) > limits.memory:
+    if taken + sockets(inside[1]) > limits.memory:
         return "memory"
-    for place in (*KEPT, "/dev/shm"):
+    for directory in (WORK, "/tmp", "/dev/shm"):
         with suppress(OSError):
-            there = os.statvfs(f"/proc/{inside[1]}/root{place}")
-            if there.f_files - there.f_ffree > limits.files:
+            used = os.statvfs(f"/proc/{inside[1]}/root{directory}")
+            if used.f_files - used.f_ffree > limits.files:
                 return "disk"
     return None
-
-
-def _variables(of: Mapping[str, str]) -> Iterator[str]:
-    for name, value in of.items():
-        yield from ("--setenv", name, value)
 
 
 @contextmanager
@@ -196,7 +177,7 @@ def _ended_by_itself(status: int) -> bool:
     return False
 
 
-class Kept:
+class KeeperSession(Session):
     """Session whose calls share a working directory and a /tmp, both in memory and with one common size limit.
 
     Both directories are mounted in the namespaces of a keeper process, which only sleeps. If the keeper ends, they are
@@ -204,57 +185,45 @@ class Kept:
     """
 
     def __init__(self, sandbox: Bubblewrap, keeper: asyncio.subprocess.Process, user: int | None) -> None:
+        super().__init__()
         self.sandbox, self.keeper, self.user = sandbox, keeper, user
-        self.turn = asyncio.Lock()
 
     @classmethod
-    async def opened(cls, sandbox: Bubblewrap, limits: Limits) -> Kept:
+    async def opened(cls, sandbox: Bubblewrap, limits: Limits) -> KeeperSession:
         user, size = another_user(), str(limits.disk)
-        keeper = await processes.start(
+        keeper = await processes.start_program(
             [
                 *(sandbox.bwrap, "--unshare-user", "--uid", NOBODY, "--gid", NOBODY, "--die-with-parent"),
                 *("--dev-bind", "/", "/", "--perms", "0755", "--size", size, "--tmpfs", "/tmp"),
-                *("--perms", "0755", "--dir", KEPT[WORK], "--perms", "1777", "--dir", KEPT["/tmp"]),
+                *("--perms", "0755", "--dir", SHARED[WORK], "--perms", "1777", "--dir", SHARED["/tmp"]),
                 *("/bin/sh", "-c", "echo; exec sleep infinity"),
             ],
             user=user,
         )
-        kept = cls(sandbox, keeper, user)
+        session = cls(sandbox, keeper, user)
         assert keeper.stdout is not None and keeper.stderr is not None
         try:
             async with asyncio.timeout(READY):
                 if not await keeper.stdout.readline():
-                    said = (await keeper.stderr.read(1000)).decode(errors="replace")
-                    raise SandboxError(f"bubblewrap: no session: {' '.join(said.split())}")
-            return kept
-        except TimeoutError:
-            await kept.close()
-            raise SandboxError(f"bubblewrap: no session within {READY:g} s") from None
-        except BaseException:
-            await kept.close()
+                    reason = (await keeper.stderr.read(1000)).decode(errors="replace")
+                    raise SandboxError(f"bubblewrap: no session: {' '.join(reason.split())}")
+            return session
+        except BaseException as error:
+            await session.close()
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"bubblewrap: no session within {READY:g} s") from None
             raise
 
-    async def run(
-        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
-    ) -> Ran:
-        if (ran := unrunnable(argv, files, limits)) is not None:
-            return ran
-        async with self.turn:
-            if files:
-                put = await self._call(["cp", "-R", "--remove-destination", f"{FILES}/.", WORK], "", files, limits)
-                if put.status != "ok":
-                    return put
-            return await self._call(argv, stdin, {}, limits)
+    async def copy(self, files: Mapping[str, str], limits: Limits) -> Ran:
+        return await self.call(Program([*COPY, f"{FILES}/.", WORK], files=files, limits=limits))
 
-    async def _call(self, argv: Sequence[str], stdin: str, files: Mapping[str, str], limits: Limits) -> Ran:
-        inner = processes.descendants(self.keeper.pid)[1:]
-        if self.keeper.returncode is not None or not inner:
+    async def call(self, program: Program) -> Ran:
+        inside = descendants(self.keeper.pid)
+        if self.keeper.returncode is not None or not inside:
             raise SandboxError("bubblewrap: the session is over")
-        within = ["/usr/bin/nsenter", "-t", str(inner[-1]), "-U", "-m", "--preserve-credentials", "--"]
-        places = ["--bind", KEPT[WORK], WORK, "--bind", KEPT["/tmp"], "/tmp"]
-        return await self.sandbox.call(argv, places, FILES, stdin, files, limits, user=self.user, within=within)
+        prefix = ["/usr/bin/nsenter", "-t", str(inside[-1]), "-U", "-m", "--preserve-credentials", "--"]
+        mounts = ["--bind", SHARED[WORK], WORK, "--bind", SHARED["/tmp"], "/tmp"]
+        return await self.sandbox.call(program, mounts, FILES, user=self.user, prefix=prefix)
 
     async def close(self) -> None:
-        processes.kill(self.keeper)
-        await processes.exited(self.keeper)
-        processes.release(self.keeper)
+        await processes.end_program(self.keeper)

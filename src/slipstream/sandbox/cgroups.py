@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slipstream.errors import SandboxError
+from slipstream.processes import descendants
 from slipstream.sandbox.base import Limits, MiB
-from slipstream.sandbox.processes import descendants
 
 MOUNTED = Path("/sys/fs/cgroup")
 NEEDED = {"memory", "pids"}
@@ -23,9 +23,9 @@ SPARE_MEMORY, SPARE_PROCESSES = 32 * MiB, 8
 NUMBERS = itertools.count()
 
 
-def writable(mounted: Path = MOUNTED, told: Path = Path("/proc/self/cgroup")) -> Path | None:
+def writable(mounted: Path = MOUNTED, membership: Path = Path("/proc/self/cgroup")) -> Path | None:
     """Return a directory in which this process can make cgroups, or None if there is no such directory."""
-    own = [line[3:] for line in told.read_text("utf-8").splitlines() if line.startswith("0::/")]
+    own = [line[3:] for line in membership.read_text("utf-8").splitlines() if line.startswith("0::/")]
     here = [mounted / path[1:] for path in own]
     for place in (*here, *(each.parent for each in here)):
         with suppress(OSError):
@@ -56,7 +56,7 @@ def group(parent: Path, limits: Limits) -> Iterator[Path]:
 
 def enter(made: Path, pid: int) -> None:
     """Move a process and its descendants into a cgroup; processes that they start later belong to it automatically."""
-    for each in (pid, *descendants(pid)[1:]):
+    for each in (pid, *descendants(pid)):
         with suppress(ProcessLookupError):
             (made / "cgroup.procs").write_text(str(each))
 

@@ -1,59 +1,60 @@
 """Sandbox `none`: programs run as ordinary processes with resource limits, but with all rights of this user.
 
-Limited are the time, output and memory of a call and the size of each file. Not limited are the numbers of files and
-processes and the memory of sockets. When a program ends, its descendants are killed unless they changed HOME.
+Limited are the time, output and memory of a call, and the files in its working directory. Not limited are the number of
+processes, the memory of sockets and files elsewhere. When a program ends, its descendants are killed unless they
+changed HOME.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from slipstream import processes
 from slipstream.errors import SandboxError
-from slipstream.sandbox import processes
-from slipstream.sandbox.base import USUAL, Limits, Ran, Status, encoded, unrunnable
+from slipstream.sandbox.base import COPY, USUAL, Limits, Program, Ran, Sandbox, Session, Status, encoded
 from slipstream.sandbox.bubblewrap import system
+from slipstream.sandbox.limits import check_installed, environment, finish, holds_more, limited, memory, sealed
 
 
-class Unconfined:
+class Unconfined(Sandbox):
     def __init__(self) -> None:
-        processes.check_installed(("prlimit",), "apt install util-linux")
+        check_installed(("prlimit",), "apt install util-linux")
         self.path = system()[0]
 
-    async def run(
-        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
-    ) -> Ran:
-        if (ran := unrunnable(argv, files, limits)) is not None:
-            return ran
+    async def execute(self, program: Program) -> Ran:
         with directory() as work:
-            write(Path(work), files)
-            return await self.call(argv, Path(work), stdin, limits)
+            write(Path(work), program.files)
+            return await self.call(program, work)
 
     async def session(self, limits: Limits = USUAL) -> UnconfinedSession:
-        return UnconfinedSession(self)
+        return UnconfinedSession(self, limits.disk)
 
-    async def close(self) -> None:
-        pass
+    async def call(self, program: Program, work: str) -> Ran:
+        since, limits = asyncio.get_running_loop().time(), program.limits
 
-    async def call(self, argv: Sequence[str], work: Path, stdin: str, limits: Limits) -> Ran:
-        since = asyncio.get_running_loop().time()
-        with processes.sealed(encoded(stdin)) as given:
-            process = await processes.start(
-                processes.limited(argv, limits, processes=False, space=True),
-                stdin=given,
-                env=processes.environment(self.path, str(work)),
-                cwd=str(work),
+        def exceeded(pid: int) -> Status | None:
+            if memory([pid, *processes.descendants(pid)], limits.memory) > limits.memory:
+                return "memory"
+            return "disk" if holds_more(work, limits.disk, limits.files) else None
+
+        with sealed(encoded(program.stdin)) as stdin:
+            process = await processes.start_program(
+                limited(program.argv, limits, processes=False, space=True),
+                stdin=stdin,
+                env=environment(self.path, work),
+                cwd=work,
             )
             try:
-                return await processes.finish(process, limits, since, lambda pid: over(pid, limits))
+                ran = await finish(process, limits, since, exceeded)
             finally:
-                processes.kill_at_home(str(work))
-
-
-def over(pid: int, limits: Limits) -> Status | None:
-    return "memory" if processes.memory(processes.descendants(pid), limits.memory) > limits.memory else None
+                processes.kill_at_home(work)
+        if ran.code is not None and holds_more(work, limits.disk, limits.files):
+            return replace(ran, status="disk", code=None)
+        return ran
 
 
 def write(into: Path, files: Mapping[str, str]) -> None:
@@ -64,31 +65,24 @@ def write(into: Path, files: Mapping[str, str]) -> None:
         file.write_bytes(encoded(content))
 
 
-class UnconfinedSession:
+class UnconfinedSession(Session):
     """Session with a temporary directory, removed by `close` or when the process that opened it exits normally."""
 
-    def __init__(self, sandbox: Unconfined) -> None:
-        self.sandbox, self.turn = sandbox, asyncio.Lock()
+    def __init__(self, sandbox: Unconfined, disk: int) -> None:
+        super().__init__()
+        self.sandbox, self.disk = sandbox, disk
         self.directory: tempfile.TemporaryDirectory[str] | None = directory()
 
-    async def run(
-        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
-    ) -> Ran:
-        if (ran := unrunnable(argv, files, limits)) is not None:
-            return ran
-        async with self.turn:
-            if self.directory is None:
-                raise SandboxError("sandbox: the session is over")
-            work = Path(self.directory.name)
-            if files:
-                with directory() as new:  # copied by a program: this process must not follow symbolic links
-                    write(Path(new), files)
-                    put = await self.sandbox.call(
-                        ["cp", "-R", "--remove-destination", f"{new}/.", "."], work, "", limits
-                    )
-                if put.status != "ok":
-                    return put
-            return await self.sandbox.call(argv, work, stdin, limits)
+    async def copy(self, files: Mapping[str, str], limits: Limits) -> Ran:
+        with directory() as new:
+            write(Path(new), files)
+            return await self.call(Program([*COPY, f"{new}/.", "."], limits=limits))
+
+    async def call(self, program: Program) -> Ran:
+        if self.directory is None:
+            raise SandboxError("sandbox: the session is over")
+        limits = replace(program.limits, disk=min(program.limits.disk, self.disk))
+        return await self.sandbox.call(replace(program, limits=limits), self.directory.name)
 
     async def close(self) -> None:
         if self.directory is not None:

@@ -10,13 +10,12 @@ import base64
 import json
 import random
 import shlex
-from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import httpx2
 
 from slipstream.errors import ConfigError, SandboxError, first_line
-from slipstream.sandbox.base import PYTHON, USUAL, Limits, MiB, Ran, Status, encoded, unrunnable
+from slipstream.sandbox.base import PYTHON, USUAL, Limits, MiB, Program, Ran, Sandbox, Status, encoded
 
 PAUSES = (0.25, 1.0, 4.0)
 """Seconds before each retry of a request, randomised by ±50 %."""
@@ -36,17 +35,13 @@ class Passing(Exception):
     """Temporary failure of a request; the request is retried."""
 
 
-class Remote:
+class Remote(Sandbox):
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(
-        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
-    ) -> Ran:
-        if (ran := unrunnable(argv, files, limits)) is not None:
-            return ran
-        body = asked(argv, stdin, files, limits)
+    async def execute(self, program: Program) -> Ran:
+        limits, body = program.limits, request_body(program)
         most = SPARE + 12 * limits.output  # two outputs, and JSON may write one byte as six
         since = asyncio.get_running_loop().time()
         for pause in (*PAUSES, None):
@@ -72,15 +67,13 @@ class Remote:
 
     async def _once(self, body: dict[str, Any], limits: Limits, most: int) -> bytes:
         if self.loop is not (loop := asyncio.get_running_loop()):
-            self.loop, self.client = (
-                loop,
-                httpx2.AsyncClient(
-                    headers={"Accept-Encoding": "identity"},
-                    timeout=httpx2.Timeout(None, connect=CONNECT),
-                    limits=httpx2.Limits(
-                        max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE, keepalive_expiry=4.0
-                    ),
-                ),
+            connections = httpx2.Limits(
+                max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE, keepalive_expiry=4.0
+            )
+            timeout = httpx2.Timeout(None, connect=CONNECT)
+            self.loop = loop
+            self.client = httpx2.AsyncClient(
+                headers={"Accept-Encoding": "identity"}, timeout=timeout, limits=connections
             )
         patience = limits.seconds + QUEUE
         content = bytearray()
@@ -121,13 +114,14 @@ class Remote:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise SandboxError(f"sandbox at {self.url} gives no SandboxFusion answer: {shown(content)}") from None
         flood = max(len(encoded(out)), len(encoded(err))) > limits.output
-        said: Status = "timeout" if late else "output" if flood else "ok" if code == 0 else "failed"
+        outcome: Status = "timeout" if late else "output" if flood else "ok" if code == 0 else "failed"
         out, err = (encoded(each)[: limits.output].decode(errors="replace") for each in (out, err))
-        return Ran(said, code if said in ("ok", "failed") else None, out, err, took)
+        return Ran(outcome, code if outcome in ("ok", "failed") else None, out, err, took)
 
 
-def asked(argv: Sequence[str], stdin: str, files: Mapping[str, str], limits: Limits) -> dict[str, Any]:
+def request_body(program: Program) -> dict[str, Any]:
     """Return the request body for `/run_code`. Python programs are sent as Python, other commands as a bash line."""
+    argv, files, limits = program.argv, program.files, program.limits
     if tuple(argv[:-1]) == PYTHON and argv[-1] in files:
         language, code = "python", files[argv[-1]]
         files = {name: content for name, content in files.items() if name != argv[-1]}
@@ -136,7 +130,7 @@ def asked(argv: Sequence[str], stdin: str, files: Mapping[str, str], limits: Lim
     return {
         "language": language,
         "code": encoded(code).decode(),
-        "stdin": encoded(stdin).decode(),
+        "stdin": encoded(program.stdin).decode(),
         "files": {name: base64.b64encode(encoded(content)).decode() for name, content in files.items()},
         "fetch_files": [],
         "compile_timeout": limits.seconds,

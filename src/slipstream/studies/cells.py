@@ -1,7 +1,7 @@
 """Jobs that run in separate processes, a fixed number in parallel; the failure of one job does not end other jobs.
 
-Jobs are forked from a process that has already imported slow libraries. On macOS, whose frameworks do not survive a
-fork, each job starts a new interpreter. Output of a job goes to its log. All jobs end when this process ends.
+Jobs are forked from a process that has already imported slow libraries. Output of a job goes to its
+log. All jobs end when this process ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import EngineError, SlipstreamError, first_line
-from slipstream.linux import LINUX, be_called
+from slipstream.processes import exit_text, kill, kill_group, set_process_name
 
 TICK = 0.5
 """Longest time in seconds between two items that `run` yields."""
@@ -61,18 +60,17 @@ class Event:
 class Running:
     job: Job
     process: BaseProcess
-    heard: Connection
+    messages: Connection
+    """Connection from the job; closed here when the job has closed its end."""
     began: float = field(default_factory=time.monotonic)
     last: float = field(default_factory=time.monotonic)
     """Time of the last message."""
     end: Event | None = None
-    mute: bool = False
-    """True if the job has closed its end of the connection."""
 
-    def listen(self) -> Iterator[Event]:
+    def receive(self) -> Iterator[Event]:
         try:
-            while not self.mute and self.heard.poll():
-                kind, value = self.heard.recv()
+            while not self.messages.closed and self.messages.poll():
+                kind, value = self.messages.recv()
                 self.last = time.monotonic()
                 event = Event(self.job, kind, value, self.last - self.began)
                 if kind == "moved":
@@ -80,17 +78,21 @@ class Running:
                 else:
                     self.end = event
         except (EOFError, ConnectionError):
-            self.mute = True
+            self.messages.close()
 
     def ended(self) -> Event:
         """Wait for the process to end; return the event that the job sent last, or a failure with its exit status."""
         self.process.join()
-        self.heard.close()
-        code = self.process.exitcode
+        self.messages.close()
+        code = self.process.exitcode or 0
+        reason = exit_text(code)
         if code == UNKNOWN:
+            reason = "the process from which it was forked is gone"
             self.stop(signal.SIGKILL)
+        elif code == -signal.SIGKILL:
+            reason += ", as the kernel does if memory runs out"
         self.process.close()
-        return self.end or self.fail(f"its process ended unexpectedly: {exit_text(code)}")
+        return self.end or self.fail(f"its process ended unexpectedly: {reason}")
 
     def fail(self, why: str) -> Event:
         self.end = Event(self.job, "failed", why, time.monotonic() - self.began)
@@ -98,26 +100,9 @@ class Running:
 
     def stop(self, number: int) -> None:
         """Send a signal to the job and to all processes that it started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid or 0, number) if self.alone() else os.kill(self.process.pid or 0, number)
-
-    def alone(self) -> bool:
-        """Return True if the process leads its own session, as it does once it has begun."""
-        with suppress(ProcessLookupError):
-            return os.getpgid(self.process.pid or 0) == self.process.pid
-        return False
-
-    def hangs(self) -> bool:
-        return self.end is None and time.monotonic() - self.last > self.job.patience
-
-
-def exit_text(code: int | None) -> str:
-    if code == UNKNOWN:
-        return "the process from which it was forked is gone"
-    if code is None or code >= 0:
-        return f"exit status {code}"
-    hint = ", as the kernel does if memory runs out" if -code == signal.SIGKILL else ""
-    return f"killed by {signal.Signals(-code).name}{hint}"
+        assert self.process.pid is not None
+        if not kill_group(self.process.pid, number):  # it has not made its own session yet
+            kill(self.process.pid, number)
 
 
 def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Generator[Event | None, None, None]:
@@ -125,9 +110,8 @@ def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Gener
 
     While jobs run, yields None at least every `TICK` seconds. A job is read from `jobs` only when it can start.
     """
-    make = multiprocessing.get_context("forkserver" if LINUX else "spawn")
-    if LINUX:
-        make.set_forkserver_preload(list(preload))
+    make = multiprocessing.get_context("forkserver")
+    make.set_forkserver_preload(list(preload))
     waiting, running = iter(jobs), list[Running]()
     try:
         while True:
@@ -136,72 +120,63 @@ def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Gener
                 yield Event(job, "begun")
             if not running:
                 return
-            wait([each.process.sentinel for each in running] + [each.heard for each in running if not each.mute], TICK)
-            for each in list(running):
-                over = not each.process.is_alive()  # before its last messages are read, so that none is lost
-                yield from each.listen()
+            open_ends = [one.messages for one in running if not one.messages.closed]
+            wait([*(one.process.sentinel for one in running), *open_ends], TICK)
+            for one in list(running):
+                over = not one.process.is_alive()  # before its last messages are read, so that none is lost
+                yield from one.receive()
                 if over:
-                    running.remove(each)
-                    yield each.ended()
-                elif each.hangs():
-                    each.fail(f"it hung: no message for {each.job.patience:.0f} s")
-                    each.stop(signal.SIGKILL)
+                    running.remove(one)
+                    yield one.ended()
+                elif one.end is None and time.monotonic() - one.last > one.job.patience:
+                    one.fail(f"it hung: no message for {one.job.patience:.0f} s")
+                    one.stop(signal.SIGKILL)
             yield None
     finally:
-        stop(running)
-
-
-def stop(running: Sequence[Running]) -> None:
-    """Send SIGTERM to all jobs, then SIGKILL to those that are still alive after `GRACE` seconds."""
-    for each in running:
-        each.stop(signal.SIGTERM)
-    until = time.monotonic() + GRACE
-    for each in running:
-        each.process.join(max(0.0, until - time.monotonic()))
-        each.stop(signal.SIGKILL)
-        each.ended()
+        for one in running:
+            one.stop(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        for one in running:
+            one.process.join(max(0.0, deadline - time.monotonic()))
+            one.stop(signal.SIGKILL)
+            one.ended()
 
 
 def start_job(job: Job, make: Any) -> Running:
-    heard, theirs = make.Pipe(duplex=False)
-    process = make.Process(target=run_job, args=(job, theirs), name=job.name, daemon=False)
-    start_process(process)
-    theirs.close()
-    return Running(job, process, heard)
-
-
-def start_process(process: Any) -> None:
-    """Start a process, and retry if the forkserver was killed, until multiprocessing has replaced it."""
-    for _ in range(TRIES):
-        try:
-            process.start()
-            return
-        except (ConnectionError, EOFError) as error:
-            died = error
-            time.sleep(TICK)
-    raise EngineError(f"{process.name}: no process can be started: {first_line(died)}")
+    """Start a job, and retry if the forkserver was killed, until multiprocessing has replaced it."""
+    messages, job_end = make.Pipe(duplex=False)
+    with job_end:
+        process = make.Process(target=run_job, args=(job, job_end), name=job.name, daemon=False)
+        for _ in range(TRIES):
+            try:
+                process.start()
+                return Running(job, process, messages)
+            except (ConnectionError, EOFError) as error:
+                cause = error
+                time.sleep(TICK)
+    raise EngineError(f"{job.name}: no process can be started: {first_line(cause)}")
 
 
 # --- in the process of a job ------------------------------------------------------------------------------------------
 
 
-def run_job(job: Job, tell: Connection) -> None:
+def run_job(job: Job, parent: Connection) -> None:
     os.setsid()  # signals of the terminal go to the parent only
-    be_called("cell")
+    set_process_name("cell")
     end_with_parent()
     log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     code = 0
     try:
-        tell.send(("done", job.work(lambda progress: tell.send(("moved", progress)))))
+        parent.send(("done", job.work(lambda progress: parent.send(("moved", progress)))))
     except SlipstreamError as error:
         print("error:", *str(error).splitlines(), file=sys.stderr)
-        tell.send(("failed", " ".join(str(error).splitlines())))
+        parent.send(("failed", " ".join(str(error).splitlines())))
         code = 2
     except BaseException as error:
         traceback.print_exc()
-        tell.send(("failed", f"{type(error).__name__}: {first_line(error)}"))
+        parent.send(("failed", f"{type(error).__name__}: {first_line(error)}"))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -211,7 +186,8 @@ def run_job(job: Job, tell: Connection) -> None:
 def end_with_parent() -> None:
     """End this process soon after its parent process has ended for any reason.
 
-    A timer signal is used instead of a thread, because engines are forked from this process.
+    A timer signal is used instead of a thread, because engines are forked from this process. The parent-death signal
+    does not serve, because the forkserver outlives the parent as long as any of its children lives.
     """
 
     def look(*_: object) -> None:

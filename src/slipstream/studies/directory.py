@@ -6,7 +6,6 @@ A finished cell is kept if its config is unchanged; an unfinished one starts aga
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import slipstream
 from slipstream.config.file import differing, parse
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, RunDirError, SlipstreamError
+from slipstream.processes import cpu_seconds
 from slipstream.run_dir.atomic_files import write_atomic, writing
 from slipstream.run_dir.reading import RunDir
 from slipstream.studies.results import CELLS, DONE, STUDY_FILE, Sweep, SweepCell
@@ -145,9 +145,3 @@ def finish_cell(path: Path, config: Config, began: float, *, keep: bool) -> None
         "config": config.model_dump(mode="json", exclude_none=True),
     }
     write_atomic(path / DONE, json.dumps(done, indent=1) + "\n")
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)

@@ -6,16 +6,13 @@ If the parent process ends, even by a crash, then the child and all processes th
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from subprocess import DEVNULL, Popen
 from typing import Any
 
-from slipstream.linux import wake_with_parent
+from slipstream.processes import exit_text, kill_group, start_python, wake_with_parent
 
 STARTED = 120.0
 """Timeout in seconds for starting a process, which includes the imports of user code."""
@@ -40,14 +37,8 @@ class Child:
         """Start `python -m MODULE FD`, where FD is the file descriptor of a connection, and send `first` through it."""
         self.connection, theirs = Pipe()
         with theirs:
-            self.process = Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=DEVNULL,
-                stdout=2,  # send output of user code to standard error: standard output belongs to this process
-                start_new_session=True,  # the parent alone handles the terminal's signals
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            # send output of user code to standard error: standard output belongs to this process
+            self.process = start_python(module, theirs, stdout=2)
         with suppress(OSError):  # a process that cannot start is reported when the parent waits for it
             self.connection.send(first)
 
@@ -58,14 +49,12 @@ class Child:
     def end(self) -> str:
         """Kill the process if it still runs, and describe how it ended: exit status or signal."""
         self.kill()
-        code = self.process.wait()
-        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return exit_text(self.process.wait())
 
     def kill(self) -> None:
         """Kill the process and its process group, which includes the processes that it started."""
         if self.process.returncode is None:  # afterwards another process may have this id
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
 
     def close(self) -> None:
         self.kill()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slipstream import processes
 from slipstream.environments.gateway import judging
 from slipstream.environments.gateway.agent_sandbox import PORT, AgentSandbox
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
-from slipstream.linux import LINUX
 from slipstream.rewards.functions import WHOLE, rewards_of
-from slipstream.sandbox import processes
+from slipstream.sandbox.limits import DRAINED
 
 OUTPUT_BYTES = 4096
 """Number of bytes that are kept from the end of an agent's output."""
@@ -30,7 +29,7 @@ REWARD = "reward.json"
 VERDICT = "verdict.json"
 LARGEST = 1 << 20
 """Maximum bytes of a file with rewards."""
-MORTAL = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--") if LINUX else ()
+WITH_PARENT = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--")
 """Command prefix that ends the process when its parent ends."""
 JUDGE_ONLY = "ground_truth"
 """Field of the row that only the judge gets, not the agent."""
@@ -74,9 +73,9 @@ class Programs:
         """Do nothing: every process has ended with its episode."""
 
 
-async def beside(work: Any, *given: Any) -> Any:
+async def beside(work: Any, *args: Any) -> Any:
     """Run a function in a thread; wait for its end even if the caller is cancelled."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -104,10 +103,6 @@ class Program:
     output: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
 
     @property
-    def agent(self) -> Agent:
-        return self.kind.agent
-
-    @property
     def url(self) -> str:
         """Session's base URL as the agent sees it."""
         path = urlsplit(self.base_url).path
@@ -120,14 +115,14 @@ class Program:
     @property
     def prompt(self) -> str:
         """Text of the prompt; if the prompt is a list of messages, text of the last message."""
-        asked = self.row["prompt"]
-        return asked if isinstance(asked, str) else str(asked[-1]["content"])
+        prompt = self.row["prompt"]
+        return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
     def prepare(self) -> None:
-        if self.agent.workspace is None:
+        if self.kind.agent.workspace is None:
             self.workspace.mkdir()
         else:
-            shutil.copytree(self.agent.workspace, self.workspace, symlinks=True)
+            shutil.copytree(self.kind.agent.workspace, self.workspace, symlinks=True)
         for each in ("home", "tmp"):
             (self.place / each).mkdir()
         visible = {name: value for name, value in self.row.items() if name != JUDGE_ONLY}
@@ -138,22 +133,22 @@ class Program:
 
     async def start(self, command: Sequence[str], place: Path, cwd: str, more: dict[str, str], socket: str) -> None:
         """Start a program in directory `cwd` of `place`, which also holds its HOME."""
-        given = {
+        values = {
             "base_url": self.url,
             "session": self.session,
             "workspace": str(place / "workspace"),
             "prompt_file": str(place / "prompt.txt"),
             "prompt": self.prompt,
         }
-        words, env = [filled(each, given) for each in command], environment_of(place) | more
+        words, env = [filled(each, values) for each in command], environment_of(place) | more
         self.home = env["HOME"]
         try:
             if self.walls is None:
-                self.process = await processes.start([*MORTAL, *words], env=env, cwd=str(place / cwd))
+                self.process = await processes.start_program([*WITH_PARENT, *words], env=env, cwd=str(place / cwd))
             else:
                 around = self.walls.around(words, command, place, cwd, env, socket, self.kind.seconds)
-                with around as (inside, keeps):
-                    self.process = await processes.start(inside, keeps=keeps)
+                with around as (inside, descriptors):
+                    self.process = await processes.start_program(inside, descriptors=descriptors)
         except SandboxError as error:
             raise EnvironmentFailed("error", str(error).removeprefix("sandbox: ")) from None
         assert self.process.stdout is not None and self.process.stderr is not None
@@ -181,35 +176,32 @@ class Program:
         await self.end()
         if code == 0:
             return ""
-        how = f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-        return f"{how}{self._last()}"
+        return f"{processes.exit_text(code)}{self._last_line()}"
 
-    def _last(self) -> str:
+    def _last_line(self) -> str:
+        """Return the last line of standard error, or of standard output if that is empty, after a colon."""
         for output in reversed(self.output):
-            if lines := output.decode(errors="replace").split("\n"):
-                for line in reversed(lines):
-                    if line.strip():
-                        return f": {line.strip()[:200]}"
+            if text := output.decode(errors="replace").strip():
+                return ": " + text.split("\n")[-1].strip()[:200]
         return ""
 
     async def end(self) -> None:
         """End the program and all its child processes."""
         if self.process is None:
             return
-        processes.kill(self.process)
+        processes.kill_program(self.process)
         if self.walls is None:
             processes.kill_at_home(self.home)
         await self.process.wait()
         if self.reading:
-            await asyncio.wait(self.reading, timeout=processes.DRAINED)
+            await asyncio.wait(self.reading, timeout=DRAINED)
             for task in self.reading:
                 task.cancel()
-        processes.release(self.process)
+        processes.close_pipes(self.process)
 
     async def rewards(self) -> dict[str, float]:
         """Return the judge's rewards; if there is no judge, return the rewards that the agent wrote."""
-        verify = self.agent.verify
-        if verify is None:
+        if (verify := self.kind.agent.verify) is None:
             return rewards_in(self.workspace / REWARD, REWARD, missing={})
         place = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
         try:
@@ -250,12 +242,12 @@ def environment_of(place: Path) -> dict[str, str]:
     }
 
 
-def filled(text: str, given: dict[str, str]) -> str:
+def filled(text: str, values: dict[str, str]) -> str:
     """Replace placeholders in a text; inserted values are not searched for placeholders."""
-    for name, value in given.items():
+    for name, value in values.items():
         before, mark, after = text.partition(f"{{{name}}}")
         if mark:
-            return f"{filled(before, given)}{value}{filled(after, given)}"
+            return f"{filled(before, values)}{value}{filled(after, values)}"
     return text
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.environments.gateway import bridge
-from slipstream.sandbox import processes
 from slipstream.sandbox.base import Limits
 from slipstream.sandbox.bubblewrap import NOBODY, Bubblewrap, another_user
+from slipstream.sandbox.limits import limited, sealed
 
 PORT = 8008
 """Port of the gateway inside the sandbox; no other port can be reached."""
@@ -69,8 +69,8 @@ class AgentSandbox:
         programs, shown = seen(named)
         path = ":".join([*programs, self.sandbox.path])
         with ExitStack() as opened:
-            filtering = opened.enter_context(processes.sealed(self.sandbox.filter))
-            bridging = opened.enter_context(processes.sealed(Path(bridge.__file__).read_bytes()))
+            filtering = opened.enter_context(sealed(self.sandbox.filter))
+            bridging = opened.enter_context(sealed(Path(bridge.__file__).read_bytes()))
             told = dict(env) | {"PATH": path}
             variables = [word for name, value in told.items() for word in ("--setenv", name, value)]
             words = ["python3", "-I", "-S", BRIDGE, SOCKET, str(PORT), "--", *command]
@@ -83,7 +83,7 @@ class AgentSandbox:
                 *("--bind", socket, SOCKET, "--perms", "0444", "--file", str(bridging), BRIDGE, "--remount-ro", "/"),
                 *("--chdir", str(place / cwd), "--seccomp", str(filtering), "--clearenv", *variables, "--"),
                 *([] if self.user is None else become(self.user)),
-                *processes.limited(words, limits, processes=True),
+                *limited(words, limits, processes=True),
             ], [filtering, bridging]  # fmt: skip
 
 

@@ -13,7 +13,6 @@ import asyncio
 import base64
 import errno
 import json
-import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from slipstream.agents.workspace import packed, put, unpack
 from slipstream.errors import SlipstreamError
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Limits, MiB, Ran, Session
+from slipstream.sandbox.limits import holds_more
 
 LARGEST = 256 * MiB
 """Maximum bytes of a workspace that is judged."""
@@ -41,12 +41,8 @@ HERE = "judge"
 
 def too_large(workspace: Path) -> str:
     """Return the reason why a workspace cannot be judged, or an empty string if it can be judged."""
-    size = count = 0
-    for folder, folders, files in os.walk(workspace):
-        count += len(folders) + len(files)
-        size += sum(os.lstat(os.path.join(folder, file)).st_size for file in files)  # noqa: PTH118 (many)
-        if size > LARGEST or count > FILES:
-            return f"it has more than {LARGEST // MiB} MiB or {FILES} files, and verify needs a copy"
+    if holds_more(workspace, LARGEST, FILES):
+        return f"it has more than {LARGEST // MiB} MiB or {FILES} files, and verify needs a copy"
     return ""
 
 

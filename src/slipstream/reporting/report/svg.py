@@ -16,7 +16,6 @@ from slipstream.reporting.report.figures import Figure
 from slipstream.reporting.report.page import numbered, shell
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
-MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 FLAGS = (
     "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--no-default-browser-check",
     "--disable-extensions", "--disable-background-networking", "--disable-dev-shm-usage",
@@ -40,8 +39,7 @@ CHANCE = re.compile(r"\b(defs-|topdefs-|clip|legend|trace|g)([0-9a-f]{6})")
 def find() -> str | None:
     """Return the browser program, or None; the environment variable CHROME overrides the search."""
     named = os.environ.get("CHROME")
-    found = next(filter(None, map(shutil.which, [named] if named else NAMES)), None)
-    return found or (MAC if not named and Path(MAC).exists() else None)
+    return next(filter(None, map(shutil.which, [named] if named else NAMES)), None)
 
 
 def draw(figures: Sequence[Figure]) -> list[str]:

@@ -1,0 +1,112 @@
+"""Child processes: all that a program started ends with it, and the end of each is told in one phrase."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream import processes
+from slipstream.errors import SandboxError
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until_dead(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(0, "exit status 0"), (3, "exit status 3"), (-9, "killed by SIGKILL"), (-15, "killed by SIGTERM")],
+)
+def test_an_end_is_a_status_or_a_signal(code: int, text: str) -> None:
+    assert processes.exit_text(code) == text
+
+
+async def started(code: str, count: int) -> tuple[asyncio.subprocess.Process, list[int]]:
+    """A shell that runs code, and the ids of its descendants when there are this many."""
+    process = await processes.start_program(["/bin/sh", "-c", code])
+    while len(found := processes.descendants(process.pid)) < count:
+        await asyncio.sleep(0.01)
+    return process, found
+
+
+def test_a_program_ends_with_all_of_its_descendants() -> None:
+    async def main() -> list[int]:
+        process, found = await started("sh -c 'sleep 60 & sleep 60' & setsid sleep 60 & wait", 4)
+        await processes.end_program(process)
+        assert process.returncode == -signal.SIGKILL
+        return found
+
+    assert until_dead(asyncio.run(main()))
+
+
+def test_a_program_that_has_ended_leaves_nothing_of_its_group() -> None:
+    async def main() -> list[int]:
+        process, found = await started("sleep 60 & sleep 0.2", 2)
+        await processes.exited(process)
+        assert alive(found[0]) and process.returncode == 0
+        await processes.end_program(process)
+        return found
+
+    assert until_dead(asyncio.run(main()))
+
+
+def test_a_program_that_cannot_start_is_one_line() -> None:
+    with pytest.raises(SandboxError, match="^sandbox: missing cannot be started: .*No such file"):
+        asyncio.run(processes.start_program(["/nowhere/missing"]))
+
+
+def test_a_start_that_is_cancelled_leaves_no_process() -> None:
+    async def main() -> None:
+        starting = asyncio.create_task(processes.start_program(["sleep", "60"]))
+        await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+
+    before = processes.children(os.getpid())
+    asyncio.run(main())
+    assert processes.children(os.getpid()) == before
+
+
+def test_a_group_that_is_not_there_is_told() -> None:
+    with (
+        subprocess.Popen(["sleep", "60"]) as member,
+        subprocess.Popen(["sleep", "60"], start_new_session=True) as leader,
+    ):
+        assert not processes.kill_group(member.pid) and processes.kill_group(leader.pid)
+        processes.kill(member.pid)
+        assert member.wait() == leader.wait() == -signal.SIGKILL
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    code = """
+import os, signal, time
+from slipstream import processes
+if (child := os.fork()) == 0:
+    processes.die_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    assert until_dead([child])
