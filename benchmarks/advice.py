@@ -325,7 +325,7 @@ def report_studies(paths: Sequence[Path]) -> None:
         said = defaultdict[str, Counter[str]](Counter)
         for cell in Sweep(path).finished:
             advice = advise(read(cell.path))
-            said[cell.cell.point.name][advice.wrong[0].name if advice.wrong else "nothing"] += 1
+            said[cell.point.name][advice.wrong[0].name if advice.wrong else "nothing"] += 1
         for name, counts in said.items():
             answers = ", ".join(f"{answer} {count}" for answer, count in counts.most_common())
             print(f"| {path.name}: {name} | {counts.total()} | {answers} |", flush=True)

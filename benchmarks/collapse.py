@@ -133,7 +133,7 @@ def main() -> None:
     cells = [(path, cell) for path in args.sweeps for cell in Sweep(path).finished]
     asked = defaultdict[tuple[Path, str, str], list[Sample]](list)
     for path, cell in cells:
-        asked[path, cell.arm, cell.cell.point.name] += samples(cell)
+        asked[path, cell.point.arm, cell.point.name] += samples(cell)
     ends = sorted(end for _, cell in cells if (end := collapsed(cell.run.metrics)) is not None)
     print(TEXT.format(paths=" ".join(map(str, args.sweeps))))
     judged = {point: own for point, own in asked.items() if len({soon for _, soon in own}) == 2}

@@ -49,7 +49,7 @@ class Seen:
 
 
 def seen(cell: SweepCell) -> Seen:
-    lag = float(cell.settings["schedule.k"])
+    lag = float(cell.point.settings["schedule.k"])
     aged = [line["drift/ess_seq"] for line in cell.run.metrics if line["lag/mean"] >= AGED * lag]
     accuracy = [line["accuracy"] for line in cell.run.evaluations]
     return Seen(cell.seed, lag, fmean(aged), accuracy[-1] > FALL * max(accuracy))
@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     found = dict[str, list[Seen]]()
     for cell in Sweep(args.sweep).finished:
-        found.setdefault(cell.arm, []).append(seen(cell))
+        found.setdefault(cell.point.arm, []).append(seen(cell))
     both = {arm: runs for arm, runs in found.items() if len({each.stable for each in runs}) == 2}
     print(TEXT.format(path=args.sweep))
     if not both:

@@ -13,8 +13,8 @@ from slipstream import metric_names as vocabulary
 from slipstream.config.file import parse
 from slipstream.data.prompts import Prompts, Row
 from slipstream.errors import WorkerDied
-from slipstream.estimators.correction import RS_MODES
 from slipstream.estimators.drift import METRICS
+from slipstream.estimators.tables.correction import RS_MODES
 from slipstream.pipeline.retries import GivenUp
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Graded, Sampling

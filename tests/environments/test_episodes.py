@@ -21,7 +21,7 @@ from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights
-from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.tables.correction import PRESETS
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, total

@@ -12,12 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.estimators.advantage import ADVANTAGES, advantage, whiten
-
-
-def first(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
-
+from slipstream.estimators.advantage import advantage
+from slipstream.estimators.advantage.grouping import whiten
+from slipstream.estimators.tables.advantage import ADVANTAGES
 
 # --- six tokens by hand -----------------------------------------------------------------------------------------------
 
@@ -73,12 +70,6 @@ LITERAL: dict[str, tuple[str, dict[str, Any], list[float]]] = {
     "reinforce_plus_plus": ("reinforce_plus_plus", {"gamma": 0.5}, whitened([0.375, -1.25, 0.5, 3, 1, 2])),
     # reward-to-go 0, −1, 0.5 and 3 and 2, 2
     "remax": ("remax", {"greedy_rewards": per_row(1, 1, 0.5)}, [-1, -2, -0.5, 2, 1.5, 1.5]),
-    # d = 0.5 − 0 ; −1.5 + 0 − 2 ; 1 + 2/2 − 1 and A = d + A′/4
-    "gae": (
-        "gae",
-        {"values": six([1, 2, 0, 1, 1, 1], NAN), "gamma": 0.5, "lam": 0.5},
-        whitened([1 - 3.375 / 4, -3.5 + 0.5 / 4, 0.5, 2, -0.5 + 1 / 4, 1]),
-    ),
     # w = 1 − 2π + Σπ² = 0.5 and 0.75: B_1 = (0·0.5 + 3·0.75)/1.25 = 1.8; afterwards the first row is alone
     "optimal_token_baseline": ("optimal_token_baseline", PI, [-1.8, -1, 0.5, 1.2, 2, 2]),
     # the second row's w is four times as large: B_1 = 3·3/3.5
@@ -93,20 +84,15 @@ LITERAL: dict[str, tuple[str, dict[str, Any], list[float]]] = {
 @pytest.mark.parametrize("case", LITERAL)
 def test_six_tokens_by_hand(case: str) -> None:
     name, options, expected = LITERAL[case]
-    found = first(advantage(name, REWARDS, MASK, groups=GROUPS, **options))
+    found = advantage(name, REWARDS, MASK, groups=GROUPS, **options)
     torch.testing.assert_close(found, six(expected), atol=1e-7, rtol=0)
-    low = first(advantage(name, REWARDS.bfloat16(), MASK.bool(), groups=GROUPS, **options))
+    low = advantage(name, REWARDS.bfloat16(), MASK.bool(), groups=GROUPS, **options)
     assert low.dtype == torch.float32
     torch.testing.assert_close(low.double(), six(expected), atol=1e-6, rtol=1e-6)
 
 
 def test_every_estimator_has_a_literal_test() -> None:
     assert {name for name, _, _ in LITERAL.values()} == ADVANTAGES.keys()
-
-
-def test_returns_of_gae_are_its_advantages_before_whitening_plus_values() -> None:
-    _, returns = advantage("gae", REWARDS, MASK, groups=GROUPS, **LITERAL["gae"][1])
-    torch.testing.assert_close(returns, six([2 - 3.375 / 4, -1.5 + 0.5 / 4, 0.5, 3, 0.5 + 1 / 4, 2]))
 
 
 def test_whiten_by_hand() -> None:
@@ -126,15 +112,12 @@ CASES = [case for case in VECTORS["cases"] if case["fn"] == "advantage"]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_verl(case: dict[str, Any]) -> None:
     options = {{"norm_adv_by_std_in_grpo": "norm"}.get(k, k): v for k, v in case["kw"].items()}
-    for name in ("values", "sum_pi_squared"):
-        if name in case:
-            options[name] = torch.tensor(case[name], dtype=torch.float64)
+    if "sum_pi_squared" in case:
+        options["sum_pi_squared"] = torch.tensor(case["sum_pi_squared"], dtype=torch.float64)
     if case["name"] == "optimal_token_baseline":
         options["logp"] = INPUTS["logp_old"]
     result = advantage(case["name"], INPUTS["rewards"], INPUTS["mask"], groups=VERL_GROUPS, **options)
-    torch.testing.assert_close(first(result), torch.tensor(case["adv"], dtype=torch.float64), atol=1e-8, rtol=0)
-    if case["name"] == "gae":
-        torch.testing.assert_close(result[1], torch.tensor(case["returns"], dtype=torch.float64), atol=1e-8, rtol=0)
+    torch.testing.assert_close(result, torch.tensor(case["adv"], dtype=torch.float64), atol=1e-8, rtol=0)
 
 
 def test_rejected_rows_leave_the_baseline_where_verl_keeps_them() -> None:
@@ -164,18 +147,16 @@ def test_mistakes_are_named() -> None:
     x, groups = torch.zeros(2, 3), torch.zeros(2)
     with pytest.raises(ValueError, match="unknown advantage 'grop'.*rloo.*did you mean 'grpo'"):
         advantage("grop", x, x, groups=groups)
-    with pytest.raises(ValueError, match="unknown option of gae 'lamda'.*did you mean 'lam'"):
-        advantage("gae", x, x, groups=groups, values=x, lamda=1.0)
-    with pytest.raises(ValueError, match="gae needs values"):
-        advantage("gae", x, x, groups=groups)
+    with pytest.raises(ValueError, match="unknown option of reinforce_plus_plus 'gama'.*did you mean 'gamma'"):
+        advantage("reinforce_plus_plus", x, x, groups=groups, gama=1.0)
+    with pytest.raises(ValueError, match="remax needs greedy_rewards"):
+        advantage("remax", x, x, groups=groups)
     with pytest.raises(ValueError, match="rloo has no option 'norm'"):
         advantage("rloo", x, x, groups=groups, norm=False)
     with pytest.raises(ValueError, match=r"groups \(3,\) must be \[B\] with B = 2"):
         advantage("grpo", x, x, groups=x[0])
     with pytest.raises(ValueError, match=r"rewards \(2, 3\), mask \(2, 2\)"):
         advantage("grpo", x, x[:, :2], groups=groups)
-    with pytest.raises(ValueError, match=r"values \(3,\)"):
-        advantage("gae", x, x, groups=groups, values=x[0])
     with pytest.raises(ValueError, match="greedy_rewards"):
         advantage("remax", x, x, groups=groups, greedy_rewards=x)
     with pytest.raises(ValueError, match="at least one"):
@@ -188,7 +169,8 @@ def test_mistakes_are_named() -> None:
 
 def test_the_table_is_complete_enough_to_make_docs_from() -> None:
     for name, estimator in ADVANTAGES.items():
-        assert (
-            estimator.baseline and estimator.use_when and "(" in (estimator.function.__doc__ or "").splitlines()[0]
-        ), name
-    assert ADVANTAGES["gae"].options.keys() == {"values", "gamma", "lam"}
+        documentation = estimator.function.__doc__ or ""
+        assert estimator.baseline and "(" in documentation.splitlines()[0] and "Use this advantage " in documentation, (
+            name
+        )
+    assert ADVANTAGES["remax"].options.keys() == {"greedy_rewards"}

@@ -11,13 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.estimators.advantage import ADVANTAGES, advantage
+from slipstream.estimators.advantage import advantage
+from slipstream.estimators.tables.advantage import ADVANTAGES
 
-WHITENED = {"gdpo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-
-
-def first(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
+WHITENED = {"gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
 def random_batch(seed: int, b: int = 8, t: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,8 +39,6 @@ def needs(name: str, rewards: Tensor, seed: int) -> dict[str, Any]:
             return {"components": {"a": draw_B, "b": draw_B.flip(0)}, "component_weights": {"a": 3.0}}
         case "remax":
             return {"greedy_rewards": draw_B}
-        case "gae":
-            return {"values": draw_BT, "gamma": 0.9, "lam": 0.8}
         case "reinforce_plus_plus":
             return {"gamma": 0.9}
         case "optimal_token_baseline":
@@ -77,9 +72,9 @@ def test_masked_positions_and_labels_do_not_matter(name: str, seed: int) -> None
 def test_rejected_rows_might_as_well_not_be_there_and_order_does_not_matter(name: str, seed: int) -> None:
     rewards, mask, groups = random_batch(seed)
     options = needs(name, rewards, seed)
-    whole = first(advantage(name, rewards, mask, groups=groups, **options))
+    whole = advantage(name, rewards, mask, groups=groups, **options)
     at = torch.tensor([7, 2, 0, 5, 4, 3])  # all but the empty ones
-    found = first(advantage(name, rewards[at], mask[at], groups=groups[at], **rows_of(options, at)))
+    found = advantage(name, rewards[at], mask[at], groups=groups[at], **rows_of(options, at))
     torch.testing.assert_close(found, whole[at])
 
 
@@ -89,13 +84,11 @@ def test_declared_scope_is_what_an_estimator_looks_at(name: str) -> None:
     rewards, mask, groups = random_batch(5)
     rewards[2] = 0  # gpg counts rows without reward
     options = needs(name, rewards, 5)
-    whole = first(advantage(name, rewards, mask, groups=groups, **options))
+    whole = advantage(name, rewards, mask, groups=groups, **options)
 
     def apart(parts: list[Tensor]) -> bool:
         alive = [at for at in parts if mask[at].sum() > 1]
-        found = [
-            first(advantage(name, rewards[at], mask[at], groups=groups[at], **rows_of(options, at))) for at in alive
-        ]
+        found = [advantage(name, rewards[at], mask[at], groups=groups[at], **rows_of(options, at)) for at in alive]
         return all(torch.allclose(each, whole[at]) for each, at in zip(found, alive, strict=True))
 
     by_group = apart([(groups == label).nonzero().flatten() for label in groups.unique()])
@@ -104,7 +97,7 @@ def test_declared_scope_is_what_an_estimator_looks_at(name: str) -> None:
     assert (by_group, by_row) == expected[ADVANTAGES[name].scope]
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "remax", "optimal_token_baseline"])
 @given(seed=st.integers(0, 10_000))
 def test_tool_output_between_tokens_changes_nothing(name: str, seed: int) -> None:
     """Masked columns put in anywhere; the optimal token baseline has to be told that turns are not aligned."""
@@ -113,7 +106,7 @@ def test_tool_output_between_tokens_changes_nothing(name: str, seed: int) -> Non
     length = torch.randint(1, 7, (4, 1), generator=g)
     mask, groups = (torch.arange(6) < length).double(), torch.tensor([0, 0, 0, 1])
     options = needs(name, rewards, seed)
-    packed = first(advantage(name, rewards, mask, groups=groups, **options))
+    packed = advantage(name, rewards, mask, groups=groups, **options)
 
     at = torch.stack([torch.randperm(9, generator=g)[:6].sort().values for _ in range(4)])
 
@@ -124,7 +117,7 @@ def test_tool_output_between_tokens_changes_nothing(name: str, seed: int) -> Non
     wide = {k: spread(v) if isinstance(v, Tensor) else v for k, v in options.items()}
     if name == "optimal_token_baseline":
         wide["multi_turn"] = True
-    found = first(advantage(name, spread(rewards), wide_mask, groups=groups, **wide))
+    found = advantage(name, spread(rewards), wide_mask, groups=groups, **wide)
     torch.testing.assert_close(found.gather(1, at), packed)
 
 
@@ -161,7 +154,7 @@ def test_groups_that_agree_are_finite_and_centred(name: str) -> None:
     rewards, mask = torch.full((4, 1), 0.1), torch.ones(4, 1)
     zero = {"opob": {"weights": torch.zeros(4), "grad_norm_squared": torch.zeros(4)}}.get(name)
     options = zero or needs(name, rewards, 0)
-    found = first(advantage(name, rewards, mask, groups=torch.zeros(4), **options))
+    found = advantage(name, rewards, mask, groups=torch.zeros(4), **options)
     assert found.isfinite().all()
     if not options:
         torch.testing.assert_close(found, torch.zeros(4, 1), atol=1e-6, rtol=0)

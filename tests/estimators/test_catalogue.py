@@ -10,9 +10,9 @@ import pages
 from slipstream.cli import main
 from slipstream.config.losses import LOSSES as DISTILLATION
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
-from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.catalogue import Entry, catalogue, find
-from slipstream.estimators.correction import PRESETS, RS_MODES
+from slipstream.estimators.tables.advantage import ADVANTAGES
+from slipstream.estimators.tables.correction import PRESETS, RS_MODES
 from slipstream.estimators.tables.policy import LOSSES
 
 
@@ -20,7 +20,7 @@ def test_every_estimator_is_on_it_with_every_column_filled() -> None:
     families = catalogue()
     assert [entry.name for entry in families["distillation"]] == list(DISTILLATION)
     assert [entry.name for entry in families["policy"]] == list(LOSSES)
-    assert [entry.name for entry in families["advantage"]] == [name for name in ADVANTAGES if name != "gae"]
+    assert [entry.name for entry in families["advantage"]] == list(ADVANTAGES)
     assert [entry.name for entry in families["correction"]] == list(PRESETS) and len(PRESETS) == 19
     assert [entry.name for entry in families["rejection"]] == list(RS_MODES) and len(RS_MODES) == 13
     for entries in families.values():

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from slipstream.estimators.divergence import dense, forward_kl_topk, kl_estimate, reverse_kl_topk
 from slipstream.estimators.freshness import rollout_kl_from_cache
-from slipstream.estimators.surrogate import decoupled_ppo, m2po, mc_reverse_kl
+from slipstream.estimators.surrogate import decoupled_ppo, mc_reverse_kl
+from support.m2po import m2po
 
 V = 5
 WIDE = (1.0, 1e9)

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.estimators.policy import LOSSES, policy_loss, prepare, scope_of
+from slipstream.estimators.policy import policy_loss, prepare
+from slipstream.estimators.policy.token import Tokens
+from slipstream.estimators.tables.policy import LOSSES, scope_of
 
 BATCH = [name for name in LOSSES if LOSSES[name].scope == "batch"]
 
@@ -132,7 +134,7 @@ def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(na
         "decoupled_ppo": {"proximal_logp": old},
         "topr": {"positive": torch.full((len(logp),), sign > 0)},
     }.get(name, {})
-    loss, acted = LOSSES[name].loss(logp, old, advantages, mask != 0, **hyper)
+    loss, acted = LOSSES[name].loss(Tokens(logp, old, advantages, mask != 0), **hyper)
     slope = gradient(loss.sum(), logp)
     assert (slope * sign <= 0).all()
     faded = (logp > 3) if name == "sapo" else nobody  # its sigmoid is flat there

@@ -19,7 +19,7 @@ from slipstream.estimators.ratio import (
     truncate,
     weight_metrics,
 )
-from slipstream.estimators.tables.correction import ONE_PER_ROW, UNIT_SCOPE, Unit
+from slipstream.estimators.tables.correction import ONE_PER_ROW, SCOPE, Unit
 
 UNITS: tuple[Unit, ...] = get_args(Unit)
 
@@ -181,7 +181,7 @@ def test_scope_is_what_it_says(unit: Unit) -> None:
         return torch.cat([importance_ratio(unit, x, m, turns=t) for x, m, t in zip(*parts, strict=True)], dim)
 
     torch.testing.assert_close(cut(0), whole)
-    assert torch.allclose(cut(1), whole) == (UNIT_SCOPE[unit] == "token")
+    assert torch.allclose(cut(1), whole) == (SCOPE[unit] == "token")
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.estimators.surrogate import decoupled_ppo, m2po, m2po_mask, mc_reverse_kl, second_moment_mask
+from slipstream.estimators.surrogate import decoupled_ppo, m2po_mask, mc_reverse_kl, second_moment_mask
+from support.m2po import m2po
 
 LN2 = math.log(2)
 

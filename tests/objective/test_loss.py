@@ -26,12 +26,12 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators import policy
 from slipstream.estimators.advantage import advantage
 from slipstream.estimators.aggregate import aggregate
-from slipstream.estimators.correction import PRESETS, CorrectionPreset
 from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_loss, kl_reward
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.estimators.tables.correction import Unit
+from slipstream.estimators.tables.correction import PRESETS, CorrectionPreset, Unit
+from slipstream.estimators.tables.policy import LOSSES
 from slipstream.objective.frozen import Evidence, freeze
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
@@ -285,7 +285,7 @@ METHODS = {
     "distillation and reference": method(SOME, reference=ReferenceConfig(weight=0.1)),
     "distillation apart and reference": method(APART, reference=ReferenceConfig(weight=0.1)),
 }
-for name in policy.LOSSES:
+for name in LOSSES:
     METHODS[f"{name} on rewards"] = replace(method(), policy=PolicyConfig(loss=name))
 for name in ("vanilla", "gspo", "m2po", "reinforce"):
     for preset in ("decoupled_token_is", "decoupled_geo_rs_seq_tis", "decoupled_token_icepop"):
@@ -383,7 +383,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(case: Case, nam
 
 
 LITTERED = {
-    **{name: METHODS[name] for name in METHODS if name in policy.LOSSES or " on rewards" in name},
+    **{name: METHODS[name] for name in METHODS if name in LOSSES or " on rewards" in name},
     **{name: METHODS[name] for name in ("everything", "two temperatures by row", "reference in the reward")},
     "drift and regions": replace(
         method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": 0.05})

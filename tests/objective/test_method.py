@@ -15,12 +15,10 @@ from slipstream.config.objective import (
     LevelName,
     PolicyName,
     PresetName,
-    ReferenceConfig,
 )
 from slipstream.config.schema import REWARDS, Config
 from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError
-from slipstream.estimators.control import CONTROLLERS
 from slipstream.estimators.divergence import KL_KINDS
 from slipstream.estimators.options import REQUIRED
 from slipstream.estimators.tables.advantage import ADVANTAGES
@@ -43,13 +41,12 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
     assert set(get_args(PolicyName)) == set(LOSSES)
     assert set(get_args(PresetName)) == set(PRESETS)
     assert get_args(Aggregation) == get_args(Mode)
-    assert set(get_args(AdvantageName)) == {name for name, each in ADVANTAGES.items() if not each.needs_critic}
+    assert set(get_args(AdvantageName)) == set(ADVANTAGES)
     for name, each in ADVANTAGES.items():
         assert {option for option, default in each.options.items() if default is REQUIRED} <= set(each.evidence), name
         folded = {"weights"} if name == "opob" else set()  # those of tokens are in its ‖g‖²
         assert set(each.options) == {*each.settings, *each.evidence, *folded}, name
     assert get_args(LevelName) == get_args(Unit) and get_args(EstimateName) == KL_KINDS
-    assert get_args(ReferenceConfig.model_fields["control"].annotation) == tuple(CONTROLLERS)
     assert set(BUILT_IN) == set(REWARDS)
     for name, loss in LOSSES.items():
         assert loss.takes == tuple(loss.options), name

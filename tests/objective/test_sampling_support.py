@@ -22,11 +22,11 @@ from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights
-from slipstream.estimators.correction import PRESETS
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import sampling_support as kept_module
 from slipstream.estimators.logprobs.sampling_support import Support, conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.estimators.tables.correction import PRESETS
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import (

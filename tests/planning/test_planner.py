@@ -22,7 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.pipeline.run import Run
 from slipstream.planning.derive import costs_of
 from slipstream.planning.fit import Paid, fitted, fitted_to_fastest
-from slipstream.planning.planner import Split, Stage, Subject, numbers, outlook, promising_splits
+from slipstream.planning.planner import Split, Subject, numbers, outlook, promising_splits, splits
 from slipstream.planning.simulate import Work, engines, forecast, prompts
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog
@@ -140,15 +140,13 @@ def test_cores_are_never_busier_than_always(split: Split, schedule: ScheduleConf
 def test_sensible_splits_are_those_with_the_highest_estimates() -> None:
     """Learning takes nearly all: the split of the most ranks comes first, one with a single rank not at all."""
     slow = costs(learn={"token": 10.0})
-    chosen = promising_splits(slow, WORK, list(Stage().splits(6)), Async(tau=4))
+    chosen = promising_splits(slow, WORK, list(splits(6)), Async(tau=4))
     assert chosen[0] == Split(1, 1, 4) and all(split.ranks > 1 for split in chosen)
 
 
 def test_splits_leave_nobody_without_a_device() -> None:
-    assert sorted(Stage().splits(4)) == [Split(1, 1, 2), Split(1, 2, 1), Split(2, 1, 1)]
-    elsewhere = Stage(scorers=5)
-    assert sorted(elsewhere.splits(3)) == [Split(1, 5, 2), Split(2, 5, 1)]
-    assert [elsewhere.devices(split) for split in elsewhere.splits(3)] == [3, 3]
+    assert sorted(splits(4)) == [Split(1, 1, 2), Split(1, 2, 1), Split(2, 1, 1)]
+    assert sorted(splits(3, scorers=5)) == [Split(1, 5, 2), Split(2, 5, 1)], "scorers that need no device"
 
 
 # --- costs ------------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_a_collapse_that_is_told_of_is_foreseen_and_another_is_not(
 ) -> None:
     def cell(arm: str, seed: int, end: int) -> SimpleNamespace:
         run = SimpleNamespace(metrics=run_that_collapses(end, seed, told=told))
-        return SimpleNamespace(arm=arm, path=arm, run=run, cell=SimpleNamespace(point=SimpleNamespace(name=arm)))
+        return SimpleNamespace(path=arm, run=run, point=SimpleNamespace(arm=arm, name=arm))
 
     ends = ((100, 130, 150, 999), (90, 120, 140, 999))
     cells = [cell(arm, seed, end) for arm, of in zip("ab", ends, strict=True) for seed, end in enumerate(of)]

@@ -20,7 +20,7 @@ from slipstream.config.file import parse
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.reporting.report.study import compared
 from slipstream.run_dir.reading import RunDir
-from slipstream.studies.board import Board, columns, seconds_left, summary, text_of
+from slipstream.studies.board import Board, Columns, seconds_left, summary, text_of
 from slipstream.studies.cells import Event, Job
 from slipstream.studies.directory import Checked, check_prompts, check_unchanged, cores_of, finish_cell, parallel_cells
 from slipstream.studies.export import column, write_csv, write_parquet
@@ -209,7 +209,7 @@ def test_a_mistake_is_one_line(changes: tuple[str, ...]) -> None:
 
 def test_a_narrow_terminal_shows_whole_columns_and_names_the_others() -> None:
     rows = [("reverse, schedule.k = 10", "2815 ± 130", "0.5621 ± 0.0059"), ("forward", "6353 ± 300", "0.4 ± 0.01")]
-    table = columns(["", "tokens_per_s", "minus reverse, 0.1, by seed"], rows)
+    table = Columns(["", "tokens_per_s", "minus reverse, 0.1, by seed"], rows)
 
     def drawn(width: int) -> list[str]:
         console = Console(width=width)
@@ -332,13 +332,13 @@ def written(path: Path, of: Study, values: dict[tuple[str, int, int], float]) ->
     path.mkdir()
     (path / "study.toml").write_text(tomli_w.dumps(of.tree))
     for cell in Sweep(path).cells:
-        if (value := values.get((cell.arm, cell.settings["schedule.k"], cell.seed))) is not None:
+        if (value := values.get((cell.point.arm, cell.point.settings["schedule.k"], cell.seed))) is not None:
             cell.path.mkdir(parents=True)
             (cell.path / "config.toml").write_text('student = "builtin:student"\nloss.weight = 0\n')
             lines = [{"kind": "train", "update": 1, "reward/exact": 9.0, "tokens": 1}] * 3
             lines += [{"kind": "train", "update": n, "reward/exact": value, "tokens": 1} for n in (4, 5)]
             (cell.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            done = {"config": cell.cell.config.model_dump(mode="json"), "seconds": 2.0, "updates": 5}
+            done = {"config": cell.config.model_dump(mode="json"), "seconds": 2.0, "updates": 5}
             (cell.path / "cell.json").write_text(json.dumps(done))
             (cell.path / "meta.json").write_text(json.dumps({"config": {}, "prompts": "these"}))
     return Sweep(path)
@@ -364,11 +364,11 @@ def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
     sweep = written(tmp_path / "study", study(sweep__claims=claims), VALUES)
     assert [cell.finished for cell in sweep.cells] == [True] * 7 + [False]
     table = sweep.table()
-    assert [(row.arm, row.x, row.n, row.seeds) for row in table] == [
-        ("reverse", 0, 2, (1, 2)),
-        ("reverse", 1, 2, (1, 2)),
-        ("forward", 0, 2, (1, 2)),
-        ("forward", 1, 1, (1,)),
+    assert [(row.series, row.x, row.n) for row in table] == [
+        ("reverse", 0, 2),
+        ("reverse", 1, 2),
+        ("forward", 0, 2),
+        ("forward", 1, 1),
     ]
     assert [row.mean for row in table] == pytest.approx([0.7, 0.45, 0.45, 0.6])
     # of two numbers a and b the standard error is |a − b| / 2
@@ -380,9 +380,9 @@ def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
         ("forward", "reverse", 1, 1),
     ]
     assert d[0].found.mean == pytest.approx(-0.25) and d[0].found.se == pytest.approx(0.05)  # −0.3 and −0.2
-    reverse, forward = sweep.slopes()  # log2(1) = 0 and log2(2) = 1: one less the other
-    assert reverse.found == Estimate(2, pytest.approx(-0.25), pytest.approx(0.05))
-    assert forward.found == Estimate(1, pytest.approx(0.1), None)  # seed 2 has no other x
+    reverse, forward = sweep.slopes().values()  # log2(1) = 0 and log2(2) = 1: one less the other
+    assert reverse == Estimate(2, pytest.approx(-0.25), pytest.approx(0.05))
+    assert forward == Estimate(1, pytest.approx(0.1), None)  # seed 2 has no other x
     at_0, everywhere, falls, level, rises = sweep.claims()
     assert (at_0.verdict, at_0.found.n) == ("holds", 2)
     # seed 1 alone is everywhere: (0.5 + 0.6) / 2 − (0.8 + 0.5) / 2
@@ -492,15 +492,15 @@ def test_a_board_knows_how_far_a_study_is(tmp_path: Path) -> None:
     sweep = written(tmp_path / "study", study(), {key: value for key, value in VALUES.items() if key[0] == "reverse"})
     todo, now = [cell for cell in sweep.cells if not cell.finished], [0.0]
     board = Board(sweep, todo, 2, clock=lambda: now[0])
-    jobs = [Job(cell.cell.name, str, Path("output.txt"), 1.0, key=cell) for cell in todo]
+    jobs = [Job(cell.name, str, Path("output.txt"), 1.0, key=cell) for cell in todo]
     # four are left, and what is finished took 2 s: two at a time
-    assert board.left() == 4.0
+    assert board.remaining() == ", about 0:04 left"
     for job in jobs[:2]:
         board.handle(Event(job, "begun"))
     now[0] = 6.0
     board.handle(Event(jobs[0], "moved", 1))
     # half of it in 6 s: 6 are left, and its like takes 12; for others the mean, (4 · 2 + 12) / 5 = 4: 6 + 12 + 4 + 4
-    assert board.left() == 13.0
+    assert board.remaining() == ", about 0:13 left"
     board.handle(Event(jobs[1], "failed", "student: there is none", 6.0))
     assert board.line(Event(jobs[1], "failed", "student: there is none", 6.0)).startswith(
         "5/8  forward, schedule.k = 1, seed 1: failed: student: there is none; output.txt  (6 s, about 0:"

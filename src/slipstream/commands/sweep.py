@@ -60,7 +60,7 @@ def sweep(
         check_unchanged(results)
         check_configs(study, console)
         for point in study.points:
-            seeds = [f"{c.seed}{' (finished)' if c.finished else ''}" for c in results.cells if c.cell.point is point]
+            seeds = [f"{c.seed}{' (finished)' if c.finished else ''}" for c in results.cells if c.point is point]
             say(f"{point.name}: seed {', '.join(seeds)}")
         say(f"ok: {len(results.cells)} cells, {len(results.finished)} of them finished, in {directory}")
         return True
@@ -93,7 +93,7 @@ def run_study(results: Sweep, console: Console, jobs: int | None, resume_command
         console.print(line, markup=False, width=width, soft_wrap=isinstance(line, str))
     write_results(results, say)
     for cell, why in failed:
-        warn(console, f"{cell.cell.name} failed: {why}; {cell.path / LOG}")
+        warn(console, f"{cell.name} failed: {why}; {cell.path / LOG}")
     if failed:
         say(f"{len(failed)} of {len(todo)} cells failed; run them again with: {resume_command}")
     return not failed
@@ -139,9 +139,9 @@ def run_cells(
 
     def job(cell: SweepCell) -> Job:
         clear_cell(cell)
-        config = cell.cell.config
-        work = partial(train_cell, cell.cell, cell.path, *options)
-        return Job(cell.cell.name, work, cell.path / LOG, config.runtime.patience + LATE, key=cell)
+        config = cell.config
+        work = partial(train_cell, cell, cell.path, *options)
+        return Job(cell.name, work, cell.path / LOG, config.runtime.patience + LATE, key=cell)
 
     say(f"{len(todo)} of {len(results.cells)} cells to run, {at_a_time} at a time, in {results.path}")
     with ExitStack() as stack:

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 from slipstream.config.base import Section
-from slipstream.config.file import read
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.config.file import explain, read
+from slipstream.errors import ConfigError
 
 Seconds = Annotated[float, Field(ge=0)]
 BUILTIN = Path(__file__).parents[1] / "models" / "builtin" / "costs.toml"
@@ -167,19 +167,6 @@ def parse(tree: dict[str, Any], *, where: str) -> Costs:
 
 
 def _explain(detail: Any) -> str:
-    name = ".".join(map(str, detail["loc"]))
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {name!r}; {did_you_mean(str(detail['loc'][-1]), keys_of(detail['loc'][:-1]))}"
     if detail["type"] == "missing":
-        return f"{name!r} is missing: slipstream plan --measure -o FILE writes all costs"
-    if detail["type"] == "value_error":
-        return f"{name}: {detail['ctx']['error']}"
-    return f"{name}: {detail['msg'].lower()}, got {detail['input']!r}"
-
-
-def keys_of(location: Sequence[int | str]) -> list[str]:
-    """Return the keys of a section."""
-    section: Any = Costs
-    for part in location:
-        section = section.model_fields[str(part)].annotation
-    return list(section.model_fields)
+        return f"{'.'.join(map(str, detail['loc']))!r} is missing: slipstream plan --measure -o FILE writes all costs"
+    return explain(detail, Costs)

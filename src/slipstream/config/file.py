@@ -60,7 +60,7 @@ def parse(
         # strict mode of JSON accepts a list as a tuple, which TOML needs, but rejects true and "7" as numbers
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in _merge_errors(error)[:3])) from None
+        raise ConfigError("; ".join(f"{where}: {explain(detail)}" for detail in _merge_errors(error)[:3])) from None
     except RecursionError:
         raise ConfigError(f"{where}: {TOO_DEEP}") from None
     for note in notes:
@@ -84,7 +84,7 @@ def data_section(given: Mapping[str, Any]) -> DataConfig:
         return DataConfig.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         (detail, *_) = error.errors()
-        raise ConfigError(_explain({**detail, "loc": ("data", *detail["loc"])})) from None
+        raise ConfigError(explain({**detail, "loc": ("data", *detail["loc"])})) from None
 
 
 def _add_kinds(tree: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _merge_errors(error: ValidationError) -> list[ErrorDetails]:
     """Merge errors to one per setting. A setting that accepts several types has an error for each type."""
     found: dict[Any, ErrorDetails] = {}
     for detail in error.errors():
-        name = ".".join(_locate(detail["loc"])[0])
+        name = ".".join(_locate(detail["loc"], Config)[0])
         key = name if detail["msg"].startswith(SHOULD) else (name, len(found))
         if key in found:
             found[key]["msg"] += f" or {detail['msg'].removeprefix(SHOULD)}"
@@ -155,9 +155,9 @@ def _merge_errors(error: ValidationError) -> list[ErrorDetails]:
     return list(found.values())
 
 
-def _explain(detail: ErrorDetails) -> str:
+def explain(detail: ErrorDetails, root: type[Section] = Config) -> str:
     """Return one line that says where the error is, what is wrong, and what to write instead."""
-    names, holder = _locate(detail["loc"])
+    names, holder = _locate(detail["loc"], root)
     dotted = ".".join(names)
     match detail["type"]:
         case "extra_forbidden" if holder:
@@ -173,14 +173,14 @@ def _explain(detail: ErrorDetails) -> str:
             return f"{dotted}: {detail['msg'].lower()}, got {detail['input']!r}"
 
 
-def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
+def _locate(loc: Sequence[int | str], root: type[Section]) -> tuple[list[str], type[Section] | None]:
     """Return the parts of a setting's dotted name and its section (None inside a value) for a pydantic location."""
     names: list[str] = []
     holder: type[Section] | None = None
-    here: Any = Config
+    here: Any = root
     for part in map(str, loc):
         sections = members(here)
-        if get_origin(here) is dict and sections:
+        if get_origin(here) in (dict, tuple) and sections:
             names.append(part)
             here = sections[0]
         elif len(sections) > 1:

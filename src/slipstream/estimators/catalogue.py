@@ -5,12 +5,12 @@ docs/estimators.md and `slipstream estimators` show these descriptions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from slipstream.config.losses import LOSSES as DISTILLATION
-from slipstream.estimators.control import CONTROLLERS
 from slipstream.estimators.divergence import KL_KINDS
 from slipstream.estimators.options import unknown
 from slipstream.estimators.tables.advantage import ADVANTAGES
@@ -26,12 +26,12 @@ COSTS: dict[Scope, str] = {"token": "–", "row": "rows must not be cut", "batch
 class Entry:
     name: str
     what: str
-    unit: str
-    scope: str
-    trust_region: str
-    importance: str
+    unit: str = "token"
+    scope: str = "token"
+    trust_region: str = "–"
+    importance: str = "–"
     targets: str
-    cost: str
+    cost: str = "–"
     use_when: str
 
 
@@ -63,66 +63,22 @@ INTRODUCTIONS = {
 
 def catalogue() -> dict[str, list[Entry]]:
     """Return the entries of every family of estimators, in the order of the page."""
-    distillation = [
-        Entry(
-            name=name,
-            what=told.minimises,
-            unit=told.unit,
-            scope=row.scope,
-            trust_region=told.trust_region,
-            importance=told.importance,
-            targets=told.targets,
-            cost=told.cost,
-            use_when=told.use_when,
-        )
-        for name, row in DISTILLATION.items()
-        for told in [row.told[name]]
-    ]
-    policy = [
-        Entry(
-            name=name,
-            what=_first_line(loss.loss),
-            unit=UNITS[scope_of(name)],
-            scope=scope_of(name),
-            trust_region=loss.trust_region,
-            importance=loss.importance,
-            targets=loss.targets,
-            cost=COSTS[scope_of(name)],
-            use_when=loss.use_when,
-        )
-        for name, loss in LOSSES.items()
-    ]
-    advantages = [
-        Entry(
-            name=name,
-            what=_first_line(estimator.function),
-            unit="token" if estimator.function.__module__.endswith(".token") else "sequence",
-            scope=estimator.scope,
-            trust_region="–",
-            importance="–",
-            targets=f"baseline: {estimator.baseline}",
-            cost=estimator.cost,
-            use_when=estimator.use_when,
-        )
-        for name, estimator in ADVANTAGES.items()
-        if not estimator.needs_critic
-    ]
     return {
-        "distillation": distillation,
-        "policy": policy,
-        "advantage": advantages,
+        "distillation": [_distillation(kind) for kind in DISTILLATION],
+        "policy": [_policy(name) for name in LOSSES],
+        "advantage": [_advantage(name) for name in ADVANTAGES],
         "correction": [_preset(name, preset) for name, preset in PRESETS.items()],
         "level": [_level(unit) for unit in get_args(Unit)],
         "rejection": [_rejection(mode) for mode in RS_MODES],
         "estimate": [_estimate(kind) for kind in KL_KINDS],
-        "controller": [_controller(name) for name in CONTROLLERS],
+        "controller": CONTROLLERS,
     }
 
 
 def find(name: str) -> list[Entry]:
     """Return all entries with this name, from every family. Raise a ValueError for an unknown or unusable name."""
-    if name in ADVANTAGES and ADVANTAGES[name].needs_critic:
-        raise ValueError(f"{name} needs a critic, and there is none here: see reinforce_plus_plus, or remax")
+    if name == "gae":
+        raise ValueError("gae needs a critic, and there is none here: see reinforce_plus_plus, or remax")
     known = [entry for entries in catalogue().values() for entry in entries]
     found = [entry for entry in known if entry.name == ALIASES.get(name, name)]
     if not found:
@@ -130,45 +86,77 @@ def find(name: str) -> list[Entry]:
     return found
 
 
-def _preset(name: str, preset: CorrectionPreset) -> Entry:
-    weights = "none"
-    if preset.is_level is not None:
-        shape = "band" if isinstance(preset.is_threshold, tuple) else "at most"
-        weights = f"{preset.is_level} ratio, {shape} {preset.is_threshold}, stop-gradient"
-    rejection = ", ".join(f"{mode} {bound}" for mode, bound in (preset.rs or {}).items())
-    # see PRESETS: the mean over a few tokens varies more than these bounds
-    length = ", for answers of a thousand tokens" if "seq_mean_k1" in (preset.rs or {}) else ""
-    stays = "the learner at the version that drew the token" if preset.mode == "decoupled" else "the sampling policy"
+def _distillation(kind: str) -> Entry:
+    texts = asdict(DISTILLATION[kind].told[kind])
+    return Entry(name=kind, what=texts.pop("minimises"), scope=DISTILLATION[kind].scope, **texts)
+
+
+def _policy(name: str) -> Entry:
+    row, scope = LOSSES[name], scope_of(name)
+    summary, advice = _documentation(row.loss)
     return Entry(
         name=name,
-        what=_corrects(preset),
-        unit=preset.is_level or ("sequence" if preset.rs else "–"),
-        scope=preset.scope,
-        trust_region=f"rejects outside {rejection}" if rejection else "none",
-        importance=weights,
-        targets="none: only metrics" if preset.mode is None else _target(preset),
-        cost="old log-probs: a forward pass" if preset.mode == "decoupled" else "–",
-        use_when="drift should only be measured"
-        if preset.mode is None
-        else f"{preset.mode}: the loss's old policy is {stays}; with {preset.loss or 'any loss'}{length}",
+        what=summary,
+        unit=UNITS[scope],
+        scope=scope,
+        trust_region=row.trust_region,
+        importance=row.importance,
+        targets=row.targets,
+        cost=COSTS[scope],
+        use_when=advice,
     )
 
 
-def _first_line(function: Callable[..., Any]) -> str:
-    return (function.__doc__ or "").split("\n")[0]
+def _advantage(name: str) -> Entry:
+    row = ADVANTAGES[name]
+    summary, advice = _documentation(row.function)
+    return Entry(
+        name=name,
+        what=summary,
+        unit="token" if row.formula.startswith("token.") else "sequence",
+        scope=row.scope,
+        targets=f"baseline: {row.baseline}",
+        cost=row.cost,
+        use_when=advice,
+    )
 
 
-def _corrects(preset: CorrectionPreset) -> str:
-    parts = ["importance weights"] * (preset.is_level is not None) + ["rejection"] * bool(preset.rs)
-    return " and ".join(parts).capitalize() + "." if parts else "No correction."
+def _documentation(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return the first line of a docstring, and its advice, which follows "Use this loss" or "Use this advantage"."""
+    summary, _, rest = (inspect.getdoc(function) or "").partition("\n")
+    return summary, " ".join(rest.partition("\nUse this ")[2].split()[1:]).removesuffix(".")
 
 
-def _target(preset: CorrectionPreset) -> str:
-    if preset.is_level and preset.rs:
-        return "bias of stale rows, and outliers that weights would amplify"
-    if preset.is_level:
-        return "bias of mismatched rows" if preset.mode == "decoupled" else "bias of stale rows"
-    return "outliers" if preset.rs else "none: the ratio of the loss corrects"
+CORRECTIONS = {
+    (True, True): ("Importance weights and rejection.", "bias of stale rows, and outliers that weights would amplify"),
+    (True, False): ("Importance weights.", "bias of mismatched or stale rows"),
+    (False, True): ("Rejection.", "outliers"),
+    (False, False): ("No correction.", "none: the ratio of the loss corrects"),
+}
+"""Texts of a preset by (it has importance weights, it rejects): summary, problem that it avoids."""
+
+
+def _preset(name: str, preset: CorrectionPreset) -> Entry:
+    what, targets = CORRECTIONS[preset.is_level is not None, preset.rs is not None]
+    rejection = ", ".join(f"{mode} {bound}" for mode, bound in (preset.rs or {}).items())
+    shape = "band" if isinstance(preset.is_threshold, tuple) else "at most"
+    weights = f"{preset.is_level} ratio, {shape} {preset.is_threshold}, stop-gradient"
+    decoupled = preset.mode == "decoupled"
+    old = "the learner at the version that drew the token" if decoupled else "the sampling policy"
+    # see PRESETS: the mean over a few tokens varies more than these bounds
+    length = ", for answers of a thousand tokens" if "seq_mean_k1" in rejection else ""
+    use_when = f"{preset.mode}: the loss's old policy is {old}; with {preset.loss or 'any loss'}{length}"
+    return Entry(
+        name=name,
+        what=what,
+        unit=preset.is_level or ("sequence" if rejection else "–"),
+        scope=preset.scope,
+        trust_region=f"rejects outside {rejection}" if rejection else "none",
+        importance=weights if preset.is_level else "none",
+        targets=targets if preset.mode else "none: only metrics",
+        cost="old log-probs: a forward pass" if decoupled else "–",
+        use_when=use_when if preset.mode else "drift should only be measured",
+    )
 
 
 LEVELS: dict[Unit, tuple[str, str, str]] = {
@@ -216,16 +204,25 @@ ESTIMATES: dict[str, tuple[str, str, str, str]] = {
     ),
 }
 """Texts of each estimate: place where it can be used, gradient as a loss, problem that it avoids, when to use it."""
-CONTROL: dict[str, tuple[str, str, str, str]] = {
-    "fixed": ("β is constant", "oscillation", "–", "the default"),
-    "adaptive": (
-        "β·(1 + clip(KL/target − 1, ±0.2)·samples/horizon)",
-        "a β that is right only for a while",
-        "a number in every checkpoint",
-        "the best β changes during the run",
+CONTROLLERS = [
+    Entry(
+        name="fixed",
+        what="β is constant",
+        unit="update",
+        scope="batch",
+        targets="oscillation",
+        use_when="the default",
     ),
-}
-"""Texts of each controller: formula, problem that it avoids, cost, when to use it."""
+    Entry(
+        name="adaptive",
+        what="β·(1 + clip(KL/target − 1, ±0.2)·samples/horizon)",
+        unit="update",
+        scope="batch",
+        targets="a β that is right only for a while",
+        cost="a number in every checkpoint",
+        use_when="the best β changes during the run",
+    ),
+]
 
 
 def _level(unit: Unit) -> Entry:
@@ -269,26 +266,8 @@ def _estimate(kind: str) -> Entry:
     return Entry(
         name=kind,
         what=f"In the {place}.",
-        unit="token",
-        scope="token",
-        trust_region="–",
         importance=f"with importance the KL's gradient; its own: {gradient}",
         targets=targets,
         cost="log-probs under the reference: a forward pass",
-        use_when=use_when,
-    )
-
-
-def _controller(name: str) -> Entry:
-    does, targets, cost, use_when = CONTROL[name]
-    return Entry(
-        name=name,
-        what=does,
-        unit="update",
-        scope="batch",
-        trust_region="–",
-        importance="–",
-        targets=targets,
-        cost=cost,
         use_when=use_when,
     )

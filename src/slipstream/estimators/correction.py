@@ -27,20 +27,7 @@ from slipstream.estimators.ratio import (
     truncate,
     weight_metrics,
 )
-from slipstream.estimators.tables.correction import (
-    CTPO_CLIP,
-    ONE_PER_ROW,
-    PRESETS,
-    RS_MODES,
-    Bounds,
-    CorrectionPreset,
-    Threshold,
-    Unit,
-    check_combination,
-    checked,
-)
-
-__all__ = ["PRESETS", "RS_MODES", "Correction", "CorrectionPreset", "check_combination", "correct"]
+from slipstream.estimators.tables.correction import CTPO_CLIP, ONE_PER_ROW, Bounds, Threshold, Unit, checked
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _by_lag(delta_N: Tensor, lag_N: Tensor) -> dict[str, Tensor]:
         inside_N = (lag_N >= low) & (lag_N <= high)
         if inside_N.any():
             label = str(low) if low == high else f"{low}-{high}"
-            of_bucket = _of_tokens(delta_N[inside_N])
-            metrics |= {f"{name}/lag_{label}": of_bucket[name] for name in ("kl", "chi2_token")}
+            bucket = _of_tokens(delta_N[inside_N])
+            metrics |= {f"{name}/lag_{label}": bucket[name] for name in ("kl", "chi2_token")}
         low, high = high + 1, 2 * high + 1
     return metrics

@@ -14,13 +14,12 @@ from torch import Tensor
 from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.divergence import clamped, kl_estimate, raised
 from slipstream.estimators.numerics import bounded_exp, floored, same_matrix, with_gradient, zeroed
-from slipstream.estimators.policy.token import vanilla
+from slipstream.estimators.policy.token import Tokens, vanilla
 from slipstream.estimators.ratio import same_rows
+from slipstream.estimators.surrogate import Clip, clip_bounds
 from slipstream.estimators.tables.policy import Mode
-from slipstream.scope import Scope
 
 Metrics = dict[str, Tensor]
-SCOPE: dict[str, Scope] = {"kl_loss": "token", "kl_reward": "token"}
 
 
 def kl_loss(
@@ -84,7 +83,7 @@ def kl_as_reward(
     logq_NM: Tensor,
     *,
     kind: str,
-    clip: float | tuple[float, float] = 0.2,
+    clip: Clip = 0.2,
     dual_clip: float = 3.0,
     loss_max_clamp: float | None = None,
     log_prob_min_clamp: float | None = None,
@@ -96,14 +95,13 @@ def kl_as_reward(
     Use this loss if one stochastic reward per token and a policy gradient are wanted.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
-    low, high = clip if isinstance(clip, tuple) else (clip, clip)
     ends = (raised(x.detach(), log_prob_min_clamp=log_prob_min_clamp) for x in (logp_NM, logq_NM))
     advantage_NM = -clamped(kl_estimate(*ends, kind=kind), loss_max_clamp=loss_max_clamp)
     logp_NM, behavior_NM = floored(logp_NM), floored(behavior_logp_NM)
-    loss_NM, acted_NM = vanilla(
-        logp_NM, behavior_NM, advantage_NM, torch.ones_like(logp_NM), clip_low=low, clip_high=high, dual_clip=dual_clip
-    )
-    ratio_NM = bounded_exp(logp_NM - behavior_NM).detach()
+    tokens = Tokens(logp_NM, behavior_NM, advantage_NM, torch.ones_like(logp_NM, dtype=torch.bool))
+    low, high = clip_bounds(clip)
+    loss_NM, acted_NM = vanilla(tokens, clip_low=low, clip_high=high, dual_clip=dual_clip)
+    ratio_NM = tokens.ratio.detach()
     found = {"ratio": ratio_NM, "advantage": advantage_NM, "clip_fraction": acted_NM.to(ratio_NM.dtype)}
     means = {name: x_NM.mean(-1) for name, x_NM in found.items()}
     return loss_NM.mean(-1), means | {"ratio_max": ratio_NM.amax(-1)}

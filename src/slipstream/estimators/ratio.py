@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from slipstream.estimators.numerics import RATIO_BOUND, bounded, bounded_exp, same_shape
 from slipstream.estimators.options import unknown
-from slipstream.estimators.tables.correction import CTPO_CLIP, UNIT_SCOPE, Threshold, Unit
+from slipstream.estimators.tables.correction import CTPO_CLIP, UNITS, Threshold, Unit
 
 
 def importance_ratio(
@@ -51,7 +51,7 @@ def importance_ratio(
         case "turn":
             unit_BT = _turn_sum(log_BT, turns)
         case _:
-            raise unknown("unit", unit, UNIT_SCOPE)
+            raise unknown("unit", unit, UNITS)
     dtype = torch.promote_types(log_ratio_BT.dtype, torch.float32)
     return bounded_exp(unit_BT).masked_fill(~valid_BT, 0.0).to(dtype)
 

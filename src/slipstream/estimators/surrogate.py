@@ -2,7 +2,7 @@
 
 Draws are tokens sampled at one position. p_θ is the student, p_old the behaviour policy, q the teacher. Log-probs are
 floored at −1e4 and log-ratios clamped to ±20 before exp; gradients pass these bounds. Metrics have one detached value
-per position. Token scope, except `m2po`, whose mask needs the batch.
+per position. Token scope, except `m2po_mask`, which needs the batch.
 
 Shapes: N positions, M cached draws.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp, floored, same_matrix, same_shape, zeroed
 from slipstream.estimators.options import unknown
+from slipstream.estimators.policy.token import clipped_surrogate, self_ratio
 
-Epsilon = float | tuple[float, float]
-Clip = Epsilon | None
+Clip = float | tuple[float, float]
 Metrics = dict[str, Tensor]
 
 
@@ -26,7 +26,7 @@ def mc_reverse_kl(
     logq_NM: Tensor,
     *,
     advantage: str = "current",
-    clip: Clip = None,
+    clip: Clip | None = None,
     importance: bool = True,
     ratio_cap: float | None = None,
 ) -> tuple[Tensor, Metrics]:
@@ -49,17 +49,14 @@ def mc_reverse_kl(
     logp_NM, behavior_NM, logq_NM = floored(logp_NM), floored(behavior_logp_NM), floored(logq_NM)
     ratio_NM = bounded_exp(logp_NM - behavior_NM)
     advantage_NM = _advantage(advantage, logq_NM, current=logp_NM, behavior=behavior_NM)
-
     bounded_NM = torch.zeros_like(ratio_NM, dtype=torch.bool)
     if not importance:
         loss_NM = -advantage_NM * logp_NM
     elif ratio_cap is not None:
         bounded_NM = ratio_NM > ratio_cap
-        weight_NM = ratio_NM.detach().clamp(max=ratio_cap)
-        loss_NM = -weight_NM * advantage_NM * (logp_NM - logp_NM.detach()).exp()
+        loss_NM = -ratio_NM.detach().clamp(max=ratio_cap) * advantage_NM * self_ratio(logp_NM)
     elif clip is not None:
-        gain_NM, bounded_NM = _ppo(ratio_NM, advantage_NM, clip)
-        loss_NM = -gain_NM
+        loss_NM, bounded_NM = clipped_surrogate(ratio_NM, advantage_NM, *clip_bounds(clip))
     else:
         loss_NM = -ratio_NM * advantage_NM
     return loss_NM.mean(-1), _metrics(ratio_NM, advantage_NM, clip_fraction=bounded_NM)
@@ -72,7 +69,7 @@ def decoupled_ppo(
     logq_NM: Tensor,
     *,
     advantage: str = "behavior",
-    clip: Epsilon = 0.2,
+    clip: Clip = 0.2,
     weight_cap: float = 5.0,
 ) -> tuple[Tensor, Metrics]:
     """Apply PPO around a proximal policy, weighted by p_prox/p_old: −1/M Σ sg(w) min(rA, clip(r)A) (AReaL, 2505.24298).
@@ -91,34 +88,19 @@ def decoupled_ppo(
     dropped_NM = weight_NM > weight_cap
     weight_NM = weight_NM.masked_fill(dropped_NM, 0.0)
     advantage_NM = _advantage(advantage, logq_NM, behavior=behavior_NM, proximal=proximal_NM, current=logp_NM)
-    gain_NM, clipped_NM = _ppo(ratio_NM, advantage_NM, clip)
+    loss_NM, clipped_NM = clipped_surrogate(ratio_NM, advantage_NM, *clip_bounds(clip))
     metrics = _metrics(ratio_NM, advantage_NM, clip_fraction=clipped_NM, weight=weight_NM, dropped_fraction=dropped_NM)
-    return -(weight_NM * gain_NM).mean(-1), metrics
-
-
-def m2po(
-    logp_NM: Tensor,
-    behavior_logp_NM: Tensor,
-    logq_NM: Tensor,
-    *,
-    mask: Tensor | None = None,
-    budget: float = 0.04,
-) -> tuple[Tensor, Metrics]:
-    """Apply `mc_reverse_kl` without the draws that `m2po_mask` removes: −1/M Σ keep·ρ sg(A) (M2PO, 2510.01161).
-
-    Batch scope. For a batch in parts compute the mask of the whole batch once, by `m2po_mask`, and pass its parts:
-    `m2po(…, mask=keep_NM[part], budget=math.inf)`.
-    Use this loss for stale data with a few extreme ratios.
-    """
-    keep_NM, batch = m2po_mask(logp_NM, behavior_logp_NM, logq_NM, mask=mask, budget=budget)
-    loss_N, metrics = kept_reverse_kl(logp_NM, behavior_logp_NM, logq_NM, keep_NM)
-    return loss_N, metrics | {name: value.to(loss_N.dtype).expand(loss_N.shape) for name, value in batch.items()}
+    return (weight_NM * loss_NM).mean(-1), metrics
 
 
 def kept_reverse_kl(
     logp_NM: Tensor, behavior_logp_NM: Tensor, logq_NM: Tensor, keep_NM: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """Apply `mc_reverse_kl` to the kept draws. Removed draws have loss 0 and still count in the mean over draws."""
+    """Apply `mc_reverse_kl` to the draws that `m2po_mask` keeps: −1/M Σ keep·ρ sg(A) (M2PO, 2510.01161).
+
+    Removed draws have loss 0 and still count in the mean over draws.
+    Use this loss for stale data with a few extreme ratios.
+    """
     return mc_reverse_kl(*zeroed(keep_NM, logp_NM, behavior_logp_NM, logq_NM))
 
 
@@ -130,9 +112,9 @@ def m2po_mask(
     mask: Tensor | None = None,
     budget: float = 0.04,
 ) -> tuple[Tensor, Metrics]:
-    """Return a mask [N, M] of the draws in the whole batch that `m2po` keeps, and metrics; no gradient.
+    """Return a mask [N, M] of the draws in the whole batch that `kept_reverse_kl` keeps, and metrics; no gradient.
 
-    `mask` [N] or [N, M] marks the draws that count. Metrics are those of `second_moment_mask`.
+    Batch scope. `mask` [N] or [N, M] marks the draws that count. Metrics are those of `second_moment_mask`.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     if mask is None:
@@ -172,18 +154,14 @@ def second_moment_mask(log_ratio: Tensor, advantage: Tensor, valid: Tensor, *, b
     return keep, metrics
 
 
+def clip_bounds(clip: Clip) -> tuple[float, float]:
+    return clip if isinstance(clip, tuple) else (clip, clip)
+
+
 def _advantage(name: str, logq_NM: Tensor, **policies: Tensor) -> Tensor:
     if name not in policies:
         raise unknown("advantage", name, policies)
     return (logq_NM - policies[name]).detach()
-
-
-def _ppo(ratio_NM: Tensor, advantage_NM: Tensor, clip: Epsilon) -> tuple[Tensor, Tensor]:
-    """Return min(ρA, clip(ρ)A), and a mask of the positions where the clip changes the result."""
-    low, high = clip if isinstance(clip, tuple) else (clip, clip)
-    plain_NM = ratio_NM * advantage_NM
-    bounded_NM = ratio_NM.clamp(1 - low, 1 + high) * advantage_NM
-    return torch.minimum(plain_NM, bounded_NM), bounded_NM < plain_NM
 
 
 def _metrics(ratio_NM: Tensor, advantage_NM: Tensor, **more_NM: Tensor) -> Metrics:

@@ -11,7 +11,7 @@ from slipstream.config.losses import LossConfig
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
-from slipstream.estimators.control import adaptive_beta, fixed_beta
+from slipstream.estimators.control import adaptive_beta
 from slipstream.estimators.options import unknown
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import (
@@ -108,7 +108,7 @@ class Method:
     @property
     def chooses(self) -> bool:
         """Return whether the policy loss has batch scope: it first selects tokens from the whole batch."""
-        return self.policy is not None and LOSSES[self.policy.loss].choice != ""
+        return self.policy is not None and LOSSES[self.policy.loss].scope == "batch"
 
     @property
     def current_first(self) -> bool:
@@ -143,7 +143,7 @@ class Method:
         """Return the coefficient of the KL for the next update, after one with this KL and this number of samples."""
         reference = self.reference
         if reference is None or reference.target is None or reference.horizon is None:
-            return fixed_beta(beta=beta, kl=kl, samples=samples)
+            return beta
         return adaptive_beta(beta=beta, kl=kl, samples=samples, target=reference.target, horizon=reference.horizon)
 
     @property

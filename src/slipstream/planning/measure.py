@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,26 +36,6 @@ UPDATES = 10
 """Number of updates of the short run."""
 
 
-class Meter:
-    """Stopwatch for calls of engines, in CPU seconds or wall-clock seconds."""
-
-    def __init__(self, engines: Engines, *, by_cpu: bool) -> None:
-        self.engines, self.by_cpu = engines, by_cpu
-
-    async def of(self, worker: str, work: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
-        """Return the seconds of `work` (CPU: mean of workers whose names begin with `worker`) and its result."""
-        before = await self._clock(worker)
-        result = await work()
-        return await self._clock(worker) - before, result
-
-    async def _clock(self, worker: str) -> float:
-        if not self.by_cpu:
-            return time.perf_counter()
-        if apart := await cpu_seconds(self.engines):
-            return fmean(seconds for name, seconds in apart.items() if name.startswith(worker))
-        return await engines_cpu(self.engines)
-
-
 def cores_of(config: Config) -> float | None:
     """Return the number of CPU cores that engines share: 1 if they run in one process, None if they use GPUs."""
     if config.runtime.kind == "inline":
@@ -71,98 +52,148 @@ def check_measurable(made: Plan) -> None:
 
 def measured(made: Plan, engines: Engines, *, say: Callable[[str], None]) -> Costs:
     """Return costs of stages measured alone; on CPUs, scale them to the short run, in which stages share the cores."""
-    by_cpu = cores_of(made.config) is not None
-    costs, spent = asyncio.run(stage_costs(made, engines, by_cpu=by_cpu, say=say))
-    return costs.scaled(spent / simulated_work(costs, made, engines)) if by_cpu else costs
+    bench = Bench(made, engines)
+    costs, spent = asyncio.run(bench.costs(say))
+    return costs.scaled(spent / bench.simulated_work(costs)) if bench.by_cpu else costs
 
 
-async def stage_costs(made: Plan, engines: Engines, *, by_cpu: bool, say: Callable[[str], None]) -> tuple[Costs, float]:
-    """Return the costs of each stage alone, and the CPU seconds of all engines per sample of the short run."""
-    meter = Meter(engines, by_cpu=by_cpu)
-    say(f"costs: a short run of {UPDATES} updates")
-    await warm_up(made, engines, meter)
-    coordinator, spent, responses = await short_run(made, engines)
-    say("costs: decoding, and reading prompts")
-    waves, groups = await decoding(made, engines, meter)
-    decode, read = decode_cost(waves)
-    say("costs: scoring, learning and publishing")
-    costs = Costs(
-        cores=cores_of(made.config),
-        decode=decode,
-        read=read,
-        score=await scoring(made, engines, meter, groups) if engines.scorers.keys() - {""} else ScoreCost(),
-        learn=await learning(made, engines, meter, groups),
-        publish=await publishing(engines, meter),
-        lengths=Lengths(
-            prompt=round(fmean(group[0].header.prompt_tokens for group in groups)), responses=quantiles(responses)
-        ),
-        coordinator=coordinator,
-    )
-    return costs, spent
+class Bench:
+    """Measurement of stages on the engines of a plan, in CPU seconds or wall-clock seconds."""
 
+    def __init__(self, made: Plan, engines: Engines) -> None:
+        self.made, self.config, self.engines = made, made.config, engines
+        self.by_cpu = cores_of(made.config) is not None
 
-def simulated_work(costs: Costs, made: Plan, engines: Engines) -> float:
-    """Return the CPU seconds per sample that engines with these costs would need in a simulated short run."""
-    costs = costs.model_copy(update={"coordinator": 0.0})
-    config, scorers = made.config, sum(map(len, engines.scorers.values()))
-    split = Split(len(engines.samplers), scorers, config.learner.ranks)
-    return forecast(costs, split, config.schedule, Work.of(config), updates=UPDATES, teacher=bool(config.teachers)).work
+    async def costs(self, say: Callable[[str], None]) -> tuple[Costs, float]:
+        """Return the costs of each stage alone, and the CPU seconds of all engines per sample of the short run."""
+        say(f"costs: a short run of {UPDATES} updates")
+        await self.warm_up()
+        coordinator, spent, responses = await self.short_run()
+        say("costs: decoding, and reading prompts")
+        waves, groups = await self.decoding()
+        decode, read = decode_cost(waves)
+        say("costs: scoring, learning and publishing")
+        prompt = round(fmean(group[0].header.prompt_tokens for group in groups))
+        costs = Costs(
+            cores=cores_of(self.config),
+            decode=decode,
+            read=read,
+            score=await self.scoring(groups) if self.engines.scorers.keys() - {""} else ScoreCost(),
+            learn=await self.learning(groups),
+            publish=await self.publishing(),
+            lengths=Lengths(prompt=prompt, responses=quantiles(responses)),
+            coordinator=coordinator,
+        )
+        return costs, spent
 
+    def simulated_work(self, costs: Costs) -> float:
+        """Return the CPU seconds per sample that engines with these costs would need in a simulated short run."""
+        costs = costs.model_copy(update={"coordinator": 0.0})
+        config, scorers = self.config, sum(map(len, self.engines.scorers.values()))
+        split = Split(len(self.engines.samplers), scorers, config.learner.ranks)
+        work, teacher = Work.of(config), bool(config.teachers)
+        return forecast(costs, split, config.schedule, work, updates=UPDATES, teacher=teacher).work
 
-async def warm_up(made: Plan, engines: Engines, meter: Meter) -> None:
-    """Call every engine once before measuring, because first calls are slower."""
-    await checks.publish(engines)
-    count = max(1, made.engines.sampler.slots // made.sampling.group)
-    _, groups = await wave(made, engines, meter, made.sampling, range(count))
-    await engines.learner.compare(Batch(tuple(await checks.scored(engines, groups)), 1))
+    async def timed(self, worker: str, work: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
+        """Return the seconds of `work` (CPU: mean of workers whose names begin with `worker`) and its result."""
+        before = await self._clock(worker)
+        result = await work()
+        return await self._clock(worker) - before, result
 
+    async def _clock(self, worker: str) -> float:
+        if not self.by_cpu:
+            return time.perf_counter()
+        if apart := await cpu_seconds(self.engines):
+            return fmean(seconds for name, seconds in apart.items() if name.startswith(worker))
+        return await self._engines_cpu()
 
-async def short_run(made: Plan, engines: Engines) -> tuple[float, float, list[int]]:
-    """Return CPU seconds per sample of the coordinator and of all engines, and the lengths of all responses."""
-    quiet = made.config.eval.model_copy(update={"every": 0})
-    config = made.config.model_copy(update={"updates": UPDATES, "eval": quiet})
-    with tempfile.TemporaryDirectory() as path:
-        with RunLog.create(config, Path(path) / "run") as log:
-            began, before = time.thread_time(), await engines_cpu(engines)
-            await Run(config, engines, made.prompts, log, say=lambda _: None).train()
-            coordinator, spent = time.thread_time() - began, await engines_cpu(engines) - before
-        lengths = [n for line in read_lines(Path(path) / "run" / "ledger.jsonl") for n in line.get("tokens", ())]
-    samples = UPDATES * config.learner.batch_size
-    return coordinator / samples, spent / samples, lengths
+    async def _engines_cpu(self) -> float:
+        apart = await cpu_seconds(self.engines)
+        # engines without processes are threads of this process, so subtract the thread of the event loop
+        return sum(apart.values()) if apart else time.process_time() - time.thread_time()
 
+    async def warm_up(self) -> None:
+        """Call every engine once before measuring, because first calls are slower."""
+        await checks.publish(self.engines)
+        count = max(1, self.made.engines.sampler.slots // self.made.sampling.group)
+        _, groups = await self.wave(self.made.sampling, range(count))
+        await self.engines.learner.compare(Batch(tuple(await checks.scored(self.engines, groups)), 1))
 
-async def engines_cpu(engines: Engines) -> float:
-    apart = await cpu_seconds(engines)
-    # engines without processes are threads of this process, so subtract the thread of the event loop
-    return sum(apart.values()) if apart else time.process_time() - time.thread_time()
+    async def short_run(self) -> tuple[float, float, list[int]]:
+        """Return CPU seconds per sample of the coordinator and of all engines, and the lengths of all responses."""
+        quiet = self.config.eval.model_copy(update={"every": 0})
+        config = self.config.model_copy(update={"updates": UPDATES, "eval": quiet})
+        with tempfile.TemporaryDirectory() as path:
+            with RunLog.create(config, Path(path) / "run") as log:
+                began, before = time.thread_time(), await self._engines_cpu()
+                await Run(config, self.engines, self.made.prompts, log, say=lambda _: None).train()
+                coordinator, spent = time.thread_time() - began, await self._engines_cpu() - before
+            lengths = [n for line in read_lines(Path(path) / "run" / "ledger.jsonl") for n in line.get("tokens", ())]
+        samples = UPDATES * config.learner.batch_size
+        return coordinator / samples, spent / samples, lengths
 
+    async def decoding(self) -> tuple[list[Paid], list[Group]]:
+        """Time waves (groups decoded together) of several sizes, with one token or full length.
 
-async def decoding(made: Plan, engines: Engines, meter: Meter) -> tuple[list[Paid], list[Group]]:
-    """Time waves (groups decoded together) of several sizes, with one token or full length; return times and groups."""
-    size, slots = made.sampling.group, made.engines.sampler.slots
-    counts = sorted({max(1, rows // size) for rows in (size, slots // 8, slots // 2, slots)})
-    waves, full_groups, number = list[Paid](), list[Group](), 0
-    for _ in range(REPEATS):
-        for tokens in (1, made.sampling.max_tokens):
-            for count in counts:
-                sampling = replace(made.sampling, max_tokens=tokens)
-                seconds, groups = await wave(made, engines, meter, sampling, range(number, number + count))
+        Return the times, and the groups of full length.
+        """
+        full, slots = self.made.sampling, self.made.engines.sampler.slots
+        counts = sorted({max(1, rows // full.group) for rows in (full.group, slots // 8, slots // 2, slots)})
+        waves, full_groups, number = list[Paid](), list[Group](), 0
+        for _ in range(REPEATS):
+            for tokens, count in product((1, full.max_tokens), counts):
+                seconds, groups = await self.wave(replace(full, max_tokens=tokens), range(number, number + count))
                 number += count
                 waves.append(Paid(seconds, paid_for(groups), f"{tokens}, {count}"))
                 if tokens > 1:
                     full_groups += groups
-    return waves, full_groups
+        return waves, full_groups
 
+    async def wave(self, sampling: Sampling, numbers: range) -> tuple[float, list[Group]]:
+        sampler, prompts = self.engines.samplers[0], self.made.prompts
 
-async def wave(
-    made: Plan, engines: Engines, meter: Meter, sampling: Sampling, numbers: range
-) -> tuple[float, list[Group]]:
-    sampler = engines.samplers[0]
+        async def roll() -> list[Group]:
+            return list(await asyncio.gather(*(sampler.generate(prompts.at(n), sampling) for n in numbers)))
 
-    async def roll() -> list[Group]:
-        return list(await asyncio.gather(*(sampler.generate(made.prompts.at(n), sampling) for n in numbers)))
+        return await self.timed("sampler", roll)
 
-    return await meter.of("sampler", roll)
+    async def scoring(self, groups: Sequence[Group]) -> ScoreCost:
+        """Return the cost of scoring, measured by calls with many groups and by calls with a single group."""
+        some = groups[-self.config.groups_per_update :]
+        one = replace(self.engines, scorers={name: scorers[:1] for name, scorers in self.engines.scorers.items()})
+        paid = list[Paid]()
+        for call in [some, *([group] for group in some[:4])] * REPEATS:
+            seconds, _ = await self.timed("scorer", partial(checks.scored, one, call))
+            paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(call)}, str(len(call))))
+        native = self.made.engines.scorers
+        budget = next(iter(native.values())).token_budget if native else 0
+        return ScoreCost(**fitted_to_fastest(paid), apart=PASSES_APART, enough=max(1, budget // ENOUGH))
+
+    async def learning(self, groups: Sequence[Group]) -> LearnCost:
+        """Return the cost of learning, measured on batches of a full update and on smaller batches."""
+        learner, count = self.engines.learner, self.config.groups_per_update
+        scored = await checks.scored(self.engines, groups)
+        paid, steps = list[Paid](), list[float]()
+        for size in sorted({1, max(1, count // 4), min(count, len(scored))}) * REPEATS:
+            batch = Batch(tuple(scored[:size]), 1)
+
+            async def learn(batch: Batch = batch) -> None:
+                await learner.accumulate(batch, total(await learner.prepare(batch)))
+
+            seconds, _ = await self.timed("learner", learn)
+            paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(batch.groups)}, str(size)))
+            steps.append((await self.timed("learner", learner.step))[0])
+        found = fitted_to_fastest(paid)
+        return LearnCost(call=found["call"], token=found["token"] * self.config.learner.ranks, step=min(steps))
+
+    async def publishing(self) -> PublishCost:
+        exports, loads = list[float](), list[float]()
+        for _ in range(REPEATS):
+            seconds, (weights, _) = await self.timed("learner", self.engines.learner.export)
+            exports.append(seconds)
+            load = partial(self.engines.samplers[0].publish, weights, "drain")
+            loads.append((await self.timed("sampler", load))[0])
+        return PublishCost(export=min(exports), load=min(loads))
 
 
 def paid_for(groups: Sequence[Group]) -> Terms:
@@ -179,53 +210,9 @@ def paid_for(groups: Sequence[Group]) -> Terms:
 
 def decode_cost(waves: Sequence[Paid]) -> tuple[DecodeCost, PassCost]:
     found = fitted_to_fastest(waves)
-    return (
-        DecodeCost(step=found["step"], row=found["row"], context=found["context"]),
-        PassCost(call=found["call"], token=found["token"]),
-    )
-
-
-async def scoring(made: Plan, engines: Engines, meter: Meter, groups: Sequence[Group]) -> ScoreCost:
-    """Return the cost of scoring, measured by calls with many groups and by calls with a single group."""
-    paid, some = list[Paid](), groups[-made.config.groups_per_update :]
-    one = replace(engines, scorers={name: scorers[:1] for name, scorers in engines.scorers.items()})
-    for _ in range(REPEATS):
-        for call in (some, *([group] for group in some[:4])):
-            seconds, _ = await meter.of("scorer", partial(checks.scored, one, call))
-            paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(call)}, str(len(call))))
-    found = fitted_to_fastest(paid)
-    native = made.engines.scorers
-    budget = next(iter(native.values())).token_budget if native else 0
-    return ScoreCost(call=found["call"], token=found["token"], apart=PASSES_APART, enough=max(1, budget // ENOUGH))
+    decode = DecodeCost(step=found["step"], row=found["row"], context=found["context"])
+    return decode, PassCost(call=found["call"], token=found["token"])
 
 
 def tokens_of(groups: Sequence[Group]) -> float:
     return float(sum(h.header.prompt_tokens + h.header.tokens for group in groups for h in group))
-
-
-async def learning(made: Plan, engines: Engines, meter: Meter, groups: Sequence[Group]) -> LearnCost:
-    """Return the cost of learning, measured on batches of a full update and on smaller batches."""
-    scored, count = await checks.scored(engines, groups), made.config.groups_per_update
-    paid, steps = list[Paid](), list[float]()
-    for _ in range(REPEATS):
-        for size in sorted({1, max(1, count // 4), min(count, len(scored))}):
-            batch = Batch(tuple(scored[:size]), 1)
-
-            async def learn(batch: Batch = batch) -> None:
-                await engines.learner.accumulate(batch, total(await engines.learner.prepare(batch)))
-
-            seconds, _ = await meter.of("learner", learn)
-            paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(batch.groups)}, str(size)))
-            steps.append((await meter.of("learner", engines.learner.step))[0])
-    found, ranks = fitted_to_fastest(paid), made.config.learner.ranks
-    return LearnCost(call=found["call"], token=found["token"] * ranks, step=min(steps))
-
-
-async def publishing(engines: Engines, meter: Meter) -> PublishCost:
-    exports, loads = list[float](), list[float]()
-    for _ in range(REPEATS):
-        seconds, (weights, _) = await meter.of("learner", engines.learner.export)
-        exports.append(seconds)
-        load = partial(engines.samplers[0].publish, weights, "drain")
-        loads.append((await meter.of("sampler", load))[0])
-    return PublishCost(export=min(exports), load=min(loads))

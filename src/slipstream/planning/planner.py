@@ -24,33 +24,21 @@ from slipstream.run_dir.reading import RunDir
 USUAL: tuple[ScheduleConfig, ...] = (Sync(), Periodic(), StepOff(k=1), StepOff(k=2), Async(tau=1), Async(tau=4))
 WITHIN, MOST = 0.7, 4
 """Splits are simulated if their estimate is at least WITHIN × the best estimate, at most MOST splits per schedule."""
-SAMPLES, UPDATES = 2500, (10, 25)
-"""Number of samples of a simulation, and least and largest number of its updates."""
-LEAST = Split(1, 1, 1)
+SAMPLES, LEAST_UPDATES, MOST_UPDATES = 2500, 10, 25
+"""Number of samples of a simulation after warm-up, and least and largest number of its updates."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """Rules for splits of devices: the stages that can get devices, and the smallest number for each stage."""
+def splits(devices: int, scorers: int | None = None) -> Iterator[Split]:
+    """Yield all splits of the devices, with one for each stage at least.
 
-    scorers: int | None = None
-    """Number of scorers that need no device: endpoints, or 0 without teachers. None: scorers need devices."""
-    least: Split = LEAST
-
-    def splits(self, devices: int) -> Iterator[Split]:
-        for samplers in range(self.least.samplers, devices + 1):
-            if self.scorers is not None:
-                if devices - samplers >= self.least.ranks:
-                    yield Split(samplers, self.scorers, devices - samplers)
-                continue
-            for scorers in range(self.least.scorers, devices - samplers - self.least.ranks + 1):
-                yield Split(samplers, scorers, devices - samplers - scorers)
-
-    def devices(self, split: Split) -> int:
-        return split.samplers + split.ranks + (split.scorers if self.scorers is None else 0)
-
-
-ALL_ON_DEVICES = Stage()
+    `scorers` is the number of scorers that need no device: endpoints, or 0 without teachers. If it is None, each scorer
+    needs a device.
+    """
+    for samplers in range(1, devices):
+        if scorers is not None:
+            yield Split(samplers, scorers, devices - samplers)
+        else:
+            yield from (Split(samplers, own, devices - samplers - own) for own in range(1, devices - samplers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +70,12 @@ class Outlook:
 
 def fastest(offers: Sequence[Offer]) -> dict[str, Offer]:
     """Return the fastest offer of each schedule; the first one if several are equal."""
-    found = dict[str, Offer]()
+    best = dict[str, Offer]()
     for offer in offers:
-        known = found.get(offer.schedule)
-        if known is None or offer.forecast.samples_per_s > known.forecast.samples_per_s:
-            found[offer.schedule] = offer
-    return found
+        other = best.setdefault(offer.schedule, offer)
+        if offer.forecast.samples_per_s > other.forecast.samples_per_s:
+            best[offer.schedule] = offer
+    return best
 
 
 def outlook(
@@ -97,30 +85,26 @@ def outlook(
     devices: int,
     updates: int,
     schedules: Sequence[ScheduleConfig] = USUAL,
-    stage: Stage = ALL_ON_DEVICES,
+    scorers: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outlook:
-    if not any(stage.splits(devices)):
-        least = stage.devices(stage.least)
+    least = 3 if scorers is None else 2
+    if devices < least:
         raise ConfigError(f"--devices {devices}: sampler, scorer and learner need one each: write {least} or more")
 
+    simulated = max(LEAST_UPDATES, min(MOST_UPDATES, SAMPLES // work.batch))
+
     def offers(count: int) -> list[Offer]:
-        found, splits, scored = list[Offer](), list(stage.splits(count)), stage.scorers != 0
+        found, teacher = list[Offer](), scorers != 0
         for schedule in schedules:
-            for split in promising_splits(costs, work, splits, schedule, teacher=scored):
+            for split in promising_splits(costs, work, list(splits(count, scorers)), schedule, teacher=teacher):
                 say(f"{schedule.label} on {count} devices, split {split}")
-                seen = forecast(costs, split, schedule, work, updates=simulated(work), teacher=scored)
+                seen = forecast(costs, split, schedule, work, updates=simulated, teacher=teacher)
                 seconds = seen.seconds(updates, work.batch)
                 found.append(Offer(schedule=schedule.label, split=split, forecast=seen, seconds=seconds))
         return found
 
     return Outlook(devices=devices, offers=offers(devices), more=offers(devices + 1))
-
-
-def simulated(work: Work) -> int:
-    """Return the number of updates to simulate after warm-up."""
-    least, most = UPDATES
-    return max(least, min(most, SAMPLES // work.batch))
 
 
 def promising_splits(
@@ -201,10 +185,10 @@ class Subject:
         return [each for each in usual if each.label != own.label] + [own]
 
     @property
-    def stage(self) -> Stage:
-        teachers = self.config.teachers.values()
-        elsewhere = [teacher for teacher in teachers if teacher.base_url is not None]
-        return Stage(scorers=len(elsewhere)) if len(elsewhere) == len(teachers) else ALL_ON_DEVICES
+    def scorers(self) -> int | None:
+        """Number of scorers if none needs a device, else None."""
+        endpoints = [teacher.base_url is not None for teacher in self.config.teachers.values()]
+        return len(endpoints) if all(endpoints) else None
 
     def outlook(self, costs: Costs, devices: int | None, say: Callable[[str], None]) -> Outlook:
         return outlook(
@@ -213,7 +197,7 @@ class Subject:
             devices=devices or self.devices,
             updates=self.config.updates,
             schedules=self.schedules,
-            stage=self.stage,
+            scorers=self.scorers,
             say=say,
         )
 
@@ -222,9 +206,12 @@ def numbers(outlook: Outlook) -> dict[str, Any]:
     """Return an outlook as plain data, for figures and JSON."""
 
     def plain(offer: Offer) -> Mapping[str, Any]:
-        return {"schedule": offer.schedule, "split": asdict(offer.split), "seconds": offer.seconds} | asdict(
-            offer.forecast
-        )
+        return {
+            "schedule": offer.schedule,
+            "split": asdict(offer.split),
+            "seconds": offer.seconds,
+            **asdict(offer.forecast),
+        }
 
     return {
         "devices": outlook.devices,

@@ -97,7 +97,7 @@ class SleepSampler:
         """Time when slots were last filled; requests that arrive at the same time need not wait for `gather`."""
         self.paused = False
         """True during a publish: waiting requests get no slots."""
-        self.still = False
+        self.loading = False
         """True while weights are loaded: rows make no step."""
         self.work: Work | None = None
         """Work on the cores until the next row ends; None if no row runs."""
@@ -111,7 +111,7 @@ class SleepSampler:
             return [self._handle(request, index) for index in range(sampling.group)]
         self._catch_up()
         self.waiting.append(request)
-        self._go_on()
+        self._schedule()
         try:
             return await request.answer
         finally:
@@ -122,7 +122,7 @@ class SleepSampler:
         self._catch_up()
         for request in [*self.running, *self.waiting]:
             if not request.answer.done() and (not numbers or request.prompt.number in numbers):
-                request.answer.set_result(self._so_far(request))
+                request.answer.set_result(self._current_members(request))
                 self._abort(request)
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
@@ -134,40 +134,38 @@ class SleepSampler:
             await self.drained.wait()
             self.drained = None
         self._catch_up()
-        stood = clock()
+        stopped = clock()
         if mode == "restart":
-            thrown = sum(handle.header.tokens for request in self.running for handle in self._so_far(request))
+            thrown = sum(handle.header.tokens for request in self.running for handle in self._current_members(request))
             self.waiting.extendleft(reversed(self.running))
             for request in self.waiting:
                 request.begun = {}
-            self._clear()
-        self.still = True
-        self._go_on()
+            self.running.clear()
+            self.rows.clear()
+            self.count, self.context, self.unread = 0, 0.0, 0.0
+        self.loading = True
+        self._schedule()
         if self.load:
             await self.cores.work(self.load)
         loaded = clock()
-        if self.rebuilds and (again := self.read(self._prefixes())):
-            await self.cores.work(again)
+        shared = sum((request.left - 1) * len(request.prompt.tokens) for request in self.running)
+        if self.rebuilds and (prefill := self.read(int(self.context) - shared)):
+            await self.cores.work(prefill)
         self._catch_up()
-        self.still = False
+        self.loading = False
         self.version = weights.version
         for request in self.running:
             request.versions.append((self.steps, self.version))
         self.paused = False
-        self._go_on()
+        self._schedule()
         rebuild = clock() - loaded
-        return Loaded(str(self.version), wait=stood - began, load=loaded - stood, rebuild=rebuild, thrown=thrown)
-
-    def _prefixes(self) -> int:
-        """Return the number of tokens of all running rows; a prompt that members share counts once."""
-        shared = sum((request.left - 1) * len(request.prompt.tokens) for request in self.running)
-        return int(self.context) - shared
+        return Loaded(str(self.version), wait=stopped - began, load=loaded - stopped, rebuild=rebuild, thrown=thrown)
 
     # --- time passes ---------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
         now = self.cores.time()
-        if self.count and not self.still:
+        if self.count and not self.loading:
             reading = min(self.unread, now - self.at)
             self.unread -= reading
             self._step(self._steps(now - self.at - reading))
@@ -187,22 +185,22 @@ class SleepSampler:
         first, more = self.step(self.count) + self.per_token * self.context, self.per_token * self.count
         return 2 * seconds / (first + sqrt(first**2 + 2 * more * seconds))
 
-    def _go_on(self) -> None:
+    def _schedule(self) -> None:
         """Give slots to waiting requests that fit, and set the timer to the end of the next row."""
         if self.at == self.filling or not self.count or self.slots - self.count >= self.gather:
             self.filling = self.at
             while self.waiting and not self.paused and self.count + len(self.waiting[0].lengths) <= self.slots:
-                self._seat(self.waiting.popleft())
+                self._start(self.waiting.popleft())
         if self.work:
             self.cores.cancel(self.work)
             self.work = None
         while self.rows and self.rows[0][2] not in self.running:  # aborted
             heapq.heappop(self.rows)
-        if self.rows and not self.still:
+        if self.rows and not self.loading:
             seconds = self.unread + self._seconds(max(self.rows[0][0] - self.steps, 0.0))
             self.work = self.cores.begin(seconds, self._end)
 
-    def _seat(self, request: Request) -> None:
+    def _start(self, request: Request) -> None:
         missing = {index: lacks for index in range(len(request.lengths)) if (lacks := request.missing(index))}
         request.left, request.began = len(missing), self.steps
         request.versions = [(self.steps, self.version)]
@@ -222,7 +220,7 @@ class SleepSampler:
             end, _, request, index = heapq.heappop(self.rows)
             if request not in self.running:
                 continue
-            self._leave(end, request, index)
+            self._remove_row(end, request, index)
             request.left -= 1
             if request.left == 0:
                 del self.running[request]
@@ -230,9 +228,9 @@ class SleepSampler:
                     request.answer.set_result([self._handle(request, index) for index in range(len(request.lengths))])
         if self.drained and not self.running:
             self.drained.set()
-        self._go_on()
+        self._schedule()
 
-    def _leave(self, end: float, request: Request, index: int) -> None:
+    def _remove_row(self, end: float, request: Request, index: int) -> None:
         """Remove a row that ends, or would have ended, at step `end`."""
         self.count -= 1
         self.context = self.context - request.whole(index) + (end - self.steps) if self.count else 0.0
@@ -243,18 +241,12 @@ class SleepSampler:
             del self.running[request]
             for end, _, other, index in self.rows:
                 if other is request:
-                    self._leave(end, request, index)
+                    self._remove_row(end, request, index)
         else:
             self.waiting.remove(request)
         if self.drained and not self.running:
             self.drained.set()
-        self._go_on()
-
-    def _clear(self) -> None:
-        self.running.clear()
-        self.rows.clear()
-        self.count = 0
-        self.context = self.unread = 0.0
+        self._schedule()
 
     def _handle(self, request: Request, index: int, steps: int | None = None) -> Handle:
         """Return a member: complete if `steps` is None, else in its state that many steps after it got its slot."""
@@ -280,11 +272,11 @@ class SleepSampler:
         )
         return Handle(header, None)
 
-    def _so_far(self, request: Request) -> list[Handle]:
+    def _current_members(self, request: Request) -> list[Handle]:
         """Return the members of a group in their current state, without members that have no token."""
         steps = int(self.steps - request.began) if request in self.running else 0
-        have = [self._handle(request, index, steps) for index in range(len(request.lengths))]
-        return [handle for handle in have if handle.header.tokens]
+        members = [self._handle(request, index, steps) for index in range(len(request.lengths))]
+        return [handle for handle in members if handle.header.tokens]
 
 
 class Server:

@@ -9,7 +9,7 @@ Shapes: V vocabulary, N trained tokens, M draws (tokens sampled at the same posi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,14 +63,9 @@ from slipstream.records import (
     kept_of,
     one_turn,
 )
+from slipstream.simulation.sleep import Cost
 
 EOS = 0
-Cost = Callable[[int], float]
-"""Function that returns seconds, given a number of tokens."""
-
-
-def free(_: int) -> float:
-    return 0.0
 
 
 def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -110,9 +105,8 @@ def continued_response(place: int, begun: Rollout) -> Response:
 
 
 @dataclass(eq=False)
-class Open:
+class OpenGroup:
     prompt: Prompt
-    sampling: Sampling
     rows: list[Response]
     released: bool = False
 
@@ -123,21 +117,18 @@ class ToySampler:
     def __init__(self, table_VV: Tensor, *, seconds: float = 0.0) -> None:
         """Create a sampler whose responses each get one token every `seconds`."""
         self.table, self.seconds, self.version = table_VV.clone(), seconds, 0
-        self.waiting: set[Open] = set()
-        self.running: set[Open] = set()
+        self.waiting: set[OpenGroup] = set()
+        self.running: set[OpenGroup] = set()
         self.draining = 0
         self.changed = asyncio.Condition()
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         known = {handle.body.index - prompt.first: handle.body for handle in begun}
-        group = Open(
-            prompt,
-            sampling,
-            [
-                continued_response(place, known[place]) if place in known else Response(place, int(prompt.tokens[-1]))
-                for place in range(sampling.group)
-            ],
-        )
+        rows = [
+            continued_response(place, known[place]) if place in known else Response(place, int(prompt.tokens[-1]))
+            for place in range(sampling.group)
+        ]
+        group = OpenGroup(prompt, rows)
         self.waiting.add(group)
         try:
             async with self.changed:
@@ -213,7 +204,7 @@ def ended(row: Response, sampling: Sampling) -> bool:
 
 
 class ToyScorer(Probed):
-    def __init__(self, table_VV: Tensor, *, cost: Cost = free) -> None:
+    def __init__(self, table_VV: Tensor, *, cost: Cost = lambda _: 0.0) -> None:
         self.table, self.cost, self.version = table_VV.clone(), cost, 0
         self.kept = {0: self.table}
 
@@ -254,7 +245,7 @@ class ToyLearner:
         table_VV: Tensor,
         *,
         lr: float = 1.0,
-        cost: Cost = free,
+        cost: Cost = lambda _: 0.0,
         follow: Mapping[str, Follower] | None = None,
         freshness: FreshnessConfig | None = None,
     ) -> None:
@@ -297,9 +288,9 @@ class ToyLearner:
             loss = loss_N.sum() / max(counts.n_tokens, 1)
         else:
             judged = self._judged(self.judge, samples, logp_NM)
-            worth_N, anchor_N = (torch.cat(x) for x in zip(*((j.distill_N, j.anchor_N) for j in judged), strict=True))
-            of_all_N = loss_N * worth_N + rollout_kl_from_cache(logp_NM, behavior_NM) * anchor_N
-            loss = of_all_N.sum() / max(self._units(counts), 1)
+            weight_N, anchor_N = (torch.cat(x) for x in zip(*((j.distill_N, j.anchor_N) for j in judged), strict=True))
+            weighted_N = loss_N * weight_N + rollout_kl_from_cache(logp_NM, behavior_NM) * anchor_N
+            loss = weighted_N.sum() / max(self._units(counts), 1)
             self.weighed += [(header.number, header.index) for header in batch.headers]
         if not loss.isfinite():
             raise NonFiniteError(f"the loss is {loss.item()}")

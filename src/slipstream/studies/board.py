@@ -6,6 +6,7 @@ This module knows cells and events, but no processes.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -65,46 +66,39 @@ class Board:
         else:
             values = [(measure, self.sweep.value(cell, measure)) for measure in self.sweep.measures]
             what = "  ".join(f"{name} {'–' if value is None else f'{value:.4g}'}" for name, value in values)
-        return f"{self.over()}/{len(self.sweep.cells)}  {cell.cell.name}: {what}  ({event.seconds:.0f} s{self.to_go()})"
+        ended = sum(state in ("done", "failed") for state in self.states.values())
+        return f"{ended}/{len(self.states)}  {cell.name}: {what}  ({event.seconds:.0f} s{self.remaining()})"
 
-    def over(self) -> int:
-        return sum(state in ("done", "failed") for state in self.states.values())
-
-    def to_go(self) -> str:
-        seconds = self.left()
-        return "" if not seconds else f", about {clock_time(seconds)} left"
-
-    def left(self) -> float | None:
-        """Return the seconds until all cells are finished, from the durations of similar cells; None if unknown."""
-        open_cells = [cell for cell in self.todo if self.states[cell.path] in ("waiting", "begun")]
-        takes = self.took | {cell.path: t for cell in open_cells if (t := self.so_far(cell)) is not None}
-        if not takes or not open_cells:
-            return None
-        each = []
-        for cell in open_cells:
-            like = [takes[other.path] for other in self.sweep.cells if other.path in takes and same_point(cell, other)]
-            each.append(fmean(like or takes.values()) * (1 - self.share(cell)))
-        return seconds_left(each, self.at_a_time)
-
-    def so_far(self, cell: SweepCell) -> float | None:
-        """Return the estimated total seconds of a running cell; None if it has just begun."""
-        share = self.share(cell)
-        return (self.clock() - self.since[cell.path]) / share if share >= ENOUGH else None
+    def remaining(self) -> str:
+        """Return the time left as text, estimated from the durations of similar cells; empty if unknown."""
+        unfinished = [cell for cell in self.todo if self.states[cell.path] in ("waiting", "begun")]
+        durations = dict(self.took)
+        for cell in unfinished:
+            if (share := self.share(cell)) >= ENOUGH:
+                durations[cell.path] = (self.clock() - self.since[cell.path]) / share
+        if not durations or not unfinished:
+            return ""
+        seconds = []
+        for cell in unfinished:
+            similar = [other.path for other in self.sweep.cells if other.point is cell.point]
+            known = [durations[path] for path in similar if path in durations]
+            seconds.append(fmean(known or durations.values()) * (1 - self.share(cell)))
+        return f", about {clock_time(seconds_left(seconds, self.at_a_time))} left"
 
     def share(self, cell: SweepCell) -> float:
-        return self.updates.get(cell.path, 0) / cell.cell.config.updates
+        return self.updates.get(cell.path, 0) / cell.config.updates
 
     def panel(self) -> RenderableType:
-        counts = {state: sum(each == state for each in self.states.values()) for state in MARKS}
-        head = Text(f"{self.sweep.study.sweep.title or self.sweep.path.name}", style="bold")
+        counts = Counter(self.states.values())
+        head = Text(self.sweep.study.sweep.title or self.sweep.path.name, style="bold")
         doing = ", ".join(
-            f"{cell.cell.name} {self.updates.get(cell.path, 0)}/{cell.cell.config.updates}"
+            f"{cell.name} {self.updates.get(cell.path, 0)}/{cell.config.updates}"
             for cell in self.todo
             if self.states[cell.path] == "begun"
         )
         state = (
             f"{counts['done']} of {len(self.states)} cells finished, {counts['begun']} running, "
-            f"{counts['failed']} failed, {clock_time(self.clock() - self.began)}{self.to_go()}"
+            f"{counts['failed']} failed, {clock_time(self.clock() - self.began)}{self.remaining()}"
         )
         running = Text(doing, style="cyan", no_wrap=True, overflow="ellipsis")
         return Group(head, Text(state), self.table(), running)
@@ -112,9 +106,9 @@ class Board:
     def table(self) -> Columns:
         rows = []
         for index, point in enumerate(self.sweep.study.points):
-            marks = [MARKS[self.states[cell.path]] for cell in self.sweep.cells if cell.cell.point is point]
+            marks = [MARKS[self.states[cell.path]] for cell in self.sweep.cells if cell.point is point]
             rows.append((point.name, "".join(marks), *(text_of(table[index]) for table in self.tables)))
-        return columns(["", "seeds", *self.sweep.measures], rows)
+        return Columns(["", "seeds", *self.sweep.measures], rows)
 
 
 def seconds_left(seconds: Sequence[float], at_a_time: int) -> float:
@@ -122,16 +116,12 @@ def seconds_left(seconds: Sequence[float], at_a_time: int) -> float:
     return max(sum(seconds) / at_a_time, *seconds) if seconds else 0.0
 
 
-def same_point(one: SweepCell, other: SweepCell) -> bool:
-    return one.cell.point is other.cell.point
-
-
 def clock_time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def text_of(found: Aggregate | Estimate) -> str:
+def text_of(found: Estimate) -> str:
     if found.mean is None:
         return "–"
     return f"{digits(found.mean, 4)} ± {'–' if found.se is None else digits(found.se, 2)}"
@@ -148,11 +138,11 @@ def summary(sweep: Sweep) -> Iterator[RenderableType]:
     for measure in sweep.measures:
         yield Text(f"\n{measure}, mean ± standard error over seeds", style="bold")
         yield estimates(sweep, measure)
-        if lacking := [cell.cell.name for cell in sweep.finished if sweep.value(cell, measure) is None]:
+        if lacking := [cell.name for cell in sweep.finished if sweep.value(cell, measure) is None]:
             yield f"{len(lacking)} finished cells have no value of {measure}: {lacking[0]} …"
         if slopes := sweep.slopes(measure):
             yield Text(f"\nslopes of {measure} against {sweep.doublings}", style="bold")
-            yield columns(["", "slope", "seeds"], [(each.series, text_of(each.found), each.found.n) for each in slopes])
+            yield Columns(["", "slope", "seeds"], [(name, text_of(found), found.n) for name, found in slopes.items()])
     if lone:
         yield Text(f"\n± –: only one seed, so no standard error ({lone[0].series} …)")
     if claims := sweep.claims():
@@ -170,7 +160,7 @@ def estimates(sweep: Sweep, measure: str) -> Columns:
     for point, row in zip(sweep.study.points, sweep.table(measure), strict=True):
         d = deltas.get((point.series, shown(point.x)))
         rows.append((point.name, row.n, text_of(row), *((text_of(d), d.n) if d else ("", "") if deltas else ())))
-    return columns(titles, rows)
+    return Columns(titles, rows)
 
 
 @dataclass(frozen=True)
@@ -178,11 +168,12 @@ class Columns:
     """A table that leaves out its last columns if a terminal is too narrow."""
 
     titles: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[Any]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [[str(value) for value in row] for row in self.rows]
         heads = [wrap(title, HEAD, break_long_words=False, break_on_hyphens=False) for title in self.titles]
-        cells = [[*head, *(row[index] for row in self.rows)] for index, head in enumerate(heads)]
+        cells = [[*head, *(row[index] for row in rows)] for index, head in enumerate(heads)]
         widths = [max(map(len, column), default=0) + GAP for column in cells]
         name = min(widths[0], options.max_width // 2)
         shown = [i for i in range(1, len(widths)) if name + sum(widths[1 : i + 1]) - GAP <= options.max_width]
@@ -190,12 +181,8 @@ class Columns:
         table.add_column("", overflow="fold", min_width=name - GAP)
         for index in shown:
             table.add_column("\n".join(heads[index]), justify="right", no_wrap=True)
-        for row in self.rows:
+        for row in rows:
             table.add_row(*(Text(row[index]) for index in (0, *shown)))
         yield table
         if left_out := self.titles[1 + len(shown) :]:
             yield Text(f"columns left out: {', '.join(left_out)}", style="dim")
-
-
-def columns(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Columns:
-    return Columns(titles, [[str(each) for each in row] for row in rows])

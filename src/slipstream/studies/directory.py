@@ -15,7 +15,7 @@ from typing import Any
 
 import slipstream
 from slipstream.config.file import differing, parse
-from slipstream.config.schema import Config
+from slipstream.config.schema import Config, SamplerConfig, TeacherConfig
 from slipstream.errors import ConfigError, RunDirError, SlipstreamError
 from slipstream.processes import cpu_seconds
 from slipstream.run_dir.atomic_files import write_atomic, writing
@@ -48,7 +48,7 @@ def check_unchanged(sweep: Sweep) -> None:
     """Raise RunDirError if a finished cell was run with a config that differs from its config in the study now."""
     for cell in sweep.finished:
         before = parse(cell.done["config"], where=str(cell.path / DONE), say=str)
-        for name, then, now in differing(before, cell.cell.config):
+        for name, then, now in differing(before, cell.config):
             raise RunDirError(
                 f"{cell.path} was run with {name} = {value_text(then)}, but the study has {value_text(now)}: restore "
                 "the setting, remove that cell, or choose another directory with --output"
@@ -63,9 +63,9 @@ def check_prompts(sweep: Sweep, found: Sequence[Checked]) -> None:
     """Raise RunDirError if a finished cell was trained on prompts that differ from those in its data source now."""
     now = {id(point): each.prompts for point, each in zip(sweep.study.points, found, strict=True)}
     for cell in sweep.finished:
-        if cell.run.meta.get("prompts") != now[id(cell.cell.point)]:
+        if cell.run.meta.get("prompts") != now[id(cell.point)]:
             raise RunDirError(
-                f"{cell.cell.config.data.train} has other prompts than {cell.path} was run on: restore the data, or "
+                f"{cell.config.data.train} has other prompts than {cell.path} was run on: restore the data, or "
                 "choose another directory with --output"
             )
 
@@ -110,14 +110,13 @@ def parallel_cells(points: Sequence[Point], found: Sequence[Checked], cores: int
 
 def cores_of(config: Config) -> int:
     """Return the number of CPU cores that a cell uses: its threads in one process, else the threads of all engines."""
-    runtime, threads = config.runtime, config.runtime.threads
-    if runtime.kind == "inline":
+    threads = config.runtime.threads
+    if config.runtime.kind == "inline":
         return max(threads, config.learner.threads or 0)
-    here = [teacher for teacher in config.teachers.values() if teacher.base_url is None]
-    most = [teacher.replicas_max if teacher.replicas == "auto" else teacher.replicas for teacher in here]
-    sampler = config.sampler
-    samplers = sampler.replicas_max if sampler.replicas == "auto" else sampler.replicas
-    return (samplers + sum(most)) * threads + config.learner.ranks * (config.learner.threads or threads)
+    local: list[SamplerConfig | TeacherConfig] = [t for t in config.teachers.values() if t.base_url is None]
+    pools = [config.sampler, *local]
+    workers = sum(pool.replicas_max if pool.replicas == "auto" else pool.replicas for pool in pools)
+    return workers * threads + config.learner.ranks * (config.learner.threads or threads)
 
 
 def clear_cell(cell: SweepCell) -> None:

@@ -7,7 +7,7 @@ cells/ARM/…    one run directory per cell; a finished cell has a cell.json wit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -33,24 +33,15 @@ from slipstream.studies.study import CONDITION, CUMULATIVE, Cell, Point, Study, 
 from slipstream.studies.table import Claim
 
 STUDY_FILE, CELLS, DONE = "study.toml", "cells", "cell.json"
+COSTS = ("updates", "tokens", "seconds", "cpu_seconds", "finished", "version")
+"""Keys of cell.json that result rows repeat."""
 
 
 @dataclass(frozen=True)
-class SweepCell:
-    cell: Cell
+class SweepCell(Cell):
+    """A cell of a study in the directory `path`."""
+
     path: Path
-
-    @property
-    def arm(self) -> str:
-        return self.cell.point.arm
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return self.cell.point.settings
-
-    @property
-    def seed(self) -> int:
-        return self.cell.seed
 
     @property
     def finished(self) -> bool:
@@ -72,18 +63,11 @@ class SweepCell:
 
 
 @dataclass(frozen=True)
-class Aggregate:
+class Aggregate(Estimate):
     """Mean and standard error of a measure at one point of the study, over its finished seeds."""
 
-    arm: str
     series: str
-    settings: Mapping[str, Any]
     x: Any
-    measure: str
-    seeds: tuple[int, ...]
-    n: int
-    mean: float | None
-    se: float | None
 
 
 @dataclass(frozen=True)
@@ -93,16 +77,6 @@ class Compared:
     series: str
     base: str
     x: Any
-    measure: str
-    found: Estimate
-
-
-@dataclass(frozen=True)
-class Slope:
-    """The slope of one series over the x values that `Sweep.doublings` returns."""
-
-    series: str
-    measure: str
     found: Estimate
 
 
@@ -129,7 +103,7 @@ class Sweep:
         if study is None and not (self.path / STUDY_FILE).exists():
             raise RunDirError(f"{path} holds no study: there is no {STUDY_FILE} in it")
         self.study = study or Study.load(self.path / STUDY_FILE)
-        self.cells = [SweepCell(cell, self.path / CELLS / cell.folder) for cell in self.study.cells]
+        self.cells = [SweepCell(c.point, c.seed, self.path / CELLS / c.folder) for c in self.study.cells]
         self._values = dict[tuple[Path, str], float | None]()
         """Cache of values by cell path and measure, only for finished cells, whose values do not change."""
 
@@ -155,8 +129,8 @@ class Sweep:
         """Return one dict per point: the value of the measure by finished seed."""
         found: dict[int, dict[int, float]] = {id(point): {} for point in points}
         for cell in self.finished:
-            if id(cell.cell.point) in found and (value := self.value(cell, measure)) is not None:
-                found[id(cell.cell.point)][cell.seed] = value
+            if id(cell.point) in found and (value := self.value(cell, measure)) is not None:
+                found[id(cell.point)][cell.seed] = value
         return list(found.values())
 
     def table(self, measure: str | None = None) -> list[Aggregate]:
@@ -164,15 +138,7 @@ class Sweep:
         measure = measure or self.measures[0]
         points = self.study.points
         return [
-            Aggregate(
-                arm=point.arm,
-                series=point.series,
-                settings=point.settings,
-                x=point.x,
-                measure=measure,
-                seeds=tuple(sorted(values)),
-                **vars(estimate(list(values.values()))),
-            )
+            Aggregate(**vars(estimate(list(values.values()))), series=point.series, x=point.x)
             for point, values in zip(points, self.by_seed(points, measure), strict=True)
         ]
 
@@ -184,17 +150,17 @@ class Sweep:
         for point in points:
             if (base := baseline_point(point, points)) is not None:
                 d = difference(values[id(point)], values[id(base)])
-                found.append(Compared(point.series, base.series, point.x, measure, d))
+                found.append(Compared(point.series, base.series, point.x, d))
         return found
 
-    def slopes(self, measure: str | None = None) -> list[Slope]:
-        """Return the slopes of all series that have at least two numbers along x."""
+    def slopes(self, measure: str | None = None) -> dict[str, Estimate]:
+        """Return the slope against `doublings` of every series that has at least two numbers along x."""
         measure = measure or self.measures[0]
-        return [
-            Slope(name, measure, estimate(list(self._slope_by_seed(points, measure).values())))
+        return {
+            name: estimate(list(self._slope_by_seed(points, measure).values()))
             for name, points in self.series().items()
             if len({p.x for p in points if is_number(p.x)}) > 1
-        ]
+        }
 
     @property
     def shift(self) -> int:
@@ -247,17 +213,14 @@ class Sweep:
         """Return one row per finished cell: arm, settings, seed, measures, seconds and path."""
         found = []
         for cell in self.finished:
-            config, done = flat(cell.cell.config.model_dump(mode="json")), cell.done
+            point, config, done = cell.point, flat(cell.config.model_dump(mode="json")), cell.done
             found.append(
-                {"arm": cell.arm}
-                | ({CONDITION: cell.settings[CONDITION]} if self.study.conditions else {})
+                {"arm": point.arm}
+                | ({CONDITION: point.settings[CONDITION]} if self.study.conditions else {})
                 | {key: config.get(key) for key in self.study.varied}
                 | {"seed": cell.seed}
                 | {measure: self.value(cell, measure) for measure in self.measures}
-                | {
-                    name: done.get(name)
-                    for name in ("updates", "tokens", "seconds", "cpu_seconds", "finished", "version")
-                }
+                | {name: done.get(name) for name in COSTS}
                 | {"path": cell.path.relative_to(self.path).as_posix()}
             )
         return found
@@ -274,14 +237,14 @@ def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line],
 
 def evaluated(measure: str, evaluations: Sequence[Line]) -> list[Line]:
     """Return the evaluations of one held-out set, given by a measure eval/accuracy or eval/SET/accuracy."""
-    of = measure.removeprefix("eval/").rpartition("/")[0]
-    return [line for line in evaluations if line.get("set", "") == of and "accuracy" in line]
+    held_out_set = measure.removeprefix("eval/").rpartition("/")[0]
+    return [line for line in evaluations if line.get("set", "") == held_out_set and "accuracy" in line]
 
 
-def combine_by_seed(points: Sequence[BySeed], of: Any) -> BySeed:
-    """Combine the values of points with the function `of`, for every seed that all points have."""
+def combine_by_seed(points: Sequence[BySeed], combine: Callable[[list[float]], float]) -> BySeed:
+    """Combine the values of points with a function, for every seed that all points have."""
     seeds = set.intersection(*(set(values) for values in points)) if points else set()
-    return {seed: of([values[seed] for values in points]) for seed in sorted(seeds)}
+    return {seed: combine([values[seed] for values in points]) for seed in sorted(seeds)}
 
 
 def baseline_point(point: Point, points: Sequence[Point]) -> Point | None:

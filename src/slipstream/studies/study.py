@@ -52,7 +52,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return ", ".join([self.arm, *(f"{key} = {shown(value)}" for key, value in self.settings.items())])
+        return named(self.arm, self.settings)
 
 
 @dataclass(frozen=True)
@@ -87,26 +87,28 @@ class Study:
         self.where, self.notes = where, list[str]()
         if not isinstance(tree.get(STUDY), dict):
             raise ConfigError(f"{where} is no study: it has no table [{STUDY}]")
-        of_study = [(key.split(".")[1:], value_of(text)) for key, text in overrides if key.startswith(f"{STUDY}.")]
-        of_base = [(key, text) for key, text in overrides if not key.startswith(f"{STUDY}.")]
-        table = tree[STUDY]
-        for path, value in of_study:
-            table = placed(table, path, value)
+        table, base_overrides = tree[STUDY], list[tuple[str, str]]()
+        for key, text in overrides:
+            head, *path = key.split(".")
+            if head == STUDY and path:
+                table = placed(table, path, value_of(text))
+            else:
+                base_overrides.append((key, text))
         self.sweep = read_table(table, where)
-        base = overridden({key: value for key, value in tree.items() if key != STUDY}, of_base, say=self.notes.append)
+        base = {key: value for key, value in tree.items() if key != STUDY}
+        base = overridden(base, base_overrides, say=self.notes.append)
         if "seed" in base:
             raise ConfigError(f"{where}: seed does nothing in a study: sweep.seeds are the seeds")
         self.output: str | None = base.get("output")
         self.base = {key: value for key, value in base.items() if key != "output"}
-        self.arms = {name: flat_arm(name, arm, where) for name, arm in (self.sweep.arms or {DEFAULT_ARM: {}}).items()}
-        self.conditions = dict[str, dict[str, Any]]()
-        for name, each in self.sweep.conditions.items():
-            self.conditions[name], grid = flat_arm(name, each, where)
-            if grid:
-                raise ConfigError(f"{where}: the condition {name} has a grid: write a condition for each of its values")
-        self.x = self.sweep.x or (CONDITION if self.conditions else None)
-        self.points = list(self._points())
-        self._check([key for key, _ in of_base])
+        try:
+            self.arms = {name: flat_arm(name, arm) for name, arm in (self.sweep.arms or {DEFAULT_ARM: {}}).items()}
+            self.conditions = {name: flat_condition(name, each) for name, each in self.sweep.conditions.items()}
+            self.x = self.sweep.x or (CONDITION if self.conditions else None)
+            self.points = list(self._points())
+            self._check([key for key, _ in base_overrides])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Study:
@@ -135,53 +137,47 @@ class Study:
         for name, (fixed, own) in self.arms.items():
             mine = {key: values for key, values in {**grid, **own}.items() if key not in fixed or key in own}
             for key, values in mine.items():
-                check_values(key, values, f"{self.where}: {name}" if key in own else self.where)
+                check_values(key, values, f"{name}: " if key in own else "")
             for condition, settings in self.conditions.items():
                 if twice := settings.keys() & {**fixed, **mine}.keys():
-                    raise ConfigError(f"{self.where}: {name} and {condition} both set {min(twice)}: drop one of them")
+                    raise ConfigError(f"{name} and {condition} both set {min(twice)}: drop one of them")
             axes = {CONDITION: list(self.conditions)} | mine if self.conditions else mine
             axes = {key: values for key, values in axes.items() if values}
             for combination in product(*axes.values()):
                 yield self._point(name, fixed, dict(zip(axes, combination, strict=True)))
 
     def _point(self, arm: str, fixed: dict[str, Any], settings: dict[str, Any]) -> Point:
-        rest = [f"{key} = {shown(value)}" for key, value in settings.items() if key != self.x]
-        named = ", ".join([arm, *(f"{key} = {shown(value)}" for key, value in settings.items())])
-        found = fixed | self.conditions.get(settings.get(CONDITION, ""), {}) | settings
-        given = [(key, json.dumps(value, ensure_ascii=False)) for key, value in found.items() if key != CONDITION]
-        notes = list[str]()
+        name, series = named(arm, settings), named(arm, {key: each for key, each in settings.items() if key != self.x})
+        changes = fixed | self.conditions.get(settings.get(CONDITION, ""), {}) | settings
+        overrides = [(key, json.dumps(value, ensure_ascii=False)) for key, value in changes.items() if key != CONDITION]
         tree = {**self.base, "seed": self.sweep.seeds[0]}
-        config = parse(tree, given, where=f"{self.where}: {named}", say=notes.append)
-        self.notes += [f"{named}: {note}" for note in notes]
-        x = (flat(config.model_dump(mode="json")) | found).get(self.x or "")
-        return Point(arm, settings, x, ", ".join([arm, *rest]), config)
+        config = parse(tree, overrides, where=name, say=lambda note: self.notes.append(f"{name}: {note}"))
+        x = (flat(config.model_dump(mode="json")) | changes).get(self.x or "")
+        return Point(arm, settings, x, series, config)
 
     def _check(self, overridden: Sequence[str]) -> None:
-        sweep, where = self.sweep, self.where
+        sweep = self.sweep
         set_by_all = set.intersection(*({*point.settings, *self.arms[point.arm][0]} for point in self.points))
         for key in overridden:
             if key in set_by_all:
                 raise ConfigError(
-                    f"{where}: --{key} does nothing, as the study sets it everywhere: write --sweep.… to change that"
+                    f"--{key} does nothing, as the study sets it everywhere: write --sweep.… to change that"
                 )
         seen = dict[str, Point]()
         for point in self.points:
             other = seen.setdefault(point.config.model_dump_json(), point)
             if other is not point:
-                raise ConfigError(f"{where}: {point.name} and {other.name} are the same run: drop one of them")
+                raise ConfigError(f"{point.name} and {other.name} are the same run: drop one of them")
         if sweep.x is not None and all(point.x is None for point in self.points):
             raise ConfigError(
-                f"{where}: sweep.x = {sweep.x!r} is no setting of any run; "
+                f"sweep.x = {sweep.x!r} is no setting of any run; "
                 + did_you_mean(sweep.x, [key for point in self.points for key in point.settings])
             )
         for point in self.points:
             for measure in sweep.measure:
-                check_measure(measure, point, where)
-            if sweep.last > point.config.updates:
-                raise ConfigError(
-                    f"{where}: sweep.last = {sweep.last} is more than the {point.config.updates} updates of "
-                    f"{point.name}"
-                )
+                check_measure(measure, point)
+            if (updates := point.config.updates) < sweep.last:
+                raise ConfigError(f"sweep.last = {sweep.last} is more than the {updates} updates of {point.name}")
         oldest = max((p.config.schedule.k for p in self.points if isinstance(p.config.schedule, Replay)), default=0)
         for measure in sweep.measure:
             if oldest > 1 and measure.startswith(OF_SAMPLES):
@@ -193,7 +189,7 @@ class Study:
             self._check_claim(claim)
 
     def _check_claim(self, claim: Claim) -> None:
-        where = f"{self.where}: the claim {claim.says!r}"
+        where = f"the claim {claim.says!r}"
         if claim.measure is not None and claim.measure not in self.sweep.measure:
             raise ConfigError(
                 f"{where}: measure = {claim.measure!r}; {did_you_mean(claim.measure, self.sweep.measure)}"
@@ -235,54 +231,65 @@ def drop_none(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: drop_none(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
-def flat_arm(name: str, arm: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def flat_arm(name: str, arm: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fixed settings of an arm and the arm's own grid, as two dicts with dotted keys."""
     if not name or name.startswith(".") or name != name.strip():
-        raise ConfigError(f"{where}: an arm needs a name, not {name!r}")
+        raise ConfigError(f"an arm needs a name, not {name!r}")
     fixed, own = {key: value for key, value in arm.items() if key != GRID}, arm.get(GRID, {})
     if not isinstance(own, dict):
-        raise ConfigError(f"{where}: sweep.arms.{name}.grid is a table of settings and lists of their values")
+        raise ConfigError(f"sweep.arms.{name}.grid is a table of settings and lists of their values")
     found = flat(fixed) if fixed else {}
     for key in found:
-        check_key(key, f"{where}: {name}")
+        check_key(key, f"{name}: ")
     return found, flat(own) if own else {}
+
+
+def flat_condition(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    fixed, grid = flat_arm(name, settings)
+    if grid:
+        raise ConfigError(f"the condition {name} has a grid: write a condition for each of its values")
+    return fixed
 
 
 def check_key(key: str, where: str) -> None:
     if key in RESERVED:
-        raise ConfigError(f"{where}: {key} cannot be varied: {RESERVED[key]}")
+        raise ConfigError(f"{where}{key} cannot be varied: {RESERVED[key]}")
 
 
 def check_values(key: str, values: Any, where: str) -> None:
     check_key(key, where)
     if not isinstance(values, list):
-        raise ConfigError(f"{where}: {key} in a grid is a list of values, got {values!r}")
+        raise ConfigError(f"{where}{key} in a grid is a list of values, got {values!r}")
     if len({shown(value) for value in values}) < len(values):
-        raise ConfigError(f"{where}: {key} has a value twice in {shown(values)}: write each once")
+        raise ConfigError(f"{where}{key} has a value twice in {shown(values)}: write each once")
 
 
-def check_measure(measure: str, point: Point, where: str) -> None:
+def check_measure(measure: str, point: Point) -> None:
     """Raise ConfigError if the runs of this point do not write the measure."""
     config, head, tail = point.config, *measure.partition("/")[::2]
     if head == "eval":
         known = [f"eval/{of}/accuracy" if of else "eval/accuracy" for of in config.data.held_out] or ["eval/accuracy"]
         if measure not in known:
-            raise ConfigError(f"{where}: sweep.measure: {measure!r}; {did_you_mean(measure, known)}")
+            raise ConfigError(f"sweep.measure: {measure!r}; {did_you_mean(measure, known)}")
         if not config.eval.every:
-            raise ConfigError(f"{where}: sweep.measure = {measure!r}: {point.name} evaluates nothing: set eval.every")
+            raise ConfigError(f"sweep.measure = {measure!r}: {point.name} evaluates nothing: set eval.every")
     elif head == "reward" and tail.removeprefix("greedy_").partition("/")[0] not in config.task.names:
         rewards = [f"reward/{name}" for name in config.task.names]
         hint = did_you_mean(measure, rewards) if rewards else 'set task.reward, for example "exact"'
-        raise ConfigError(f"{where}: sweep.measure = {measure!r}: {point.name} has no such reward; {hint}")
+        raise ConfigError(f"sweep.measure = {measure!r}: {point.name} has no such reward; {hint}")
     elif not vocabulary.find(measure):
         names = [name for term in vocabulary.terms() for name in term.names.split()]
         hint = did_you_mean(measure, names)
         hint = hint if hint.startswith("did") else "docs/metrics.md has all names"
-        raise ConfigError(f"{where}: sweep.measure: {measure!r} is no metric; {hint}")
+        raise ConfigError(f"sweep.measure: {measure!r} is no metric; {hint}")
 
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def named(arm: str, settings: Mapping[str, Any]) -> str:
+    return ", ".join([arm, *(f"{key} = {shown(value)}" for key, value in settings.items())])
 
 
 def shown(value: Any) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails
 
 from slipstream.config.base import Section, as_tuple
-from slipstream.config.file import STUDY
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.config.file import STUDY, explain
+from slipstream.errors import ConfigError
 
 
 class Claim(Section):
@@ -81,25 +80,16 @@ class SweepConfig(Section):
         return given
 
 
+class StudyFile(Section):
+    sweep: SweepConfig
+
+
 def read_table(table: Mapping[str, Any], where: str) -> SweepConfig:
     try:
-        return SweepConfig.model_validate_json(json.dumps(table, default=str), strict=True)
+        return StudyFile.model_validate_json(json.dumps({STUDY: table}, default=str), strict=True).sweep
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{where}: {explained(detail)}" for detail in error.errors()[:3])) from None
-
-
-def explained(detail: ErrorDetails) -> str:
-    name = ".".join(map(str, (STUDY, *detail["loc"])))
-    section = Claim if detail["loc"][0] == "claims" else SweepConfig
-    match detail["type"]:
-        case "extra_forbidden":
-            return f"unknown key {name!r}; {did_you_mean(str(detail['loc'][-1]), section.settings())}"
-        case "missing":
-            return f"{name!r} is missing: {section.settings()[str(detail['loc'][-1])].description}"
-        case "value_error":
-            return f"{name}: {detail['ctx']['error']}"
-        case _:
-            return f"{name}: {detail['msg'].lower()}, got {detail['input']!r}"
+        texts = [f"{where}: {explain(detail, StudyFile)}" for detail in error.errors()[:3]]
+        raise ConfigError("; ".join(texts)) from None
 
 
 def placed(tree: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:

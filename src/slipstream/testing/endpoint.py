@@ -31,6 +31,8 @@ Fault = Literal["slow", "busy", "broken", "cut", "refused", "not json", "deep", 
                 "no ids", "not tables", "bad rank"]  # fmt: skip
 Scores = Callable[[Sequence[int]], NDArray[np.floating[Any]]]
 """Function from token ids to log-probs [T, V]: row t is the distribution of token t, and row 0 is unused."""
+LOGPROBS = {"nan": float("nan"), "null": None, "positive": 0.5, "clamp": -9999.0, "narrow": -1e300}
+"""Log-prob of the last token by fault; "narrow" is finite, but not in float32."""
 IDLE = 600.0
 """Seconds without a request after which a server started from a terminal ends."""
 
@@ -222,16 +224,8 @@ def spoilt(rows: list[Any], fault: Fault | None) -> list[Any] | None:
             return [None, *([entry["logprob"] for entry in row.values()] for row in rows[1:])]
         case "few":
             last.pop(next(reversed(last)))
-        case "nan":
-            last[token]["logprob"] = float("nan")
-        case "null":
-            last[token]["logprob"] = None
-        case "positive":
-            last[token]["logprob"] = 0.5
-        case "clamp":
-            last[token]["logprob"] = -9999.0
-        case "narrow":  # finite, but not in float32
-            last[token]["logprob"] = -1e300
+        case "nan" | "null" | "positive" | "clamp" | "narrow":
+            last[token]["logprob"] = LOGPROBS[fault]
         case "no ids":
             last["-1"] = last[token]
         case "bad rank":

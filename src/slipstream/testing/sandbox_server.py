@@ -14,6 +14,7 @@ import base64
 import json
 import shlex
 from collections import deque
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal
 
@@ -22,6 +23,16 @@ from slipstream.sandbox.base import Limits, MiB, Ran, Sandbox, run_python
 from slipstream.testing.server import Loopback, cut_off, send
 
 Fault = Literal["broken", "busy", "refused", "slow", "cut", "not json", "other", "sandbox", "endless"]
+
+ANSWERS: dict[Fault | None, tuple[int, bytes]] = {
+    "broken": (500, b"Internal Server Error"),
+    "busy": (429, b"Too Many Requests"),
+    "refused": (422, b'{"detail": "language"}'),
+    "not json": (200, b"<html>"),
+    "other": (200, b'{"status": "Success", "run_result": {"status": "Finished", "stdout": 7}}'),
+    "sandbox": (200, b'{"status": "SandboxError", "message": "no room", "run_result": null}'),
+}
+"""Faults that replace the whole answer: status and content."""
 
 
 class FakeSandboxFusion(Loopback):
@@ -40,23 +51,12 @@ class FakeSandboxFusion(Loopback):
     def post(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         self.requests.append(body)
         fault = self.faults.popleft() if self.faults else None
-        match fault:
-            case "broken":
-                return send(to, 500, b"Internal Server Error")
-            case "busy":
-                return send(to, 429, b"Too Many Requests")
-            case "refused":
-                return send(to, 422, b'{"detail": "language"}')
-            case "not json":
-                return send(to, 200, b"<html>")
-            case "other":
-                return send(to, 200, b'{"status": "Success", "run_result": {"status": "Finished", "stdout": 7}}')
-            case "sandbox":
-                return send(to, 200, b'{"status": "SandboxError", "message": "no room", "run_result": null}')
-            case "endless":
-                return send(to, 200, b" " * (64 * MiB))
-            case "slow":
-                self.over.wait(self.seconds)
+        if fault in ANSWERS:
+            return send(to, *ANSWERS[fault])
+        if fault == "endless":
+            return send(to, 200, b" " * (64 * MiB))
+        if fault == "slow":
+            self.over.wait(self.seconds)
         content = json.dumps(self.ran(body)).encode()
         if fault == "cut":
             return cut_off(to, content[: len(content) // 2])
@@ -65,7 +65,7 @@ class FakeSandboxFusion(Loopback):
     def ran(self, body: dict[str, Any]) -> dict[str, Any]:
         limits = Limits(seconds=body["run_timeout"])
         if (megabytes := body.get("memory_limit_MB", -1)) > 0:
-            limits = Limits(seconds=body["run_timeout"], memory=megabytes * MiB)
+            limits = replace(limits, memory=megabytes * MiB)
         files = {name: base64.b64decode(content).decode() for name, content in body["files"].items()}
         try:
             return told(asyncio.run(self._run(body["language"], body["code"], body["stdin"] or "", files, limits)))

@@ -38,7 +38,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
-from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.tables.correction import PRESETS
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import Steps

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.estimators.advantage.grouping import whiten
+from slipstream.estimators.advantage.grouping import Rows
 from slipstream.estimators.numerics import zeroed
 from slipstream.estimators.options import check_options, unknown
 from slipstream.estimators.ratio import same_rows
-from slipstream.estimators.tables.advantage import ADVANTAGES, Estimator
-
-__all__ = ["ADVANTAGES", "Estimator", "advantage", "whiten"]
+from slipstream.estimators.tables.advantage import ADVANTAGES
 
 
-def advantage(name: str, rewards_BT: Tensor, mask_BT: Tensor, *, groups: Tensor, **kw: Any) -> Any:
-    """Return the advantages [B, T] by an estimator of `ADVANTAGES`; `gae` returns (advantages, returns).
+def advantage(name: str, rewards_BT: Tensor, mask_BT: Tensor, *, groups: Tensor, **kw: Any) -> Tensor:
+    """Return the advantages [B, T] by an estimator of `ADVANTAGES`.
 
     `kw` are the options of the estimator. Raise a ValueError for options that are unknown, missing or of the wrong
     shape.
@@ -39,7 +37,5 @@ def advantage(name: str, rewards_BT: Tensor, mask_BT: Tensor, *, groups: Tensor,
     dtype = torch.promote_types(rewards_BT.dtype, torch.float32)
     valid_BT = mask_BT != 0
     (rewards,) = zeroed(valid_BT, rewards_BT.detach().double())
-    result = function(rewards, valid_BT, torch.unique(groups, return_inverse=True)[1], **kw)
-    if isinstance(result, tuple):
-        return tuple((each * valid_BT).to(dtype) for each in result)
-    return (result * valid_BT).to(dtype)
+    advantage_BT: Tensor = function(Rows(rewards, valid_BT, torch.unique(groups, return_inverse=True)[1]), **kw)
+    return (advantage_BT * valid_BT).to(dtype)

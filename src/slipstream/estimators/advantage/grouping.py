@@ -1,9 +1,11 @@
 """Statistics of rows within groups, and of tokens within the batch. Rows without valid tokens are ignored.
 
-`group_B` numbers the groups from 0. Arithmetic is in float64. Shapes: B rows, T positions.
+Arithmetic is in float64. Shapes: B rows, T positions.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,33 +27,55 @@ def whiten(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return (centred_BT / (centred_BT.square().sum() / (tokens - 1) + 1e-8).sqrt()).to(x_BT.dtype)
 
 
-def total(x: Tensor, group_B: Tensor) -> Tensor:
-    """Return for every row the sum of x over its group, along the first dimension."""
-    return torch.zeros_like(x).index_add(0, group_B, x)[group_B]
+@dataclass(frozen=True)
+class Rows:
+    """Rewards of a batch, and the groups of its rows."""
 
+    rewards: Tensor
+    """Rewards [B, T], 0 at masked positions."""
+    mask: Tensor
+    """Valid tokens [B, T], as bool."""
+    group: Tensor
+    """Number of each row's group [B], from 0."""
 
-def sizes(mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    return total(mask_BT.any(-1).double(), group_B)
+    @property
+    def score(self) -> Tensor:
+        return self.rewards.sum(-1)
 
+    @property
+    def to_go(self) -> Tensor:
+        return self.rewards.flip(-1).cumsum(-1).flip(-1)
 
-def standard(score_B: Tensor, mask_BT: Tensor, group_B: Tensor, norm: bool) -> Tensor:
-    """Return (S − μ) / (σ + 1e-6) of each row in its group, or S − μ if not `norm`. Rows without tokens: undefined."""
-    alive_B, size_B = mask_BT.any(-1), sizes(mask_BT, group_B)
-    lone_B = size_B < 2
-    mean_B = (total(score_B, group_B) / size_B.clamp(min=1)).masked_fill(lone_B, 0.0)
-    if not norm:
-        return score_B - mean_B
-    square_B = total((score_B - mean_B).square() * alive_B, group_B)
-    return (score_B - mean_B) / ((square_B / (size_B - 1).clamp(min=1)).sqrt().masked_fill(lone_B, 1.0) + 1e-6)
+    @property
+    def alive(self) -> Tensor:
+        return self.mask.any(-1)
 
+    @property
+    def sizes(self) -> Tensor:
+        return self.total(self.alive.double())
 
-def above_weighted(score_B: Tensor, weight_B: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    """Return S minus the group's weighted mean of S. The mean is 0 for a lone row, or if all weights are 0."""
-    (weight_B,) = zeroed(mask_BT.any(-1), weight_B)
-    total_B = total(weight_B, group_B)
-    none_B = (total_B == 0) | (sizes(mask_BT, group_B) < 2)
-    return score_B - (total(weight_B * score_B, group_B) / total_B.masked_fill(none_B, 1.0)).masked_fill(none_B, 0.0)
+    def total(self, x: Tensor) -> Tensor:
+        """Return for every row the sum of x over its group, along the first dimension."""
+        return torch.zeros_like(x).index_add(0, self.group, x)[self.group]
 
+    def above_mean(self, score_B: Tensor) -> Tensor:
+        """Return S − μ of each row in its group, with μ = 0 for a lone row. Rows without tokens: undefined."""
+        return score_B - (self.total(score_B) / self.sizes.clamp(min=1)).masked_fill(self.sizes < 2, 0.0)
 
-def spread(row_B: Tensor, mask_BT: Tensor) -> Tensor:
-    return row_B[:, None] * mask_BT
+    def standard(self, score_B: Tensor) -> Tensor:
+        """Return (S − μ) / (σ + 1e-6) of each row in its group, with μ = 0 and σ = 1 for a lone row."""
+        centred_B, size_B = self.above_mean(score_B), self.sizes
+        variance_B = self.total(centred_B.square() * self.alive) / (size_B - 1).clamp(min=1)
+        return centred_B / (variance_B.sqrt().masked_fill(size_B < 2, 1.0) + 1e-6)
+
+    def above_weighted_mean(self, weight_B: Tensor) -> Tensor:
+        """Return S minus the group's weighted mean of S. The mean is 0 for a lone row, or if all weights are 0."""
+        (weight_B,) = zeroed(self.alive, weight_B)
+        total_B = self.total(weight_B)
+        none_B = (total_B == 0) | (self.sizes < 2)
+        mean_B = self.total(weight_B * self.score) / total_B.masked_fill(none_B, 1.0)
+        return self.score - mean_B.masked_fill(none_B, 0.0)
+
+    def spread(self, row_B: Tensor) -> Tensor:
+        """Return the number of each row at all its valid tokens."""
+        return row_B[:, None] * self.mask

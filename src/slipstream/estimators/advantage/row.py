@@ -2,7 +2,7 @@
 
 S = Σ_t reward of a row, μ and σ the mean and unbiased standard deviation of S in the group (0 and 1 for a lone row).
 
-Shapes: B rows, T positions. `mask` is bool; masked rewards are 0; `group_B` numbers the groups.
+Shapes: B rows, T positions.
 """
 
 from __future__ import annotations
@@ -12,66 +12,58 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from slipstream.estimators.advantage.grouping import above_weighted, sizes, spread, standard, total, whiten
+from slipstream.estimators.advantage.grouping import Rows, whiten
 from slipstream.estimators.numerics import same_shape, zeroed
 from slipstream.estimators.options import unknown
 
 
-def grpo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, norm: bool = True) -> Tensor:
+def grpo(rows: Rows, *, norm: bool = True) -> Tensor:
     """Compare each row's reward with the mean of its group (GRPO, 2402.03300; norm=False: Dr. GRPO, 2503.20783).
 
     (S − μ) / (σ + 1e-6), or S − μ.
-    Use this advantage by default with one reward per answer. Use norm=False if easy and hard prompts should not count
-    alike.
+    Use this advantage by default, with several answers per prompt and one reward each. Use norm=False if easy and hard
+    prompts should not count alike.
     """
-    return spread(standard(rewards_BT.sum(-1), mask_BT, group_B, norm), mask_BT)
+    return rows.spread(rows.standard(rows.score) if norm else rows.above_mean(rows.score))
 
 
-def grpo_passk(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
+def grpo_passk(rows: Rows) -> Tensor:
     """Reward only the best row of a group, by its lead over the second best (Pass@k training, 2503.19595).
 
     (best S − second S) / (σ + 1e-6) at the best row, 0 elsewhere and in a group of one.
     Use this advantage if one right answer among k samples is enough.
     """
-    score_B, alive_B = rewards_BT.sum(-1), mask_BT.any(-1)
+    score_B = rows.score
     lead_B = torch.zeros_like(score_B)
-    for group in torch.unique(group_B[alive_B]):
-        rows = ((group_B == group) & alive_B).nonzero().flatten()
-        if len(rows) > 1:
-            best, at = score_B[rows].topk(2)
-            lead_B[rows[at[0]]] = (best[0] - best[1]) / (score_B[rows].std() + 1e-6)
-    return spread(lead_B, mask_BT)
+    for group in torch.unique(rows.group[rows.alive]):
+        members = ((rows.group == group) & rows.alive).nonzero().flatten()
+        if len(members) > 1:
+            best, at = score_B[members].topk(2)
+            lead_B[members[at[0]]] = (best[0] - best[1]) / (score_B[members].std() + 1e-6)
+    return rows.spread(lead_B)
 
 
-def rloo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
+def rloo(rows: Rows) -> Tensor:
     """Compare each row's reward with the mean of the other rows of its group (RLOO, 2402.14740).
 
     S − mean of the others' S = n/(n−1)·(S − μ); 0 in a group of one.
-    Use this advantage instead of `grpo` to avoid the division by σ. The baseline excludes the row, so it is unbiased.
+    Use this advantage instead of grpo to avoid the division by σ. The baseline excludes the row, so it is unbiased.
     """
-    score_B, size_B = rewards_BT.sum(-1), sizes(mask_BT, group_B)
-    others_B = (total(score_B, group_B) - score_B) / (size_B - 1).clamp(min=1)
-    return spread((score_B - others_B) * (size_B > 1), mask_BT)
+    score_B, size_B = rows.score, rows.sizes
+    others_B = (rows.total(score_B) - score_B) / (size_B - 1).clamp(min=1)
+    return rows.spread((score_B - others_B) * (size_B > 1))
 
 
-def opo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
+def opo(rows: Rows) -> Tensor:
     """Compare each row's reward with the length-weighted mean of its group (OPO, 2505.23585).
 
     S − Σ(len·S)/Σlen. Rows are weighted by length, because gradients of longer rows are larger.
     Use this advantage for strictly on-policy training with answers of very different lengths.
     """
-    length_B = mask_BT.sum(-1).double()
-    return spread(above_weighted(rewards_BT.sum(-1), length_B, mask_BT, group_B), mask_BT)
+    return rows.spread(rows.above_weighted_mean(rows.mask.sum(-1).double()))
 
 
-def opob(
-    rewards_BT: Tensor,
-    mask_BT: Tensor,
-    group_B: Tensor,
-    *,
-    grad_norm_squared: Tensor,
-    weights: Tensor | None = None,
-) -> Tensor:
+def opob(rows: Rows, *, grad_norm_squared: Tensor, weights: Tensor | None = None) -> Tensor:
     """Subtract the baseline of least variance under importance weights (OPOB in VCPO, 2602.17616).
 
     S − b, b = Σ w² ‖g‖² S / Σ w² ‖g‖² in the group. `weights` w and `grad_norm_squared` ‖g‖² are [B]; g is the gradient
@@ -80,29 +72,23 @@ def opob(
     Use this advantage for stale rollouts, where few rows dominate the gradient.
     """
     weights = torch.ones_like(grad_norm_squared) if weights is None else weights  # they may be in ‖g‖² already
-    same_shape(groups=group_B, weights=weights, grad_norm_squared=grad_norm_squared)
+    same_shape(groups=rows.group, weights=weights, grad_norm_squared=grad_norm_squared)
     influence_B = weights.detach().double().square() * grad_norm_squared.detach().double()
-    return spread(above_weighted(rewards_BT.sum(-1), influence_B, mask_BT, group_B), mask_BT)
+    return rows.spread(rows.above_weighted_mean(influence_B))
 
 
-def gpg(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
+def gpg(rows: Rows) -> Tensor:
     """Subtract the group's mean, and scale up if few rows have a reward (GPG).
 
     α(S − μ), α = rows / max(1, rows with S ≠ 0).
-    Use this advantage with the loss `gpg`: the gradient keeps its scale if rewards are sparse.
+    Use this advantage with the loss gpg: the gradient keeps its scale if rewards are sparse.
     """
-    score_B, alive_B = rewards_BT.sum(-1), mask_BT.any(-1)
-    alpha = alive_B.sum().double() / (score_B != 0).sum().clamp(min=1)
-    return alpha * spread(standard(score_B, mask_BT, group_B, norm=False), mask_BT)
+    alpha = rows.alive.sum().double() / (rows.score != 0).sum().clamp(min=1)
+    return alpha * rows.spread(rows.above_mean(rows.score))
 
 
 def gdpo(
-    rewards_BT: Tensor,
-    mask_BT: Tensor,
-    group_B: Tensor,
-    *,
-    components: Mapping[str, Tensor],
-    component_weights: Mapping[str, float] | None = None,
+    rows: Rows, *, components: Mapping[str, Tensor], component_weights: Mapping[str, float] | None = None
 ) -> Tensor:
     """Normalise each kind of reward separately before adding them (GDPO, 2601.05242).
 
@@ -115,18 +101,18 @@ def gdpo(
     for name in component_weights:
         if name not in components:
             raise unknown("component", name, components)
-    total_B = rewards_BT.new_zeros(len(rewards_BT))
+    total_B = torch.zeros_like(rows.score)
     for name, reward_B in components.items():
-        same_shape(groups=group_B, **{name: reward_B})
-        (score_B,) = zeroed(mask_BT.any(-1), reward_B.detach().double())
-        total_B = total_B + component_weights.get(name, 1.0) * standard(score_B, mask_BT, group_B, norm=True)
-    return whiten(spread(total_B, mask_BT), mask_BT)
+        same_shape(groups=rows.group, **{name: reward_B})
+        (score_B,) = zeroed(rows.alive, reward_B.detach().double())
+        total_B = total_B + component_weights.get(name, 1.0) * rows.standard(score_B)
+    return whiten(rows.spread(total_B), rows.mask)
 
 
-def reinforce_plus_plus_baseline(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
+def reinforce_plus_plus_baseline(rows: Rows) -> Tensor:
     """Subtract the group's mean and scale by the batch (REINFORCE++ with baseline, 2501.03262).
 
     whiten(S − μ at every token).
-    Use this advantage instead of `grpo` if σ is tiny in groups whose rewards nearly agree.
+    Use this advantage instead of grpo if σ is tiny in groups whose rewards nearly agree.
     """
-    return whiten(spread(standard(rewards_BT.sum(-1), mask_BT, group_B, norm=False), mask_BT), mask_BT)
+    return whiten(rows.spread(rows.above_mean(rows.score)), rows.mask)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.logprobs import tiles
-from slipstream.estimators.logprobs.tiles import Bend, wide
+from slipstream.estimators.logprobs.tiles import Bend, slices, wide
 from slipstream.metric_names import extreme
 
 HELD = 1 << 24
@@ -54,7 +54,12 @@ def logprobs_at(
     / cap). A row may contain an id twice. At id −1 (padding) result and gradient are 0. `chunk` is the number of logits
     held at a time.
     """
-    logp_NM, _ = _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=False)
+    bend = Bend(temperature, scale, cap)
+    _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
+    logp_NM: Tensor
+    logp_NM, _ = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or HELD, False
+    )
     return logp_NM
 
 
@@ -70,7 +75,12 @@ def logprobs_and_entropy_at(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the result of `logprobs_at` and the entropy of every row's distribution; both are differentiable."""
-    return _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=True)
+    bend = Bend(temperature, scale, cap)
+    _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
+    logp_NM, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or HELD, True
+    )
+    return logp_NM, entropy_N
 
 
 def fused_loss(
@@ -121,23 +131,6 @@ def reduced(name: str, values_N: Tensor) -> Tensor:
             return values_N.sum()
 
 
-def _apply(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    ids_NM: Tensor,
-    bias: Tensor | None,
-    bend: Bend,
-    chunk: int | None,
-    *,
-    entropy: bool,
-) -> tuple[Tensor, Tensor]:
-    _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
-    logp_NM, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or HELD, entropy
-    )
-    return logp_NM, entropy_N
-
-
 def _check(
     hidden_NH: Tensor,
     weight_VH: Tensor,
@@ -163,14 +156,10 @@ def _check(
         raise ValueError(f"id {int(ids_NM.max())} is outside the vocabulary of {len(weight_VH)}")
 
 
-def _slices(n: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, n)) for start in range(0, n, size))
-
-
 def _tiles(n: int, v: int, held: int) -> Iterator[tuple[slice, slice]]:
     """Yield (rows, columns) of at most `held` logits. All columns of a block of rows follow each other."""
-    for rows in _slices(n, min(BLOCK, held)):
-        for columns in _slices(v, max(1, held // (rows.stop - rows.start))):
+    for rows in slices(n, min(BLOCK, held)):
+        for columns in slices(v, max(1, held // (rows.stop - rows.start))):
             yield rows, columns
 
 
@@ -263,12 +252,12 @@ class _Head(torch.autograd.Function):
         at_NM = hidden_NH.new_zeros(ids_NM.shape, dtype=dtype)
         lse_N = hidden_NH.new_full((n,), -torch.inf, dtype=dtype)
         mean_N = torch.zeros_like(lse_N)
-        products, over = _Products(hidden_NH, weight_VH), backend(hidden_NH)
+        products, kernels = _Products(hidden_NH, weight_VH), backend(hidden_NH)
         for rows, columns in _tiles(n, len(weight_VH), held):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
             local_CM, inside_CM = _local(ids_NM[rows], columns)
             at_NM[rows] = torch.where(inside_CM, _at(tile_CW, bias_W, bend, local_CM), at_NM[rows])
-            found = over.fold(tile_CW, bias_W, bend, entropy=entropy)
+            found = kernels.fold(tile_CW, bias_W, bend, entropy=entropy)
             lse_N[rows], mean_N[rows] = tiles.merge(lse_N[rows], mean_N[rows], *found)
         entropy_N = lse_N - mean_N if entropy else mean_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
@@ -286,12 +275,12 @@ class _Head(torch.autograd.Function):
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
         grad_logp_NM = grad_logp_NM.masked_fill(ids_NM < 0, 0.0)
         total_N = grad_logp_NM.sum(1)
-        products, over = _Products(hidden_NH, weight_VH), backend(hidden_NH)
+        products, kernels = _Products(hidden_NH, weight_VH), backend(hidden_NH)
         for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.held):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
             local_CM, inside_CM = _local(ids_NM[rows], columns)
             slope_CM = ctx.bend.slope(_at(tile_CW, bias_W, ctx.bend, local_CM))  # before the tile is overwritten
-            over.to_gradient(
+            kernels.to_gradient(
                 tile_CW,
                 bias_W,
                 ctx.bend,
@@ -322,28 +311,28 @@ class _FusedHead(torch.autograd.Function):
     ) -> Tensor:
         loss = hidden_NH.new_zeros((), dtype=wide(hidden_NH))
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
-        products, over, columns = _Products(hidden_NH, weight_VH), backend(hidden_NH), slice(0, len(weight_VH))
-        for rows in _slices(len(hidden_NH), size):
+        products, kernels, columns = _Products(hidden_NH, weight_VH), backend(hidden_NH), slice(0, len(weight_VH))
+        for rows in slices(len(hidden_NH), size):
             tile_CV = products(rows, columns)
-            lse_C, mean_C = over.fold(tile_CV, bias, bend, entropy=entropy)
-            beside = {"entropy": lse_C - mean_C} if entropy else {}
+            lse_C, mean_C = kernels.fold(tile_CV, bias, bend, entropy=entropy)
+            extras = {"entropy": lse_C - mean_C} if entropy else {}
             if best:  # the largest products are the largest logits
-                beside["best_ids"] = (tile_CV if bias is None else tile_CV + bias).topk(best, -1).indices
+                extras["best_ids"] = (tile_CV if bias is None else tile_CV + bias).topk(best, -1).indices
             if ids_NM is None:
                 x_CM = bend.logits(tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias)
-                seen = x_CM - lse_C[:, None]
+                logp_CM = x_CM - lse_C[:, None]
             else:
                 local_CM, inside_CM = _local(ids_NM[rows] if isinstance(ids_NM, Tensor) else ids_NM(rows), columns)
                 x_CM = _at(tile_CV, bias, bend, local_CM)
-                seen = (x_CM - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
+                logp_CM = (x_CM - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
             with torch.enable_grad():
-                part, extra = loss_fn(seen.requires_grad_(), rows, **beside)
-            (grad_CM,) = torch.autograd.grad(part, seen)
+                part, chunk_metrics = loss_fn(logp_CM.requires_grad_(), rows, **extras)
+            (grad_CM,) = torch.autograd.grad(part, logp_CM)
             if ids_NM is not None:
                 grad_CM = grad_CM.masked_fill(~inside_CM, 0.0)
             loss += part.detach()
-            merge_metrics(metrics, {name: value.detach() for name, value in extra.items()})
-            over.to_gradient(tile_CV, bias, bend, lse_C=lse_C, total_C=grad_CM.sum(1))
+            merge_metrics(metrics, {name: value.detach() for name, value in chunk_metrics.items()})
+            kernels.to_gradient(tile_CV, bias, bend, lse_C=lse_C, total_C=grad_CM.sum(1))
             chosen_CM = (grad_CM * bend.slope(x_CM)).to(tile_CV.dtype)
             grads.add(
                 rows,

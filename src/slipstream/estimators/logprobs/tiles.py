@@ -97,10 +97,13 @@ def to_gradient(
         tile_CW[:, columns] = logp_CP.exp_().mul_(factor_CP).mul_(bend.slope(x_CP))
 
 
+def slices(n: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+
+
 def _parts(tile_CW: Tensor) -> Iterator[slice]:
     rows, width = tile_CW.shape
-    step = max(1, PART // rows)
-    return (slice(start, min(start + step, width)) for start in range(0, width, step))
+    return slices(width, max(1, PART // rows))
 
 
 def _logits(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, columns: slice) -> Tensor:

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.aggregate import aggregate
-from slipstream.estimators.numerics import RATIO_BOUND, floored, same_shape, zeroed
+from slipstream.estimators.numerics import floored, same_shape, zeroed
 from slipstream.estimators.options import check_options, only
+from slipstream.estimators.policy.token import Tokens
 from slipstream.estimators.ratio import same_rows
-from slipstream.estimators.tables.policy import ALIASES, LOSSES, Mode, PolicyLoss, scope_of
-from slipstream.estimators.tables.policy import method as method_of
-
-__all__ = ["ALIASES", "LOSSES", "PolicyLoss", "policy_loss", "prepare", "scope_of"]
+from slipstream.estimators.tables.policy import Mode, find_loss
 
 Metrics = dict[str, Tensor]
 
@@ -52,24 +50,24 @@ def policy_loss(
     of tokens at which the trust region acted). Means are sums over the given tokens divided by n_tokens, so metrics of
     micro-batches add up. If tokens are chosen here, the metrics of `prepare` are added.
     """
-    method = method_of(name)
+    method = find_loss(name)
     same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)
-    logp, old, advantages, mask = _tensors(logp_BT, logp_old_BT, advantages_BT, mask_BT)
+    tokens = _tokens(logp_BT, logp_old_BT, advantages_BT, mask_BT)
     metrics: Metrics = {}
     if method.choose is not None and "chosen" not in hyper:
-        hyper["chosen"], metrics = prepare(name, logp, old, advantages, mask, **hyper)
+        hyper["chosen"], metrics = prepare(name, logp_BT, logp_old_BT, advantages_BT, mask_BT, **hyper)
     check_options(name, hyper, method.loss, method.choose)
     if method.choose is not None:
-        same_shape(mask=mask, chosen=hyper["chosen"])
-    loss_BT, acted_BT = method.loss(logp, old, advantages, mask, **only(hyper, method.loss))
+        same_shape(mask=mask_BT, chosen=hyper["chosen"])
+    loss_BT, acted_BT = method.loss(tokens, **only(hyper, method.loss))
 
     if weights is not None:
         same_shape(logp=logp_BT, weights=weights)
-        (weights,) = zeroed(mask, weights.detach().to(loss_BT.dtype))
-        loss_BT = loss_BT * (_row_weight(weights, mask) if method.weighs_rows else weights)
+        (weights,) = zeroed(tokens.mask, weights.detach().to(loss_BT.dtype))
+        loss_BT = loss_BT * (_row_weight(weights, tokens.mask) if method.weighs_rows else weights)
     counts: dict[str, Any] = {"n_tokens": n_tokens, "n_sequences": n_sequences, "sequence_tokens": sequence_tokens}
-    loss = aggregate(loss_BT, mask, agg or method.agg, scale=scale, **counts)
-    return loss, metrics | _metrics(logp.detach() - old, acted_BT, mask, n_tokens)
+    loss = aggregate(loss_BT, tokens.mask, agg or method.agg, scale=scale, **counts)
+    return loss, metrics | _metrics(tokens, acted_BT, n_tokens)
 
 
 def prepare(
@@ -81,21 +79,21 @@ def prepare(
     Metrics are those of the whole batch. clip_cov: `cov_candidates`. m2po: `second_moment` of the tokens left,
     `second_moment_before`, `masked_fraction`, `budget_missed`.
     """
-    method = method_of(name)
+    method = find_loss(name)
     if method.choose is None:
         raise ValueError(f"{name} has {method.scope} scope: there is nothing to prepare")
     same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)
     check_options(name, hyper, method.choose, method.loss)
-    tensors = _tensors(logp_BT.detach(), logp_old_BT, advantages_BT, mask_BT)
-    found: tuple[Tensor, Metrics] = method.choose(*tensors, **only(hyper, method.choose))
-    return found
+    tokens = _tokens(logp_BT.detach(), logp_old_BT, advantages_BT, mask_BT)
+    choice: tuple[Tensor, Metrics] = method.choose(tokens, **only(hyper, method.choose))
+    return choice
 
 
-def _tensors(logp_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, ...]:
-    """Return floored log-probs (only `logp` differentiable) and advantages, 0 where masked, and the mask as bool."""
+def _tokens(logp_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tokens:
     dtype = torch.promote_types(torch.promote_types(logp_BT.dtype, old_BT.dtype), torch.float32)
     logp, old = floored(logp_BT.to(dtype)), floored(old_BT.detach().to(dtype))
-    return *zeroed(mask_BT, logp, old, advantages_BT.detach().to(dtype)), mask_BT != 0
+    logp, old, advantages = zeroed(mask_BT, logp, old, advantages_BT.detach().to(dtype))
+    return Tokens(logp, old, advantages, mask_BT != 0)
 
 
 def _row_weight(weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -104,12 +102,12 @@ def _row_weight(weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return (logs_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
 
 
-def _metrics(delta_BT: Tensor, acted_BT: Tensor, mask_BT: Tensor, n_tokens: float | None) -> Metrics:
-    tokens = max(n_tokens, 1) if n_tokens is not None else mask_BT.sum().clamp(min=1)
-    ratio_BT = delta_BT.clamp(-RATIO_BOUND, RATIO_BOUND).exp() * mask_BT
+def _metrics(tokens: Tokens, acted_BT: Tensor, n_tokens: float | None) -> Metrics:
+    count = max(n_tokens, 1) if n_tokens is not None else tokens.mask.sum().clamp(min=1)
+    delta_BT, ratio_BT = tokens.delta.detach(), tokens.ratio.detach() * tokens.mask
     return {
-        "kl": -delta_BT.sum() / tokens,
-        "ratio": ratio_BT.sum() / tokens,
+        "kl": -delta_BT.sum() / count,
+        "ratio": ratio_BT.sum() / count,
         "ratio_max": ratio_BT.max() if ratio_BT.numel() else ratio_BT.sum(),
-        "clip_fraction": (acted_BT & mask_BT).to(delta_BT.dtype).sum() / tokens,
+        "clip_fraction": (acted_BT & tokens.mask).to(delta_BT.dtype).sum() / count,
     }

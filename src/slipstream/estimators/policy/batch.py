@@ -6,7 +6,7 @@
 δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, lo = clip_low, hi = clip_high. The covariance of a token is
 (A − Ā)(logπ − mean logπ), with means over the valid tokens of the batch.
 
-Shapes: B rows, T positions, N some of the B·T positions. `mask` is bool.
+Shapes: B rows, T positions, N some of the B·T positions.
 """
 
 from __future__ import annotations
@@ -14,39 +14,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp
-from slipstream.estimators.policy.token import Loss, clipped_surrogate
+from slipstream.estimators.numerics import RATIO_BOUND
+from slipstream.estimators.policy.token import Loss, Tokens, clipped_surrogate
 from slipstream.estimators.surrogate import second_moment_mask
 
 Metrics = dict[str, Tensor]
 Choice = tuple[Tensor, Metrics]
 
 
-def clip_cov(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    chosen: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> Loss:
+def clip_cov(tokens: Tokens, *, chosen: Tensor, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
     """Exclude a few of the tokens that sharpen the policy most from PPO's loss (Clip-Cov, 2505.22617).
 
     max(−A r, −A clip(r, 1−lo, 1+hi)), 0 at the chosen tokens. These are max(⌊cov_fraction·valid tokens⌋, 1) tokens,
     drawn at random with `generator` from those with cov_low < covariance < cov_high that PPO does not clip.
-    Use this loss when entropy falls too fast and exploration stops.
+    Use this loss if entropy falls too fast and exploration stops.
     """
-    loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
+    loss_BT, clipped_BT = clipped_surrogate(tokens.ratio, tokens.advantage, clip_low, clip_high)
     return loss_BT.masked_fill(chosen, 0.0), clipped_BT | chosen
 
 
 def choose_clip_cov(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
+    tokens: Tokens,
     *,
     generator: torch.Generator,
     clip_low: float = 0.2,
@@ -55,44 +43,33 @@ def choose_clip_cov(
     cov_high: float = 5.0,
     cov_fraction: float = 2e-4,
 ) -> Choice:
-    cov_BT = _covariance(logp_BT, advantage_BT, mask_BT)
-    _, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
-    candidates_N = (mask_BT & ~clipped_BT & (cov_BT > cov_low) & (cov_BT < cov_high)).flatten().nonzero().flatten()
+    cov_BT = _covariance(tokens)
+    _, clipped_BT = clipped_surrogate(tokens.ratio, tokens.advantage, clip_low, clip_high)
+    candidates_N = (tokens.mask & ~clipped_BT & (cov_BT > cov_low) & (cov_BT < cov_high)).flatten().nonzero().flatten()
     order = torch.randperm(len(candidates_N), generator=generator, device=generator.device).to(candidates_N.device)
-    drawn_N = candidates_N[order[: max(int(cov_fraction * int(mask_BT.sum())), 1)]]
-    return _marked(drawn_N, mask_BT), {"cov_candidates": cov_BT.new_tensor(float(len(candidates_N)))}
+    drawn_N = candidates_N[order[: max(int(cov_fraction * int(tokens.mask.sum())), 1)]]
+    return _marked(drawn_N, tokens.mask), {"cov_candidates": cov_BT.new_tensor(float(len(candidates_N)))}
 
 
-def kl_cov(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    chosen: Tensor,
-    kl_coef: float = 0.1,
-) -> Loss:
+def kl_cov(tokens: Tokens, *, chosen: Tensor, kl_coef: float = 0.1) -> Loss:
     """Restrain the tokens that sharpen the policy most in an unclipped surrogate (KL-Cov, 2505.22617).
 
     −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·valid tokens⌋) tokens of largest covariance.
     Eq. 14 of the paper has KL(π_old‖π) instead of |δ|; the authors' code and verl compute |δ|. For one drawn token |δ|
     is better: |δ| pulls the token back to δ = 0 from both sides. The KL's estimate −δ would raise its probability.
-    Use this loss like `clip_cov`, without randomness: the chosen tokens are restrained and not left out.
+    Use this loss like clip_cov, if that removes too much: the chosen tokens are restrained and not left out.
     """
-    delta_BT = logp_BT - old_BT
-    return -advantage_BT * bounded_exp(delta_BT) + kl_coef * delta_BT.abs() * chosen, chosen
+    return -tokens.advantage * tokens.ratio + kl_coef * tokens.delta.abs() * chosen, chosen
 
 
-def choose_kl_cov(
-    logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, cov_fraction: float = 2e-4
-) -> Choice:
-    valid = int(mask_BT.sum())
-    cov_BT = _covariance(logp_BT, advantage_BT, mask_BT).masked_fill(~mask_BT, -torch.inf)
+def choose_kl_cov(tokens: Tokens, *, cov_fraction: float = 2e-4) -> Choice:
+    valid = int(tokens.mask.sum())
+    cov_BT = _covariance(tokens).masked_fill(~tokens.mask, -torch.inf)
     top_N = cov_BT.flatten().topk(min(valid, max(1, int(cov_fraction * valid)))).indices
-    return _marked(top_N, mask_BT), {}
+    return _marked(top_N, tokens.mask), {}
 
 
-def m2po(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, chosen: Tensor) -> Loss:
+def m2po(tokens: Tokens, *, chosen: Tensor) -> Loss:
     """Mask outliers of an unclipped surrogate until a second-moment budget is met (M2PO, 2510.01161).
 
     −A r, 0 at the chosen tokens. Harmful tokens have A > 0 and r > 1, or A < 0 and r < 1. Those with the largest
@@ -100,21 +77,18 @@ def m2po(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor,
     harmful tokens are chosen and the metric `budget_missed` is 1.
     Use this loss for very stale batches: far fewer tokens are masked than with a clip, and only outliers.
     """
-    loss_BT = -advantage_BT * bounded_exp(logp_BT - old_BT)
-    return loss_BT.masked_fill(chosen, 0.0), chosen
+    return (-tokens.advantage * tokens.ratio).masked_fill(chosen, 0.0), chosen
 
 
-def choose_m2po(
-    logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, budget: float = 0.04
-) -> Choice:
-    log_ratio_BT = (logp_BT - old_BT).clamp(-RATIO_BOUND, RATIO_BOUND)
-    keep_BT, metrics = second_moment_mask(log_ratio_BT, advantage_BT, mask_BT, budget=budget)
-    return mask_BT & ~keep_BT, metrics
+def choose_m2po(tokens: Tokens, *, budget: float = 0.04) -> Choice:
+    log_ratio_BT = tokens.delta.clamp(-RATIO_BOUND, RATIO_BOUND)
+    keep_BT, metrics = second_moment_mask(log_ratio_BT, tokens.advantage, tokens.mask, budget=budget)
+    return tokens.mask & ~keep_BT, metrics
 
 
-def _covariance(logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return the covariance of each valid token. Inputs must be 0 at masked tokens, whose results are undefined."""
-    valid, logp_BT, advantage_BT = mask_BT.sum().clamp(min=1), logp_BT.double(), advantage_BT.double()
+def _covariance(tokens: Tokens) -> Tensor:
+    """Return the covariance of each valid token; undefined at masked tokens."""
+    valid, logp_BT, advantage_BT = tokens.mask.sum().clamp(min=1), tokens.logp.double(), tokens.advantage.double()
     return (advantage_BT - advantage_BT.sum() / valid) * (logp_BT - logp_BT.sum() / valid)
 
 

@@ -3,7 +3,7 @@
 A row is a whole sequence. For an episode with several branches the row is the trained tokens of all branches, one after
 the other.
 
-Shapes: B rows, T positions. `mask` is bool.
+Shapes: B rows, T positions.
 """
 
 from __future__ import annotations
@@ -12,103 +12,78 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.numerics import RATIO_BOUND
-from slipstream.estimators.policy.token import Loss, clipped_surrogate, no_tokens, self_ratio
+from slipstream.estimators.policy.token import Loss, Tokens, clipped_surrogate, self_ratio
 from slipstream.estimators.ratio import importance_ratio
 from slipstream.estimators.tables.correction import CTPO_CLIP
 
 
-def gspo(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> Loss:
+def gspo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
     """Apply PPO to the length-normalised ratio of the whole row (GSPO, 2507.18071).
 
     s = exp(mean_t δ), max(−A s, −A clip(s, 1−lo, 1+hi)), gradient through s.
     Use this loss for one reward per long answer and for mixture-of-experts models. s changes far less than r: the
     paper's clips are near 3e-4, not 0.2.
     """
-    ratio_BT = importance_ratio("geometric", logp_BT - old_BT, mask_BT)
-    return clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
+    ratio_BT = importance_ratio("geometric", tokens.delta, tokens.mask)
+    return clipped_surrogate(ratio_BT, tokens.advantage, clip_low, clip_high)
 
 
-def gspo_token(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> Loss:
+def gspo_token(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
     """Apply GSPO with one gradient per token (GSPO-token, 2507.18071; the form that verl calls gspo).
 
     `gspo` with sg(s)·exp(logπ − sg logπ) in place of s.
-    Use this loss instead of `gspo` if advantages differ from token to token; else both gradients are equal.
+    Use this loss instead of gspo if advantages differ from token to token; else both gradients are equal.
     """
-    ratio_BT = importance_ratio("geometric", logp_BT.detach() - old_BT, mask_BT) * self_ratio(logp_BT)
-    return clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
+    ratio_BT = importance_ratio("geometric", tokens.delta.detach(), tokens.mask) * self_ratio(tokens.logp)
+    return clipped_surrogate(ratio_BT, tokens.advantage, clip_low, clip_high)
 
 
-def gmpo(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> Loss:
+def gmpo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
     """Use the geometric mean of ratios that are clipped token by token (GMPO, 2507.20673).
 
     −Ā R at every token of the row, R = exp(mean_t sgnA·min(sgnA δ, sgnA clip(δ, −lo, hi))), Ā the row's mean advantage.
-    Use this loss instead of `gspo` if single outlier tokens dominate rows. The clip is on δ: the paper uses 0.4.
+    Use this loss instead of gspo if single outlier tokens dominate rows. The clip is on δ: the paper uses 0.4.
     """
-    sign_BT, delta_BT = advantage_BT.sign(), logp_BT - old_BT
+    sign_BT, delta_BT = tokens.advantage.sign(), tokens.delta
     clipped_BT = sign_BT * delta_BT.clamp(-clip_low, clip_high)
     kept_BT = sign_BT * torch.minimum(sign_BT * delta_BT, clipped_BT)
-    ratio_BT = importance_ratio("geometric", kept_BT, mask_BT)
-    tokens_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    return -advantage_BT.sum(-1, keepdim=True) / tokens_B1 * ratio_BT, clipped_BT < sign_BT * delta_BT
+    ratio_BT = importance_ratio("geometric", kept_BT, tokens.mask)
+    tokens_B1 = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
+    return -tokens.advantage.sum(-1, keepdim=True) / tokens_B1 * ratio_BT, clipped_BT < sign_BT * delta_BT
 
 
-def topr(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, positive: Tensor) -> Loss:
+def topr(tokens: Tokens, *, positive: Tensor) -> Loss:
     """Imitate good rows, and push bad rows down only while they are likely (TOPR, 2503.14286).
 
     −w A logπ. w = 1 on the rows that `positive` [B] marks, whose advantages sum to more than 0, else sg(min(Π_t r, 1)).
-    Use this loss for very stale or offline data: bad rows have no effect once they are unlikely under the policy.
+    Use this loss for very stale or offline data with right and wrong answers: bad rows have no effect once they are
+    unlikely under the policy.
     """
-    if positive.shape != logp_BT.shape[:1]:
-        raise ValueError(f"positive {tuple(positive.shape)} must be [B] with B = {len(logp_BT)}")
-    row_BT = importance_ratio("sequence", logp_BT.detach() - old_BT, mask_BT)
+    if positive.shape != tokens.logp.shape[:1]:
+        raise ValueError(f"positive {tuple(positive.shape)} must be [B] with B = {len(tokens.logp)}")
+    row_BT = importance_ratio("sequence", tokens.delta.detach(), tokens.mask)
     truncated_BT = (row_BT > 1) & ~positive.bool()[:, None]
     weight_BT = torch.where(positive.bool()[:, None], 1.0, row_BT.clamp(max=1.0))
-    return -weight_BT * advantage_BT * logp_BT, truncated_BT
+    return -weight_BT * tokens.advantage * tokens.logp, truncated_BT
 
 
-def minpro(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Loss:
+def minpro(tokens: Tokens) -> Loss:
     """Weight each token by the smallest prefix ratio times its own ratio (MinPRO, 2601.22718).
 
     −sg(w) A logπ, w_t = (min_{s<t} r_s)·r_t.
     Use this loss for long, stale answers, where token ratios are biased and products of ratios explode.
     """
-    weight_BT = importance_ratio("prefix_min", logp_BT.detach() - old_BT, mask_BT)
-    return -weight_BT * advantage_BT * logp_BT, no_tokens(mask_BT)
+    weight_BT = importance_ratio("prefix_min", tokens.delta.detach(), tokens.mask)
+    return -weight_BT * tokens.advantage * tokens.logp, tokens.no_tokens
 
 
-def ctpo(
-    logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, ctpo_clip: float = CTPO_CLIP
-) -> Loss:
+def ctpo(tokens: Tokens, *, ctpo_clip: float = CTPO_CLIP) -> Loss:
     """Weight each token by the prefix product of ratios, with a clip that widens along the row (CTPO, 2605.07331).
 
     −sg(w) A logπ, log w_t = Σ_{s≤t} δ_s clipped to ±ctpo_clip·√t.
-    Use this loss like `minpro`, when drift is spread evenly over the row.
+    Use this loss like minpro, if drift is spread evenly over the row.
     """
-    delta_BT = logp_BT.detach() - old_BT
-    weight_BT = importance_ratio("cumulative", delta_BT, mask_BT, c=ctpo_clip)
-    free_BT = importance_ratio("cumulative", delta_BT, mask_BT, c=RATIO_BOUND)  # c√t ≥ 20: no clip at all
-    return -weight_BT * advantage_BT * logp_BT, weight_BT != free_BT
+    delta_BT = tokens.delta.detach()
+    weight_BT = importance_ratio("cumulative", delta_BT, tokens.mask, c=ctpo_clip)
+    free_BT = importance_ratio("cumulative", delta_BT, tokens.mask, c=RATIO_BOUND)  # c√t ≥ 20: no clip at all
+    return -weight_BT * tokens.advantage * tokens.logp, weight_BT != free_BT

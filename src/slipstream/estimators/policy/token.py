@@ -1,15 +1,15 @@
 """Formulas of policy losses of token scope, before weights and aggregation.
 
-Each function takes log-probs of the emitted tokens under the current and the old policy, advantages and the mask. It
-returns (loss, acted): the loss of every token, and a mask of tokens where the trust region acted. `policy_loss` calls
-these functions after it has floored log-probs, zeroed masked positions, and checked dtypes and shapes.
+Each function returns (loss, acted): the loss of every token, and a mask of tokens where the trust region acted.
 
 δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, sg stop-gradient, lo = clip_low, hi = clip_high.
 
-Shapes: B rows, T positions. `mask` is bool.
+Shapes: B rows, T positions.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,171 +19,139 @@ from slipstream.estimators.numerics import bounded_exp, floored, same_shape, zer
 Loss = tuple[Tensor, Tensor]
 
 
-def vanilla(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float = 3.0,
-) -> Loss:
+@dataclass(frozen=True)
+class Tokens:
+    """Emitted tokens of a batch: tensors [B, T] of one shape. Masked positions are 0."""
+
+    logp: Tensor
+    """Log-probs under the current policy, floored. Only these have a gradient."""
+    old: Tensor
+    """Log-probs under the old policy, floored."""
+    advantage: Tensor
+    mask: Tensor
+    """Valid tokens, as bool."""
+
+    @property
+    def delta(self) -> Tensor:
+        return self.logp - self.old
+
+    @property
+    def ratio(self) -> Tensor:
+        return bounded_exp(self.delta)
+
+    @property
+    def no_tokens(self) -> Tensor:
+        """Return a mask of no tokens, for losses without a trust region."""
+        return torch.zeros_like(self.mask)
+
+
+def vanilla(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0) -> Loss:
     """Clip the ratio as in PPO, with the dual clip (Schulman et al., 1707.06347; Ye et al., 1912.09729).
 
     max(−A r, −A clip(r, 1−lo, 1+hi)), and where A < 0 at most −A·dual_clip.
-    Use this loss, the default, for nearly on-policy rollouts. A token outside the clip range has no gradient.
+    Use this loss by default, with rollouts of at most two updates ago. A token outside the clip range has no gradient.
     """
-    loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
-    most_BT = torch.where(advantage_BT < 0, -advantage_BT * dual_clip, torch.inf)
+    loss_BT, clipped_BT = clipped_surrogate(tokens.ratio, tokens.advantage, clip_low, clip_high)
+    most_BT = torch.where(tokens.advantage < 0, -tokens.advantage * dual_clip, torch.inf)
     return torch.minimum(loss_BT, most_BT), clipped_BT | (loss_BT > most_BT)
 
 
-def reinforce(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Loss:
+def reinforce(tokens: Tokens) -> Loss:
     """Apply the plain policy gradient (REINFORCE, Williams 1992; GPG is the same loss with its own advantages).
 
     −A logπ.
-    Use this loss on-policy, or with importance weights that already hold the whole correction.
+    Use this loss on-policy, or with importance weights of a bypass preset that hold the whole correction. Use gpg as a
+    baseline, with the gpg advantage.
     """
-    return -advantage_BT * logp_BT, no_tokens(mask_BT)
+    return -tokens.advantage * tokens.logp, tokens.no_tokens
 
 
-def cispo(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> Loss:
+def cispo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
     """Use the clipped ratio as a constant weight, so that every token keeps a gradient (MiniMax-M1, 2506.13585).
 
     −sg(clip(r, 1−lo, 1+hi)) A logπ.
     Use this loss if clipping removes the gradient of rare but decisive tokens. There is no trust region: watch the KL.
     """
-    ratio_BT = bounded_exp(logp_BT - old_BT).detach()
+    ratio_BT = tokens.ratio.detach()
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    return -weight_BT * advantage_BT * logp_BT, weight_BT != ratio_BT
+    return -weight_BT * tokens.advantage * tokens.logp, weight_BT != ratio_BT
 
 
-def sapo(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-) -> Loss:
+def sapo(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
     """Use a sigmoid instead of the clip: the gradient fades smoothly as r leaves 1 (SAPO, 2511.20347).
 
     −A σ(τ(r − 1))·4/τ with τ = tau_pos where A > 0, else tau_neg. The gradient at r = 1 is the plain policy gradient.
-    Use this loss when the hard edge of PPO's clip makes training unstable.
+    Use this loss if clip_fraction is high, and the hard edge of PPO's clip makes training unstable.
     """
-    tau_BT = torch.full_like(advantage_BT, tau_neg).masked_fill(advantage_BT > 0, tau_pos)
-    gate_BT = torch.sigmoid(tau_BT * (bounded_exp(logp_BT - old_BT) - 1)) * 4 / tau_BT
-    return -advantage_BT * gate_BT, no_tokens(mask_BT)
+    tau_BT = torch.full_like(tokens.advantage, tau_neg).masked_fill(tokens.advantage > 0, tau_pos)
+    gate_BT = torch.sigmoid(tau_BT * (tokens.ratio - 1)) * 4 / tau_BT
+    return -tokens.advantage * gate_BT, tokens.no_tokens
 
 
-def dppo_tv(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dppo_truncation: float = 20.0,
-) -> Loss:
+def dppo_tv(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dppo_truncation: float = 20.0) -> Loss:
     """Drop tokens whose probability, instead of the ratio, moved too far (DPPO-TV, 2602.04879).
 
     −A sg(min(r, dppo_truncation)) logπ, kept while π − π_old ≤ hi (A > 0) or π_old − π ≤ lo (A ≤ 0).
     Use this loss if inference and training engines disagree: rare tokens then have extreme ratios and little mass.
     """
-    moved_BT = (logp_BT.exp() - old_BT.exp()).detach()
-    keep_BT = torch.where(advantage_BT > 0, moved_BT <= clip_high, -moved_BT <= clip_low)
-    return _truncated(logp_BT, old_BT, advantage_BT, keep_BT, dppo_truncation), ~keep_BT
+    moved_BT = (tokens.logp.exp() - tokens.old.exp()).detach()
+    keep_BT = torch.where(tokens.advantage > 0, moved_BT <= clip_high, -moved_BT <= clip_low)
+    return _truncated(tokens, keep_BT, dppo_truncation), ~keep_BT
 
 
-def dppo_kl(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dppo_truncation: float = 20.0,
-) -> Loss:
+def dppo_kl(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dppo_truncation: float = 20.0) -> Loss:
     """Drop tokens with a large binary KL ("this token or another") between the two policies (DPPO-KL, 2602.04879).
 
     D = π_old log(π_old/π) + (1−π_old) log((1−π_old)/(1−π)). Dropped if D > hi and π > π_old (A > 0), or if D > lo and π
     < π_old (A ≤ 0).
-    Use this loss like `dppo_tv`, if tokens with probabilities near 0 or 1 need a stricter limit.
+    Use this loss like dppo_tv, if tokens with probabilities near 0 or 1 need a stricter limit.
     """
-    logp, old = logp_BT.detach(), old_BT
+    logp, old = tokens.logp.detach(), tokens.old
     kl_BT = old.exp() * (old - logp) + (-torch.expm1(old)) * (_log_rest(old) - _log_rest(logp))
-    dropped_BT = torch.where(advantage_BT > 0, (kl_BT > clip_high) & (logp > old), (kl_BT > clip_low) & (logp < old))
-    return _truncated(logp_BT, old_BT, advantage_BT, ~dropped_BT, dppo_truncation), dropped_BT
+    raised_BT, lowered_BT = (kl_BT > clip_high) & (logp > old), (kl_BT > clip_low) & (logp < old)
+    dropped_BT = torch.where(tokens.advantage > 0, raised_BT, lowered_BT)
+    return _truncated(tokens, ~dropped_BT, dppo_truncation), dropped_BT
 
 
-def dro(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, dro_beta: float = 0.5) -> Loss:
+def dro(tokens: Tokens, *, dro_beta: float = 0.5) -> Loss:
     """Add a quadratic penalty towards the old policy to the plain policy gradient (DRO, Richemond et al. 2024).
 
     −(A logπ − ½ dro_beta δ²).
     Use this loss for off-policy or offline data without importance ratios: none explodes, every token has a gradient.
     """
-    return -(advantage_BT * logp_BT - dro_beta / 2 * (logp_BT - old_BT).square()), no_tokens(mask_BT)
+    return -(tokens.advantage * tokens.logp - dro_beta / 2 * tokens.delta.square()), tokens.no_tokens
 
 
 def decoupled_ppo(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    proximal_logp: Tensor,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    weight_cap: float = 5.0,
+    tokens: Tokens, *, proximal_logp: Tensor, clip_low: float = 0.2, clip_high: float = 0.2, weight_cap: float = 5.0
 ) -> Loss:
     """Apply PPO around a recent proximal policy, with weights for the policy that drew the token (AReaL, 2505.24298).
 
     −sg(w)·min(r A, clip(r, 1−lo, 1+hi) A), r = π/π_prox, w = π_prox/π_old, and w = 0 where w > weight_cap.
     π_old is the behaviour policy. `proximal_logp` [B, T] are the learner's log-probs when the batch arrived.
-    Use this loss for asynchronous training: the clip measures the change by this update and not the age of the sample.
+    Use this loss for asynchronous rollouts and several steps per batch: the clip measures the change by this update and
+    not the age of the sample.
     """
-    same_shape(logp=logp_BT, proximal_logp=proximal_logp)
-    (proximal_BT,) = zeroed(mask_BT, floored(proximal_logp.detach().to(old_BT.dtype)))
-    weight_BT = bounded_exp(proximal_BT - old_BT)
+    same_shape(logp=tokens.logp, proximal_logp=proximal_logp)
+    (proximal_BT,) = zeroed(tokens.mask, floored(proximal_logp.detach().to(tokens.old.dtype)))
+    weight_BT = bounded_exp(proximal_BT - tokens.old)
     dropped_BT = weight_BT > weight_cap
-    loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - proximal_BT), advantage_BT, clip_low, clip_high)
+    ratio_BT = bounded_exp(tokens.logp - proximal_BT)
+    loss_BT, clipped_BT = clipped_surrogate(ratio_BT, tokens.advantage, clip_low, clip_high)
     return weight_BT.masked_fill(dropped_BT, 0.0) * loss_BT, clipped_BT | dropped_BT
 
 
-def aspo(
-    logp_BT: Tensor,
-    old_BT: Tensor,
-    advantage_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float = 3.0,
-) -> Loss:
+def aspo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0) -> Loss:
     """Invert PPO's ratio for good tokens, so that improbable ones are raised most (ASPO, 2510.06062).
 
     A ≤ 0: `vanilla`. A > 0: −A sg(1/r²)·r without a clip of r.
     The value 1/r is limited to dual_clip, and its gradient is kept (soft dual clip).
-    Use this loss when entropy collapses because probable good tokens are raised further and rare ones are not.
+    Use this loss if entropy collapses because probable good tokens are raised further and rare ones are not.
     """
-    bad_BT, clipped_BT = vanilla(
-        logp_BT, old_BT, advantage_BT, mask_BT, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    flipped_BT = bounded_exp(old_BT - logp_BT.detach())
-    good_BT = -advantage_BT * flipped_BT.clamp(max=dual_clip) * self_ratio(logp_BT)
-    good = advantage_BT > 0
+    bad_BT, clipped_BT = vanilla(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    flipped_BT = bounded_exp(tokens.old - tokens.logp.detach())
+    good_BT = -tokens.advantage * flipped_BT.clamp(max=dual_clip) * self_ratio(tokens.logp)
+    good = tokens.advantage > 0
     return torch.where(good, good_BT, bad_BT), torch.where(good, flipped_BT > dual_clip, clipped_BT)
 
 
@@ -199,13 +167,9 @@ def self_ratio(logp_BT: Tensor) -> Tensor:
     return (logp_BT - logp_BT.detach()).exp()
 
 
-def no_tokens(mask_BT: Tensor) -> Tensor:
-    return torch.zeros_like(mask_BT)
-
-
-def _truncated(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, keep_BT: Tensor, truncation: float) -> Tensor:
-    weight_BT = bounded_exp(logp_BT.detach() - old_BT).clamp(max=truncation)
-    return -advantage_BT * weight_BT.masked_fill(~keep_BT, 0.0) * logp_BT
+def _truncated(tokens: Tokens, keep_BT: Tensor, truncation: float) -> Tensor:
+    weight_BT = tokens.ratio.detach().clamp(max=truncation)
+    return -tokens.advantage * weight_BT.masked_fill(~keep_BT, 0.0) * tokens.logp
 
 
 def _log_rest(logp: Tensor) -> Tensor:

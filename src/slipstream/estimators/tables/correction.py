@@ -16,7 +16,7 @@ Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "tu
 Threshold = float | tuple[float, float]
 """Bounds of importance weights: one number truncates from above, a pair is a band."""
 
-UNIT_SCOPE: dict[str, Scope] = {unit: "token" if unit == "token" else "row" for unit in get_args(Unit)}
+UNITS = get_args(Unit)
 ONE_PER_ROW = frozenset({"sequence", "geometric"})
 """Units with the same ratio at every token of a row."""
 CTPO_CLIP = 0.05
@@ -32,19 +32,16 @@ RS_MODES = (
     *("seq_max_k2", "seq_max_k3"),
     *("seq_max_kl", "negative_seq"),
 )
-SCOPE: dict[str, Scope] = {
-    **UNIT_SCOPE,
-    **{mode: "token" if mode.startswith("token") else "row" for mode in RS_MODES},
-    "is_normalize": "batch",
-}
+SCOPE: dict[str, Scope] = {part: "token" if part.startswith("token") else "row" for part in (*UNITS, *RS_MODES)}
+SCOPE["is_normalize"] = "batch"
 
 
 def checked(
     is_level: str | None, is_threshold: Threshold, is_normalize: bool, rs: Bounds | None
 ) -> tuple[Threshold, dict[str, tuple[float, float]]]:
     """Return the threshold and for each mode the interval of its statistic. Raise a ValueError for invalid settings."""
-    if is_level is not None and is_level not in UNIT_SCOPE:
-        raise unknown("is_level", str(is_level), UNIT_SCOPE)
+    if is_level is not None and is_level not in UNITS:
+        raise unknown("is_level", str(is_level), UNITS)
     if is_normalize and is_level is None:
         raise ValueError("is_normalize has no weights to normalise: set is_level, for example is_level='token'")
     if not isinstance(rs, Mapping | None):

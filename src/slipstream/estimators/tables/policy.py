@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from slipstream.estimators.options import Function, Options, formula, options_of, unknown
 from slipstream.scope import Scope
@@ -14,21 +14,21 @@ Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Policy loss: inputs, formula, scope, and a description for users."""
+    """Policy loss: formula, inputs and aggregation, and a description for users."""
 
     formula: str
-    """Formula as module.function under slipstream.estimators.policy."""
+    """Formula as scope.function: scopes are modules under slipstream.estimators.policy."""
     takes: tuple[str, ...] = ()
-    scope: Scope
     agg: Mode = "token-mean"
-    choice: str = ""
-    """For batch scope: formula that selects tokens of the whole batch, called by `prepare`. Empty for other scopes."""
     weighs_rows: bool = False
     """True if a row is multiplied by the geometric mean of its importance weights, instead of each token by its own."""
     trust_region: str
     importance: str
     targets: str
-    use_when: str
+
+    @property
+    def scope(self) -> Scope:
+        return cast(Scope, self.formula.split(".")[0])
 
     @property
     def loss(self) -> Function:
@@ -36,7 +36,8 @@ class PolicyLoss:
 
     @property
     def choose(self) -> Function | None:
-        return formula(f"policy.{self.choice}") if self.choice else None
+        """Return the function that selects tokens of the whole batch; None unless the scope is batch."""
+        return formula(f"policy.{self.formula.replace('.', '.choose_')}") if self.scope == "batch" else None
 
     @property
     def options(self) -> Options:
@@ -46,7 +47,7 @@ class PolicyLoss:
         return {name: default for name, default in options_of(self.choose, self.loss).items() if name != "chosen"}
 
 
-def method(name: str) -> PolicyLoss:
+def find_loss(name: str) -> PolicyLoss:
     name = ALIASES.get(name, name)
     if name not in LOSSES:
         raise unknown("policy loss", name, [*LOSSES, *ALIASES])
@@ -55,7 +56,7 @@ def method(name: str) -> PolicyLoss:
 
 def scope_of(name: str, agg: Mode | None = None) -> Scope:
     """Return the scope of a policy loss that is reduced by `agg`. A mean over the row needs the whole row."""
-    found = method(name)
+    found = find_loss(name)
     by_row = (agg or found.agg) == "seq-mean-token-mean"
     return "row" if found.scope == "token" and by_row else found.scope
 
@@ -67,177 +68,136 @@ LOSSES: dict[str, PolicyLoss] = {
     "vanilla": PolicyLoss(
         formula="token.vanilla",
         takes=("clip_low", "clip_high", "dual_clip"),
-        scope="token",
         trust_region="hard clip of the token ratio, and a bound on the loss of bad tokens",
         importance="token ratio",
         targets="steps that are too large; bad tokens with exploding ratios",
-        use_when="rollouts are at most one or two updates old",
     ),
     "reinforce": PolicyLoss(
         formula="token.reinforce",
-        scope="token",
         trust_region="none",
         importance="none; uses the weights of a correction preset",
         targets="bias of clipping",
-        use_when="rollouts are on-policy, or a bypass preset gives importance weights",
     ),
     "gpg": PolicyLoss(
         formula="token.reinforce",
-        scope="token",
         trust_region="none",
         importance="none; uses the weights of a correction preset",
         targets="bias of clipping",
-        use_when="as a baseline, with the gpg advantage",
     ),
     "cispo": PolicyLoss(
         formula="token.cispo",
         takes=("clip_low", "clip_high"),
-        scope="token",
         trust_region="none: the weight is bounded, but not the step",
         importance="clipped token ratio, stop-gradient",
         targets="rare decisive tokens that lose their gradient by clipping",
-        use_when="rare decisive tokens lose their gradient under vanilla",
     ),
     "gspo": PolicyLoss(
         formula="row.gspo",
         takes=("clip_low", "clip_high"),
-        scope="row",
         agg="seq-mean-token-mean",
         trust_region="hard clip of the row's geometric mean ratio",
         importance="geometric mean over the row",
         targets="row ratios that explode with length; unstable routing in mixtures of experts",
-        use_when="one reward per long answer; with clips near 3e-4",
     ),
     "gspo_token": PolicyLoss(
         formula="row.gspo_token",
         takes=("clip_low", "clip_high"),
-        scope="row",
         agg="seq-mean-token-mean",
         trust_region="hard clip of the row's geometric mean ratio",
         importance="geometric mean over the row, stop-gradient",
         targets="as gspo, with advantages per token",
-        use_when="as gspo, if advantages differ within an answer",
     ),
     "gmpo": PolicyLoss(
         formula="row.gmpo",
         takes=("clip_low", "clip_high"),
-        scope="row",
         agg="seq-mean-token-mean",
         weighs_rows=True,
         trust_region="log-ratio of each token clipped in the direction of its advantage",
         importance="geometric mean of clipped token ratios",
         targets="row ratios that explode with length; single outlier tokens",
-        use_when="gspo suffers from outliers; with clips near 0.4",
     ),
     "sapo": PolicyLoss(
         formula="token.sapo",
         takes=("tau_pos", "tau_neg"),
-        scope="token",
         agg="seq-mean-token-mean",
         trust_region="sigmoid: the gradient fades as the ratio leaves 1",
         importance="token ratio, in the sigmoid",
         targets="gradients that jump at the edge of a hard clip",
-        use_when="clip_fraction is high and training is unstable",
     ),
     "dppo_tv": PolicyLoss(
         formula="token.dppo_tv",
         takes=("clip_low", "clip_high", "dppo_truncation"),
-        scope="token",
         trust_region="drops tokens whose probability changed too much",
         importance="truncated token ratio (20), stop-gradient",
         targets="ratios that do not measure the distance of policies",
-        use_when="rare tokens have extreme ratios, for example if engines disagree",
     ),
     "dppo_kl": PolicyLoss(
         formula="token.dppo_kl",
         takes=("clip_low", "clip_high", "dppo_truncation"),
-        scope="token",
         trust_region="drops tokens whose binary KL is too large",
         importance="truncated token ratio (20), stop-gradient",
         targets="ratios that do not measure the distance of policies",
-        use_when="as dppo_tv, but stricter near probabilities 0 and 1",
     ),
     "clip_cov": PolicyLoss(
         formula="batch.clip_cov",
         takes=("generator", "clip_low", "clip_high", "cov_low", "cov_high", "cov_fraction"),
-        choice="batch.choose_clip_cov",
-        scope="batch",
         trust_region="hard clip, and no loss at a few tokens of high covariance",
         importance="token ratio",
         targets="entropy collapse",
-        use_when="entropy falls too fast",
     ),
     "kl_cov": PolicyLoss(
         formula="batch.kl_cov",
         takes=("cov_fraction", "kl_coef"),
-        choice="batch.choose_kl_cov",
-        scope="batch",
         trust_region="|δ| penalty at the tokens of highest covariance",
         importance="token ratio",
         targets="entropy collapse",
-        use_when="entropy falls too fast, and clip_cov removes too much",
     ),
     "dro": PolicyLoss(
         formula="token.dro",
         takes=("dro_beta",),
-        scope="token",
         trust_region="quadratic penalty on δ",
         importance="none",
         targets="exploding ratios on offline data",
-        use_when="data are so old that ratios are meaningless",
     ),
     "m2po": PolicyLoss(
         formula="batch.m2po",
         takes=("budget",),
-        choice="batch.choose_m2po",
-        scope="batch",
         trust_region="bound on the batch mean of δ²",
         importance="token ratio",
         targets="extreme ratios of stale tokens",
-        use_when="rollouts are many updates old",
     ),
     "decoupled_ppo": PolicyLoss(
         formula="token.decoupled_ppo",
         takes=("proximal_logp", "clip_low", "clip_high", "weight_cap"),
-        scope="token",
         trust_region="hard clip around the proximal policy",
         importance="proximal/behaviour ratio, stop-gradient, 0 above a cap",
         targets="clips that measure staleness instead of the step",
-        use_when="rollouts are asynchronous, and several steps are made per batch",
     ),
     "topr": PolicyLoss(
         formula="row.topr",
         takes=("positive",),
-        scope="row",
         trust_region="none for good rows, truncation for bad ones",
         importance="row ratio in [0, 1] on bad rows, stop-gradient",
         targets="bad rows that are pushed down without limit",
-        use_when="data are very stale or offline, with right and wrong answers",
     ),
     "aspo": PolicyLoss(
         formula="token.aspo",
         takes=("clip_low", "clip_high", "dual_clip"),
-        scope="token",
         trust_region="hard clip for bad tokens, a bound on the weight of good tokens",
         importance="token ratio, inverted for good tokens",
         targets="entropy collapse, because probable tokens gain most",
-        use_when="vanilla only sharpens the present behaviour of the student",
     ),
     "minpro": PolicyLoss(
         formula="row.minpro",
-        scope="row",
         trust_region="none: the smallest prefix ratio lowers the weight",
         importance="smallest prefix ratio times token ratio, stop-gradient",
         targets="prefix bias of token ratios; products that explode with length",
-        use_when="answers are long and stale",
     ),
     "ctpo": PolicyLoss(
         formula="row.ctpo",
         takes=("ctpo_clip",),
-        scope="row",
         trust_region="log of the prefix product clipped to ±c√t",
         importance="prefix product, stop-gradient",
         targets="as minpro, with the whole product",
-        use_when="as minpro, if drift is spread evenly over the row",
     ),
 }

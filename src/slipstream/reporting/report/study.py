@@ -119,7 +119,7 @@ def paired(sweep: Sweep) -> Iterator[Part]:
 
 def slopes(sweep: Sweep) -> Table:
     """Return a table of the change of each measure when x (for a lag: x + 1) doubles; without rows if there is none."""
-    found = {(each.series, m): difference_text(each.found, m) for m in sweep.measures for each in sweep.slopes(m)}
+    found = {(name, m): difference_text(slope, m) for m in sweep.measures for name, slope in sweep.slopes(m).items()}
     names = dict.fromkeys(name for name, _ in found)
     head = [f"slope against {sweep.doublings}", *(panel_of(m).label for m in sweep.measures)]
     return head, [[name, *(found.get((name, m), "") for m in sweep.measures)] for name in names]

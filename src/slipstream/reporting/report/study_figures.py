@@ -185,7 +185,7 @@ def lines_of(sweep: Sweep) -> Runs:
     """Read all finished runs."""
     found: Runs = {}
     for cell in sweep.finished:
-        point = cell.cell.point
+        point = cell.point
         found.setdefault((point.series, repr(point.x)), []).append((cell.run.metrics, cell.run.evaluations))
     return found
 
