@@ -17,7 +17,7 @@ BASE = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:te
 SAMPLER: dict[str, dict[str, object]] = {
     "engine_args": {"sampler": {"engine_args": {"seed": 1}}},
     "keep_mask": {"sampler": {"keep_mask": True, "top_p": 0.9}},
-    "reuse": {"sampler": {"on_publish": "reuse"}},
+    "on_publish": {"sampler": {"on_publish": "reuse"}},
     "lora": {"learner": {"lora": {"rank": 2}}},
 }
 TEACHER: dict[str, dict[str, object]] = {
@@ -59,6 +59,6 @@ def test_a_teacher_refuses_what_its_row_says(engine: str, feature: str) -> None:
 
 def test_every_feature_of_the_table_is_one_that_a_config_can_need() -> None:
     made = parse({**BASE, "sampler": {"keep_mask": True, "top_p": 0.9, "on_publish": "reuse"}})
-    assert isinstance(made, Config) and made.sampler_features == {"keep_mask", "reuse"}
+    assert isinstance(made, Config) and made.sampler_features == {"keep_mask", "on_publish"}
     assert SAMPLER.keys() == {feature for row in ENGINES.values() for feature in row.sampler_refuses}
     assert TEACHER.keys() == {feature for row in ENGINES.values() for feature in row.teacher_refuses}

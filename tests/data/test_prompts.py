@@ -630,6 +630,15 @@ def test_a_reward_that_cannot_be_had_is_told_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_sandbox_that_a_reward_cannot_use_is_told_by_its_own_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("async def score(text, sandbox): pass")
+    with pytest.raises(ConfigError, match="^task.sandbox: write a URL of scheme, host, port and path only"):
+        needs(("./own.py:score",), "http://user:secret@127.0.0.1:1")
+
+
 def test_a_reward_that_takes_whatever_there_is_wants_no_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,12 +206,8 @@ def test_a_batch_of_harmful_tokens_only_may_lose_them_all_within_the_budget() ->
     assert not keep.any() and metrics["budget_missed"].item() == 0 and metrics["second_moment"].item() == 0
 
 
-def test_options_that_contradict_each_other_are_refused() -> None:
+def test_unknown_options_and_other_shapes_are_refused() -> None:
     x = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="clip and ratio_cap"):
-        mc_reverse_kl(x, x, x, clip=0.2, ratio_cap=2.0)
-    with pytest.raises(ValueError, match="importance=False has no ratio"):
-        mc_reverse_kl(x, x, x, clip=0.2, importance=False)
     with pytest.raises(ValueError, match="'curent': choose one of current, behavior; did you mean 'current'"):
         mc_reverse_kl(x, x, x, advantage="curent")
     with pytest.raises(ValueError, match="choose one of behavior, proximal, current"):
@@ -228,9 +224,3 @@ def test_vectors_are_not_taken_for_one_position() -> None:
     x = torch.zeros(3)
     with pytest.raises(ValueError, match="two dimensions"):
         mc_reverse_kl(x, x, x)
-
-
-def test_without_importance_there_is_no_behaviour_advantage() -> None:
-    x = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="leave advantage='current'"):
-        mc_reverse_kl(x, x, x, importance=False, advantage="behavior")

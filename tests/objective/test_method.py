@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weights of no reward": (
         TWO_REWARDS | {"policy": {"reward_weights": {"maths": 2.0}}},
-        "unknown reward in policy.reward_weights 'maths': choose one of exact, math; did you mean 'math'?",
+        "policy.reward_weights: there is no reward 'maths'; did you mean 'math'?",
     ),
     "rewards that count nothing": (
         TWO_REWARDS | {"policy": {"reward_weights": {"exact": 0.0, "math": 0.0}}},

@@ -834,10 +834,11 @@ def test_hashes_are_the_same_in_every_run() -> None:
 
 def test_without_bwrap_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bubblewrap.processes, "PATH", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match='no bwrap here: apt install bubblewrap, or environment.sandbox = "none" to run code'
-    ):
-        sandbox_of("bubblewrap")
+    for setting in ("environment.sandbox", "task.sandbox"):
+        with pytest.raises(
+            ConfigError, match=f'no bwrap here: apt install bubblewrap, or {setting} = "none" to run code'
+        ):
+            sandbox_of("bubblewrap", setting)
 
 
 def test_without_pythons_own_in_usr_it_is_the_one_that_runs_us(monkeypatch: pytest.MonkeyPatch) -> None:

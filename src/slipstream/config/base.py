@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from string import Formatter
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from slipstream.errors import did_you_mean
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -28,10 +32,26 @@ def at_first(replicas: Replicas) -> int:
     return 1 if replicas == "auto" else replicas
 
 
+def template_fields(template: str) -> list[tuple[str, str | None, str | None]]:
+    """Return (name, format, conversion) of every field of a template; ValueError if its braces do not match."""
+    parts = Formatter().parse(template)
+    try:
+        return [(name, spec, conversion) for _, name, spec, conversion in parts if name is not None]
+    except ValueError as error:
+        raise ValueError(f"{error}; write {{{{ and }}}} for literal braces") from None
+
+
 def as_tuple(given: Any) -> Any:
     """Convert one name, or a list of names, to a tuple of names. Return other values unchanged."""
     names = [given] if isinstance(given, str) else given
     return tuple(names) if isinstance(names, list) else names
+
+
+def check_own(name: str, built_in: Sequence[str], what: str, kind: str) -> None:
+    """Raise ValueError unless `name` is built in, or names a function or class (`kind`) of the user."""
+    if name not in built_in and not OWN.fullmatch(name):
+        near = f"{did_you_mean(name, built_in)}; " if ":" not in name else ""
+        raise ValueError(f'{name!r} is no {what}; {near}your own is "./file.py:{kind}" or "module:{kind}"')
 
 
 class Section(BaseModel):
@@ -49,3 +69,7 @@ class Section(BaseModel):
         """Return the values of `kind` that select this section; an empty tuple if the section has no `kind`."""
         kind: Any = cls.model_fields.get("kind")
         return get_args(kind.annotation) if kind else ()
+
+    def changed(self, *names: str) -> list[str]:
+        """Return those of the named fields whose value is not the default."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]

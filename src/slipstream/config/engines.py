@@ -46,7 +46,7 @@ ENGINES: dict[str, Engine] = {
         sampler_refuses={
             "keep_mask": "sampler.keep_mask: vLLM does not return the sampling support: write "
             'sampler.engine = "native", or top_p = 1, top_k = 0 and min_p = 0 without keep_mask',
-            "reuse": 'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write '
+            "on_publish": 'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write '
             '"rebuild", or sampler.engine = "native"',
             "lora": '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
             'sampler.engine = "native", or drop [learner.lora]',

@@ -7,15 +7,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from slipstream.config.base import OWN, Section
-from slipstream.errors import did_you_mean
+from slipstream.config.base import Section, check_own
 
 ENVIRONMENTS = ("table", "lookup", "python")
 """Names of the built-in environments."""
 
 
 def check_sandbox(sandbox: str | None) -> str | None:
-    if sandbox not in (None, "bubblewrap", "none") and not re.match(r"https?://[^\s/]+", str(sandbox)):
+    if sandbox is not None and not re.match(r"(bubblewrap|none)\Z|https?://[^\s/]+", sandbox):
         raise ValueError(f'{sandbox!r} is no sandbox: write "bubblewrap", the URL of a server, or "none"')
     return sandbox
 
@@ -90,9 +89,8 @@ class EnvironmentConfig(Section):
     @field_validator("use")
     @classmethod
     def _check_use(cls, use: str | None) -> str | None:
-        if use is not None and use not in ENVIRONMENTS and not OWN.fullmatch(use):
-            near = f"{did_you_mean(use, ENVIRONMENTS)}; " if ":" not in use else ""
-            raise ValueError(f'{use!r} is no environment; {near}your own is "./file.py:Class" or "module:Class"')
+        if use is not None:
+            check_own(use, ENVIRONMENTS, "environment", "Class")
         return use
 
     @model_validator(mode="after")

@@ -96,11 +96,10 @@ def _add_kinds(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _replace_verl_names(tree: dict[str, Any]) -> dict[str, Any]:
     """Return a copy in which verl's name of a loss is replaced by the name used here."""
-    loss = tree.get("loss")
-    kind = loss.get("kind") if isinstance(loss, dict) else None
-    return (
-        {**tree, "loss": {**tree["loss"], "kind": ALIASES[kind]}} if isinstance(kind, str) and kind in ALIASES else tree
-    )
+    match tree.get("loss"):
+        case {"kind": str(kind), **options} if kind in ALIASES:
+            return {**tree, "loss": {**options, "kind": ALIASES[kind]}}
+    return tree
 
 
 def _set_endpoint_defaults(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from slipstream.config.base import DRAWS, Section, as_tuple
 
@@ -36,7 +36,7 @@ class FreshnessConfig(Section):
     over: Literal["tokens", "samples"] = "tokens"
     """Unit of the weighted mean in the distillation loss. tokens: all tokens, as without [freshness]. samples: samples,
     each with the mean over its tokens, as in f-OPD; tokens of short answers then count more."""
-    also: tuple[Literal["policy"], ...] = ()
+    also: Annotated[tuple[Literal["policy"], ...], BeforeValidator(as_tuple)] = ()
     """Other losses that use the same weights: "policy" for the policy loss. Empty weighs distillation only."""
     refresh: Literal["adaptive", "fixed", "never"] = "adaptive"
     """Rule for a refresh: unused samples of older weights are rolled out again. adaptive: when the buffer is stale.
@@ -57,25 +57,16 @@ class FreshnessConfig(Section):
     measure: int | None = Field(None, ge=1)
     """Number of updates between two measuring passes over the buffer. None is 1 with buffer = "measured", else 20."""
 
-    @field_validator("also", mode="before")
-    @classmethod
-    def _one_or_several(cls, also: Any) -> Any:
-        return as_tuple(also)
-
     @model_validator(mode="after")
     def _check_unused(self) -> FreshnessConfig:
-        for name, needs, value in (
-            ("every", "refresh", "fixed"),
-            ("kappa_f", "refresh", "adaptive"),
-            ("kappa_roll", "refresh", "adaptive"),
-            ("kappa_sup", "refresh", "adaptive"),
-            ("cooldown", "refresh", "adaptive"),
-            ("buffer", "refresh", "adaptive"),
-            ("measure", "refresh", "adaptive"),
+        for needs, value, names in (
+            ("refresh", "fixed", ("every",)),
+            ("refresh", "adaptive", ("kappa_f", "kappa_roll", "kappa_sup", "cooldown", "buffer", "measure")),
         ):
-            if getattr(self, needs) != value and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name} is for {needs} = "{value}": write that, or drop it')
-        if self.weight in ("lag", "equal") and self.threshold != type(self).model_fields["threshold"].default:
+            if getattr(self, needs) != value:
+                for name in self.changed(*names):
+                    raise ValueError(f'{name} is for {needs} = "{value}": write that, or drop it')
+        if self.weight in ("lag", "equal") and self.changed("threshold"):
             raise ValueError('threshold is for weight = "freshness": write that, or drop it')
         if self.weight == "common" and self.normalise != "off":
             raise ValueError('weight = "common" is divided by itself: write normalise = "off", or another weight')

@@ -55,7 +55,7 @@ class GradientCosine(Section):
 
     @model_validator(mode="after")
     def _check_factor(self) -> GradientCosine:
-        if self.below is None and self.factor != type(self).model_fields["factor"].default:
+        if self.below is None and self.changed("factor"):
             raise ValueError("factor does nothing without below: set below, or drop factor")
         return self
 

@@ -1,15 +1,15 @@
 """Table of distillation losses. Each row (class) is a section of the config and contains all that other code needs.
 
 The fields of a row are the loss options, with their bounds. Property `asks` describes what samplers, scorers,
-endpoints, learner and objective must provide. `scope` is for schedules; `told` is for the page of estimators. Other
-code does not depend on `kind`. A new loss needs a row here and in `LossConfig`, and a formula in estimators/.
+endpoints, learner and objective must provide. `scope` is for schedules. Other code does not depend on `kind`. A new
+loss needs a row here and in `LossConfig`, a formula in estimators/, and a description in its tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -47,24 +47,7 @@ class Asks:
     log_prob_min_clamp: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """Description of a loss for users who choose one."""
-
-    minimises: str
-    unit: str
-    trust_region: str = "none"
-    importance: str
-    """Correction for draws that an older student sampled."""
-    targets: str
-    """Problem that the loss is designed to avoid."""
-    cost: str
-    use_when: str
-
-
 class DistillationLoss(Section):
-    told: ClassVar[Mapping[str, Told]]
-    """Description of the loss for each value of `kind`."""
     scope: ClassVar[Scope] = "token"
 
     weight: float = Field(1.0, ge=0)
@@ -78,18 +61,6 @@ class DistillationLoss(Section):
 
 
 class ReverseKLMC(DistillationLoss):
-    told: ClassVar[Mapping[str, Told]] = {
-        "reverse_kl_mc": Told(
-            minimises="KL(p‖q) on draws of the student, weighted for the current student",
-            unit="draw",
-            trust_region="none; clip or ratio_cap if set",
-            importance="token ratio to the sampling policy, advantage recomputed: unbiased at any staleness",
-            targets="stale draws",
-            cost="12·M bytes per position; variance 1/M",
-            use_when="the default, for every schedule; raise m if the gradient is noisy",
-        )
-    }
-
     kind: Literal["reverse_kl_mc"] = "reverse_kl_mc"
     """Reverse KL on draws of the student (extra tokens sampled at the same position)."""
     m: int = Field(16, ge=1, le=DRAWS)
@@ -104,7 +75,7 @@ class ReverseKLMC(DistillationLoss):
     """Upper bound of importance weights; draws whose weight is reduced still have a gradient. None sets no bound."""
 
     @model_validator(mode="after")
-    def _check_trust_region(self) -> ReverseKLMC:
+    def _check_trust_region(self) -> Self:
         if self.clip is not None and self.ratio_cap is not None:
             raise ValueError("clip and ratio_cap both bound the ratio: keep one of them")
         if not self.importance and (self.clip is not None or self.ratio_cap is not None):
@@ -126,18 +97,6 @@ class ReverseKLMC(DistillationLoss):
 
 
 class DecoupledPPO(DistillationLoss):
-    told: ClassVar[Mapping[str, Told]] = {
-        "decoupled_ppo": Told(
-            minimises="KL(p‖q) on draws, by clipped steps around the student when the batch arrived",
-            unit="draw",
-            trust_region="PPO clip around the learner when the batch arrived",
-            importance="proximal/behaviour ratio, 0 above weight_cap",
-            targets="a clip that measures staleness instead of the step",
-            cost="as reverse_kl_mc, plus one forward pass for the proximal log-probs",
-            use_when="several optimizer steps are made on one stale batch",
-        )
-    }
-
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     """PPO on draws of the student; the clip limits the change since the batch arrived, not the staleness."""
     m: int = Field(16, ge=1, le=DRAWS)
@@ -163,17 +122,6 @@ class DecoupledPPO(DistillationLoss):
 
 
 class M2PO(DistillationLoss):
-    told: ClassVar[Mapping[str, Told]] = {
-        "m2po": Told(
-            minimises="KL(p‖q) on draws of the student, without the most extreme ratios ρ",
-            unit="draw",
-            trust_region="bound on the batch mean of (log ρ)², by masking harmful draws",
-            importance="token ratio of the kept draws",
-            targets="extreme ratios ρ",
-            cost="as reverse_kl_mc, plus one pass over the batch without gradient",
-            use_when="data is very stale and a few ratios dominate the gradient",
-        )
-    }
     scope = "batch"
 
     kind: Literal["m2po"] = "m2po"
@@ -208,24 +156,15 @@ class Divergence(DistillationLoss):
     def clamps(self) -> dict[str, Any]:
         return self.model_dump(include={"loss_max_clamp", "log_prob_min_clamp"})
 
-
-def _check_k(section: Divergence, cache: Cache, k: int) -> None:
-    if cache == "hidden" and k != type(section).model_fields["k"].default:
-        raise ValueError(f"k = {k} does nothing: the hidden cache is the whole distribution; drop k, or the cache")
+    @model_validator(mode="after")
+    def _check_k(self) -> Self:
+        k = getattr(self, "k", None)
+        if self.asks.cache == "hidden" and k is not None and self.changed("k"):
+            raise ValueError(f"k = {k} does nothing: the hidden cache is the whole distribution; drop k, or the cache")
+        return self
 
 
 class ReverseKLTopK(Divergence):
-    told: ClassVar[Mapping[str, Told]] = {
-        "reverse_kl_topk": Told(
-            minimises="KL(p‖q) on the student's top-k ids at the time of drawing",
-            unit="support",
-            importance="reweighted on the support; tokens outside are ignored (reweight = false: none)",
-            targets="variance of sampling",
-            cost="12·k bytes per position",
-            use_when="rollouts are fresh and student_mass is near 1",
-        )
-    }
-
     kind: Literal["reverse_kl_topk"] = "reverse_kl_topk"
     """Reverse KL on the top-k ids of the student that sampled the token."""
     k: int = Field(64, ge=1)
@@ -238,7 +177,7 @@ class ReverseKLTopK(Divergence):
     """Scale the probabilities of both models on the top-k to sum to 1."""
 
     @model_validator(mode="after")
-    def _check_completion(self) -> ReverseKLTopK:
+    def _check_completion(self) -> Self:
         if self.tail and self.renormalise:
             raise ValueError("tail adds the mass outside the top-k, renormalise drops it: write renormalise = false")
         return self
@@ -257,17 +196,6 @@ class ReverseKLTopK(Divergence):
 
 
 class ReverseKL(Divergence):
-    told: ClassVar[Mapping[str, Told]] = {
-        "reverse_kl": Told(
-            minimises="KL(p‖q) over the whole vocabulary",
-            unit="vocabulary",
-            importance="not needed: exact at every visited prefix",
-            targets="support mismatch and variance",
-            cost="2·D bytes per position, and the teacher's head at the learner",
-            use_when="the teacher's hidden states are available, above all if rollouts are stale",
-        )
-    }
-
     kind: Literal["reverse_kl"] = "reverse_kl"
     """Exact reverse KL, from hidden states."""
     cache: Literal["hidden"] = "hidden"
@@ -279,17 +207,6 @@ class ReverseKL(Divergence):
 
 
 class ForwardKL(Divergence):
-    told: ClassVar[Mapping[str, Told]] = {
-        "forward_kl": Told(
-            minimises="KL(q‖p) on the teacher's top-k ids, or over the whole vocabulary",
-            unit="support",
-            importance="not needed: weighted by the teacher",
-            targets="stale supports; modes of the teacher that the student misses",
-            cost="8·k bytes per position",
-            use_when="rollouts are very stale, or the teacher is an endpoint with top-k; watch teacher_mass",
-        )
-    }
-
     kind: Literal["forward_kl"] = "forward_kl"
     """Forward KL on the teacher's most likely tokens."""
     cache: Literal["teacher_topk", "hidden"] = "teacher_topk"
@@ -302,10 +219,9 @@ class ForwardKL(Divergence):
     """Scale probabilities on the top-k to sum to 1. Equal models then have no gradient. Not allowed with tail."""
 
     @model_validator(mode="after")
-    def _check_completion(self) -> ForwardKL:
+    def _check_completion(self) -> Self:
         if self.cache == "hidden" and (self.tail or self.renormalise):
             raise ValueError("the hidden cache is the whole distribution: drop tail and renormalise")
-        _check_k(self, self.cache, self.k)
         if self.tail and self.renormalise:
             raise ValueError("tail and renormalise exclude each other: keep one of them")
         return self
@@ -321,17 +237,6 @@ class ForwardKL(Divergence):
 
 
 class JSD(Divergence):
-    told: ClassVar[Mapping[str, Told]] = {
-        "jsd": Told(
-            minimises="β·KL(q‖m) + (1−β)·KL(p‖m) with m = βq + (1−β)p",
-            unit="vocabulary, or support and tail",
-            importance="not needed",
-            targets="forward KL is too broad, reverse KL too narrow",
-            cost="as reverse_kl, or forward_kl",
-            use_when="student and teacher differ so much that one direction alone is unstable",
-        )
-    }
-
     kind: Literal["jsd"] = "jsd"
     """Generalised Jensen-Shannon divergence, between forward and reverse KL."""
     cache: Literal["hidden", "teacher_topk"] = "hidden"
@@ -342,11 +247,6 @@ class JSD(Divergence):
     beta: float = Field(0.5, ge=0, le=1)
     """Interpolation between the two KL directions: 0 is forward KL, 1 is reverse KL."""
 
-    @model_validator(mode="after")
-    def _check_k_is_used(self) -> JSD:
-        _check_k(self, self.cache, self.k)
-        return self
-
     @property
     def asks(self) -> Asks:
         options = {"beta": self.beta}
@@ -355,58 +255,7 @@ class JSD(Divergence):
         return Asks(cache="teacher_topk", k=self.k, formula="divergence.jsd_topk", options=options, **self.clamps)
 
 
-def describe_estimate(minimises: str, *, importance: str, targets: str, use_when: str) -> Told:
-    return Told(
-        minimises=minimises,
-        unit="emitted token",
-        trust_region='none; PPO clip as = "reward"',
-        importance=importance,
-        targets=targets,
-        cost="8 bytes per position",
-        use_when=use_when,
-    )
-
-
 class KLEstimate(Divergence):
-    told: ClassVar[Mapping[str, Told]] = {
-        "k1": describe_estimate(
-            "log p − log q of the emitted token, as a reward",
-            importance="as a reward: token ratio; as a loss: no gradient",
-            targets="none: the simplest reward",
-            use_when='only with as = "reward": as a loss, its mean gradient is 0',
-        ),
-        "abs": describe_estimate(
-            "|log p − log q| of the emitted token",
-            importance="none; as a reward: token ratio",
-            targets="single tokens with huge gaps",
-            use_when="for comparison only: the gradient is that of no divergence",
-        ),
-        "k2": describe_estimate(
-            "½ (log p − log q)² of the emitted token",
-            importance="none: unbiased gradient only on-policy; as a reward: token ratio",
-            targets="the missing gradient of k1",
-            use_when="a loss with one draw, on-policy; the logged value is not the KL",
-        ),
-        "k3": describe_estimate(
-            "q/p − 1 − log(q/p) of the emitted token",
-            importance="none; as a reward: token ratio",
-            targets="the variance of k1 as an estimate",
-            use_when="to report a KL; as a loss it minimises the forward KL",
-        ),
-        "k1+": describe_estimate(
-            "value of k1, gradient of k2",
-            importance="none: unbiased only on-policy; as a reward: token ratio",
-            targets="k2's biased value",
-            use_when="as k2, if the logged loss should be the KL",
-        ),
-        "k3+": describe_estimate(
-            "value of k3, gradient of k2",
-            importance="none: unbiased only on-policy; as a reward: token ratio",
-            targets="k2's biased value and k1's variance",
-            use_when="as k1+, with a less noisy logged value",
-        ),
-    }
-
     kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k2"
     """Estimate of the reverse KL from the emitted token alone, as a loss or as a reward."""
     as_: Literal["loss", "reward"] = Field("loss", alias="as")
@@ -418,7 +267,7 @@ class KLEstimate(Divergence):
     """Largest ratio that counts for a token with a negative advantage, with as = "reward". None is 3."""
 
     @model_validator(mode="after")
-    def _check_gradient(self) -> KLEstimate:
+    def _check_gradient(self) -> Self:
         if self.as_ == "reward":
             return self
         if self.kind == "k1":
@@ -449,7 +298,7 @@ LossConfig = Annotated[
     Field(discriminator="kind"),
 ]
 LOSSES: dict[str, type[DistillationLoss]] = {
-    kind: row for row in get_args(get_args(LossConfig)[0]) for kind in row.told
+    kind: row for row in get_args(get_args(LossConfig)[0]) for kind in row.kinds()
 }
 
 

@@ -21,7 +21,8 @@ class ScheduleSection(Section):
     @property
     def label(self) -> str:
         """Return the name of the schedule and its most important setting, such as `step_off(2)`."""
-        return self.kinds()[0]
+        kind, k = self.kinds()[0], getattr(self, "k", None)
+        return kind if k is None else f"{kind}({k})"
 
     @property
     def most(self) -> float:
@@ -62,10 +63,6 @@ class StepOff(ScheduleSection):
     k: int = Field(1, ge=1)
     """Number of batches that are rolled out ahead of the learner. More batches overlap more and make samples staler."""
 
-    @property
-    def label(self) -> str:
-        return f"{self.kind}({self.k})"
-
 
 class Async(ScheduleSection):
     kind: Literal["async"] = "async"
@@ -103,7 +100,6 @@ class Async(ScheduleSection):
 
     @property
     def most(self) -> float:
-        """Return the largest possible tau."""
         return self.tau_max if self.tau == "auto" else self.tau
 
     @property
@@ -113,7 +109,6 @@ class Async(ScheduleSection):
 
     @property
     def rarest(self) -> int:
-        """Return the largest possible number of updates between two publishes."""
         return self.publish_max if self.publish_every == "auto" else self.publish_every
 
     @property
@@ -132,8 +127,9 @@ class Async(ScheduleSection):
     @model_validator(mode="after")
     def _check_auto(self) -> Async:
         idle = {"tau_max": "tau", "drift": "tau", "publish_max": "publish_every"}
-        for name, auto in idle.items():
-            if getattr(self, auto) != "auto" and getattr(self, name) != type(self).model_fields[name].default:
+        for name in self.changed(*idle):
+            auto = idle[name]
+            if getattr(self, auto) != "auto":
                 raise ValueError(f'{name} does nothing without {auto} = "auto": set that, or drop {name}')
         if self.publish_every != "auto":
             return self
@@ -181,10 +177,6 @@ class Replay(ScheduleSection):
     serial: ClassVar[bool] = True
     k: int = Field(1, ge=0)
     """Age of every batch in updates. The first batches are younger, because fewer updates have been made."""
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind}({self.k})"
 
 
 ScheduleConfig = Annotated[Sync | Periodic | StepOff | Async | Replay, Field(discriminator="kind")]

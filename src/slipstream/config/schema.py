@@ -7,13 +7,23 @@ The string under each field is the help text that `slipstream config` prints. A 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from string import Formatter
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from slipstream.config.base import GREEDY, OWN, THREADS, Beta, Dtype, Replicas, Section, Temperature, as_tuple
+from slipstream.config.base import (
+    GREEDY,
+    THREADS,
+    Beta,
+    Dtype,
+    Replicas,
+    Section,
+    Temperature,
+    as_tuple,
+    check_own,
+    template_fields,
+)
 from slipstream.config.engines import ENGINES
 from slipstream.config.environment import EnvironmentConfig, Where
 from slipstream.config.freshness import FreshnessConfig
@@ -84,19 +94,16 @@ class DataConfig(Section):
     def _check_template(cls, template: str | None) -> str | None:
         if template is None:
             return None
-        try:
-            found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
-        except ValueError as error:
-            raise ValueError(f"{error}; write {{{{ and }}}} for literal braces") from None
-        if not found:
+        fields = template_fields(template)
+        if not fields:
             raise ValueError("would be the same for every prompt: name a column, as in {question}")
-        for name, spec, conversion in found:
+        for name, spec, conversion in fields:
             if not name or spec or conversion:
                 raise ValueError("write only the name of a column between braces, as in {question}")
         return template
 
     @model_validator(mode="after")
-    def _check_prompt(self) -> DataConfig:
+    def _check_prompt(self) -> Self:
         if self.prompt is not None and self.template is not None:
             raise ValueError("prompt does nothing beside template, which names the columns itself: drop one of them")
         return self
@@ -104,8 +111,8 @@ class DataConfig(Section):
     @field_validator("template_args")
     @classmethod
     def _check_template_args(cls, args: dict[str, Any]) -> dict[str, Any]:
-        for name, value in args.items():
-            if value is None:
+        for name in args:
+            if args[name] is None:
                 raise ValueError(f"{name} cannot be none: leave it out")
         return args
 
@@ -148,6 +155,11 @@ class SamplerConfig(Section):
     """Treatment of the KV cache of running responses when new weights arrive. rebuild: compute the cache again with the
     new weights. reuse: keep the old cache, which costs nothing and is approximate. The recorded log-probs then are
     still those of the sampling policy, but no single set of weights reproduces them."""
+
+    @property
+    def truncation(self) -> list[str]:
+        """Return the names of the settings that leave tokens out of the sampling distribution."""
+        return self.changed("top_p", "top_k", "min_p")
 
 
 class LoraConfig(Section):
@@ -224,9 +236,7 @@ def name_of(reward: str) -> str:
 
 
 def check_reward(spec: str) -> str:
-    if spec not in REWARDS and not OWN.fullmatch(spec):
-        near = f"{did_you_mean(spec, REWARDS)}; " if ":" not in spec else ""
-        raise ValueError(f'{spec!r} is no reward; {near}your own is "./file.py:function" or "module:function"')
+    check_own(spec, REWARDS, "reward", "function")
     return spec
 
 
@@ -250,10 +260,10 @@ class TaskConfig(Section):
     @field_validator("reward")
     @classmethod
     def _check_names(cls, reward: tuple[str, ...]) -> tuple[str, ...]:
-        names = [name_of(check_reward(spec)) for spec in reward]
+        names = {name_of(check_reward(spec)) for spec in reward}
         if len(set(reward)) < len(reward):
             raise ValueError(f"{', '.join(reward)} names a reward twice: write each once")
-        if len(set(names)) < len(names):
+        if len(names) < len(reward):
             raise ValueError(f"{', '.join(reward)}: two of these have one name in the metrics: rename a function")
         return reward
 
@@ -327,7 +337,7 @@ class HealthConfig(Section):
 
 
 class LogConfig(Section):
-    to: tuple[Tracker, ...] = ()
+    to: Annotated[tuple[Tracker, ...], BeforeValidator(as_tuple)] = ()
     """Trackers that also receive the metrics, and the samples of every tenth update: tensorboard, wandb, mlflow,
     trackio; one name or a list. Empty sends nothing."""
     project: str = "slipstream"
@@ -337,11 +347,6 @@ class LogConfig(Section):
     every token. `slipstream samples` prints them. 0 writes none."""
     trace: bool = True
     """Write trace.json, a timeline of all workers; open it in ui.perfetto.dev."""
-
-    @field_validator("to", mode="before")
-    @classmethod
-    def _one_or_several(cls, to: Any) -> Any:
-        return as_tuple(to)
 
 
 class RuntimeConfig(Section):
@@ -385,6 +390,11 @@ class RuntimeConfig(Section):
         return self
 
 
+def most_replicas(workers: SamplerConfig | TeacherConfig) -> int:
+    """Return the largest number of samplers, or of copies of a teacher, in a run."""
+    return workers.replicas_max if workers.replicas == "auto" else workers.replicas
+
+
 class Config(Section):
     student: str
     """Model to train: HF directory or hub name, or builtin:student."""
@@ -423,7 +433,7 @@ class Config(Section):
         return teachers
 
     @model_validator(mode="after")
-    def _consistent(self) -> Config:
+    def _check_consistency(self) -> Self:
         group, batch = self.sampler.group, self.learner.batch_size
         if batch % group:
             raise ValueError(f"learner.batch_size = {batch} is not a multiple of sampler.group = {group}")
@@ -433,6 +443,8 @@ class Config(Section):
         for feature, why in ENGINES[self.sampler.engine].sampler_refuses.items():
             if feature in self.sampler_features:
                 raise ValueError(why)
+        if self.sampler.keep_mask and not self.sampler.truncation:
+            raise ValueError("sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token; drop it")
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         self._check_environment()
@@ -456,22 +468,21 @@ class Config(Section):
             raise ValueError("eval.every needs held-out prompts: set data.eval")
         if self.eval.every and not self.task.reward:
             raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
-        for setting, needed in self._unused_settings():
-            raise ValueError(f"{setting} does nothing without {needed}: set that, or drop {setting}")
+        self._check_unused()
         return self
 
-    def _unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield each setting that was changed but has no effect, with the setting that it needs."""
+    def _check_unused(self) -> None:
+        """Raise ValueError for the first setting that was changed but has no effect without another setting."""
         graded, evaluated = bool(self.task.reward), "every" in self.eval.model_fields_set
-        apart = self.runtime.kind != "inline"
-        written = any(teacher.own_context for teacher in self.teachers.values())
-        auto = 'replicas = "auto"'
         several, tracked = len(self.teachers) > 1, bool(set(self.log.to) - {"tensorboard"})
-        sections = [
-            ("sampler", self.sampler, ("replicas_max",), self.sampler.replicas == "auto", auto),
+        apart, written = self.runtime.kind != "inline", any(each.own_context for each in self.teachers.values())
+        teachers = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        workers: dict[str, SamplerConfig | TeacherConfig] = {"sampler": self.sampler, **teachers}
+        loss_options = [name for name in type(self.loss).model_fields if name != "weight"]
+        sections: list[tuple[str, Section, Iterable[str], bool, str]] = [
             *(
-                (f"teachers.{name}", t, ("replicas_max",), t.replicas == "auto", auto)
-                for name, t in self.teachers.items()
+                (name, each, ("replicas_max",), each.replicas == "auto", 'replicas = "auto"')
+                for name, each in workers.items()
             ),
             ("task", self.task, ("timeout",), graded or written, "task.reward, or a function that writes a context"),
             ("runtime", self.runtime, ("graders",), graded, "task.reward"),
@@ -482,16 +493,15 @@ class Config(Section):
             ("data", self.data, ("teacher_key",), several, "several teachers"),
             ("health", self.health, ("kl", "invalid", "rise"), bool(self.teachers), "a teacher"),
             ("health", self.health, ("reward",), graded, "task.reward"),
-            *((f"teachers.{name}", each, ("key",), several, "another teacher") for name, each in self.teachers.items()),
-            ("loss", self.loss, tuple(type(self.loss).model_fields), self.loss.weight > 0, "loss.weight"),
+            *((name, each, ("key",), several, "another teacher") for name, each in teachers.items()),
+            ("loss", self.loss, loss_options, self.loss.weight > 0, "loss.weight"),
         ]
         if not self.loss.weight and self.loss.kind != type(self).model_fields["loss"].default.kind:
-            yield "loss.kind", "loss.weight"
+            raise ValueError("loss.kind does nothing without loss.weight: set that, or drop loss.kind")
         for where, section, names, used, needed in sections:
-            for name in names if not used else ():
-                field = type(section).model_fields[name]
-                if name != "weight" and getattr(section, name) != field.default:
-                    yield f"{where}.{field.alias or name}", needed
+            for name in section.changed(*names) if not used else ():
+                setting = f"{where}.{type(section).model_fields[name].alias or name}"
+                raise ValueError(f"{setting} does nothing without {needed}: set that, or drop {setting}")
 
     def _check_objective(self) -> None:
         if self.loss.weight and not self.teachers:
@@ -506,30 +516,67 @@ class Config(Section):
         for problem in problems(self.teachers, self.loss):
             raise ValueError(problem)
         for name, teacher in self.teachers.items():
-            shown = [field for field in teacher.shows if field != "last"]
-            if shown and not teacher.own_context and not self.task.reward:
-                raise ValueError(
-                    f"teachers.{name}.context shows {{{shown[0]}}}, which rewards decide: set task.reward, for example "
-                    '"exact"'
-                )
-            if teacher.follow is not None and teacher.context is None and self.policy is None:
-                raise ValueError(
-                    f"teachers.{name} sees what the student sees and follows it: there is nothing to learn from; add a "
-                    "context, or [policy], whose loss this teacher then regularises"
-                )
-            averaged = teacher.follow is not None and teacher.follow.ema is not None
-            if averaged and self.learner.dtype == "bfloat16":
-                raise ValueError(
-                    f"teachers.{name}.follow.ema is kept in learner.dtype, and bfloat16 rounds small changes to 0: "
-                    'write learner.compute_dtype = "bfloat16" instead'
-                )
+            self._check_teacher(f"teachers.{name}", teacher)
         if not self.loss.weight and self.policy is None:
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
         if self.policy is not None and not self.task.reward:
             raise ValueError('[policy] learns from rewards: set task.reward, for example "exact"')
         self._check_freshness()
-        if self.reference is not None and self.reference.into == "reward" and self.policy is None:
+        self._check_reference()
+        if self.policy is not None:
+            self._check_rewards(self.policy)
+
+    def _check_teacher(self, where: str, teacher: TeacherConfig) -> None:
+        by_rewards = [field for field in teacher.shows if field != "last"]
+        if by_rewards and not teacher.own_context and not self.task.reward:
+            raise ValueError(
+                f'{where}.context shows {{{by_rewards[0]}}}, which rewards decide: set task.reward, for example "exact"'
+            )
+        if teacher.follow is not None and teacher.context is None and self.policy is None:
+            raise ValueError(
+                f"{where} sees what the student sees and follows it: there is nothing to learn from; add a context, or "
+                "[policy], whose loss this teacher then regularises"
+            )
+        if teacher.follow is not None and teacher.follow.ema is not None and self.learner.dtype == "bfloat16":
+            raise ValueError(
+                f"{where}.follow.ema is kept in learner.dtype, and bfloat16 rounds small changes to 0: write "
+                'learner.compute_dtype = "bfloat16" instead'
+            )
+
+    def _check_reference(self) -> None:
+        reference, samples = self.reference, self.learner.batch_size
+        if reference is None:
+            return
+        if reference.into == "reward" and self.policy is None:
             raise ValueError('reference.into = "reward" needs [policy], whose rewards it changes: write "loss"')
+        if reference.horizon is not None and reference.horizon <= samples / 5:
+            raise ValueError(
+                f"reference.horizon = {reference.horizon:g} is not above a fifth of learner.batch_size = {samples}, "
+                f"and β could become 0 in one update: write the samples of several updates, for example {10 * samples}"
+            )
+
+    def _check_rewards(self, policy: PolicyConfig) -> None:
+        names, weights = self.task.names, policy.reward_weights
+        if policy.advantage == "gdpo" and len(names) == 1:
+            raise ValueError(
+                'policy.advantage = "gdpo" normalises each of several rewards by itself, and task.reward is '
+                f'{names[0]!r} alone: name another, or write policy.advantage = "grpo"'
+            )
+        if policy.advantage == "gdpo" and self.reference is not None and self.reference.into == "reward":
+            raise ValueError(
+                'policy.advantage = "gdpo" uses task.reward\'s rewards alone, so reference.into = "reward" would '
+                'have no effect: write reference.into = "loss"'
+            )
+        if weights and len(names) == 1:
+            raise ValueError(
+                "policy.reward_weights weighs several rewards against each other, and task.reward is "
+                f"{names[0]!r} alone: drop it, or write policy.weight"
+            )
+        for name in weights:
+            if name not in names:
+                raise ValueError(f"policy.reward_weights: there is no reward {name!r}; {did_you_mean(name, names)}")
+        if weights and not any(weights.get(name, 1.0) for name in names):
+            raise ValueError("policy.reward_weights gives every reward weight 0, and nothing is left to learn from")
 
     def _check_freshness(self) -> None:
         fresh = self.freshness
@@ -618,13 +665,8 @@ class Config(Section):
     @property
     def sampler_features(self) -> set[str]:
         """Return names of the features that samplers of this config need from their engine, in addition to sampling."""
-        needed = {
-            "engine_args": bool(self.sampler.engine_args),
-            "keep_mask": self.sampler.keep_mask,
-            "reuse": self.sampler.on_publish == "reuse",
-            "lora": self.learner.lora is not None,
-        }
-        return {feature for feature, used in needed.items() if used}
+        changed = self.sampler.changed("engine_args", "keep_mask", "on_publish")
+        return {*changed, "lora"} if self.learner.lora is not None else set(changed)
 
     def _check_guards(self) -> None:
         guards, tau = self.guards, self.schedule.most
@@ -645,14 +687,16 @@ class Config(Section):
         return self.student if teacher.model == SELF else teacher.model
 
     @property
+    def has_agents(self) -> bool:
+        """Return whether external agents (programs behind a gateway) sample from the student."""
+        return self.environment is not None and self.environment.gateway is not None
+
+    @property
     def most_workers(self) -> dict[str, int]:
         """Return the largest number of workers for each kind of worker that has replicas = "auto"."""
         sampler = {"sampler": self.sampler.replicas_max} if self.sampler.replicas == "auto" else {}
-        return sampler | {
-            f"teacher.{name}": teacher.replicas_max
-            for name, teacher in self.teachers.items()
-            if teacher.replicas == "auto"
-        }
+        teachers = {name: teacher for name, teacher in self.teachers.items() if teacher.replicas == "auto"}
+        return sampler | {f"teacher.{name}": teacher.replicas_max for name, teacher in teachers.items()}
 
     @property
     def groups_per_update(self) -> int:

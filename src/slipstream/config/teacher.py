@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from string import Formatter
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import OWN, Dtype, Replicas, Section
+from slipstream.config.base import OWN, Dtype, Replicas, Section, template_fields
 from slipstream.config.engines import ENGINES
 from slipstream.config.losses import LOSSES, LossConfig, caches
 
@@ -39,7 +38,7 @@ class FollowConfig(Section):
     """Number of updates after which the teacher becomes a copy of the current student. None needs ema."""
 
     @model_validator(mode="after")
-    def _check_alternatives(self) -> FollowConfig:
+    def _check_alternatives(self) -> Self:
         if (self.ema is None) == (self.copy_every is None):
             raise ValueError("takes one of ema and copy_every, as in { ema = 0.99, every = 5 } or { copy_every = 20 }")
         if self.ema is None and self.every != 1:
@@ -154,17 +153,13 @@ class TeacherConfig(Section):
     @field_validator("context")
     @classmethod
     def _check_context(cls, template: str | None) -> str | None:
-        known = ", ".join(f"{{{name}}}" for name in CONTEXT_FIELDS)
         if template is None or OWN.fullmatch(template):
             return template
-        try:
-            found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
-        except ValueError as error:
-            raise ValueError(f"{error}; write {{{{ and }}}} for literal braces") from None
-        for name, spec, conversion in found:
+        known, fields = ", ".join(f"{{{name}}}" for name in CONTEXT_FIELDS), template_fields(template)
+        for name, spec, conversion in fields:
             if name not in CONTEXT_FIELDS or spec or conversion:
                 raise ValueError(f"no field {{{name}}}: there are {known}, and {{{{ and }}}} stand for braces")
-        if not found:
+        if not fields:
             raise ValueError(f"would be the same for every prompt: use {known}")
         return template
 
@@ -176,22 +171,15 @@ class TeacherConfig(Section):
     @property
     def context_fields(self) -> frozenset[str]:
         """Return the names of the context fields that the template uses; all names for a user function."""
-        if self.context is None:
-            return frozenset()
         if self.own_context:
             return frozenset(CONTEXT_FIELDS)
-        return frozenset(name for _, name, *_ in Formatter().parse(self.context) if name is not None)
+        return frozenset(name for name, *_ in template_fields(self.context or ""))
 
     @property
     def features(self) -> set[str]:
         """Return names of the features that this teacher needs from its engine, in addition to scoring."""
-        changed = {name for name in LOCAL_OPTIONS if getattr(self, name) != type(self).model_fields[name].default}
-        needed = {
-            "user_context": self.own_context,
-            "relabel": self.relabel != "never",
-            "follow": self.follow is not None,
-        }
-        return changed | {feature for feature, used in needed.items() if used}
+        changed = self.changed(*LOCAL_OPTIONS, "relabel", "follow")
+        return {*changed, "user_context"} if self.own_context else set(changed)
 
     @property
     def shows(self) -> tuple[str, ...]:
@@ -199,12 +187,11 @@ class TeacherConfig(Section):
         return tuple(name for name in ATTEMPTS if name in self.context_fields)
 
     @model_validator(mode="after")
-    def _check_consistency(self) -> TeacherConfig:
+    def _check_consistency(self) -> Self:
         endpoint = self.base_url is not None
-        for name in LOCAL_OPTIONS if endpoint else ENDPOINT_OPTIONS:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                what = "a model that runs here: drop it or" if endpoint else "an endpoint: drop it, or add"
-                raise ValueError(f"{name} is for {what} base_url")
+        for name in self.changed(*(LOCAL_OPTIONS if endpoint else ENDPOINT_OPTIONS)):
+            what = "a model that runs here: drop it or" if endpoint else "an endpoint: drop it, or add"
+            raise ValueError(f"{name} is for {what} base_url")
         for feature, why in ENGINES["http" if endpoint else self.engine].teacher_refuses.items():
             if feature in self.features:
                 raise ValueError(why)
@@ -233,16 +220,16 @@ def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
 
 def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterator[str]:
     """Yield a message for each conflict among these teachers, or between a teacher and the loss."""
-    keys: dict[str, str] = {}
+    hidden = loss.asks.cache == "hidden"
+    last_with_key = routed_by(teachers)
     for name, teacher in teachers.items():
         key = name if teacher.key is None else teacher.key
-        if len(teachers) > 1 and key in keys:
+        if (other := last_with_key[key]) != name:
             yield (
-                f"teachers.{keys[key]} and teachers.{name} both have key = {key!r}: each prompt has one teacher, give "
+                f"teachers.{name} and teachers.{other} both have key = {key!r}: each prompt has one teacher, give "
                 "one of them another key"
             )
-        keys[key] = name
-    if len(teachers) > 1 and loss.asks.cache == "hidden":
+    if len(teachers) > 1 and hidden:
         yield (
             f'loss.kind = "{loss.kind}" with cache = "hidden" applies the head of one teacher: with several write '
             'cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
@@ -250,7 +237,7 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
     for name, teacher in teachers.items():
         if teacher.base_url is not None:
             yield from endpoint_problems(f"teachers.{name}", teacher, loss)
-        if teacher.follow is not None and loss.asks.cache == "hidden":
+        if teacher.follow is not None and hidden:
             yield (
                 f'loss.kind = "{loss.kind}" with cache = "hidden" applies one constant head, and '
                 f'teachers.{name}.follow changes it: write cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
@@ -258,49 +245,45 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
 
 
 def endpoint_problems(where: str, teacher: TeacherConfig, loss: LossConfig) -> Iterator[str]:
-    asks, here = loss.asks, "or run the teacher here (no base_url)"
+    cache, k, draws, here = loss.asks.cache, loss.asks.k, loss.asks.draws, "or run the teacher here (no base_url)"
     if loss.temperature != 1:
         yield (
             f"loss.temperature = {loss.temperature:g}: {where} is an endpoint, which scores at temperature 1 only: "
             f"write loss.temperature = 1, {here}"
         )
-    if asks.cache == "hidden":
+    if cache == "hidden":
         topk = "teacher_topk" in caches(type(loss))
         other = 'loss.cache = "teacher_topk"' if topk else 'loss.kind = "reverse_kl_mc"'
         yield f'loss.cache = "hidden": {where} is an endpoint, which gives no hidden states: write {other}, {here}'
-    if asks.cache == "student_topk":
+    if cache == "student_topk":
         yield (
             f'loss.kind = "{loss.kind}": {where} is an endpoint, which scores the emitted token and none of the '
-            f'student\'s other {asks.k}: write loss.kind = "forward_kl", {here}'
+            f'student\'s other {k}: write loss.kind = "forward_kl", {here}'
         )
-    if asks.draws > 1:
+    if draws > 1:
         yield (
-            f"loss.m = {asks.draws}: {where} is an endpoint, which scores the emitted token and no other draws: write "
+            f"loss.m = {draws}: {where} is an endpoint, which scores the emitted token and no other draws: write "
             f"loss.m = 1, {here}"
         )
-    if asks.cache == "teacher_topk" and asks.k > teacher.max_logprobs:
+    if cache == "teacher_topk" and k > teacher.max_logprobs:
         yield (
-            f"loss.k = {asks.k}: {where} gives {teacher.max_logprobs} log-probs per token: write loss.k = "
-            f"{teacher.max_logprobs}, or start its server with --max-logprobs {asks.k} and write {where}.max_logprobs "
-            f"= {asks.k}"
+            f"loss.k = {k}: {where} gives {teacher.max_logprobs} log-probs per token: write loss.k = "
+            f"{teacher.max_logprobs}, or start its server with --max-logprobs {k} and write {where}.max_logprobs = {k}"
         )
 
 
-def endpoint_defaults(loss: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return new defaults of a loss for endpoint teachers that return `most` log-probs per token.
+def endpoint_defaults(given: dict[str, Any], max_logprobs: int) -> dict[str, Any]:
+    """Return new defaults of a loss for endpoint teachers that return `max_logprobs` log-probs per token.
 
-    `loss` holds the options that the config file sets. Only defaults of other options are returned.
+    `given` holds the loss options that the config file sets. Only defaults of other options are returned.
     """
-    row = LOSSES.get(str(loss.get("kind")))
+    row = LOSSES.get(str(given.get("kind")))
     if row is None:
         return {}
-    changes: dict[str, Any] = {}
-    defaults = {name: info.default for name, info in row.model_fields.items()} | loss
-    if "m" in defaults and "m" not in loss:
-        changes["m"] = 1
+    defaults = {name: info.default for name, info in row.model_fields.items()}
+    changes: dict[str, Any] = {"m": 1} if "m" in defaults else {}
     if "teacher_topk" in caches(row):
-        if "cache" not in loss and defaults["cache"] == "hidden":
-            changes["cache"] = "teacher_topk"
-        if (defaults | changes)["cache"] == "teacher_topk" and "k" not in loss and most < defaults["k"]:
-            changes["k"] = most
-    return changes
+        changes["cache"] = "teacher_topk"
+        if given.get("cache", "teacher_topk") == "teacher_topk":
+            changes["k"] = min(max_logprobs, defaults["k"])
+    return {name: value for name, value in changes.items() if name not in given and value != defaults[name]}

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from slipstream.config.losses import LOSSES as DISTILLATION
+from slipstream.config.losses import LOSSES as DISTILLATION_LOSSES
 from slipstream.estimators.divergence import KL_KINDS
 from slipstream.estimators.options import unknown
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import PRESETS, RS_MODES, SCOPE, CorrectionPreset, Unit
+from slipstream.estimators.tables.distillation import DISTILLATION
 from slipstream.estimators.tables.policy import ALIASES, LOSSES, scope_of
 from slipstream.scope import Scope
 
@@ -64,7 +65,9 @@ INTRODUCTIONS = {
 def catalogue() -> dict[str, list[Entry]]:
     """Return the entries of every family of estimators, in the order of the page."""
     return {
-        "distillation": [_distillation(kind) for kind in DISTILLATION],
+        "distillation": [
+            Entry(name=kind, scope=row.scope, **asdict(DISTILLATION[kind])) for kind, row in DISTILLATION_LOSSES.items()
+        ],
         "policy": [_policy(name) for name in LOSSES],
         "advantage": [_advantage(name) for name in ADVANTAGES],
         "correction": [_preset(name, preset) for name, preset in PRESETS.items()],
@@ -84,11 +87,6 @@ def find(name: str) -> list[Entry]:
     if not found:
         raise unknown("estimator", name, [entry.name for entry in known])
     return found
-
-
-def _distillation(kind: str) -> Entry:
-    texts = asdict(DISTILLATION[kind].told[kind])
-    return Entry(name=kind, what=texts.pop("minimises"), scope=DISTILLATION[kind].scope, **texts)
 
 
 def _policy(name: str) -> Entry:

@@ -38,14 +38,9 @@ def mc_reverse_kl(
     This gradient vanishes if student = teacher. `behavior` has these properties only on-policy.
     `clip` = ε or (low, high) is the PPO minimum. `ratio_cap` = c uses the weight sg(min(ρ, c)), so that capped draws
     keep a gradient. `importance=False` drops ρ; this is biased on stale draws and only for ablations.
+    `config.losses.ReverseKLMC` refuses combinations of these options that contradict each other.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
-    if clip is not None and ratio_cap is not None:
-        raise ValueError("clip and ratio_cap both bound the ratio: keep one of them")
-    if not importance and (clip is not None or ratio_cap is not None):
-        raise ValueError("importance=False has no ratio for clip or ratio_cap to bound: drop them")
-    if not importance and advantage == "behavior":
-        raise ValueError("importance=False recomputes the advantage: leave advantage='current'")
     logp_NM, behavior_NM, logq_NM = floored(logp_NM), floored(behavior_logp_NM), floored(logq_NM)
     ratio_NM = bounded_exp(logp_NM - behavior_NM)
     advantage_NM = _advantage(advantage, logq_NM, current=logp_NM, behavior=behavior_NM)

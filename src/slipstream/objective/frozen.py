@@ -107,7 +107,8 @@ def freeze(
     beta = method.beta if beta is None else beta
     batch, places = episodes_of(samples)
     mask_BT = padded([sample.mask_T for sample in batch])
-    behavior_BT, old_BT = padded([s.behavior_T for s in batch]), padded([_old(sample) for sample in batch])
+    behavior_BT = padded([sample.behavior_T for sample in batch])
+    old_BT = padded([sample.behavior_T if sample.old_T is None else sample.old_T for sample in batch])
     rewards = Rewards(batch, method, old_BT, beta)
     found: dict[str, Tensor] = {"old_T": old_BT}
     metrics: Metrics = {"reference/beta": beta} if method.steers else {}
@@ -129,8 +130,8 @@ def freeze(
         if correction.weights is not None:
             found["weight_T"] = correction.weights
     if method.rejects("seq_max_kl"):
-        gone_BT = padded([present(sample.kl_T) for sample in batch]).isinf() & (mask_BT != 0)
-        metrics["kl_missing"] = int(gone_BT.sum()) / max(int((mask_BT != 0).sum()), 1)
+        lost_BT = padded([present(sample.kl_T) for sample in batch]).isinf() & (mask_BT != 0)
+        metrics["kl_missing"] = int(lost_BT.sum()) / max(int((mask_BT != 0).sum()), 1)
     positive_B = torch.zeros(len(batch), dtype=torch.bool)
     if method.policy is not None:
         policy = method.policy
@@ -203,12 +204,8 @@ def padded(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
-def _old(sample: Evidence) -> Tensor:
-    return sample.behavior_T if sample.old_T is None else sample.old_T
-
-
 def present(found: T | None) -> T:
-    assert found is not None, "a pass that the method needs is missing"
+    assert found is not None, "a pass or a cache that the method needs is missing"
     return found
 
 
@@ -233,11 +230,11 @@ class Rewards:
 
     def __init__(self, batch: Sequence[Evidence], method: Method, old_BT: Tensor, beta: float) -> None:
         self.batch, self.method, self.old_BT, self.beta = batch, method, old_BT, beta
-        self.charged: Metrics = {}
+        self.kl_metric: Metrics = {}
         """Metric of the mean KL that `advantages` subtracted from the rewards; empty if no KL was subtracted."""
         self.group_B = torch.tensor([sample.group for sample in batch])
-        self.of_each = {name: self._named(name) for name in method.rewards}
-        self.reward_B = self._summed(self.of_each)
+        self.by_name = {name: self._named(name) for name in method.rewards}
+        self.reward_B = self._summed(self.by_name)
 
     def advantages(self, mask_BT: Tensor, weight_BT: Tensor | None) -> Tensor:
         """Return the advantages of the tokens in the mask, [B, T]. A row's reward is at its last token in the mask."""
@@ -251,7 +248,7 @@ class Rewards:
             reference_BT = padded([present(sample.reference_T) for sample in self.batch])
             kind = reference.estimate or "k1"
             rewards_BT, found = kl_reward(rewards_BT, self.old_BT, reference_BT, mask_BT, beta=self.beta, kind=kind)
-            self.charged = {"reference/kl": float(found["kl_reward"])}
+            self.kl_metric = {"reference/kl": float(found["kl_reward"])}
         if int((mask_BT != 0).sum()) < 2:
             return torch.zeros_like(rewards_BT)  # nothing is left to compare
         evidence = self._evidence(mask_BT, weight_BT)
@@ -267,7 +264,7 @@ class Rewards:
         for name in ADVANTAGES[self.method.policy.advantage].evidence:
             match name:
                 case "components":
-                    found[name] = self.of_each
+                    found[name] = self.by_name
                 case "component_weights":
                     found[name] = self.method.rewards
                 case "greedy_rewards":
@@ -279,20 +276,17 @@ class Rewards:
                 case "weights":
                     found[name] = weight_BT
                 case "grad_norm_squared":  # ‖Σ_t w_t g_t‖² of the weighted answer, which is w²‖g‖² for equal weights
-                    found[name] = self._energy(mask_BT, weight_BT)
+                    energy_BT = logit_energy(_current(self.batch), self._squares()) * (mask_BT != 0)
+                    found[name] = (energy_BT if weight_BT is None else energy_BT * weight_BT.square()).sum(-1)
         return found
-
-    def _energy(self, mask_BT: Tensor, weight_BT: Tensor | None) -> Tensor:
-        energy_BT = logit_energy(_current(self.batch), self._squares()) * (mask_BT != 0)
-        return (energy_BT if weight_BT is None else energy_BT * weight_BT.square()).sum(-1)
 
     def _named(self, name: str) -> Tensor:
         return torch.tensor([sample.rewards[name] for sample in self.batch], dtype=torch.float64)
 
-    def _summed(self, of_each: Mapping[str, Tensor]) -> Tensor:
+    def _summed(self, by_name: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum of the rewards, [B]."""
         zero_B = torch.zeros(len(self.batch), dtype=torch.float64)
-        return sum((weight * of_each[name] for name, weight in self.method.rewards.items()), start=zero_B)
+        return sum((weight * by_name[name] for name, weight in self.method.rewards.items()), start=zero_B)
 
     def _squares(self) -> Tensor:
         return padded([present(sample.squares_T) for sample in self.batch])
@@ -302,8 +296,8 @@ class Rewards:
         left_B = (mask_BT != 0).any(-1)
         moved_B = ((advantage_BT != 0) & (mask_BT != 0)).any(-1)
         rows = max(int(left_B.sum()), 1)
-        parts = self.of_each if len(self.of_each) > 1 else {}
-        return self.charged | {
+        parts = self.by_name if len(self.by_name) > 1 else {}
+        return self.kl_metric | {
             "policy/reward": float(self.reward_B[left_B].sum()) / rows,
             "policy/rows_moved": int(moved_B.sum()) / rows,
             **{f"policy/reward/{name}": float(reward_B[left_B].sum()) / rows for name, reward_B in parts.items()},
@@ -314,15 +308,11 @@ def _kept_draws(
     samples: Sequence[Evidence], method: Method, left: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
     """Return masks of the draws that a batch-scope distillation loss keeps, one mask per sample, and metrics."""
-    asks = method.loss.asks
+    select, options = formula(method.loss.asks.chooses), method.loss.asks.choice
     draws = [present(sample.draws) for sample in samples]
-    keep_NM, metrics = formula(asks.chooses)(
-        torch.cat([each.current_NM for each in draws]),
-        torch.cat([each.behavior_NM for each in draws]),
-        torch.cat([each.teacher_NM for each in draws]),
-        mask=torch.cat(list(left)),
-        **asks.choice,
-    )
+    policies = [[each.current_NM, each.behavior_NM, each.teacher_NM] for each in draws]
+    joined = [torch.cat(parts) for parts in zip(*policies, strict=True)]
+    keep_NM, metrics = select(*joined, mask=torch.cat(list(left)), **options)
     return torch.split(keep_NM, [len(left_N) for left_N in left]), metrics
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.kl import kl_loss
-from slipstream.estimators.logprobs import HELD, Ids, fused_loss, merge_metrics, reduced
+from slipstream.estimators.logprobs import HELD, Ids, fused_loss, reduced
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.logprobs.sampling_support import conditioned, kept_logprobs_and_entropy_at
 from slipstream.estimators.numerics import joined
@@ -65,13 +65,13 @@ class Objective:
 
         `slope_N` is the gradient from `ahead`, and NaN at tokens whose policy loss is still to be computed.
         """
-        terms = self._terms(samples, frozen, counts, hidden_NH.device, _wide(hidden_NH), judged)
+        terms = Terms(self.method, samples, frozen, counts, hidden_NH, judged, divisor=self.divisor)
         hidden_NH, weight, bias = head.inputs(hidden_NH)
         shape: dict[str, Any] = {"bias": bias, **head.bend}
-        losses, metrics = list[Tensor](), Metrics()
+        parts, entropy = list[tuple[Tensor, Metrics]](), Metrics()
         if self.distillation or self.single_pass:
             loss, metrics, logp_N = self._fused(hidden_NH, weight, shape, samples, terms)
-            losses.append(loss)
+            parts.append((loss, metrics))
         if not self.single_pass:
             with torch.set_grad_enabled(self.has_policy_terms or terms.draws_NM is not None):
                 logp_NM, entropy_N = kept_logprobs_and_entropy_at(
@@ -82,24 +82,21 @@ class Objective:
                     temperature=self.method.temperature,
                     **shape,
                 )
-            logp_N, metrics = logp_NM[:, 0], terms.entropy(entropy_N, slice(None)) | metrics
+            logp_N, entropy = logp_NM[:, 0], terms.entropy(entropy_N, slice(None))
             if terms.draws_NM is not None:
-                loss, found = terms.anchored(logp_NM, slice(None))
-                losses.append(loss)
-                metrics |= found
+                parts.append(terms.anchored(logp_NM, slice(None)))
             if slope_N is not None:
                 slope_N = slope_N.to(logp_N)
                 terms.others_N = terms.mask_N & slope_N.isnan()
-                losses.append((slope_N.nan_to_num() * (logp_N - logp_N.detach())).sum())
+                parts.append(((slope_N.nan_to_num() * (logp_N - logp_N.detach())).sum(), {}))
             if self.has_policy_terms:
-                loss, found = terms.others(terms.rows(logp_N), terms.rows)
-                losses.append(loss)
-                merge_metrics(metrics, found)
+                parts.append(terms.others(terms.rows(logp_N), terms.rows))
+        total, metrics = _summed_parts(parts)
+        metrics = entropy | metrics | {"loss": total.detach()}  # the entropy of the fused pass comes first
         if terms.support is not None:
             sizes_N = torch.from_numpy(terms.support.sizes_N).to(hidden_NH.device)
             metrics["kept/size"] = sizes_N[terms.mask_N].sum() / max(counts.n_tokens, 1)
-        total = torch.stack(losses).sum()
-        return total, metrics | {"loss": total.detach()}, logp_N.detach()
+        return total, metrics, logp_N.detach()
 
     def ahead(
         self,
@@ -117,13 +114,10 @@ class Objective:
         """
         masks = [sample.rollout.loss_mask for sample in samples]
         logp_N = torch.cat([logp_T[mask_T] for logp_T, mask_T in zip(logp, masks, strict=True)]).requires_grad_()
-        terms = self._terms(samples, frozen, counts, logp_N.device, logp_N.dtype, judged)
+        terms = Terms(self.method, samples, frozen, counts, logp_N, judged, divisor=self.divisor)
         loss, metrics = terms.others(terms.rows(logp_N), terms.rows)
         (slope_N,) = torch.autograd.grad(loss, logp_N)
         return loss.detach(), metrics | {"loss": loss.detach()}, torch.split(slope_N, [int(m.sum()) for m in masks])
-
-    def _terms(self, *given: Any) -> Terms:
-        return Terms(self.method, *given, divisor=self.divisor)
 
     def _fused(
         self, hidden_NH: Tensor, weight_VH: Tensor, shape: Mapping[str, Any], samples: Sequence[Scored], terms: Terms
@@ -135,8 +129,8 @@ class Objective:
         if (row := self.distillation) is not None:
             ids_NM, distilled = row(samples, terms.frozen, terms.tokens_N, terms.dtype)
             temperature, best, on_kept, on_draws = row.temperature, row.best, row.on_kept, row.on_draws
-        asked = draws = slice(0, None if ids_NM is None else ids_NM.shape[1])
-        """Columns of the log-probs: `asked` for the distillation loss, and `draws` for the draws."""
+        requested = draws = slice(0, None if ids_NM is None else ids_NM.shape[1])
+        """Columns of the log-probs: `requested` for the distillation loss, and `draws` for the draws."""
         draws_NM = terms.draws_NM if self.single_pass else None
         if draws_NM is not None and ids_NM is not None and not on_draws:
             draws = slice(ids_NM.shape[1], ids_NM.shape[1] + draws_NM.shape[1])
@@ -145,7 +139,7 @@ class Objective:
         def loss_of_chunk(logp_CX: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
             """Return loss and metrics of a chunk. X: requested ids, then the sampling support; or the vocabulary."""
             m = logp_CX.shape[1] if ids_NM is None else ids_NM.shape[1]
-            asked_CM, emitted_C1 = logp_CX[:, asked], logp_CX[:, :1]
+            requested_CM, emitted_C1 = logp_CX[:, requested], logp_CX[:, :1]
             if ids_NM is None:
                 emitted_C1 = logp_CX.gather(1, terms.tokens_N[rows, None])
             if draws_NM is not None:
@@ -155,34 +149,28 @@ class Objective:
                 kept_logp_CK = logp_CX.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CX[:, m:]
                 emitted_C1 = conditioned(emitted_C1, kept_logp_CK, kept_CK)
                 if on_kept:
-                    asked_CM = conditioned(asked_CM, kept_logp_CK, kept_CK)
+                    requested_CM = conditioned(requested_CM, kept_logp_CK, kept_CK)
                 if draws_NM is not None:
                     drawn_CM = conditioned(drawn_CM, kept_logp_CK, kept_CK)
             emitted_C = emitted_C1[:, 0]
             emitted_N[rows] = emitted_C.detach()
-            losses, metrics = list[Tensor](), terms.entropy(entropy, rows)
+            parts = list[tuple[Tensor, Metrics]]()
             if distilled is not None:
-                loss, found = terms.distilled(*distilled(asked_CM, rows, **beside), rows)
-                losses.append(loss)
-                metrics |= found
+                parts.append(terms.distilled(*distilled(requested_CM, rows, **beside), rows))
             if draws_NM is not None:
-                loss, found = terms.anchored(drawn_CM, rows)
-                losses.append(loss)
-                metrics |= found
+                parts.append(terms.anchored(drawn_CM, rows))
             if self.single_pass and self.has_policy_terms:
-                loss, found = terms.others(emitted_C[None], lambda x_N: x_N[rows][None])
-                losses.append(loss)
-                metrics |= found
-            return torch.stack(losses).sum(), metrics
+                parts.append(terms.others(emitted_C[None], lambda x_N: x_N[rows][None]))
+            loss, metrics = _summed_parts(parts)
+            return loss, metrics | terms.entropy(entropy, rows)
 
-        held = HELD if ids_NM is not None else HELD // DENSE
         loss, metrics = fused_loss(
             hidden_NH,
             weight_VH,
             terms.with_kept(ids_NM),
             loss_of_chunk,
             temperature=temperature,
-            chunk=held,
+            chunk=HELD if ids_NM is not None else HELD // DENSE,
             best=best,
             entropy=True,
             **shape,
@@ -191,7 +179,10 @@ class Objective:
 
 
 class Terms:
-    """Losses of the samples of a micro-batch, whose trained tokens are joined to tensors over N."""
+    """Losses of the samples of a micro-batch, whose trained tokens are joined to tensors over N.
+
+    The tensors have the device of `like`, and at least its precision and that of float32.
+    """
 
     def __init__(
         self,
@@ -199,12 +190,12 @@ class Terms:
         samples: Sequence[Scored],
         frozen: Sequence[Frozen],
         counts: Counts,
-        device: torch.device,
-        dtype: torch.dtype,
+        like: Tensor,
         judged: Sequence[Judged] = (),
         *,
         divisor: float = 1.0,
     ) -> None:
+        device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
         self.masks = [sample.rollout.loss_mask for sample in samples]
         self.tokens_N = self._of_mask([sample.rollout.tokens for sample in samples], torch.int64)
@@ -223,15 +214,15 @@ class Terms:
         """Number of trained tokens of each row. Adjacent samples of one episode form a row."""
         self.of_rows = [frozen[its[0]] for its in episodes]
         self.episode_tokens_B = torch.tensor([each.episode_tokens for each in self.of_rows], device=device)
-        self.worth_N = self.anchor_N = self.draws_NM = None
+        self.factor_N = self.anchor_N = self.draws_NM = None
         """With [freshness]: factors of each token in distillation and in the anchor, and its draws. Else None."""
         if judged:
-            self.worth_N = torch.cat([each.distill_N for each in judged]).to(device, dtype) / divisor
+            self.factor_N = torch.cat([each.distill_N for each in judged]).to(device, dtype) / divisor
             self.weight_B = torch.tensor([each.weighed.w / divisor for each in judged], device=device, dtype=dtype)
         if method.anchored:
             self.anchor_N = torch.cat([each.anchor_N for each in judged]).to(device, dtype) / divisor
             self.draws_NM = joined([sample.rollout.actions for sample in samples], device, torch.int64)
-            self.drew_NM = joined([sample.rollout.action_logp for sample in samples], device, dtype)
+            self.drawn_logp_NM = joined([sample.rollout.action_logp for sample in samples], device, dtype)
 
     def _of_mask(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         """Return the values of trained tokens, joined over the samples."""
@@ -265,8 +256,8 @@ class Terms:
         if any(weight != 1.0 for weight in self.method.teachers.values()):
             weight_B = torch.tensor([self.method.teachers.get(name, 1.0) for name in self.teachers], device=self.device)
             loss_C = loss_C * weight_B[self.sample_N[rows]]
-        if self.worth_N is not None:
-            loss_C, n = loss_C * self.worth_N[rows], self.units
+        if self.factor_N is not None:
+            loss_C, n = loss_C * self.factor_N[rows], self.units
         return self.method.loss.weight * loss_C.sum() / n, found
 
     @property
@@ -277,7 +268,7 @@ class Terms:
     def anchored(self, logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
         """Return the anchor (weighted KL to the sampling policy, estimated from the recorded draws) and its metric."""
         assert self.anchor_N is not None
-        kl_C = rollout_kl_from_cache(logp_CM, self.drew_NM[rows]) * self.anchor_N[rows]
+        kl_C = rollout_kl_from_cache(logp_CM, self.drawn_logp_NM[rows]) * self.anchor_N[rows]
         loss = kl_C.sum() / self.units
         return loss, {"freshness/anchor": loss.detach()}
 
@@ -294,11 +285,11 @@ class Terms:
     def others(self, logp_BT: Tensor, cut: Cut) -> tuple[Tensor, Metrics]:
         """Return the sum of policy loss and reference KL, and metrics. `cut` gives every tensor the shape of `logp`."""
         policy, reference, counts = self.method.policy, self.method.reference, self.counts
-        losses, metrics = list[Tensor](), Metrics()
+        parts = list[tuple[Tensor, Metrics]]()
         known = {name: cut(value_N) for name, value_N in self.frozen_N.items()}
         if self.method.weighs_policy:
-            worth_BT = cut(self.weight_B[self.sample_N])
-            known["weight_T"] = worth_BT * known["weight_T"] if "weight_T" in known else worth_BT
+            factor_BT = cut(self.weight_B[self.sample_N])
+            known["weight_T"] = factor_BT * known["weight_T"] if "weight_T" in known else factor_BT
         mask_BT = cut(self.others_N)
         if policy is not None:
             part, found = policy_loss(
@@ -316,8 +307,8 @@ class Terms:
                 **policy.options,
                 **self._evidence(known),
             )
-            losses.append(policy.weight * part)
             metrics = {f"policy/{name}": value for name, value in found.items()} | {"policy/loss": part.detach()}
+            parts.append((policy.weight * part, metrics))
         if reference is not None and reference.into == "loss":
             part, found = kl_loss(
                 logp_BT,
@@ -327,9 +318,8 @@ class Terms:
                 kind=reference.estimate,
                 n_tokens=counts.n_tokens,
             )
-            losses.append(self.frozen[0].beta * part)
-            metrics["reference/kl"] = found["kl_loss"]
-        return torch.stack(losses).sum(), metrics
+            parts.append((self.frozen[0].beta * part, {"reference/kl": found["kl_loss"]}))
+        return _summed_parts(parts)
 
     def _evidence(self, known: dict[str, Tensor]) -> dict[str, Any]:
         """Return the additional inputs that some policy losses need."""
@@ -343,6 +333,12 @@ class Terms:
         return found
 
 
+def _summed_parts(parts: Sequence[tuple[Tensor, Metrics]]) -> tuple[Tensor, Metrics]:
+    """Return the sum of the losses, and all metrics."""
+    loss = torch.stack([part for part, _ in parts]).sum()
+    return loss, {name: value for _, metrics in parts for name, value in metrics.items()}
+
+
 def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
     """Reduce per-row metrics over the trained rows: the extreme if the name says so, else the sum over the count."""
     out = Metrics()
@@ -354,7 +350,3 @@ def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
         loss_C = metrics_C["loss"]
         out |= {"loss_abs": loss_C.abs().sum() / n_tokens, "loss_max": loss_C.amax(), "loss_min": loss_C.amin()}
     return {f"distill/{name}": value for name, value in out.items()}
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

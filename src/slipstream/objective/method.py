@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isclose
 
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import LossConfig
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
-from slipstream.config.schema import Config
+from slipstream.config.schema import Config, SamplerConfig
 from slipstream.errors import ConfigError
 from slipstream.estimators.control import adaptive_beta
 from slipstream.estimators.options import unknown
@@ -19,7 +19,6 @@ from slipstream.estimators.tables.correction import (
     RATIO_TO_BEHAVIOR,
     RATIO_TO_OLD,
     CorrectionPreset,
-    Threshold,
     check_combination,
 )
 from slipstream.estimators.tables.policy import LOSSES, scope_of
@@ -173,27 +172,20 @@ class Method:
     def __str__(self) -> str:
         parts = [f"{self.loss.weight:g} · {self.loss.kind}"] if self.loss.weight else []
         if self.policy is not None:
-            rewards = " + ".join(f"{_weight_text(weight)}{name}" for name, weight in self.rewards.items())
+            weights = {name: "" if weight == 1.0 else f"{weight:g} · " for name, weight in self.rewards.items()}
+            rewards = " + ".join(f"{weight}{name}" for name, weight in weights.items())
             parts.append(f"{self.policy.weight:g} · {self.policy.loss} on {self.policy.advantage} of {rewards}")
         if self.reference is not None:
             steered = f", steered to {self.reference.target:g}" if self.steers else ""
             parts.append(f"{self.reference.weight:g} · KL to the reference in the {self.reference.into}{steered}")
         if (fresh := self.freshness) is not None:
-            weighed = 1 if self.loss.weight else 0
-            parts = [f"{_freshness_text(fresh)}{part}" for part in parts[:weighed]] + parts[weighed:]
-            parts += [f"{fresh.anchor:g} · KL to what drew"] if fresh.anchor else []
+            if self.loss.weight:
+                factors = {"freshness": "freshness · ", "lag": "1/(lag + 1) · ", "common": "mean freshness · "}
+                parts[0] = f"{factors.get(fresh.weight, '')}{parts[0]}"
+            if fresh.anchor:
+                parts.append(f"{fresh.anchor:g} · KL to what drew")
         preset = next((name for name, preset in PRESETS.items() if preset == self.correction), "of your own")
         return f"loss: {' + '.join(parts)}; correction: {preset}"
-
-
-def _freshness_text(fresh: FreshnessConfig) -> str:
-    return {"freshness": "freshness · ", "lag": "1/(lag + 1) · ", "common": "mean freshness · ", "equal": ""}[
-        fresh.weight
-    ]
-
-
-def _weight_text(weight: float) -> str:
-    return "" if weight == 1.0 else f"{weight:g} · "
 
 
 def method_of(config: Config) -> Method:
@@ -213,7 +205,6 @@ def method_of(config: Config) -> Method:
     )
     if policy is not None:
         _check_policy(config, policy, method)
-    _check_horizon(config)
     _check_truncation(config, method)
     if config.schedule.learns_as_ready:
         _check_parts(method)
@@ -241,22 +232,22 @@ def _correction(config: Config) -> CorrectionPreset:
         )
     if given.ctpo_clip is not None and found.is_level != "cumulative":
         raise ConfigError('correction.ctpo_clip does nothing: it is for correction.is_level = "cumulative"')
-    if given.verl_compat and not any(_inverts_bounds(mode, bound) for mode, bound in (found.rs or {}).items()):
+    bands = [bound for mode, bound in (found.rs or {}).items() if mode.endswith("k1") and isinstance(bound, tuple)]
+    if given.verl_compat and all(isclose(low * high, 1.0, rel_tol=1e-12) for low, high in bands):
         raise ConfigError(
             "correction.verl_compat does nothing: it inverts bounds (L, U) of k1 rejection that are not (1/U, U)"
         )
     return found
 
 
-def _inverts_bounds(mode: str, bound: Threshold) -> bool:
-    return mode.endswith("k1") and isinstance(bound, tuple) and not isclose(bound[0] * bound[1], 1.0, rel_tol=1e-12)
-
-
 def _check_correction(config: Config, preset: CorrectionPreset) -> None:
+    given = config.correction
+    name = f"correction.preset = {given.preset!r}"
+    if given.is_level is not None:
+        name += f" with is_level = {given.is_level!r}"
     if config.policy is None and preset.is_level is not None:
         raise ConfigError(
-            f"{_correction_text(config)} weighs a policy loss, and there is none: choose a preset that only rejects "
-            "(…_rs), or add [policy]"
+            f"{name} weighs a policy loss, and there is none: choose a preset that only rejects (…_rs), or add [policy]"
         )
     if config.policy is None and "negative_seq" in (preset.rs or {}):
         raise ConfigError(
@@ -274,87 +265,40 @@ def _check_correction(config: Config, preset: CorrectionPreset) -> None:
         elif preset.mode is not None:
             check_combination(config.loss.kind, preset)
     except ValueError as error:
-        raise ConfigError(f"{_correction_text(config)}: {error}") from None
-
-
-def _correction_text(config: Config) -> str:
-    """Return the text for error messages that names the correction's preset and level."""
-    level = config.correction.is_level
-    with_level = f" with is_level = {level!r}" if level is not None else ""
-    return f"correction.preset = {config.correction.preset!r}{with_level}"
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
+    advantage = ADVANTAGES[policy.advantage]
     known = [name for name in LOSSES[policy.loss].takes if name not in TENSOR_OPTIONS]
-    for where, given, options in (
-        (f"policy.options of {policy.loss}", policy.options, known),
-        (
-            f"policy.advantage_options of {policy.advantage}",
-            policy.advantage_options,
-            ADVANTAGES[policy.advantage].settings,
-        ),
-    ):
-        for name in given:
-            if name not in options:
-                raise ConfigError(str(unknown(where, name, options)) if options else f"{where}: it has none")
+    _check_options(f"policy.options of {policy.loss}", policy.options, known)
+    _check_options(f"policy.advantage_options of {policy.advantage}", policy.advantage_options, advantage.settings)
     if policy.old == "previous":
         if method.correction.mode is not None:
             raise ConfigError('policy.old = "previous" and correction.preset name two old policies: drop one')
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f'policy.old = "previous" does nothing: {policy.loss} has no ratio to an old policy')
-    _check_rewards(config, policy)
-    if config.sampler.group == 1 and ADVANTAGES[policy.advantage].compares:
+    if config.sampler.group == 1 and advantage.compares:
         raise ConfigError(
             f"policy.advantage = {policy.advantage!r} compares the answers to one prompt, and sampler.group = 1: "
             'write group = 8, say, or advantage = "reinforce_plus_plus"'
         )
 
 
-def _check_rewards(config: Config, policy: PolicyConfig) -> None:
-    names, weights = config.task.names, policy.reward_weights
-    if policy.advantage == "gdpo" and len(names) == 1:
-        raise ConfigError(
-            f'policy.advantage = "gdpo" normalises each of several rewards by itself, and task.reward is {names[0]!r} '
-            'alone: name another, or write policy.advantage = "grpo"'
-        )
-    if policy.advantage == "gdpo" and config.reference is not None and config.reference.into == "reward":
-        raise ConfigError(
-            'policy.advantage = "gdpo" uses task.reward\'s rewards alone, so reference.into = "reward" would '
-            'have no effect: write reference.into = "loss"'
-        )
-    if weights and len(names) == 1:
-        raise ConfigError(
-            "policy.reward_weights weighs several rewards against each other, and task.reward is "
-            f"{names[0]!r} alone: drop it, or write policy.weight"
-        )
-    for name in weights:
-        if name not in names:
-            raise ConfigError(str(unknown("reward in policy.reward_weights", name, names)))
-    if weights and not any(weights.get(name, 1.0) for name in names):
-        raise ConfigError("policy.reward_weights gives every reward weight 0, and nothing is left to learn from")
-
-
-def _check_horizon(config: Config) -> None:
-    reference, samples = config.reference, config.learner.batch_size
-    if reference is not None and reference.horizon is not None and reference.horizon <= samples / 5:
-        raise ConfigError(
-            f"reference.horizon = {reference.horizon:g} is not above a fifth of learner.batch_size = {samples}, and β "
-            f"could become 0 in one update: write the samples of several updates, for example {10 * samples}"
-        )
+def _check_options(where: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(str(unknown(where, name, known)) if known else f"{where}: it has none")
 
 
 def _check_truncation(config: Config, method: Method) -> None:
     """Raise an error if a ratio compares the truncated sampling distribution with a whole distribution."""
-    sampler = config.sampler
-    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    cut = [name for name, value in whole.items() if getattr(sampler, name) != value]
-    if sampler.keep_mask and not cut:
-        raise ConfigError("sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token; drop it")
+    sampler, cut = config.sampler, config.sampler.truncation
     if not cut:
         return
     named = " and ".join(f"sampler.{name} = {getattr(sampler, name)}" for name in cut)
     leaves = f"{named} {'leaves' if len(cut) == 1 else 'leave'} out tokens of the sampling distribution"
-    drop = ", ".join(f"{name} = {whole[name]:g}" for name in cut)
+    drop = ", ".join(f"{name} = {SamplerConfig.model_fields[name].default:g}" for name in cut)
     if config.loss.weight and config.loss.asks.cache == "student_topk":
         raise ConfigError(
             f'{leaves}, and loss.kind = "{config.loss.kind}" compares the {config.loss.asks.k} best of it, which may '
@@ -413,23 +357,18 @@ def _check_parts(method: Method) -> None:
             "schedule.kind = 'periodic' divides once, at the end: write freshness.also = \"policy\" without "
             'reference.into = "loss", or schedule.kind = "sync"'
         )
-    by_tokens = [name for name, so in _divided_by_tokens(method).items() if so]
-    by_samples = [name for name, so in _divided_by_tokens(method).items() if not so]
+    by_sequences = dict[str, bool]()
+    if method.loss.weight or method.anchored:
+        by_sequences["distillation" if method.loss.weight else "the anchor"] = method.over_samples
+    if method.policy is not None:
+        by_sequences["the policy loss"] = method.over_sequences
+    if method.reference is not None and method.reference.into == "loss":
+        by_sequences["the KL to the reference"] = False
+    by_tokens = [name for name, over in by_sequences.items() if not over]
+    by_samples = [name for name, over in by_sequences.items() if over]
     if by_tokens and by_samples:
         raise ConfigError(
             f"{' and '.join(by_tokens)} {'is' if len(by_tokens) == 1 else 'are'} divided by tokens and "
             f"{' and '.join(by_samples)} by sequences, and schedule.kind = 'periodic' divides once, at the end: write "
             'policy.aggregation = "token-mean" and freshness.over = "tokens", or schedule.kind = "sync"'
         )
-
-
-def _divided_by_tokens(method: Method) -> dict[str, bool]:
-    """Return for every part of the loss True if it is divided by tokens, False if it is divided by sequences."""
-    found: dict[str, bool] = {}
-    if method.loss.weight or method.anchored:
-        found["distillation" if method.loss.weight else "the anchor"] = not method.over_samples
-    if method.policy is not None:
-        found["the policy loss"] = not method.over_sequences
-    if method.reference is not None and method.reference.into == "loss":
-        found["the KL to the reference"] = True
-    return found

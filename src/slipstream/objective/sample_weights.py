@@ -92,7 +92,7 @@ class Judge:
     def take(self, samples: Sequence[Scored], frozen: Sequence[Frozen], found: Sequence[Drifted] | None = None) -> None:
         """Register the samples of whole episodes. `found` is the student's drift of each sample, or None if unknown."""
         for i, (sample, each) in enumerate(zip(samples, frozen, strict=True)):
-            episode, left_N = episode_of(sample), each.mask_T[torch.from_numpy(sample.rollout.loss_mask)]
+            episode, left_N = episode_of(sample), left_of(sample, each)
             if found is not None:
                 self.drifted[key_of(sample)] = found[i]
             self.share[key_of(sample)] = episode, int(left_N.sum())
@@ -162,26 +162,19 @@ class Judge:
         ]
 
     def _judge(self, samples: Sequence[Scored], frozen: Sequence[Frozen], version: int) -> list[Judged]:
-        drift, freshness = [self.drifted[key_of(sample)] for sample in samples], self.freshness
-        weighed = self.weigh(samples, drift, version=version)
-        of_sample = [len(each.kl_N) for each in drift]
-        left_N = torch.cat(
-            [f.mask_T[torch.from_numpy(s.rollout.loss_mask)] for s, f in zip(samples, frozen, strict=True)]
-        )
-        known_N = left_N & torch.cat([each.known_N for each in drift])
-        episodes = [episode_of(sample) for sample in samples]
-        over_samples = freshness.over == "samples"
+        drift, anchor = [self.drifted[key_of(sample)] for sample in samples], self.freshness.anchor
+        weights, found = self.weigh(samples, drift, version=version), list[Judged]()
+        for sample, each, its_drift, weighed in zip(samples, frozen, drift, weights, strict=True):
+            episode, left_N = episode_of(sample), left_of(sample, each)
+            w = 1.0 if self.freshness.weight == "common" else weighed.w
+            distill_N = self._factor(w, left_N & supervision(sample).known_N, self.supervised[episode])
+            anchor_N = self._factor(anchor * w, left_N & its_drift.known_N, self.replayed[episode])
+            found.append(Judged(weighed, distill_N, anchor_N))
+        return found
 
-        def counted(w: Sequence[float], aligned_N: Tensor, counts: Counter[Key]) -> tuple[Tensor, ...]:
-            share = [x / max(counts[each], 1) if over_samples else x for x, each in zip(w, episodes, strict=True)]
-            share_N = torch.tensor(share, dtype=torch.float64).repeat_interleave(torch.tensor(of_sample))
-            return torch.split(share_N * aligned_N, of_sample)
-
-        supervised_N = left_N & torch.cat([supervision(sample).known_N for sample in samples])
-        w_B = [1.0 if freshness.weight == "common" else each.w for each in weighed]
-        distill = counted(w_B, supervised_N, self.supervised)
-        anchor = counted([freshness.anchor * w for w in w_B], known_N, self.replayed)
-        return [Judged(*each) for each in zip(weighed, distill, anchor, strict=True)]
+    def _factor(self, w: float, known_N: Tensor, count: int) -> Tensor:
+        """Return the factor of each token; `count` is the number of known tokens in the sample's episode."""
+        return known_N.double() * (w / max(count, 1) if self.freshness.over == "samples" else w)
 
 
 def key_of(sample: Scored) -> Key:
@@ -190,6 +183,11 @@ def key_of(sample: Scored) -> Key:
 
 def episode_of(sample: Scored) -> Key:
     return sample.rollout.prompt.number, sample.rollout.episode
+
+
+def left_of(sample: Scored, frozen: Frozen) -> Tensor:
+    """Return the mask of the trained tokens that are not rejected, [N]."""
+    return frozen.mask_T[torch.from_numpy(sample.rollout.loss_mask)]
 
 
 def oldest(sample: Scored, version: int) -> int:

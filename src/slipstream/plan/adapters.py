@@ -14,28 +14,27 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def lora_of_student(student: str, asked: LoraConfig | None, say: Callable[[str], object]) -> LoraConfig | None:
-    """Return LoRA settings: `asked`, or those of a student that is an adapter; ConfigError if the two disagree."""
+def lora_of_student(student: str, requested: LoraConfig | None, say: Callable[[str], object]) -> LoraConfig | None:
+    """Return the requested LoRA settings, or those of a student that is an adapter; ConfigError if they disagree."""
     adapter = adapter_of(student)
     if adapter is None:
-        return asked
+        return requested
     adapter_lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
-    for name in asked.model_fields_set if asked else ():
-        theirs, ours = getattr(asked, name), getattr(adapter_lora, name)
-        if theirs != ours and (name != "targets" or last_parts(student, theirs) != set(ours)):
+    for name in requested.model_fields_set if requested else ():
+        wanted, own = getattr(requested, name), getattr(adapter_lora, name)
+        if wanted == own:
+            continue
+        # targets agree if they select the layers that have an adapter, compared by the last part of their names
+        selected = adapted(student, LoraConfig(targets=wanted)) if name == "targets" else {}
+        if not selected or {layer.rpartition(".")[2] for layer in selected} != set(own):
             raise ConfigError(
-                f"learner.lora.{name} = {json.dumps(theirs)}, and {student} is an adapter with {json.dumps(ours)}: "
+                f"learner.lora.{name} = {json.dumps(wanted)}, and {student} is an adapter with {json.dumps(own)}: "
                 "write that, or drop it"
             )
-    if asked is None:
+    if requested is None:
         layers = ", ".join(adapter.targets)
         say(f"learner.lora: rank {adapter.rank}, alpha {adapter.alpha:g}, at {layers}, as {student} has them")
     return adapter_lora
-
-
-def last_parts(student: str, targets: Any) -> set[str]:
-    """Return the last name parts (`q_proj`) of the layers that match the targets."""
-    return {name.rpartition(".")[2] for name in adapted(student, LoraConfig(targets=targets))}
 
 
 def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str]) -> None:

@@ -76,12 +76,15 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
     """Run the start checks of `train`: sampler against learner, teachers, end tokens, and rewards."""
     await publish(engines)
     for teacher in plan.engines.learner.follow:
-        await publish_to(engines, teacher)
+        weights, expected = await engines.learner.export(teacher)
+        scorers: Any = engines.scorers[teacher]
+        for name, scorer in zip(names(scorer_name(teacher, engines.scorers), len(scorers)), scorers, strict=True):
+            await load_teacher(scorer, name, weights, expected)
     groups = await sample_groups(plan, engines, prompts)
     failed, groups = failure_findings(groups), without_failed(groups)
     if any(each.fatal for each in failed):
         return failed
-    returned = [reward_finding(groups)] if plan.engines.grader.rewards and not has_agents(plan) else []
+    returned = [reward_finding(groups)] if plan.engines.grader.rewards and not plan.config.has_agents else []
     groups = await scored(engines, groups)
     for teacher in plan.engines.scorers:
         groups += await sample_more(plan, engines, teacher, groups)
@@ -91,13 +94,8 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
         groups += without_failed(await sample_groups(plan, engines, [furthest]))
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
     ends = [await same_end(plan, engines, teacher) for teacher in plan.ends]
-    return [
-        *agreement(numbers, Limits.of(plan.engines), groups),
-        *teachers(numbers, headers),
-        *ends,
-        *returned,
-        *failed,
-    ]
+    same = agreement(numbers, Limits.of(plan.engines), groups)
+    return [*same, *teachers(numbers, headers), *ends, *returned, *failed]
 
 
 async def same_end(plan: Plan, engines: Engines, teacher: str) -> Finding:
@@ -148,28 +146,14 @@ async def publish(engines: Engines) -> str:
     return expected
 
 
-async def publish_to(engines: Engines, teacher: str) -> None:
-    """Load the weights of a teacher that follows the student (moving average) into all scorers of this teacher."""
-    weights, expected = await engines.learner.export(teacher)
-    scorers: Any = engines.scorers[teacher]
-    for name, scorer in zip(names(scorer_name(teacher, engines.scorers), len(scorers)), scorers, strict=True):
-        await load_teacher(scorer, name, weights, expected)
-
-
-def has_agents(plan: Plan) -> bool:
-    environment = plan.engines.sampler.environment
-    return environment is not None and environment.gateway is not None
-
-
 async def sample_groups(
     plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1, tokens: int = TOKENS
 ) -> list[Group]:
     """Sample answers from all samplers in turn, without top_p, top_k and min_p. Short answers use no agents."""
-    usual, alone = plan.sampling, tokens == TOKENS and has_agents(plan)
-    sampling = replace(
-        usual, max_tokens=min(tokens, usual.max_tokens), group=group, top_p=1.0, top_k=0, min_p=0.0, alone=alone
-    )
-    samplers = engines.samplers
+    alone, samplers = tokens == TOKENS and plan.config.has_agents, engines.samplers
+    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    limit = min(tokens, plan.sampling.max_tokens)
+    sampling = replace(plan.sampling, max_tokens=limit, group=group, alone=alone, **whole)
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]
     return list(await asyncio.gather(*calls))
 
@@ -181,8 +165,8 @@ async def compared(engines: Engines, groups: Sequence[Group], *, update: int) ->
 
 def without_failed(groups: Sequence[Group]) -> list[Group]:
     """Return the groups without failed episodes; groups in which all episodes failed are left out."""
-    kept_groups: list[Group] = [[handle for handle in group if handle.header.finish != "error"] for group in groups]
-    return [group for group in kept_groups if group]
+    complete: list[Group] = [[handle for handle in group if handle.header.finish != "error"] for group in groups]
+    return [group for group in complete if group]
 
 
 async def scored(engines: Engines, groups: Sequence[Group]) -> list[Group]:
@@ -231,12 +215,8 @@ async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> l
         f"{seen['episode/invalid']:.0%} with an invalid one, {seen['episode/seconds']:.2g} s for tools; ended by "
         + ", ".join(f"{end} {count}" for end, count in ends.most_common())
     )
-    rewards = [reward_finding(groups)] if plan.engines.grader.rewards else []
-    return [
-        *failed,
-        Finding("environment", True, detail),
-        *(replace(each, name="rewards of these") for each in rewards),
-    ]
+    rewards = [replace(reward_finding(groups), name="rewards of these")] if plan.engines.grader.rewards else []
+    return [*failed, Finding("environment", True, detail), *rewards]
 
 
 def reward_finding(groups: Sequence[Group]) -> Finding:
@@ -272,22 +252,16 @@ def teachers(numbers: Metrics, headers: Sequence[Header]) -> list[Finding]:
         theirs = [header for header in headers if header.teacher == name]
         seen = {key.rpartition("/")[2]: value for key, value in numbers.items() if key.startswith(f"teacher/{name}/")}
         seen |= {"longest": max(header.tokens for header in theirs)} if seen else {}
-        found.append(
-            unusable_finding(name, theirs) or negative_kl_finding(name, theirs) or correlation_finding(name, seen)
-        )
+        found.append(impossible_finding(name, theirs) or correlation_finding(name, seen))
     return found
 
 
-def unusable_finding(name: str, headers: Sequence[Header]) -> Finding | None:
-    failed = [header for header in headers if header.finish == "error"]
-    if not failed:
-        return None
-    detail = f"{len(failed)} of {len(headers)} answers cannot be learned from, as {failed[0].cause}"
-    return Finding(f"teacher {name}", False, detail, "no model gives such scores: check its server and its precision")
-
-
-def negative_kl_finding(name: str, headers: Sequence[Header]) -> Finding | None:
-    """Return a finding if chance cannot explain that the mean KL to a teacher is below 0; a true KL never is."""
+def impossible_finding(name: str, headers: Sequence[Header]) -> Finding | None:
+    """Return a finding if scores are unusable, or if chance cannot explain a mean KL below 0; a true KL never is."""
+    if failed := [header for header in headers if header.finish == "error"]:
+        detail = f"{len(failed)} of {len(headers)} answers cannot be learned from, as {failed[0].cause}"
+        fix = "no model gives such scores: check its server and its precision"
+        return Finding(f"teacher {name}", False, detail, fix)
     numbers = trust_metrics(headers)
     kl, error = numbers.get("teacher/kl", 0.0), numbers.get("teacher/kl_error", 0.0)
     if kl + CHANCE * error >= -HealthConfig().kl:
@@ -331,12 +305,9 @@ def correlation_finding(name: str, seen: Metrics) -> Finding:
 def self_taught_finding(numbers: Metrics, limits: Limits) -> Finding:
     """Return a finding on the student as its own teacher: the scores must equal the learner's log-probs."""
     (gap,) = [value for name, value in numbers.items() if name.endswith("/difference_max")]
-    return Finding(
-        "a teacher equal to the student teaches nothing",
-        gap <= limits.teacher,
-        f"largest difference of a log-prob {gap:.2g}",
-        "" if gap <= limits.teacher else "sampler, scorer and learner differ in tokens or temperature",
-    )
+    name, detail = "a teacher equal to the student teaches nothing", f"largest difference of a log-prob {gap:.2g}"
+    fix = "" if gap <= limits.teacher else "sampler, scorer and learner differ in tokens or temperature"
+    return Finding(name, gap <= limits.teacher, detail, fix)
 
 
 def raise_fatal(findings: Sequence[Finding]) -> None:

@@ -49,9 +49,12 @@ class EndProbe:
         zero: dict[str, Any] = {"action_logp": 0.0 * ids, "versions": 0 * ids[:, 0]}
         if sampling.best:
             zero |= {"best_ids": best, "best_logp": 0.0 * best}
-        lasts = [one_turn(prompt, 0, actions=ids, finish="eos", **zero) for prompt, _ in self.answers]
-        ended = [lineage(p, 0, [said, end], finish="eos") for (p, said), end in zip(self.answers, lasts, strict=True)]
-        return [Handle(header_of(rollout, teacher=teacher), rollout) for rollout in ended]
+        found = []
+        for prompt, answer in self.answers:
+            last = one_turn(prompt, 0, actions=ids, finish="eos", **zero)
+            rollout = lineage(prompt, 0, [answer, last], finish="eos")
+            found.append(Handle(header_of(rollout, teacher=teacher), rollout))
+        return found
 
 
 def end_probes(
@@ -84,10 +87,9 @@ def template_end(tokenizer: Tokenizer, args: Mapping[str, Any]) -> int | None:
     """Return the id of the first added token that the chat template writes after an assistant's text, or None."""
     if tokenizer.chat_template is None:
         return None
+    messages = [ASKED, {"role": "assistant", "content": MARK}]
     try:
-        text = Template(tokenizer, re.compile(""), (), args).render(
-            [ASKED, {"role": "assistant", "content": MARK}], False
-        )
+        text = Template(tokenizer, re.compile(""), (), args).render(messages, False)
     except Refused:
         return None
     if MARK not in text:
@@ -114,7 +116,7 @@ def check_same_end(
     end = template if template in ends else theirs.eos_token_id
     if end is None or end in stops:
         return stops, ends if template is None else ends | {template}
-    teacher_end, student_ends = names_of_ends(texts(theirs, {end})), names_of_ends(texts(ours, stops))
+    teacher_end, student_ends = names_of_ends(texts(theirs, [end])), names_of_ends(texts(ours, stops))
     raise ModelError(
         f"{where}: {teacher} ends an answer with {teacher_end}, {student} stops only at {student_ends}: training would "
         f"teach it not to stop; {end_advice(teacher_end, student_ends)}"

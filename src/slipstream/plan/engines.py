@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from slipstream.config.costs import Costs
 from slipstream.config.costs import load as load_costs
 from slipstream.config.environment import GatewayConfig
 from slipstream.config.losses import Asks
-from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
+from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig, TeacherConfig
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.native.config import vocabulary_of, width_of
 from slipstream.engines.sampling_options import rollout_sampling
@@ -219,31 +219,20 @@ def environment_of(config: Config) -> EnvironmentPlan | None:
     environment = config.environment
     if environment is None:
         return None
+    use, gateway, sandbox = environment.use, environment.gateway, environment.sandbox
     return EnvironmentPlan(
-        wanted=None
-        if environment.use is None
-        else Wanted(environment.use, environment.sandbox, environment.observation),
-        gateway=gateway_of(config),
+        wanted=None if use is None else Wanted(use, sandbox, environment.observation),
+        gateway=None if gateway is None else gateway_of(config, gateway, walled=sandbox == "bubblewrap"),
         processes=environment.processes,
-        limits=Limits(
-            turns=environment.turns,
-            calls=environment.calls,
-            turn_tokens=environment.turn_tokens,
-            seconds=environment.seconds,
-            step_seconds=environment.step_seconds,
-        ),
+        limits=Limits(**{each.name: getattr(environment, each.name) for each in fields(Limits)}),
         renderer={"format": environment.format, "template_args": config.data.template_args},
     )
 
 
-def gateway_of(config: Config) -> GatewayPlan | None:
-    environment = config.environment
-    if environment is None or environment.gateway is None:
-        return None
-    gateway = environment.gateway
+def gateway_of(config: Config, gateway: GatewayConfig, *, walled: bool) -> GatewayPlan:
     host, _, port = (gateway.listen or "127.0.0.1:0").rpartition(":")
     return GatewayPlan(
-        agent=None if gateway.command is None else agent_of(gateway, environment.sandbox == "bubblewrap"),
+        agent=None if gateway.command is None else agent_of(gateway, walled),
         at_once=gateway.at_once,
         host=host.strip("[]"),
         port=int(port),
@@ -253,17 +242,22 @@ def gateway_of(config: Config) -> GatewayPlan | None:
 
 
 def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
-    words: dict[str, tuple[str, ...] | None] = {"verify": None}
-    for name in ("command", "verify"):
-        if (given := getattr(gateway, name)) is not None:
-            try:
-                words[name] = tuple(shlex.split(given))
-            except ValueError as error:
-                raise ConfigError(f"environment.gateway.{name} = {given!r}: {error}") from None
-    verify = words["verify"] and tuple(  # absolute paths, since the program starts in another directory
-        str(Path(word).absolute()) if "/" in word and Path(word).exists() else word for word in words["verify"]
+    def words(name: str, given: str | None) -> list[str]:
+        try:
+            return shlex.split(given or "")
+        except ValueError as error:
+            raise ConfigError(f"environment.gateway.{name} = {given!r}: {error}") from None
+
+    verify = tuple(  # absolute paths, since the program starts in another directory
+        str(Path(word).absolute()) if "/" in word and Path(word).exists() else word
+        for word in words("verify", gateway.verify)
     )
-    return Agent(command=words["command"] or (), verify=verify, workspace=gateway.workspace, walled=walled)
+    return Agent(
+        command=tuple(words("command", gateway.command)),
+        verify=verify if gateway.verify is not None else None,
+        workspace=gateway.workspace,
+        walled=walled,
+    )
 
 
 def scorer_of(config: Config, name: str) -> ScorerPlan:
@@ -278,7 +272,7 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
         vocabulary=vocabulary_of(config.student),
         context=teacher.context,
         timeout=config.task.timeout,
-        keep=versions_in_flight(config, name),
+        keep=versions_in_flight(config, teacher),
         threads=config.runtime.threads,
         replicas=at_first(teacher.replicas),
     )
@@ -332,9 +326,8 @@ def followers_of(config: Config) -> dict[str, Follower]:
     }
 
 
-def versions_in_flight(config: Config, name: str) -> int:
+def versions_in_flight(config: Config, teacher: TeacherConfig) -> int:
     """Return how many versions of a teacher may have scored groups in flight; 0 if scores are never computed again."""
-    teacher = config.teachers[name]
     if teacher.follow is None or teacher.relabel == "never":
         return 0
     schedule = schedule_of(config.schedule, config.groups_per_update)

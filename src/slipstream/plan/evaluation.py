@@ -19,7 +19,6 @@ from slipstream.records import Prompt
 from slipstream.rewards import grading
 from slipstream.rewards.functions import Answer, unfit
 
-SLOTS = 64
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>")
 """Usual forms in which a response contains its answer; `reward_warnings` tests rewards with them."""
 
@@ -47,7 +46,7 @@ class Asked:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     longest: int | None = None
     """Longest sequence in tokens, by which some models choose position factors. None: computed from the prompts."""
-    slots: int = SLOTS
+    slots: int = 64
     threads: int = 1
     graders: int = 1
     timeout: float = 30.0

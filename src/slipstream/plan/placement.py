@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
-from slipstream.config.schema import LoraConfig, RuntimeConfig
+from slipstream.config.schema import RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.vllm.core import Settings
@@ -51,8 +50,8 @@ class Need:
         return sum(self.parts.values())
 
     @property
-    def less(self) -> str:
-        return next(advice for kind, advice in LESS_MEMORY_OF.items() if self.name.startswith(kind))
+    def advice(self) -> str:
+        return next(text for kind, text in LESS_MEMORY_OF.items() if self.name.startswith(kind))
 
     @property
     def counted(self) -> float:
@@ -77,21 +76,16 @@ def shape_of(model: str) -> Shape:
     heads = getattr(text, "num_attention_heads", None) or 1  # a purely recurrent model has no heads
     per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
     grouped = getattr(text, "num_key_value_heads", None) or heads
+    kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
+    # all layers except recurrent ones keep keys and values of every token
+    cached = [kind for kind in kinds if kind.endswith("attention") and not kind.startswith("linear")]
     return Shape(
         parameters=sum(parameter.numel() for parameter in empty_model(model).parameters()),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
-        cache=2 * remembering(text) * grouped * per_head,
+        cache=2 * len(cached) * grouped * per_head,
         context=context_length(config),
     )
-
-
-def remembering(text: Any) -> int:
-    """Return the number of layers that cache keys and values of every token: all layers except recurrent ones."""
-    kinds: list[str] | None = getattr(text, "layer_types", None)
-    if not kinds:
-        return int(text.num_hidden_layers)
-    return sum(kind.endswith("attention") and not kind.startswith("linear") for kind in kinds)
 
 
 def needs(plan: EnginesPlan) -> list[Need]:
@@ -121,10 +115,10 @@ def check_room(plan: EnginesPlan) -> list[str]:
     needed, (each, available) = needs(plan), memory(plan.runtime)
     for need in needed:
         if need.counted > each:
-            raise ConfigError(f"{need}, and its device has {size(each)}: {need.less}")
+            raise ConfigError(f"{need}, and its device has {size(each)}: {need.advice}")
     if (counted := sum(need.counted for need in needed)) > available:
         raise ConfigError(f"all engines together need {size(counted)}, and there are {size(available)}: {LESS_MEMORY}")
-    tight = [f"{need}, and its device has {size(each)}: {need.less}" for need in needed if need.total > each]
+    tight = [f"{need}, and its device has {size(each)}: {need.advice}" for need in needed if need.total > each]
     if not tight and (wanted := sum(need.total for need in needed)) > available:
         tight = [f"all engines together need about {size(wanted)}, and there are {size(available)}: {LESS_MEMORY}"]
     return tight
@@ -146,13 +140,17 @@ LESS_MEMORY_OF = {
 """Advice for an engine whose memory does not suffice, by kind of engine."""
 
 
+def host_memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def memory(runtime: RuntimeConfig) -> tuple[float, float]:
     """Return the bytes of memory for one engine and for all engines: GPU memory if GPUs are used, else host memory."""
     import torch
 
     if runtime.device == "cpu" or not torch.cuda.is_available():
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return available, available
+        return host_memory(), host_memory()
     gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     return (sum(gpus) if runtime.kind == "inline" else min(gpus)), sum(gpus)
 
@@ -160,40 +158,39 @@ def memory(runtime: RuntimeConfig) -> tuple[float, float]:
 def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
     """Return the bytes that one rank needs, by purpose. Copies kept in host memory count only on a CPU (`on_host`)."""
     settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
-    trained = shape.parameters if settings.lora is None else adapters(plan.student.name, settings.lora)
+    trained = shape.parameters
+    if settings.lora is not None:  # an adapter has rank · (inputs + outputs) parameters
+        layers = adapted(plan.student.name, settings.lora).values()
+        trained = sum(settings.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
     kept = trained if method.reference is not None and not method.reference.host else 0
     # a copy of the weights while others are loaded; two more versions if policy.old = "previous"
     others = int(method.reference is not None or method.decoupled) + 3 * method.previous
     others += (plan.snapshots + len(plan.follow)) if on_host else 0
-    per_token = ACTIVATIONS * shape.width * width(settings.compute_dtype or settings.dtype) / 2
-    layers, kept_inputs = shape.layers, 0
+    per_token = ACTIVATIONS * shape.width * WIDTHS[settings.compute_dtype or settings.dtype] / 2
+    activations = per_token * shape.layers
     if settings.checkpointing:  # keep the inputs of all layers in 32 bits, and the activations of one layer
-        layers, kept_inputs = 1, 4 * shape.width * shape.layers
+        activations = per_token + 4 * shape.width * shape.layers
+    number = WIDTHS[settings.dtype] / settings.ranks
     return {
-        "weights": shape.parameters * width(settings.dtype) / settings.ranks,
-        "gradients": trained * width(settings.dtype) / settings.ranks,
-        "moments": 2 * trained * width(settings.optimizer_dtype or settings.dtype) / settings.ranks,
-        "reference": kept * width(settings.dtype) / settings.ranks,
-        "versions before": others * trained * width(settings.dtype) / settings.ranks,
-        "~activations": settings.token_budget * (per_token * layers + kept_inputs),
+        "weights": shape.parameters * number,
+        "gradients": trained * number,
+        "moments": 2 * trained * WIDTHS[settings.optimizer_dtype or settings.dtype] / settings.ranks,
+        "reference": kept * number,
+        "versions before": others * trained * number,
+        "~activations": settings.token_budget * activations,
     }
-
-
-def adapters(student: str, lora: LoraConfig) -> int:
-    """Return the number of trained parameters: rank · (inputs + outputs), summed over layers that get an adapter."""
-    return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(student, lora).values())
 
 
 def sampler(plan: SamplerPlan) -> dict[str, float]:
     match plan.runs:
         case Settings(model=name, dtype=dtype):  # vLLM's cache uses the memory that is left
-            return {"weights": shape_of(name).parameters * width(dtype)}
+            return {"weights": shape_of(name).parameters * WIDTHS[dtype]}
         case ModelPlan(name=name, dtype=dtype, longest=longest):
             shape = shape_of(name)
             positions = min(longest or shape.context, shape.context)
             return {
-                "weights": shape.parameters * width(dtype),
-                "keys and values": plan.slots * positions * shape.cache * width(dtype),
+                "weights": shape.parameters * WIDTHS[dtype],
+                "keys and values": plan.slots * positions * shape.cache * WIDTHS[dtype],
                 "draws": plan.slots * positions * (plan.draws + plan.best) * DRAW,
             }
 
@@ -202,11 +199,7 @@ def teacher(plan: ScorerPlan, runs: ModelPlan | Settings, *, on_host: bool) -> d
     """Return the bytes that one scorer needs, by purpose. Earlier versions are kept in host memory."""
     shape = shape_of(plan.here)
     return {
-        "weights": shape.parameters * width(runs.dtype),
-        "~versions before": plan.keep * shape.parameters * width(runs.dtype) if on_host else 0,
-        "~activations": 8.0 * plan.token_budget * shape.width * width(runs.dtype),
+        "weights": shape.parameters * WIDTHS[runs.dtype],
+        "~versions before": plan.keep * shape.parameters * WIDTHS[runs.dtype] if on_host else 0,
+        "~activations": 8.0 * plan.token_budget * shape.width * WIDTHS[runs.dtype],
     }
-
-
-def width(dtype: str) -> int:
-    return WIDTHS[dtype]

@@ -13,8 +13,8 @@ from typing import Any
 
 from slipstream.config.costs import load as load_costs
 from slipstream.config.engines import ENGINES
-from slipstream.config.schema import Config, DataConfig, SamplerConfig, TeacherConfig
-from slipstream.data.prompts import Prompts, check_there, check_told, load_rows
+from slipstream.config.schema import Config, DataConfig, most_replicas
+from slipstream.data.prompts import Prompts, Row, check_there, check_told, load_rows
 from slipstream.data.sources import has_splits
 from slipstream.data.teacher_context import check_function
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
@@ -32,11 +32,11 @@ from slipstream.plan.ends import EndProbe
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of, environment_of
 from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import copy_warnings, eval_prompts, graded_rows, reward_warnings
-from slipstream.plan.placement import Need, check_room, needs, size
+from slipstream.plan.placement import Need, check_room, host_memory, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes, sources_of
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.protocols import Sampling
-from slipstream.records import Prompt
+from slipstream.records import Ints, Prompt
 from slipstream.rewards import grading
 from slipstream.run_dir.writing import check_trackers
 from slipstream.sandbox.cgroups import in_force, writable
@@ -84,7 +84,8 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     """
     fast_checks(config)
     notes: list[str] = []
-    config = with_own_adapter(config, notes.append)
+    lora = lora_of_student(config.student, config.learner.lora, notes.append)
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
     check_device(config)
     config = with_vllm(config, notes.append)
     method = method_of(config)
@@ -94,8 +95,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     tools = tools_of(environment_of(config), tokenizer, config.student, notes.append)
     prompts = training_prompts(config, tokenizer, tools, notes.append)
     check_adapters(config.student, config.learner.lora, models_here(config))
-    check_dropout(config)
-    check_support(config)
+    check_effects(config)
     scored, ends = check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer, tools, notes.append) if config.eval.every else {}
     sequences = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
@@ -103,10 +103,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
-    notes += [f"{kind}: one at first, up to {n} as the run needs them" for kind, n in config.most_workers.items()]
-    notes += [*position_notes(config), *baseline_notes(config), *clip_notes(config), *draw_notes(config)]
-    notes += freshness_notes(config)
-    notes += [*checkpoint_notes(config), *sandbox_notes(config)]
+    notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config), *running_notes(config)]
     engines = engines_of(config, method)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
     if config.environment is None:  # in an environment, rows with equal prompts may still differ
@@ -139,8 +136,8 @@ def fast_checks(config: Config) -> None:
     for model, engine in engines_here(config):
         if not ENGINES[engine].loads_adapters and is_adapter(model):
             raise ConfigError(f'{model} is an adapter, and vLLM takes only whole models here: write engine = "native"')
-    here = {"sampler": config.sampler.engine, **{f"teachers.{n}": t.engine for n, t in config.teachers.items()}}
-    for where, engine in here.items():
+    chosen = {"sampler": config.sampler.engine, **{f"teachers.{n}": t.engine for n, t in config.teachers.items()}}
+    for where, engine in chosen.items():
         if check := INSTALL_CHECKS.get(engine):
             check(f"{where}.engine")
     method_of(config)
@@ -150,7 +147,7 @@ def fast_checks(config: Config) -> None:
             check_function(name, teacher.context, graded=bool(config.task.reward))
     if (config.learner.lora is not None or is_adapter(config.student)) and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
-    if config.environment is not None and config.environment.gateway is not None and find_spec("uvicorn") is None:
+    if config.has_agents and find_spec("uvicorn") is None:
         raise ConfigError("environment.gateway needs Starlette and uvicorn: pip install 'slipstream[gateway]'")
     for model in models_here(config):
         check_model(model)
@@ -160,10 +157,10 @@ def fast_checks(config: Config) -> None:
             model_path(teacher.tokenizer)
     evaluated = config.data.held_out.values() if config.eval.every else ()
     check_told(config.data, config.data.train, *evaluated)
-    check_split("data.split", config.data, config.data.train)
+    check_split(config.data, "split", config.data.train)
     check_there(config.data.train, config.data.split)
     for held_out in evaluated:
-        check_split("data.eval_split", config.data, held_out)
+        check_split(config.data, "eval_split", held_out)
         check_there(held_out, config.data.eval_split)
 
 
@@ -215,15 +212,14 @@ def changed(made: Plan, config: Config) -> Plan:
 
 def check_runtime(config: Config) -> None:
     """Check runtime and device settings, and that this machine can hold the processes and samples in flight."""
-    device, runtime = config.runtime.device, config.runtime
+    runtime, device = config.runtime, config.runtime.device
     if runtime.clock == "modelled":
         load_costs(runtime.costs)
     if runtime.kind == "ray" and find_spec("ray") is None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
     if runtime.kind != "inline" and device.startswith("cuda") and device != "cuda":
         raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
-    if runtime.address is None:
-        check_processes(config)
+    check_processes(config)
     check_in_flight(config)
 
 
@@ -244,12 +240,8 @@ def check_device(config: Config) -> None:
         pick_device(config.runtime.device)
 
 
-def most_replicas(workers: SamplerConfig | TeacherConfig) -> int:
-    return workers.replicas_max if workers.replicas == "auto" else workers.replicas
-
-
 def check_processes(config: Config) -> None:
-    """Raise ConfigError if the run needs more processes, threads or open files than this machine allows."""
+    """Raise ConfigError if engines on this machine need more processes, threads or open files than it allows."""
     runtime, samplers = config.runtime, most_replicas(config.sampler)
     if runtime.address is not None:
         return
@@ -263,14 +255,14 @@ def check_processes(config: Config) -> None:
             raise ConfigError(f"{number} {what} are more than {room} ({PER_CPU} for each CPU here): lower {setting}")
     if runtime.kind == "inline":
         return
-    beside = runtime.graders if config.task.reward else 0
-    beside += config.environment.processes if config.environment is not None else 0
-    beside *= samplers
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (engines + beside) * PROCESS > available:
+    graders = runtime.graders if config.task.reward else 0
+    environments = config.environment.processes if config.environment is not None else 0
+    beside, available = samplers * (graders + environments), host_memory()
+    needed = (engines + beside) * PROCESS
+    if needed > available:
         raise ConfigError(
-            f"{engines} engines and {beside} processes beside them need {size((engines + beside) * PROCESS)} without "
-            f"their models, this machine has {size(available)}: lower sampler.replicas or those of a teacher"
+            f"{engines} engines and {beside} processes beside them need {size(needed)} without their models, this "
+            f"machine has {size(available)}: lower sampler.replicas or those of a teacher"
         )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if runtime.kind == "local" and files != resource.RLIM_INFINITY and engines * OPEN_FILES > files:
@@ -294,8 +286,7 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
 def check_in_flight(config: Config) -> None:
     """Raise ConfigError if the samples that the schedule allows in flight cannot fit into memory, even if tiny."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
-    samples = schedule.credits * config.sampler.group
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    samples, available = schedule.credits * config.sampler.group, host_memory()
     if samples * SAMPLE > available:
         raise ConfigError(
             f"learner.batch_size = {config.learner.batch_size} and the schedule have {samples} samples in flight, "
@@ -303,10 +294,15 @@ def check_in_flight(config: Config) -> None:
         )
 
 
-def check_support(config: Config) -> None:
-    k, vocabulary = config.loss.asks.k, vocabulary_of(config.student)
+def check_effects(config: Config) -> None:
+    """Raise ConfigError for settings that the student's model cannot follow: its vocabulary, its dropout."""
+    student, k, vocabulary = config.student, config.loss.asks.k, vocabulary_of(config.student)
     if config.loss.weight and k > vocabulary:
         raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
+    named = load_config(student).get_text_config().to_dict() if config.learner.dropout else {}
+    rates = [value for name, value in named.items() if "drop" in name and isinstance(value, float)]
+    if config.learner.dropout and not any(rate > 0 for rate in rates):
+        raise ConfigError(f"learner.dropout does nothing: the config of {student} names none; drop it")
 
 
 def models_here(config: Config) -> list[str]:
@@ -320,20 +316,6 @@ def engines_here(config: Config) -> list[tuple[str, str]]:
     return [(config.student, config.sampler.engine), *((config.model_of(each), each.engine) for each in teachers)]
 
 
-def with_own_adapter(config: Config, say: Callable[[str], object]) -> Config:
-    """Return the config with LoRA settings completed from the student's, if the student is an adapter."""
-    lora = lora_of_student(config.student, config.learner.lora, say)
-    return config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
-
-
-def check_dropout(config: Config) -> None:
-    if not config.learner.dropout:
-        return
-    named = load_config(config.student).get_text_config().to_dict()
-    if not any("drop" in name and isinstance(value, float) and value > 0 for name, value in named.items()):
-        raise ConfigError(f"learner.dropout does nothing: the config of {config.student} names none; drop it")
-
-
 def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Callable[[str], object]) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
     rows = graded_rows(
@@ -344,9 +326,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
     tokens = encode_rows(rows, tokenizer, data, tools)
     if isinstance(rows[0].prompt, str) and not data.chat and tokenizer.chat_template is not None:
         say(f"prompts are text, sent to {config.student} unchanged: data.chat = true sends it as a user's message")
-    context = sampler_context(config)
-    check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
-    check_ids(rows, tokens, config.student, vocabulary_of(config.student))
+    check_prompts(config, rows, tokens)
     check_budget("learner", config.learner.token_budget, max(map(len, tokens)) + max_tokens)
     teachers = routes(config, rows)
     return Prompts(
@@ -356,19 +336,20 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
         shuffle=data.shuffle,
         teachers=teachers,
         sources=sources_of(config, rows, teachers),
-        tells=has_agents(config),
+        tells=config.has_agents,
     )
 
 
-def has_agents(config: Config) -> bool:
-    """Return True if external agents (programs behind a gateway) sample from the student; they need prompts as text."""
-    return config.environment is not None and config.environment.gateway is not None
+def check_prompts(config: Config, rows: Sequence[Row] | Sequence[Prompt], tokens: Sequence[Ints]) -> None:
+    """Raise DataError for a prompt that with a response exceeds the student's context, or has ids it does not know."""
+    student, context = config.student, sampler_context(config)
+    check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
+    check_ids(rows, tokens, student, vocabulary_of(student))
 
 
-def check_split(field: str, data: DataConfig, source: str) -> None:
-    name = field.removeprefix("data.")
-    if not has_splits(source) and getattr(data, name) != DataConfig.model_fields[name].default:
-        raise ConfigError(f"{field} = {getattr(data, name)!r} does nothing: {source} has no splits; drop it")
+def check_split(data: DataConfig, name: str, source: str) -> None:
+    if data.changed(name) and not has_splits(source):
+        raise ConfigError(f"data.{name} = {getattr(data, name)!r} does nothing: {source} has no splits; drop it")
 
 
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
@@ -395,14 +376,12 @@ def length_for(section: str, given: int | None, longest: int) -> int:
 def held_out_prompts(
     config: Config, tokenizer: Tokenizer, tools: Tools, say: Callable[[str], object]
 ) -> dict[str, Sequence[Prompt]]:
-    data, student, found = config.data, config.student, dict[str, Sequence[Prompt]]()
+    data, found = config.data, dict[str, Sequence[Prompt]]()
     for name, source in data.held_out.items():
         loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=say)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox)
-        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=has_agents(config))
-        tokens, context = [prompt.tokens for prompt in found[name]], sampler_context(config)
-        check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
-        check_ids(rows, tokens, student, vocabulary_of(student))
+        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=config.has_agents)
+        check_prompts(config, rows, [prompt.tokens for prompt in found[name]])
     return found
 
 
@@ -422,31 +401,36 @@ def shortened(value: Any, width: int = 120) -> str:
 # --- notes and warnings -----------------------------------------------------------------------------------------------
 
 
-def position_notes(config: Config) -> list[str]:
-    """Return a note for each model whose position factors depend on the length of a sequence."""
+def model_notes(config: Config) -> list[str]:
+    """Return notes on positions that depend on the length of a sequence, on additional answers, and on many draws."""
     models = {config.student: config.sampler.longest}
     models |= {config.model_of(t): t.longest for t in config.teachers.values() if t.base_url is None}
     notes = {name: position_note(load_config(name), longest) for name, longest in models.items() if longest}
-    return [f"{name}: {note}" for name, note in notes.items() if note]
+    found = [f"{name}: {note}" for name, note in notes.items() if note]
+    if config.policy is not None and config.policy.advantage == "remax":
+        group = config.sampler.group
+        found.append(
+            f'policy.advantage = "remax" answers every prompt once more, greedily, for the reward alone: {group + 1} '
+            f"answers are drawn where {group} are trained on"
+        )
+    draws, vocabulary = config.loss.asks.draws, vocabulary_of(config.student)
+    if config.loss.weight and draws > vocabulary:
+        found.append(
+            f'loss.m = {draws} draws of {vocabulary} tokens: loss.kind = "reverse_kl" computes all of them, exactly '
+            "and at less cost"
+        )
+    return found
 
 
-def baseline_notes(config: Config) -> list[str]:
-    """Return a note if the advantage (remax) needs additional answers that are not trained on."""
-    if config.policy is None or config.policy.advantage != "remax":
-        return []
-    group = config.sampler.group
-    return [
-        f'policy.advantage = "remax" answers every prompt once more, greedily, for the reward alone: {group + 1} '
-        f"answers are drawn where {group} are trained on"
-    ]
-
-
-def checkpoint_notes(config: Config) -> list[str]:
+def running_notes(config: Config) -> list[str]:
+    """Return notes on workers that are added, on checkpoints, and on the limits of the sandbox."""
+    found = [f"{kind}: one at first, up to {n} as the run needs them" for kind, n in config.most_workers.items()]
     checkpoint = config.checkpoint
-    updates = [f"every {checkpoint.every} updates"] if checkpoint.every else []
-    minutes = [f"every {checkpoint.minutes:g} minutes"] if checkpoint.minutes else []
-    times = ", ".join(updates + minutes)
-    return [f"checkpoints {times} and at the end, of which {checkpoint.keep} are kept"] if times else []
+    times = [f"every {checkpoint.every} updates"] if checkpoint.every else []
+    times += [f"every {checkpoint.minutes:g} minutes"] if checkpoint.minutes else []
+    if times:
+        found.append(f"checkpoints {', '.join(times)} and at the end, of which {checkpoint.keep} are kept")
+    return found + sandbox_notes(config)
 
 
 def sandbox_notes(config: Config) -> list[str]:
@@ -492,16 +476,6 @@ def freshness_notes(config: Config) -> list[str]:
     ]
 
 
-def draw_notes(config: Config) -> list[str]:
-    draws, vocabulary = config.loss.asks.draws, vocabulary_of(config.student)
-    if not config.loss.weight or draws <= vocabulary:
-        return []
-    return [
-        f"loss.m = {draws} draws of {vocabulary} tokens: loss.kind = "
-        '"reverse_kl" computes all of them, exactly and at less cost'
-    ]
-
-
 def beyond_embeddings(config: Config, tokenizer: Tokenizer) -> list[str]:
     vocabulary = vocabulary_of(config.student)
     beyond = sorted(index for index in tokenizer.get_vocab().values() if index >= vocabulary)
@@ -514,15 +488,14 @@ def beyond_embeddings(config: Config, tokenizer: Tokenizer) -> list[str]:
 
 
 def warnings_of(config: Config) -> list[str]:
-    found: list[str] = []
     never = {
         "checkpoint.every": (config.checkpoint.every, "only what checkpoint.minutes asks for is saved, and the end"),
         "eval.every": (config.eval.every, "only the first and the final student are evaluated"),
         "learner.warmup": (config.learner.warmup, "learner.lr is never reached"),
     }
-    found += [
-        f"{setting} = {every} is more than updates = {config.updates}: {so}"
-        for setting, (every, so) in never.items()
+    found = [
+        f"{setting} = {every} is more than updates = {config.updates}: {effect}"
+        for setting, (every, effect) in never.items()
         if every > config.updates
     ]
     if config.reference is not None and config.reference.host and on_cpu(config):

@@ -14,6 +14,7 @@ from slipstream.data.prompts import Prompts, Row
 from slipstream.data.teacher_context import TemplateContext
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
 from slipstream.engines.http.check import Wanted, check
+from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.pipeline.watchdog import ResponseWatch
@@ -30,9 +31,8 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
     if len(config.teachers) <= 1:
         return [next(iter(config.teachers), "")] * len(rows)
     column, by_key = config.data.teacher_key, routed_by(config.teachers)
-    found = []
-    for row in rows:
-        key = row.data_source if column == "data_source" else row.meta.get(column)
+    keys = [row.data_source if column == "data_source" else row.meta.get(column) for row in rows]
+    for row, key in zip(rows, keys, strict=True):
         if key is None:
             raise DataError(
                 f"{row.place}: has no {column!r} (data.teacher_key), which names the teacher of each prompt"
@@ -42,15 +42,14 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
                 f"{row.place}: no teacher has key = {str(key)!r}, its {column} (data.teacher_key): add [teachers.NAME] "
                 f"with this key; {did_you_mean(str(key), by_key)}"
             )
-        found.append(by_key[str(key)])
+    known = {str(key) for key in keys}
     for key, name in by_key.items():
-        if name not in found:
-            known_keys = sorted({str(row.data_source if column == "data_source" else row.meta[column]) for row in rows})
+        if key not in known:
             raise ConfigError(
                 f"teachers.{name}: no prompt has {column} = {key!r} (data.teacher_key), its key: write another "
-                f"teachers.{name}.key, or drop it; prompts have {', '.join(known_keys)}"
+                f"teachers.{name}.key, or drop it; prompts have {', '.join(sorted(known))}"
             )
-    return found
+    return [by_key[str(key)] for key in keys]
 
 
 def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> list[str]:
@@ -58,10 +57,9 @@ def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> 
     column = config.schedule.mixture if isinstance(config.schedule, Async) else None
     if column is None:
         return list(teachers)
-    setting = f"schedule.mixture = {column!r}"
+    setting, name = f"schedule.mixture = {column!r}", "schedule.mixture"
     values = [
-        str(row.data_source if column == "data_source" else told(row.place, row.meta, column, "schedule.mixture"))
-        for row in rows
+        str(row.data_source if column == "data_source" else told(row.place, row.meta, column, name)) for row in rows
     ]
     if len(set(values)) == 1:
         raise ConfigError(f"{setting} does nothing: every row has {values[0]!r} there; drop it")
@@ -89,19 +87,8 @@ def check_teachers(
         stops, ids = check_same_end(f"teachers.{name}", names=names, tokenizers=(tokenizer, theirs), template=template)
         if teacher.context is None:
             ends[name] = ids
-        if teacher.base_url is not None:
-            continue
-        model = config.model_of(teacher)
-        check_embeddings(config.student, name, model)
-        if teacher.own_context:
-            found[name] = longest_of_function(config, name)
-            continue
-        seen, max_tokens = prompts_seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
-        rows, tokens = [row for row, _ in seen], [tokens for _, tokens in seen]
-        check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
-        found[name] = max(map(len, tokens)) + max_tokens
-        if ENGINES[teacher.engine].packs:
-            check_budget(f"teachers.{name}", teacher.token_budget, found[name])
+        if teacher.base_url is None:
+            found[name] = longest_of(config, name, tokenizer, prompts)
     return found, end_probes(stops, ends, tokenizer, prompts, max_tokens=config.sampler.max_tokens)
 
 
@@ -122,13 +109,30 @@ def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> Tokeniz
     return loaded
 
 
-def check_embeddings(student: str, name: str, model: str) -> None:
-    sizes = [vocabulary_of(each) for each in (student, model)]
+def longest_of(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -> int:
+    """Return the longest sequence that a teacher scores here; raise an error if its model cannot score all of them."""
+    teacher, student = config.teachers[name], config.student
+    model = config.model_of(teacher)
+    sizes, context = [vocabulary_of(each) for each in (student, model)], context_length(load_config(model))
     if sizes[0] > sizes[1]:
         raise ModelError(
             f"teachers.{name}: {model} has {sizes[1]} embeddings, {student} has {sizes[0]}: the teacher could "
             "not score all tokens that the student may sample"
         )
+    if teacher.own_context:  # of unknown length, so that the config has to set `longest`
+        longest = teacher.longest or 0
+        if longest > context:
+            raise ConfigError(
+                f"teachers.{name}.longest = {longest} exceeds the context of {context} of {model}: lower it"
+            )
+    else:
+        seen, max_tokens = prompts_seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
+        rows, tokens = [row for row, _ in seen], [tokens for _, tokens in seen]
+        check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=model)
+        longest = max(map(len, tokens)) + max_tokens
+    if ENGINES[teacher.engine].packs:
+        check_budget(f"teachers.{name}", teacher.token_budget, longest)
+    return longest
 
 
 def check_budget(section: str, budget: int, longest: int) -> None:
@@ -154,32 +158,18 @@ def longest_answer(config: Config, teacher: TeacherConfig) -> int:
     return config.sampler.max_tokens * (1 + len(held))
 
 
-def longest_of_function(config: Config, name: str) -> int:
-    """Return `longest` of a teacher whose context a user function writes; ConfigError if the model allows less."""
-    teacher = config.teachers[name]
-    model, longest = config.model_of(teacher), teacher.longest
-    assert longest is not None
-    if longest > (room := context_length(load_config(model))):
-        raise ConfigError(f"teachers.{name}.longest = {longest} exceeds the context of {room} of {model}: lower it")
-    check_budget(f"teachers.{name}", teacher.token_budget, longest)
-    return longest
-
-
 def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:
-    asyncio.run(ask_endpoints(config, tokenizer, prompts, say))
+    """Send a small request to every endpoint; raise ConfigError if it cannot serve what the loss needs."""
 
+    async def ask(endpoint: Endpoint, need: Wanted) -> str:
+        with ResponseWatch(f"teacher {endpoint.teacher}", say).waiting():
+            return await check(endpoint, need)
 
-async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:
     highest = vocabulary_of(config.student) - 1
     for name, teacher in config.teachers.items():
-        endpoint = endpoint_of(config, name)
-        if endpoint is None:
-            continue
-        asks = config.loss.asks
-        tokens = [tokens for _, tokens in prompts_seen_by(config, name, tokenizer, prompts)]
-        longest = max(map(len, tokens)) + longest_answer(config, teacher)
-        some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
-        need = Wanted(tokens=some, highest=highest, longest=longest, k=asks.k)
-        with ResponseWatch(f"teacher {name}", say).waiting():
-            found = await check(endpoint, need)
-        say(found)
+        if endpoint := endpoint_of(config, name):
+            tokens = [tokens for _, tokens in prompts_seen_by(config, name, tokenizer, prompts)]
+            longest = max(map(len, tokens)) + longest_answer(config, teacher)
+            some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
+            need = Wanted(tokens=some, highest=highest, longest=longest, k=config.loss.asks.k)
+            say(asyncio.run(ask(endpoint, need)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from slipstream.config.schema import Config
 from slipstream.engines.native.config import context_length, load_config
@@ -19,21 +18,18 @@ UNPUBLISHED = {"gpt_oss"}
 
 
 def sampler_settings(config: Config) -> Settings:
+    # vLLM's memory and position factors depend on the longest sequence
+    longest = {"max_model_len": config.sampler.longest} if config.sampler.longest else {}
     return Settings(
         config.student,
         config.sampler.dtype,
         config.sampler.slots,
-        longest_first(config.sampler.longest) | config.sampler.engine_args,
+        longest | config.sampler.engine_args,
         threads=config.runtime.threads,
         device=config.runtime.device,
         seed=config.seed,
         heartbeat=config.runtime.heartbeat,
     )
-
-
-def longest_first(longest: int | None) -> dict[str, Any]:
-    """Return vLLM's argument for the longest sequence, on which its memory and position factors depend; {} for None."""
-    return {"max_model_len": longest} if longest else {}
 
 
 def scorer_settings(config: Config, name: str) -> Settings:
@@ -62,27 +58,26 @@ def sampler_devices(config: Config) -> int:
 def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
     """Return the config with the native engine for teachers that vLLM cannot run; ConfigError for other conflicts."""
     config = with_draws(config, say)
-    local = {name: teacher for name, teacher in config.teachers.items() if teacher.base_url is None}
-    natives = {}
-    for name, teacher in local.items():
+    teachers = dict(config.teachers)
+    for name, teacher in config.teachers.items():
         if teacher.engine == "vllm" and (why := unserved(config, name)):
             say(f"note: teachers.{name}.engine = 'native', because {why}")
-            natives[name] = teacher.model_copy(update={"engine": "native"})
-    return config.model_copy(update={"teachers": {**config.teachers, **natives}}) if natives else config
+            teachers[name] = teacher.model_copy(update={"engine": "native"})
+    return config.model_copy(update={"teachers": teachers})
 
 
 def unserved(config: Config, name: str) -> str:
     """Return the reason why vLLM cannot score for this teacher and loss; empty if vLLM can."""
     check_installed(f"teachers.{name}.engine")
-    loss, asks = config.loss, config.loss.asks
+    loss, cache, draws = config.loss, config.loss.asks.cache, config.loss.asks.draws
     if loss.temperature != 1:
         return f"vLLM scores at temperature 1, and loss.temperature = {loss.temperature:g}"
-    if asks.cache == "hidden":
+    if cache == "hidden":
         return "vLLM gives no hidden states"
-    if asks.cache == "student_topk":
+    if cache == "student_topk":
         return f'vLLM cannot score token ids chosen by the student, as loss.kind = "{loss.kind}" requires'
-    if asks.draws > 1 and not (known(version()) and version("vllm") and config.runtime.device != "cpu"):
-        return f"vLLM {version()} scores several draws (loss.m = {asks.draws}) on GPUs only, and from {VERSION} on"
+    if draws > 1 and not (known(version()) and version("vllm") and config.runtime.device != "cpu"):
+        return f"vLLM {version()} scores several draws (loss.m = {draws}) on GPUs only, and from {VERSION} on"
     return ""
 
 

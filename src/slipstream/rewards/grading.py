@@ -62,7 +62,7 @@ def sandbox_for(rewards: Sequence[Reward], wanted: str | None) -> Sandbox | None
         return None
     if not any("sandbox" in reward.asks for reward in rewards):
         raise ConfigError("task.sandbox does nothing: no function of task.reward asks for 'sandbox'; drop it")
-    return sandbox_of(wanted)
+    return sandbox_of(wanted, "task.sandbox")
 
 
 def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:

@@ -29,7 +29,6 @@ from slipstream.sandbox.base import COPY, USUAL, Limits, Program, Ran, Sandbox, 
 from slipstream.sandbox.limits import check_installed, environment, finish, limited, memory, sealed, sockets
 from slipstream.sandbox.seccomp import program as seccomp_program
 
-ADVICE = 'apt install bubblewrap, or environment.sandbox = "none" to run code without isolation'
 NOBODY = "65534"
 """User id and group id that a program sees inside the sandbox."""
 USERS, PER_PROCESS = 1_879_048_192, 64
@@ -47,10 +46,13 @@ CALLS = itertools.count()
 
 
 class Bubblewrap(Sandbox):
-    def __init__(self) -> None:
+    def __init__(self, setting: str = "environment.sandbox") -> None:
         found = shutil.which("bwrap", path=processes.PATH)
         if found is None:
-            raise ConfigError(f'environment.sandbox = "bubblewrap": there is no bwrap here: {ADVICE}')
+            raise ConfigError(
+                f'{setting} = "bubblewrap": there is no bwrap here: apt install bubblewrap, or {setting} = "none" to '
+                "run code without isolation"
+            )
         check_installed(("prlimit", "nsenter", "env"), "apt install util-linux coreutils")
         self.bwrap, self.filter = found, seccomp_program(platform.machine())
         self.path, self.system = system()

@@ -15,7 +15,7 @@ from typing import Any
 
 import slipstream
 from slipstream.config.file import differing, parse
-from slipstream.config.schema import Config, SamplerConfig, TeacherConfig
+from slipstream.config.schema import Config, most_replicas
 from slipstream.errors import ConfigError, RunDirError, SlipstreamError
 from slipstream.processes import cpu_seconds
 from slipstream.run_dir.atomic_files import write_atomic, writing
@@ -113,9 +113,8 @@ def cores_of(config: Config) -> int:
     threads = config.runtime.threads
     if config.runtime.kind == "inline":
         return max(threads, config.learner.threads or 0)
-    local: list[SamplerConfig | TeacherConfig] = [t for t in config.teachers.values() if t.base_url is None]
-    pools = [config.sampler, *local]
-    workers = sum(pool.replicas_max if pool.replicas == "auto" else pool.replicas for pool in pools)
+    here = [teacher for teacher in config.teachers.values() if teacher.base_url is None]
+    workers = most_replicas(config.sampler) + sum(map(most_replicas, here))
     return workers * threads + config.learner.ranks * (config.learner.threads or threads)
 
 
