@@ -11,9 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +49,7 @@ from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.testing.endpoint import FakeEndpoint, Fault, model, prompt_logprobs, table
+from slipstream.testing.server import send
 from support.tiny_models import EOS, VOCAB, make_model, make_prompts, masked, uniform, wrap
 
 T = TypeVar("T")
@@ -409,12 +413,13 @@ def test_the_server_says_when_to_come_back_and_all_calls_wait_for_it(fake: FakeE
         asks, loop = Client(endpoint(fake)), asyncio.get_running_loop()
         await asks.ask("GET", "/models")
         began = loop.time()
-        first = asyncio.create_task(HttpScorer._score(scorer := HttpScorer(endpoint(fake)), (await toy_group(1))[0]))
+        scorer = HttpScorer(endpoint(fake))
         scorer.client = asks
+        first = asyncio.create_task(scorer.score(await toy_group(1)))
         while not fake.requests:
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.02)
-        both = await asyncio.gather(first, scorer._score((await toy_group(1))[0]))
+        both = await asyncio.gather(first, scorer.score(await toy_group(1)))
         return loop.time() - began, both
 
     seconds, both = run(work())
@@ -424,6 +429,12 @@ def test_the_server_says_when_to_come_back_and_all_calls_wait_for_it(fake: FakeE
 @pytest.mark.parametrize("header, seconds", [("3", 3.0), ("0.5", 0.5), (None, 0.0), ("Wed, 21 Oct", 0.0), ("-1", 0.0)])
 def test_retry_after_is_read(header: str | None, seconds: float) -> None:
     assert retry_after(header) == seconds
+
+
+def test_retry_after_may_be_a_date() -> None:
+    assert 3000 < retry_after(formatdate(time.time() + 3600, usegmt=True)) <= 3600
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert retry_after("Wed, 21 Oct 99999 07:28:00 GMT") == 0
 
 
 # --- the breaker ------------------------------------------------------------------------------------------------------
@@ -766,6 +777,21 @@ def test_what_an_endpoint_cannot_do_is_told_with_what_to_write(case: str, fake: 
     with pytest.raises(ConfigError, match=message) as caught:
         checked(fake, need, **changes)
     assert "\n" not in str(caught.value)
+
+
+class Empty(FakeEndpoint):
+    """Endpoint whose list of models is empty."""
+
+    def get(self, to: BaseHTTPRequestHandler) -> None:
+        send(to, 200, {"object": "list", "data": []})
+
+
+def test_an_endpoint_without_any_model_is_refused() -> None:
+    with (
+        Empty(table(TEACHER.numpy())) as fake,
+        pytest.raises(ConfigError, match=r"main.model = 'teacher': http://.* serves no model: load it there$"),
+    ):
+        checked(fake)
 
 
 def test_a_gateway_that_lists_no_models_is_tried(fake: FakeEndpoint) -> None:

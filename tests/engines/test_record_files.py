@@ -26,7 +26,7 @@ JSON = st.recursive(
 )
 FLOATS = st.sampled_from([np.float16, np.float32, np.float64])
 INTS = st.sampled_from([np.int16, np.uint16, np.int32, np.int64])
-REWARDS = st.dictionaries(TEXT, st.floats(), max_size=3)
+REWARDS = st.dictionaries(TEXT, st.floats(allow_nan=False, allow_infinity=False), max_size=3)
 
 
 @st.composite

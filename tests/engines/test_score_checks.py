@@ -18,7 +18,7 @@ from slipstream.config.file import parse
 from slipstream.config.schema import HealthConfig
 from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
-from slipstream.engines.score_checks import FLOOR, apart, scored
+from slipstream.engines.score_checks import FLOOR, rms_difference, scored
 from slipstream.errors import EngineError, NonFiniteError, RunDirError, SlipstreamError, Unhealthy
 from slipstream.metrics import trust_metrics
 from slipstream.pipeline.admission import Standing
@@ -128,7 +128,7 @@ def test_who_scores_what_is_scored_says_how_far_the_answers_are_apart() -> None:
     first = told([-1.0, -2.0, -3.0])
     again = scored(first, teacher="main", teacher_logp=np.array([-1.0, -2.0, -3.5], np.float32))
     assert first.header.differs == 0 and again.header.differs == pytest.approx(0.5 / 3**0.5)
-    assert apart(first.body, again.body) == again.header.differs
+    assert rms_difference(first.body, again.body) == again.header.differs
 
 
 def test_the_kl_to_a_teacher_and_its_error_by_hand() -> None:

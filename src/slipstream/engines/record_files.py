@@ -28,7 +28,7 @@ NESTED: dict[str, type[Any]] = {"rollout": Rollout, "kept": Kept}
 def write_groups(path: Path, groups: Sequence[Group]) -> None:
     """Write groups into a directory; raise RunDirError if JSON cannot hold a value or the disk is full."""
     writer = Writer()
-    written = [[{"header": asdict(h.header), "body": writer.body(h.body)} for h in group] for group in groups]
+    written = [[writer.member(handle) for handle in group] for group in groups]
     with writing(path):
         try:
             save_file(writer.arrays, path / ARRAYS)
@@ -40,10 +40,11 @@ def write_groups(path: Path, groups: Sequence[Group]) -> None:
 def read_groups(path: Path) -> list[list[Handle]]:
     arrays, rest = load_file(path / ARRAYS), json.loads((path / REST).read_text())
     prompts = [record(Prompt, prompt, arrays, []) for prompt in rest["prompts"]]
-    return [
-        [Handle(header(member["header"]), body(member["body"], arrays, prompts)) for member in group]
-        for group in rest["groups"]
-    ]
+
+    def body(found: dict[str, Any] | None) -> Any:
+        return None if found is None else record(Scored if "rollout" in found else Rollout, found, arrays, prompts)
+
+    return [[Handle(header(each["header"]), body(each["body"])) for each in group] for group in rest["groups"]]
 
 
 class Writer:
@@ -53,17 +54,14 @@ class Writer:
         self.numbers: dict[int, int] = {}
         """Positions in `prompts` by `id(prompt)`; the ids stay valid because the caller holds the prompts."""
 
-    def body(self, body: Any) -> dict[str, Any] | None:
-        if body is None:
-            return None
-        assert isinstance(body, Rollout | Scored), body
-        return self.record(body)
+    def member(self, handle: Handle) -> dict[str, Any]:
+        return {"header": asdict(handle.header), "body": None if handle.body is None else self.record(handle.body)}
 
-    def record(self, of: Any) -> dict[str, Any]:
+    def record(self, source: Any) -> dict[str, Any]:
         """Return all fields in a dict: array fields as their names in `arrays`, and nested records as dicts."""
         found: dict[str, Any] = {}
-        for name in (field.name for field in fields(of)):
-            match value := getattr(of, name):
+        for name in (field.name for field in fields(source)):
+            match value := getattr(source, name):
                 case np.ndarray():
                     found.setdefault("arrays", {})[name] = self.array(value)
                 case Rollout() | Kept():
@@ -72,8 +70,8 @@ class Writer:
                     found[name] = self.prompt(value)
                 case _:
                     if not is_json(value):
-                        who = getattr(of, "prompt", of).id
-                        raise RunDirError(f"prompt {who}: {name} = {value!r} cannot be saved: JSON does not hold it")
+                        prompt = getattr(source, "prompt", source).id
+                        raise RunDirError(f"prompt {prompt}: {name} = {value!r} cannot be saved: JSON does not hold it")
                     found[name] = value
         return found
 
@@ -98,12 +96,6 @@ def record(kind: type[Any], found: dict[str, Any], arrays: dict[str, NDArray[Any
     if "prompt" in given:
         given["prompt"] = prompts[given["prompt"]]
     return kind(**given)
-
-
-def body(found: dict[str, Any] | None, arrays: dict[str, NDArray[Any]], prompts: Sequence[Prompt]) -> Any:
-    if found is None:
-        return None
-    return record(Scored if "rollout" in found else Rollout, found, arrays, prompts)
 
 
 def header(found: dict[str, Any]) -> Header:

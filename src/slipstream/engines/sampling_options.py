@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from slipstream.config.losses import Asks
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.protocols import Sampling
 
 
 def rollout_sampling(config: Config) -> Sampling:
-    sampler, asks = config.sampler, asked_by_loss(config)
+    sampler, asks = config.sampler, config.loss.asks if config.loss.weight else None
     draws = asks.draws if asks else 1
     if (fresh := config.freshness) is not None and not (asks and asks.cache == "sampled"):
         draws = fresh.draws
@@ -29,8 +28,3 @@ def rollout_sampling(config: Config) -> Sampling:
 
 def eval_sampling(config: Config) -> Sampling:
     return Sampling(max_tokens=config.sampler.max_tokens, group=config.eval.n, temperature=config.eval.temperature)
-
-
-def asked_by_loss(config: Config) -> Asks | None:
-    """Return the requirements of the distillation loss, or None if the config has no distillation."""
-    return config.loss.asks if config.loss.weight else None

@@ -41,7 +41,6 @@ def scored(
     `seen` holds the tokens that the teacher saw before the response; None means the student's prompt.
     """
     rollout = graded(handle)
-    header = replace(header_of(rollout, teacher=teacher), teacher_version=version, attempts=handle.header.attempts)
     context = None if seen is None or np.array_equal(seen, rollout.prompt.tokens) else seen
     if problem := next(problems(rollout, found), ""):
         return failed(handle, f"teacher {teacher} gives {problem}", teacher=teacher)
@@ -52,21 +51,23 @@ def scored(
         rollout=rollout,
         teacher=teacher,
         teacher_version=version,
-        context_id=name_of(context),
+        context_id=context_name(context),
         context=context,
         **{**found, **bounded},
     )
-    if (kl_N := body.supervision_kl) is not None:
-        known_N = kl_N[~np.isnan(kl_N)]
-        aligned = len(known_N) / max(len(kl_N), 1)
-        header = replace(header, moved=float(known_N.mean()) if len(known_N) else 0.0, aligned=aligned)
     drawn_N = rollout.logp[rollout.loss_mask].astype(np.float64)
     header = replace(
-        header,
+        header_of(rollout, teacher=teacher),
+        teacher_version=version,
+        attempts=handle.header.attempts,
         gap=float((drawn_N - bounded["teacher_logp"]).sum()),
         floored=int(low_N.sum()),
-        differs=apart(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
+        differs=rms_difference(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
     )
+    if (kl_N := body.supervision_kl) is not None:
+        known_N = kl_N[~np.isnan(kl_N)]
+        moved = float(known_N.mean()) if len(known_N) else 0.0
+        header = replace(header, moved=moved, aligned=len(known_N) / max(len(kl_N), 1))
     return Handle(header, body)
 
 
@@ -93,7 +94,7 @@ def failed(handle: Handle, cause: str, *, teacher: str) -> Handle:
     return Handle(replace(header_of(rollout, teacher=teacher), finish="error", cause=cause), rollout)
 
 
-def name_of(context: Ints | None) -> str:
+def context_name(context: Ints | None) -> str:
     """Return an id of the teacher's context: a digest of its tokens, or "prefix" for the student's prompt (None)."""
     if context is None:
         return "prefix"
@@ -119,9 +120,9 @@ def problems(rollout: Rollout, found: Found) -> Iterator[str]:
             continue
         with np.errstate(over="ignore"):  # numbers too large for float32 become infinite, and are reported
             logp_NX = columns(found[name]).astype(np.float32)
-        if (at := unbelievable(logp_NX)) is not None:
+        if (at := first_invalid(logp_NX)) is not None:
             token, place, logp = IDS[name](rollout, found)[at], place_N[at[0]], columns(found[name])[at]
-            yield f"token {token} at position {place} of the response {why(float(logp))}"
+            yield f"token {token} at position {place} of the response {fault_of(float(logp))}"
         if name in DIFFERENT and (mass_N := np.exp(logp_NX).sum(1)).max() > MASS:
             n = int(mass_N.argmax())
             yield f"probabilities at position {place_N[n]} that add up to {mass_N[n]:.3f}, more than 1"
@@ -133,13 +134,13 @@ def columns(logp: NDArray[Any]) -> NDArray[Any]:
     return logp if logp.ndim == 2 else logp[:, None]
 
 
-def unbelievable(logp_NX: NDArray[np.float32]) -> tuple[int, int] | None:
+def first_invalid(logp_NX: NDArray[np.float32]) -> tuple[int, int] | None:
     """Return the row and column of the first invalid log-prob, or None if all are valid."""
     wrong_NX = ~((logp_NX <= TOLERANCE) & (logp_NX > PLACEHOLDER))  # NaN fails both comparisons
     return tuple(np.argwhere(wrong_NX)[0].tolist()) if wrong_NX.any() else None
 
 
-def why(logp: float) -> str:
+def fault_of(logp: float) -> str:
     if logp > TOLERANCE:
         return f"a log-prob of {logp:g}, which is above 0"
     if np.isfinite(logp) and logp > -1e9:
@@ -154,7 +155,7 @@ def finite(array: NDArray[Any]) -> bool:
     return bool(np.isfinite(array).all())
 
 
-def apart(one: Scored, other: Scored) -> float:
+def rms_difference(one: Scored, other: Scored) -> float:
     """Return the root mean square difference between the log-probs of one response that was scored twice.
 
     Most likely tokens are compared by rank, because tokens of similar probability may swap ranks.

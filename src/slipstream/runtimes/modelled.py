@@ -21,7 +21,7 @@ from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.decoding import Read
 from slipstream.engines.native.sampling.requests import Publish
 from slipstream.engines.native.sampling.sampler import NativeSampler, settle
-from slipstream.engines.native.scorer import NativeScorer, Waiting
+from slipstream.engines.native.scorer import Call, NativeScorer
 from slipstream.protocols import Fingerprint, Loaded, Metrics, Mode, WeightsRef
 from slipstream.records import ONE, Counts
 from slipstream.runtimes.build import NativeKinds
@@ -119,7 +119,7 @@ class ModelledScorer(NativeScorer):
         await self.time.work(self.costs.publish.load)
         return replace(found, load=self.costs.publish.load)
 
-    async def _pass(self, calls: Sequence[Waiting]) -> None:
+    async def _pass(self, calls: Sequence[Call]) -> None:
         headers = [handle.header for call in calls for handle in call.group]
         await self.time.work(self.costs.score.seconds(sum(each.prompt_tokens + each.tokens for each in headers)))
         await super()._pass(calls)

@@ -76,7 +76,7 @@ def test_check_says_what_it_read_and_what_it_did_not(
     said = capsys.readouterr().out
     assert "# weights of model: complete, 142,208 finite numbers (0.5 MiB read in 0." in said
     assert "# weights of builtin:teacher: complete, 317,952 finite numbers (1.2 MiB read in 0." in said
-    monkeypatch.setattr(files, "here", lambda name: name != "model")
+    monkeypatch.setattr(files, "is_local", lambda name: name != "model")
     known = files.file_of
     monkeypatch.setattr(files, "file_of", lambda name, file: None if name == "model" else known(name, file))
     assert main(["config", "run.toml", "--check"]) == 0

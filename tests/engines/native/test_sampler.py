@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from slipstream.engines.draws import process
 from slipstream.engines.native.sampling import decoding
 from slipstream.engines.native.sampling import sampler as sampler_file
-from slipstream.engines.native.sampling.decoding import APART, filled, ranges
+from slipstream.engines.native.sampling.decoding import APART, compacted, ranges
 from slipstream.engines.native.sampling.requests import Row
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights, fingerprint
@@ -105,7 +105,8 @@ def test_rows_of_every_length_are_exact_in_their_blocks(monkeypatch: pytest.Monk
     """Pairs after prompts of 1 to 90 tokens come and go in 40 slots: blocks are cut, and holes filled from behind."""
     cut, moved = [], []
     monkeypatch.setattr(decoding, "ranges", lambda at: cut.append(ranges(at)) or cut[-1])
-    monkeypatch.setattr(sampler_file, "filled", lambda *args: moved.append(filled(*args)) or moved[-1])
+    compact = lambda *args: moved.append(compacted(*args)) or moved[-1]  # noqa: E731
+    monkeypatch.setattr(sampler_file, "compacted", compact)
     model, prompts = make_model(dtype=torch.float64), make_prompts(70, longest=90)
     sampling = Sampling(max_tokens=30, group=2)
     for rollout in generate(model, prompts, [sampling] * 70, slots=40):
@@ -119,7 +120,7 @@ def test_holes_are_filled_by_rows_from_behind(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 100, rng.integers(1, 70)).tolist()
     ended = np.flatnonzero(rng.random(len(lengths)) < rng.choice([0.05, 0.5, 1.0])).tolist()
-    order = filled(ended, lengths)
+    order = compacted(ended, lengths)
     assert sorted(order) == sorted(set(range(len(lengths))) - set(ended))
     assert all(source >= target for target, source in enumerate(order))
     at = [lengths[slot] for slot in order]

@@ -70,6 +70,12 @@ def test_sampled_cache_is_the_teachers_log_prob_of_every_draw(token_budget: int,
         np.testing.assert_allclose(sample.teacher_action_logp, expected, atol=2e-5)
 
 
+def test_a_response_of_more_than_twice_the_token_budget_is_scored() -> None:
+    groups = roll_out(make_model(seed=0))
+    (small, *_), (large, *_) = (score(make_model(seed=1), groups, token_budget=n) for n in (2, 10_000))
+    np.testing.assert_allclose(small[0].body.teacher_logp, large[0].body.teacher_logp, atol=2e-5)
+
+
 @torch.no_grad()
 def test_topk_cache_holds_the_teachers_best_and_the_emitted_token() -> None:
     student, teacher = make_model(seed=0), make_model(seed=1)

@@ -46,9 +46,9 @@ def read(answer: Any, sent: Sequence[int], places: Sequence[int], *, k: int) -> 
     found = [_entries(row, place) for place, row in enumerate(rows[1:], 1)]
     for place, entries in enumerate(found, 1):
         if sent[place] not in entries:
-            held = ", ".join(map(str, list(entries)[:SHOWN])) or "nothing"
+            listed = ", ".join(map(str, list(entries)[:SHOWN])) or "nothing"
             raise WrongAnswer(
-                f"position {place} holds no log-prob of the sent token {sent[place]}, but of {held} "
+                f"position {place} holds no log-prob of the sent token {sent[place]}, but of {listed} "
                 "(other token ids, or a shifted row?)"
             )
     n = len(places)
@@ -59,9 +59,8 @@ def read(answer: Any, sent: Sequence[int], places: Sequence[int], *, k: int) -> 
         if k:
             best = _best(entries, token, k, place)
             ids_NK[i], logp_NK[i] = [index for index, _ in best], [logp for _, logp in best]
-    with np.errstate(
-        over="ignore"
-    ):  # numbers too large for float32 become infinite, and `engines/score_checks` reports them
+    # numbers too large for float32 become infinite, and `engines/score_checks` reports them
+    with np.errstate(over="ignore"):
         return LogProbs(logp_N.astype(np.float32), ids_NK, logp_NK.astype(np.float32))
 
 

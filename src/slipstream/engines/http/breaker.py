@@ -56,17 +56,17 @@ class Breaker:
         try:
             yield
         except Unavailable as error:
-            self._hold(error.after)
+            self._delay(error.after)
             if error.down:
-                self._failed(str(error), probe)
+                self._count_failure(str(error), probe)
             else:
-                self._fine()
+                self._reset()
             raise
         except EndpointError:  # the endpoint has answered, so there is no outage
-            self._fine()
+            self._reset()
             raise
         else:
-            self._fine()
+            self._reset()
         finally:
             if probe:
                 self.probing = False
@@ -92,19 +92,19 @@ class Breaker:
                 await asyncio.wait_for(self.changed.wait(), until - now())
         return False
 
-    def _hold(self, seconds: float) -> None:
+    def _delay(self, seconds: float) -> None:
         if seconds > 0:
             self.earliest = max(self.earliest, asyncio.get_running_loop().time() + seconds)
 
-    def _failed(self, cause: str, probe: bool) -> None:
+    def _count_failure(self, cause: str, probe: bool) -> None:
         if not self.failures:
             self.since = asyncio.get_running_loop().time()
         self.failures, self.cause = self.failures + 1, cause
         if probe:
             self.pause = min(2 * self.pause, PAUSES[1])
         if probe or self.failures == LIMIT:
-            self._hold(self.pause)
+            self._delay(self.pause)
 
-    def _fine(self) -> None:
+    def _reset(self) -> None:
         self.failures, self.pause = 0, PAUSES[0]
         self.changed.set()

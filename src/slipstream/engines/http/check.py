@@ -13,7 +13,7 @@ import numpy as np
 from slipstream.engines.http.answers import LogProbs
 from slipstream.engines.http.client import Client, Endpoint
 from slipstream.engines.http.scorer import log_probs
-from slipstream.engines.score_checks import unbelievable, why
+from slipstream.engines.score_checks import fault_of, first_invalid
 from slipstream.errors import ConfigError, EndpointError
 
 KEY_REFUSED = (401, 403)
@@ -44,7 +44,7 @@ async def check(endpoint: Endpoint, need: Wanted) -> str:
                 f"sampler.max_tokens + 1 are up to {need.longest + 1}: lower sampler.max_tokens, shorten the prompts, "
                 f"or start the server with --max-model-len {need.longest + 1}"
             )
-        believed(await _ask(client, endpoint, need.tokens, 0), endpoint)
+        check_log_probs(await _ask(client, endpoint, need.tokens, 0), endpoint)
     except EndpointError as error:
         raise ConfigError(_explained(error, endpoint, where)) from None
     await _gives(client, endpoint, need, where)
@@ -55,10 +55,10 @@ async def _ask(client: Client, endpoint: Endpoint, tokens: Sequence[int], k: int
     return await log_probs(client, endpoint.model, list(tokens), np.arange(1, len(tokens)), k=k)
 
 
-def believed(found: LogProbs, endpoint: Endpoint) -> None:
+def check_log_probs(found: LogProbs, endpoint: Endpoint) -> None:
     logp_NX = np.column_stack([found.logp_N, found.logp_NK])
-    if (at := unbelievable(logp_NX)) is not None:
-        raise EndpointError(f"{endpoint.where} gives {why(float(logp_NX[at]))}")
+    if (at := first_invalid(logp_NX)) is not None:
+        raise EndpointError(f"{endpoint.where} gives {fault_of(float(logp_NX[at]))}")
 
 
 async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
@@ -73,10 +73,12 @@ async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
     if not isinstance(listed, list):
         raise EndpointError(f"{endpoint.where} gives a wrong answer: no list of models")
     models = {model.get("id"): model for model in listed if isinstance(model, dict)}
+    if not models:
+        raise ConfigError(f"{where}.model = {endpoint.model!r}: {endpoint.url} serves no model: load it there")
     if endpoint.model not in models:
         raise ConfigError(
             f"{where}.model = {endpoint.model!r}: {endpoint.url} does not serve it; write one of its models: "
-            f"{', '.join(map(repr, models)) or 'none'}"
+            f"{', '.join(map(repr, models))}"
         )
     length = models[endpoint.model].get("max_model_len")
     return length if isinstance(length, int) else None
@@ -86,7 +88,7 @@ async def _gives(client: Client, endpoint: Endpoint, need: Wanted, where: str) -
     """Raise ConfigError unless the endpoint returns `k` log-probs per token and can score the highest token id."""
     try:
         if need.k:
-            believed(await _ask(client, endpoint, need.tokens, need.k), endpoint)
+            check_log_probs(await _ask(client, endpoint, need.tokens, need.k), endpoint)
     except EndpointError as error:
         raise ConfigError(
             f"{where}.max_logprobs: the loss needs {need.k} log-probs per token, which the endpoint does not return: "

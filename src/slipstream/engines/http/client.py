@@ -14,8 +14,10 @@ import json
 import os
 import random
 import re
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -107,14 +109,14 @@ class Client:
                 if any(sign in str(error) for sign in NO_TLS) and url.startswith("https:"):
                     plain = self.endpoint.url.replace("https:", "http:", 1)
                     raise Unavailable(f"does not speak https: write base_url = {plain!r}", again=False) from None
-                what = self._shown(first_line(error).encode())
-                raise Unavailable(f"cannot be reached: {type(error).__name__}: {what}") from None
+                cause = self._shown(first_line(error).encode())
+                raise Unavailable(f"cannot be reached: {type(error).__name__}: {cause}") from None
         if status == 200:
             return content
-        said = f"answers {status}: {self._shown(content)}"
+        refusal = f"answers {status}: {self._shown(content)}"
         if status == 429 or status >= 500:
-            raise Unavailable(said, down=status != 429, after=retry_after(response.headers.get("retry-after")))
-        raise EndpointError(f"{self.where} {said}", status=status)
+            raise Unavailable(refusal, down=status != 429, after=retry_after(response.headers.get("retry-after")))
+        raise EndpointError(f"{self.where} {refusal}", status=status)
 
     async def _read(self, response: httpx2.Response, most: int) -> bytes:
         """Return the whole answer, or the first bytes of an error answer."""
@@ -177,5 +179,12 @@ OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[AsyncGenerator[None]]] =
 
 
 def retry_after(header: str | None) -> float:
-    """Return the seconds in a Retry-After header, or 0 if it is missing or holds a date."""
-    return float(header) if header and re.fullmatch(r"\d{1,6}(\.\d+)?", header) else 0.0
+    """Return the seconds until the time in a Retry-After header, a number or a date; 0 if it is missing or invalid."""
+    if header is None:
+        return 0.0
+    if re.fullmatch(r"\d{1,6}(\.\d+)?", header):
+        return float(header)
+    try:
+        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0

@@ -10,7 +10,7 @@ over the vocabulary.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -43,30 +43,15 @@ class HttpScorer(Probed):
         self.k, self.vocabulary, self.context = k, vocabulary, context or SamePrompt()
 
     async def score(self, group: Group) -> list[Handle]:
-        return await self._each(group, self._score)
+        return await together(self._scored(handle) for handle in group)
 
     async def relabel(self, group: Group) -> list[Handle]:
-        return await self._each(group, self._relabel)
-
-    async def _each(self, group: Group, work: Callable[[Handle], Coroutine[Any, Any, Handle]]) -> list[Handle]:
-        # not a TaskGroup, which loses a cancellation that comes together with an error
-        asked = [asyncio.create_task(work(handle)) for handle in group]
-        try:
-            return list(await asyncio.gather(*asked))
-        finally:
-            for task in asked:
-                task.cancel()
+        return await together(self._scored(handle, before=handle.body) for handle in group)
 
     def close(self) -> None:
         """Do nothing: connections are closed with their event loop."""
 
-    async def _score(self, handle: Handle) -> Handle:
-        return await self._asked(handle)
-
-    async def _relabel(self, handle: Handle) -> Handle:
-        return await self._asked(handle, before=handle.body)
-
-    async def _asked(self, handle: Handle, before: Scored | None = None) -> Handle:
+    async def _scored(self, handle: Handle, before: Scored | None = None) -> Handle:
         """Score a response, and record the KL from earlier scores `before`; return `before` if the context is equal."""
         rollout = graded(handle)
         try:
@@ -77,7 +62,7 @@ class HttpScorer(Probed):
             return Handle(replace(handle.header, moved=handle.header.moved or 0.0), before)
         found = await self._answer(rollout, seen)
         if before is not None:
-            found["supervision_kl"] = moved_at_least(found, before)
+            found["supervision_kl"] = kl_lower_bound(found, before)
         return scored(handle, teacher=self.name, seen=seen, **found)
 
     async def _answer(self, rollout: Rollout, seen: Ints) -> dict[str, Any]:
@@ -100,7 +85,17 @@ class HttpScorer(Probed):
         return {"teacher_logp": found.logp_N, **cached}
 
 
-def moved_at_least(now: dict[str, Any], before: Scored) -> Floats:
+async def together(calls: Iterable[Coroutine[Any, Any, Handle]]) -> list[Handle]:
+    """Run calls concurrently; cancel the others if one fails. A TaskGroup would lose a cancellation that comes then."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def kl_lower_bound(now: dict[str, Any], before: Scored) -> Floats:
     """Return a lower bound of KL(new ‖ old distribution of the teacher) at every trained position.
 
     Tokens whose log-prob is known in both scores count separately, and all others count as one token.

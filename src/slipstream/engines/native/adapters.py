@@ -35,12 +35,12 @@ def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tenso
 def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the matrices (A, B) of every layer of an adapter, by layer name."""
     try:
-        held = load_file(adapter.path / WEIGHTS)
+        tensors = load_file(adapter.path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{adapter.path / WEIGHTS}: cannot be read: {first_line(error)}") from None
-    check_numbers(str(adapter.path), held.items())
-    a, b = ({layer: held[f"{PREFIX}{layer}.lora_{part}.weight"] for layer in adapter.layers} for part in "AB")
-    return {layer: (a[layer], b[layer]) for layer in adapter.layers}
+    check_numbers(str(adapter.path), tensors.items())
+    names = {layer: f"{PREFIX}{layer}.lora_" for layer in adapter.layers}
+    return {layer: (tensors[f"{name}A.weight"], tensors[f"{name}B.weight"]) for layer, name in names.items()}
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -78,10 +78,10 @@ def merge(model: nn.Module, adapter: Adapter) -> None:
 @torch.no_grad()
 def load_adapter(model: nn.Module, adapter: Adapter) -> None:
     """Copy an adapter's weights into the adapters of a model; raise a ModelError if the adapted layers differ."""
-    held = weights_of(adapter)
-    if other := sorted(set(adapted_layers(model)) ^ held.keys()):
+    weights = weights_of(adapter)
+    if other := sorted(set(adapted_layers(model)) ^ weights.keys()):
         raise ModelError(f"{adapter.path}: {other[0]} has an adapter either in the file or in the model, not in both")
-    for layer, parts in held.items():
+    for layer, parts in weights.items():
         for part, value in zip("AB", parts, strict=True):
             model.get_parameter(f"{layer}.lora_{part}.default.weight").copy_(value)
 
@@ -102,14 +102,14 @@ def write_adapter(path: Path, model: nn.Module, state: Mapping[str, Tensor], *, 
         "bias": "none",
         "inference_mode": True,
     }
-    held = {
+    tensors = {
         f"{PREFIX}{layer}.lora_{part}.weight": state[f"{layer}.lora_{part}.default.weight"].detach().contiguous()
         for layer in layers
         for part in "AB"
     }
     path.mkdir(exist_ok=True)
     (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_file(held, path / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
 def portable_name(base: str) -> str:

@@ -27,7 +27,7 @@ GATHERED = 8
 """A native sampler admits new requests only when at least 1 / GATHERED of all slots are free."""
 
 
-def by_length(kind: Any) -> bool:
+def depends_on_length(kind: Any) -> bool:
     """Return True if this rope type selects its factors by sequence length; a dict has one type per kind of layer."""
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return any(each in str(one) for one in kinds for each in KINDS)
@@ -97,7 +97,7 @@ def position_note(config: Any, longest: int) -> str | None:
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     each = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    chosen = [part for part in each if by_length(part.get("rope_type"))]
+    chosen = [part for part in each if depends_on_length(part.get("rope_type"))]
     if not chosen:
         return None
     kind = chosen[0]["rope_type"]

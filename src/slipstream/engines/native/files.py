@@ -40,15 +40,15 @@ def weights_of(name: str) -> list[Path]:
         parts = sorted(set(json.loads(found.read_text("utf-8"))["weight_map"].values()))
         paths = {part: file_of(name, part) for part in parts}
         for part, path in paths.items():
-            if path is None and here(name):
+            if path is None and is_local(name):
                 raise ModelError(f"{name}: {part} is missing, but {file} lists it as a file of weights")
         return [path for path in paths.values() if path is not None]
-    if here(name):
+    if is_local(name):
         raise ModelError(f"{name}: no weights there: expected {WEIGHTS[0]}, or {WEIGHTS[1]} and its parts")
     return []
 
 
-def here(name: str) -> bool:
+def is_local(name: str) -> bool:
     return Path(model_path(name)).is_dir()
 
 
@@ -58,14 +58,14 @@ def check_complete(name: str) -> None:
     if not shapes:
         return
     model = empty_model(name)
-    asked = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    for key in sorted(asked.keys() & shapes.keys()):
-        if prod(asked[key]) != prod(shapes[key]):  # the loader may transpose or reshape: only sizes are compared
-            raise ModelError(f"{name}: {key} has shape {list(shapes[key])}, but its config needs {list(asked[key])}")
+    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    for key in sorted(expected.keys() & shapes.keys()):
+        if prod(expected[key]) != prod(shapes[key]):  # the loader may transpose or reshape: only sizes are compared
+            raise ModelError(f"{name}: {key} has shape {list(shapes[key])}, but its config needs {list(expected[key])}")
     left_out = re.compile("|".join(model._keys_to_ignore_on_load_missing or ["$^"]))
-    absent = sorted(key for key in asked.keys() - shapes.keys() - tied(model) if not left_out.search(key))
+    absent = sorted(key for key in expected.keys() - shapes.keys() - tied(model) if not left_out.search(key))
     # with unknown names in the files, an absent weight may have the name of another version, which the loader knows
-    if absent and not shapes.keys() - asked.keys():
+    if absent and not shapes.keys() - expected.keys():
         raise ModelError(missing(name, absent))
 
 
@@ -107,10 +107,10 @@ def shapes_in(name: str, file: Path) -> dict[str, Shape]:
 def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield names and memory-mapped tensors of a pickled weight file."""
     try:
-        held: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        tensors: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # unpickling a damaged file can raise any exception
         raise ModelError(f"{name}: {file.name} is damaged: {first_line(error)}") from None
-    yield from ((key, value) for key, value in held.items() if isinstance(value, Tensor))
+    yield from ((key, value) for key, value in tensors.items() if isinstance(value, Tensor))
 
 
 def read_through(name: str) -> int:

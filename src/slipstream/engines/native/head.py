@@ -34,11 +34,14 @@ def find_head(name: str, model: PreTrainedModel, backbone: nn.Module) -> Head:
         raise ModelError(f"{name}: the backbone of {kind} returns no hidden states")
     if not expected.isfinite().all():
         raise ModelError(f"{name}: its logits are not finite: the weights are damaged")
-    before = _scale_before(name, kind, model, layer, ids, hidden)
-    scale, cap = _bend_after(name, kind, model, layer, ids)
+    before, bend = _scale_before(model, layer, ids, hidden), _bend_after(model, layer, ids)
+    if before is None:
+        raise ModelError(f"{name}: {kind} changes the hidden state before its head")
+    if bend is None:
+        raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
     if layer.bias is not None and before != 1.0:
         raise ModelError(f"{name}: {kind} scales the hidden state before a head with a bias: that is not supported")
-    head = Head(layer, before * scale, cap)
+    head = Head(layer, before * bend.scale, bend.cap)
     difference = (head(hidden).double() - expected.double()).abs().max() / expected.double().abs().max()
     if not difference <= tolerance(layer.weight.dtype):
         raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
@@ -50,8 +53,8 @@ def tolerance(dtype: torch.dtype) -> float:
     return 1e-4 if dtype.itemsize >= 4 else 0.05
 
 
-def _scale_before(name: str, kind: str, model: PreTrainedModel, layer: nn.Linear, ids: Tensor, hidden: Tensor) -> float:
-    """Return the factor by which the model scales the hidden state before its head; 1.0 if unscaled."""
+def _scale_before(model: PreTrainedModel, layer: nn.Linear, ids: Tensor, hidden: Tensor) -> float | None:
+    """Return the factor by which the model scales the hidden state before its head; None if it does anything else."""
     seen: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     try:
@@ -59,18 +62,17 @@ def _scale_before(name: str, kind: str, model: PreTrainedModel, layer: nn.Linear
     finally:
         hook.remove()
     found, given = seen[0].double(), hidden.to(seen[0].dtype).double()
-    if found.shape == given.shape and torch.equal(found, given):
+    if torch.equal(found, given):
         return 1.0
-    scale = float((found * given).sum() / given.square().sum()) if found.shape == given.shape else 0.0
-    if not (scale > 0 and (found - scale * given).norm() <= tolerance(layer.weight.dtype) * found.norm()):
-        raise ModelError(f"{name}: {kind} changes the hidden state before its head")
-    return scale
+    if found.shape != given.shape:
+        return None
+    scale = float((found * given).sum() / given.square().sum())
+    explained = (found - scale * given).norm() <= tolerance(layer.weight.dtype) * found.norm()
+    return scale if scale > 0 and explained else None
 
 
-def _bend_after(
-    name: str, kind: str, model: PreTrainedModel, layer: nn.Linear, ids: Tensor
-) -> tuple[float, float | None]:
-    """Return the scale and the soft cap (None: no cap) that the model applies to the output of the linear layer."""
+def _bend_after(model: PreTrainedModel, layer: nn.Linear, ids: Tensor) -> Bend | None:
+    """Return the scale and the soft cap that the model applies to the linear layer's output; None if anything else."""
     ladder = torch.tensor([*LADDER, *(-x for x in LADDER)], device=model.device)
     x_V = ladder.repeat(-(-layer.out_features // len(ladder)))[: layer.out_features]
     rungs = min(len(LADDER), layer.out_features)
@@ -86,12 +88,12 @@ def _bend_after(
     scale, most = float(logits_V[1] / x_V[1]), float(logits_V[rungs - 1])
     cap = None if most >= 0.5 * scale * float(x_V[rungs - 1]) else most
     if not (scale > 0 and (cap is None or cap > 0)):
-        raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
+        return None
     expected = Bend(1.0, scale, cap).logits(x_V.double())
     # a model may round its logits to half precision even if it receives float32
     if not torch.allclose(logits_V, expected, rtol=1e-5 if layer.weight.dtype.itemsize >= 4 else 0.01, atol=1e-6):
-        raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
-    return _plain(scale), cap if cap is None else _plain(cap)
+        return None
+    return Bend(scale=_plain(scale), cap=cap if cap is None else _plain(cap))
 
 
 def _plain(x: float) -> float:

@@ -29,14 +29,14 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
     if not layers:
         kind = type(lm.model).__name__
         raise ConfigError(f"learner.lora: {lm.name}: {kind} has no linear layers beside its head: drop [learner.lora]")
-    settings: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": 0.0}
     # peft reinterprets names by model type; a holder module without a config avoids these rules
     holder = nn.Module()
-    holder.add_module("held", lm.model)
-    settings["target_modules"] = [f"held.{name}" for name in config.among(layers)]
+    holder.add_module("adapted", lm.model)
+    targets = [f"adapted.{name}" for name in config.among(layers)]
+    settings = PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(PeftConfig(**settings), holder)
+        inject_adapter_in_model(settings, holder)
     if begun := adapter_of(lm.name):
         load_adapter(lm.model, begun)
     return split(lm.name, lm.model, longest=lm.longest)

@@ -72,6 +72,11 @@ def has_windows(config: Any) -> bool:
     return "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
 
 
+def attention_of(backbone: nn.Module) -> str | None:
+    """Return the name of the attention in use; transformers only logs a warning if it cannot set another one."""
+    return getattr(backbone.config, "_attn_implementation", None)
+
+
 def load_model(
     name: str, *, dtype: str, device: str = "auto", longest: int | None = None, base: bool = False
 ) -> LanguageModel:
@@ -110,13 +115,13 @@ def split(name: str, model: PreTrainedModel, *, longest: int | None = None) -> L
 def widened(model: nn.Module) -> Iterator[None]:
     """Convert half-precision weights to float32 in this context, if memory suffices: rounding could hide errors."""
     halves = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.itemsize < 4]
-    held = [(tensor, tensor.dtype) for tensor in halves] if _fits_in_memory(halves) else []
-    for tensor, _ in held:
+    originals = [(tensor, tensor.dtype) for tensor in halves] if _fits_in_memory(halves) else []
+    for tensor, _ in originals:
         tensor.data = tensor.data.float()
     try:
         yield
     finally:
-        for tensor, dtype in held:
+        for tensor, dtype in originals:
             tensor.data = tensor.data.to(dtype)
 
 

@@ -85,24 +85,19 @@ def pack(
     hidden: int,
     shared_prompt: bool = False,
     packing: bool = True,
-    parts: int = 1,
 ) -> list[MicroBatch]:
-    """Return at least `parts` micro-batches of similar cost, each with at most `budget` tokens, padding included.
+    """Return micro-batches of similar cost, each with at most `budget` tokens, padding included.
 
-    A sample longer than the budget becomes a micro-batch of its own. If there are fewer rows than `parts`, some
-    micro-batches are empty. The relative cost of attention depends on `hidden`, the model's width.
+    A sample longer than the budget becomes a micro-batch of its own. The relative cost of attention depends on
+    `hidden`, the model's width.
     """
+    if packing and shared_prompt:
+        return spread(fill(shared(rollouts, budget), budget, hidden), budget, hidden)
+    items = [Item(len(each.prompt.tokens), (len(each.tokens),), (i,)) for i, each in enumerate(rollouts)]
     if packing:
-        items = shared(rollouts, budget) if shared_prompt else [_single(rollouts, i) for i in range(len(rollouts))]
-        batches = spread(fill(items, budget, hidden, parts), budget, hidden, parts)
-    else:
-        members = micro_batches([full_length(rollout) for rollout in rollouts], budget)
-        batches = [MicroBatch(tuple((_single(rollouts, i),) for i in batch), packed=False) for batch in members]
-    return batches + [MicroBatch((), packing)] * (parts - len(batches))
-
-
-def _single(rollouts: Sequence[Rollout], i: int) -> Item:
-    return Item(len(rollouts[i].prompt.tokens), (len(rollouts[i].tokens),), (i,))
+        return spread(fill(items, budget, hidden), budget, hidden)
+    batches = micro_batches([item.tokens for item in items], budget)
+    return [MicroBatch(tuple((items[i],) for i in members), packed=False) for members in batches]
 
 
 def _tokens(row: Iterable[Item]) -> int:
@@ -123,11 +118,11 @@ def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
     return items
 
 
-def fill(items: Sequence[Item], budget: int, hidden: int, parts: int = 1) -> list[tuple[Item, ...]]:
-    """Return rows of items; the row length is the cheapest candidate and short enough for about `parts` rows."""
+def fill(items: Sequence[Item], budget: int, hidden: int) -> list[tuple[Item, ...]]:
+    """Return rows of items, whose length is the cheapest candidate."""
     sizes = [item.tokens for item in items]
-    longest, most = max(sizes, default=0), -(-sum(sizes) // parts)
-    lengths = [min(budget, max(longest, min(times * longest, most))) for times in ROW_LENGTHS]
+    longest = max(sizes, default=0)
+    lengths = [min(budget, times * longest, sum(sizes)) for times in ROW_LENGTHS]
     filled = {length: best_fit(sizes, length) for length in lengths}
     best = min(filled, key=lambda length: len(filled[length]) * cost(length, hidden))
     return [tuple(items[i] for i in row) for row in filled[best]]
@@ -154,22 +149,22 @@ def cost(tokens: int, hidden: int) -> float:
     return tokens * (1 + tokens / (6 * hidden))
 
 
-def spread(rows: Sequence[tuple[Item, ...]], budget: int, hidden: int, parts: int = 1) -> list[MicroBatch]:
-    """Return at least `parts` micro-batches; each row, longest first, goes to the cheapest micro-batch with room."""
+def spread(rows: Sequence[tuple[Item, ...]], budget: int, hidden: int) -> list[MicroBatch]:
+    """Return micro-batches; each row, longest first, goes to the cheapest micro-batch with room."""
     ordered = sorted(rows, key=_tokens, reverse=True)
-    for number in count(max(parts, -(-sum(map(_tokens, rows)) // budget))):
+    for number in count(-(-sum(map(_tokens, rows)) // budget)):
         batches: list[list[tuple[Item, ...]]] = [[] for _ in range(number)]
         costs = [0.0] * number
         for row in ordered:
             # the first row of a micro-batch is its longest
-            open_ = [i for i, held in enumerate(batches) if not held or (len(held) + 1) * _tokens(held[0]) <= budget]
-            if not open_:
+            fits = [i for i, batch in enumerate(batches) if not batch or (len(batch) + 1) * _tokens(batch[0]) <= budget]
+            if not fits:
                 break
-            chosen = min(open_, key=costs.__getitem__)
+            chosen = min(fits, key=costs.__getitem__)
             batches[chosen].append(row)
             costs[chosen] += cost(_tokens(row), hidden)
         else:
-            return [MicroBatch(tuple(batch)) for batch in batches]
+            return [MicroBatch(tuple(batch)) for batch in batches if batch]
     raise AssertionError("a micro-batch for each row is always enough")
 
 
@@ -188,7 +183,3 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         tokens += lengths[i]
     if batch:
         yield batch
-
-
-def full_length(rollout: Rollout) -> int:
-    return len(rollout.prompt.tokens) + len(rollout.tokens)

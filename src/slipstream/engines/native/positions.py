@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.engines.native.config import by_length
+from slipstream.engines.native.config import depends_on_length
 
 
 def pin(model: nn.Module, longest: int) -> None:
     """Make the model always use the rope factors for sequences of `longest` tokens."""
     for module in model.modules():
-        if by_length(getattr(module, "rope_type", None)):
+        if depends_on_length(getattr(module, "rope_type", None)):
             module.forward = _shown(type(module).forward.__get__(module), longest - 1)
 
 

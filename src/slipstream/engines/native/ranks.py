@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -51,7 +52,7 @@ class Ranks:
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
-    def on_first(self, state: dict[Any, Any]) -> dict[Any, Any]:
+    def on_first(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """Gather a state dict on the first rank's CPU; other ranks must also call this and get None for each tensor."""
         found: dict[int, Tensor | None] = {}
 

@@ -29,7 +29,14 @@ from transformers import AttentionInterface
 
 from slipstream.engines.native import attention
 from slipstream.engines.native.attention import Reach, check_arguments, errors, limit, reach_of
-from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows, is_recurrent, widened
+from slipstream.engines.native.model import (
+    REFERENCE,
+    LanguageModel,
+    attention_of,
+    has_windows,
+    is_recurrent,
+    widened,
+)
 from slipstream.engines.native.packing import Item, MicroBatch
 from slipstream.errors import ModelError, first_line
 from slipstream.records import Ints, Prompt, Rollout, one_turn
@@ -53,19 +60,22 @@ class Rows:
     """One micro-batch as tensors for the model."""
 
     def __init__(self, rollouts: Sequence[Rollout], batch: MicroBatch, device: torch.device) -> None:
-        shape = rows, length = len(batch.rows), batch.length
+        shape = len(batch.rows), batch.length
         ids_RL, position_RL, branch_RL = (np.zeros(shape, np.int64) for _ in range(3))
-        tree_RL = np.tile(-1 - np.arange(length), (rows, 1))
+        tree_RL = np.tile(-1 - np.arange(batch.length), (len(batch.rows), 1))
         predict: list[Ints] = []
         for r, row in enumerate(batch.rows):
             start = 0
             for tree, item in enumerate(row):
                 stop = start + item.tokens
-                ids_RL[r, start:stop] = _tokens_of(item, rollouts)
+                members = [rollouts[i] for i in item.members]
+                ids_RL[r, start:stop] = np.concatenate([members[0].prompt.tokens, *[each.tokens for each in members]])
                 tree_RL[r, start:stop] = tree
-                branch_RL[r, start:stop], position_RL[r, start:stop] = _branches(item)
-                trained = np.concatenate([rollouts[i].loss_mask for i in item.members])
-                predict.append(r * length + start + _predictors(item)[trained])
+                branch_RL[r, start:stop] = np.repeat(np.arange(1 + len(members)), [item.prompt, *item.responses])
+                responses = [item.prompt + np.arange(length) for length in item.responses]
+                position_RL[r, start:stop] = np.concatenate([np.arange(item.prompt), *responses])
+                trained = np.concatenate([each.loss_mask for each in members])
+                predict.append(r * batch.length + start + _predictors(item)[trained])
                 start = stop
         self.packed = batch.packed
         self.ids_RL, self.position_RL, self.branch_RL, self.tree_RL, self.predict_N = (
@@ -77,7 +87,7 @@ class Rows:
 
     def hidden(self, backbone: nn.Module) -> Tensor:
         """Return the hidden states that predict trained tokens [N, …], in the sample order of `MicroBatch.members`."""
-        assert not self.packed or _attention(backbone) == NAME, "packed rows need a model that use_rows has prepared"
+        assert not self.packed or attention_of(backbone) == NAME, "packed rows need a model that use_rows has prepared"
         # not every model accepts positions; rows of one sequence do not need them
         options: dict[str, Any] = {"position_ids": self.position_RL} if self.packed else {}
         with reading(self):
@@ -135,17 +145,6 @@ class Rows:
         return self.block_masks[reach]
 
 
-def _tokens_of(item: Item, rollouts: Sequence[Rollout]) -> Ints:
-    prompt = rollouts[item.members[0]].prompt.tokens
-    return np.concatenate([prompt, *[rollouts[i].tokens for i in item.members]])
-
-
-def _branches(item: Item) -> tuple[Ints, Ints]:
-    branch = np.repeat(np.arange(1 + len(item.responses)), [item.prompt, *item.responses])
-    position = [np.arange(item.prompt), *[item.prompt + np.arange(length) for length in item.responses]]
-    return branch, np.concatenate(position)
-
-
 def _predictors(item: Item) -> Ints:
     """Return, for each response token, the index in the item that predicts it: for first tokens, the prompt's last."""
     before = np.arange(item.prompt, item.tokens) - 1
@@ -168,10 +167,6 @@ def over_tokens(x_N: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
     ]
 
 
-def _attention(backbone: nn.Module) -> Any:
-    return getattr(backbone.config, "_attn_implementation", None)
-
-
 # --- the attention ---------------------------------------------------------------------------------------
 
 
@@ -188,7 +183,7 @@ def reading(rows: Rows) -> Iterator[None]:
         CURRENT.reset(token)
 
 
-def reread() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the forward and recompute contexts of activation checkpointing; the recomputation uses the same rows."""
     return nullcontext(), reading(CURRENT.get())
 
@@ -308,7 +303,7 @@ def _failure(lm: LanguageModel, name: str, packed: bool) -> str | None:
         lm.model.set_attn_implementation(REFERENCE)
         expected = [one.hidden(lm.backbone) for one in each]
         lm.model.set_attn_implementation(name)  # on failure transformers only logs a warning
-        if _attention(lm.backbone) != name:
+        if attention_of(lm.backbone) != name:
             return "its attention cannot be replaced"
         usual = [difference([one.hidden(lm.backbone)], [e]) for one, e in zip(each, expected, strict=True)]
         found = torch.split(rows.hidden(lm.backbone), [len(part) for part in expected])
@@ -342,21 +337,24 @@ def _samples(vocabulary: int, packed: bool) -> tuple[list[Rollout], MicroBatch, 
     for number, index, prompt, response in [(0, 0, 5, 6), (1, 0, 3, 9), (2, 0, 4, 8), (2, 1, 4, 5)]:
         ids = (np.arange(prompt + response) * (5 + 2 * index) + 3 * number + 1) % vocabulary
         ids[:prompt] = np.arange(prompt) * (number + 3) % vocabulary
-        rollouts.append(
-            one_turn(
-                Prompt(id="probe", number=number, tokens=ids[:prompt]),
-                index,
-                actions=ids[prompt:, None],
-                action_logp=np.zeros((response, 1)),
-                versions=np.zeros(response, np.int64),
-                finish="length",
-            )
-        )
+        rollouts.append(placeholder(ids[:prompt], ids[prompt:], number=number, index=index))
     items = [Item(len(r.prompt.tokens), (len(r.tokens),), (i,)) for i, r in enumerate(rollouts)]
     one, two, three, four = items
     both = Item(three.prompt, three.responses + four.responses, (2, 3))
     together = ((one, two), (both,)) if packed else tuple((item,) for item in items)
     return rollouts, MicroBatch(together, packed), [MicroBatch(((item,),), False) for item in items]
+
+
+def placeholder(prompt: Ints, response: Ints, *, number: int = -1, index: int = 0) -> Rollout:
+    """Return a rollout of these tokens for passes that concern no sample."""
+    return one_turn(
+        Prompt(id="placeholder", number=number, tokens=prompt),
+        index,
+        actions=response[:, None],
+        action_logp=np.zeros((len(response), 1)),
+        versions=np.zeros(len(response), np.int64),
+        finish="length",
+    )
 
 
 AttentionInterface.register(NAME, attend)

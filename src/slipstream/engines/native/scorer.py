@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,18 +31,18 @@ from slipstream.errors import ModelError, NoContext
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.tiles import wide
 from slipstream.estimators.numerics import joined
 from slipstream.protocols import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded
 
 GATHER_SECONDS = 0.002
 """Minimum seconds to wait for further calls before a pass, unless enough tokens wait already."""
-Work = Callable[[Sequence[Handle]], list[Handle]]
 
 
-class Waiting(NamedTuple):
+class Call(NamedTuple):
     group: Group
-    work: Work
+    again: bool
     answer: asyncio.Future[list[Handle]]
 
 
@@ -79,12 +79,12 @@ class NativeScorer(Probed):
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
         self.version = 0
         """Version of the weights; 0: the initial weights."""
-        self.keep, self.kept = keep, dict[int, WeightsRef]()
+        self.keep, self.stored = keep, dict[int, WeightsRef]()
         self.context = context or SamePrompt()
         self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
         use_rows(lm, packed=packing, field=f"teachers.{name}.packing")
         self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
-        self.waiting: list[Waiting] = []
+        self.waiting: list[Call] = []
         self.driver: asyncio.Task[None] | None = None
         self.ended = 0.0
         """Event-loop time at which the last pass ended."""
@@ -92,10 +92,10 @@ class NativeScorer(Probed):
         """Event that ends the wait for more calls: enough tokens wait for an efficient pass."""
 
     async def score(self, group: Group) -> list[Handle]:
-        return await self._call(group, self._score)
+        return await self._call(group, again=False)
 
     async def relabel(self, group: Group) -> list[Handle]:
-        return await self._call(group, self._relabel)
+        return await self._call(group, again=True)
 
     async def publish(self, weights: WeightsRef) -> Loaded:
         return await asyncio.get_running_loop().run_in_executor(self.thread, self._load, weights)
@@ -106,10 +106,10 @@ class NativeScorer(Probed):
 
     # --- calls together --------------------------------------------------------------------------------------
 
-    async def _call(self, group: Group, work: Work) -> list[Handle]:
+    async def _call(self, group: Group, *, again: bool) -> list[Handle]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[Handle]] = loop.create_future()
-        self.waiting.append(Waiting(group, work, answer))
+        self.waiting.append(Call(group, again, answer))
         if self.driver is None or self.driver.done():
             self.enough = asyncio.Event()  # must belong to the current event loop
             self.driver = loop.create_task(self._drive())
@@ -118,20 +118,24 @@ class NativeScorer(Probed):
         return await answer
 
     async def _drive(self) -> None:
+        loop = asyncio.get_running_loop()
         while self.waiting:
-            await self._gather()
+            # a small pass costs almost as much as a larger one: wait a short time for further calls
+            since = max(0.0, loop.time() - self.ended)  # 0 if another loop, with another clock, ran the last pass
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, PASSES_APART - since))
             taken, self.waiting = [call for call in self.waiting if not call.answer.cancelled()], []
             self.enough.clear()
-            for work in (self._score, self._relabel):
-                if calls := [call for call in taken if call.work == work]:
+            for again in (False, True):
+                if calls := [call for call in taken if call.again == again]:
                     await self._pass(calls)
-            self.ended = asyncio.get_running_loop().time()
+            self.ended = loop.time()
 
-    async def _pass(self, calls: Sequence[Waiting]) -> None:
+    async def _pass(self, calls: Sequence[Call]) -> None:
         """Score these calls in one pass; if it fails, score each call alone, so that each caller gets its own error."""
-        handles = [handle for call in calls for handle in call.group]
+        handles, again = [handle for call in calls for handle in call.group], calls[0].again
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self.thread, calls[0].work, handles)
+            found = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles, again)
         except Exception as error:
             if len(calls) > 1:
                 for call in calls:
@@ -144,12 +148,6 @@ class NativeScorer(Probed):
                 call.answer.set_result(found[: len(call.group)])
             found = found[len(call.group) :]
 
-    async def _gather(self) -> None:
-        """Wait a short time for further calls, because a small pass costs almost as much as a larger one."""
-        since = asyncio.get_running_loop().time() - self.ended  # negative if another loop ran the last pass
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, PASSES_APART - max(0.0, since)))
-
     # --- weights ---------------------------------------------------------------------------------------------
 
     def _load(self, weights: WeightsRef) -> Loaded:
@@ -157,9 +155,9 @@ class NativeScorer(Probed):
         load_weights(self.lm.model, weights)
         self.version = weights.version
         if self.keep:
-            self.kept[self.version] = weights
-            for old in sorted(self.kept)[: -self.keep]:
-                del self.kept[old]
+            self.stored[self.version] = weights
+            for old in sorted(self.stored)[: -self.keep]:
+                del self.stored[old]
         found = fingerprint(self.lm.model, weights.manifest[0].dtype)
         return Loaded(found, load=time.perf_counter() - began)
 
@@ -167,39 +165,32 @@ class NativeScorer(Probed):
     def _under(self, version: int) -> Iterator[None]:
         """Give the model the weights of a stored version within this context."""
         if version != self.version:
-            load_weights(self.lm.model, self.kept[version])
+            load_weights(self.lm.model, self.stored[version])
         try:
             yield
         finally:
             if version != self.version:
-                load_weights(self.lm.model, self.kept[self.version])
+                load_weights(self.lm.model, self.stored[self.version])
 
     # --- scores ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _score(self, handles: Sequence[Handle]) -> list[Handle]:
+    def _score(self, handles: Sequence[Handle], again: bool = False) -> list[Handle]:
+        """Score responses; if `again`, keep those whose scores cannot have changed, and record the KL of the others."""
         seen, found = self._contexts(handles)
-        answers = self._answered(handles, seen, {})
-        return [found[i] if i in found else self._scored(handles[i], seen[i], answers[i]) for i in range(len(handles))]
-
-    @torch.inference_mode()
-    def _relabel(self, handles: Sequence[Handle]) -> list[Handle]:
-        seen, found = self._contexts(handles)
-        for i, tokens in list(seen.items()):
-            old: Scored = handles[i].body
-            same = np.array_equal(tokens, old.seen) and old.teacher_version == self.version
-            if same:
-                del seen[i]
-                found[i] = Handle(replace(handles[i].header, moved=handles[i].header.moved or 0.0), old)
-        then = self._earlier({i: handles[i].body for i in seen})
-        answers = self._answered(handles, seen, then)
-        for i, tokens in seen.items():
-            unknown_N = np.full(handles[i].body.rollout.trained_tokens, np.nan, np.float32)
-            found[i] = self._scored(handles[i], tokens, {"supervision_kl": unknown_N, **answers[i]})
+        earlier = dict[int, Then]()
+        if again:
+            for i, tokens in list(seen.items()):
+                old: Scored = handles[i].body
+                if np.array_equal(tokens, old.seen) and old.teacher_version == self.version:
+                    del seen[i]
+                    found[i] = Handle(replace(handles[i].header, moved=handles[i].header.moved or 0.0), old)
+            earlier = self._earlier({i: handles[i].body for i in seen})
+        for i, answer in self._answered(handles, seen, earlier).items():
+            if again and i not in earlier:
+                answer["supervision_kl"] = np.full(handles[i].body.rollout.trained_tokens, np.nan, np.float32)
+            found[i] = scored(handles[i], teacher=self.name, version=self.version, seen=seen[i], **answer)
         return [found[i] for i in range(len(handles))]
-
-    def _scored(self, handle: Handle, tokens: Ints, answer: Mapping[str, Any]) -> Handle:
-        return scored(handle, teacher=self.name, version=self.version, seen=tokens, **answer)
 
     def _contexts(self, handles: Sequence[Handle]) -> tuple[dict[int, Ints], dict[int, Handle]]:
         """Return the teacher's context (prompt tokens) by handle index, and failed handles for the others."""
@@ -214,38 +205,32 @@ class NativeScorer(Probed):
     def _earlier(self, scores: Mapping[int, Scored]) -> dict[int, Then]:
         """Recompute hidden states and head of earlier scores, by index; skip scores whose weights are not stored."""
         found = dict[int, Then]()
-        for version in {each.teacher_version for each in scores.values()}:
-            same_version = {i: old for i, old in scores.items() if old.teacher_version == version}
-            if version != self.version and version not in self.kept:
-                continue
+        for version in {old.teacher_version for old in scores.values()} & {self.version, *self.stored}:
+            rollouts = {i: old.rollout for i, old in scores.items() if old.teacher_version == version}
             with self._under(version):
                 head = self.lm.head if version == self.version else copy.deepcopy(self.lm.head)
-                rollouts = {i: old.rollout for i, old in same_version.items()}
-                for members, hidden_ND in self._passes(rollouts, {i: old.seen for i, old in same_version.items()}):
+                for members, hidden_ND in self._passes(rollouts, {i: scores[i].seen for i in rollouts}):
                     parts = by_sample(hidden_ND, [rollouts[i] for i in members])
                     found |= {i: Then(part.cpu(), head) for i, part in zip(members, parts, strict=True)}
         return found
 
     def _passes(self, rollouts: Mapping[int, Rollout], seen: Mapping[int, Ints]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield, per micro-batch, the indices of its responses and the hidden states that predict trained tokens."""
-        places = list(seen)
-        rows = [with_prompt(rollouts[i], seen[i]) for i in places]
-        if not rows:
-            return
-        for batch in pack(rows, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing):
-            yield [places[i] for i in batch.members], Rows(rows, batch, self.lm.device).hidden(self.lm.backbone)
+        indices, shown = list(seen), [with_prompt(rollouts[i], tokens) for i, tokens in seen.items()]
+        for batch in pack(shown, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing):
+            yield [indices[i] for i in batch.members], Rows(shown, batch, self.lm.device).hidden(self.lm.backbone)
 
     def _answered(
-        self, handles: Sequence[Handle], seen: Mapping[int, Ints], then: Mapping[int, Then]
+        self, handles: Sequence[Handle], seen: Mapping[int, Ints], earlier: Mapping[int, Then]
     ) -> dict[int, dict[str, Any]]:
-        """Return the values to cache for each response, by index; add the KL to its earlier scores if `then` has it."""
+        """Return the values to cache for each response, by index; add the KL to its scores in `earlier`, if any."""
         rollouts, answers = {i: graded(handles[i]) for i in seen}, dict[int, dict[str, Any]]()
         for members, hidden_ND in self._passes(rollouts, seen):
             chosen = [rollouts[i] for i in members]
             answers |= zip(members, self._answers(hidden_ND, chosen), strict=True)
             for i, own_ND in zip(members, by_sample(hidden_ND, chosen), strict=True):
-                if i in then:
-                    answers[i]["supervision_kl"] = _numpy(self._kl_to_earlier(own_ND, then[i]))
+                if i in earlier:
+                    answers[i]["supervision_kl"] = _numpy(self._kl_to_earlier(own_ND, earlier[i]))
         return answers
 
     def _kl_to_earlier(self, hidden_ND: Tensor, then: Then) -> Tensor:
@@ -259,12 +244,13 @@ class NativeScorer(Probed):
 
     def _log_softmax(self, head: Head, hidden_CD: Tensor) -> Tensor:
         logits_CV = head(hidden_CD.to(self.lm.device))
-        return (logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self.temperature).log_softmax(-1)
+        return (logits_CV.to(wide(logits_CV)) / self.temperature).log_softmax(-1)
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
         """Return the values to cache for every sample of a micro-batch, as one dict per sample."""
         ids_NM = joined([self._scored_ids(rollout) for rollout in rollouts], hidden_ND.device, torch.int64)
-        logp_NM = self._logp(hidden_ND, ids_NM)
+        hidden, weight, bias = self.lm.head.inputs(hidden_ND)
+        logp_NM = logprobs_at(hidden, weight, ids_NM, bias=bias, temperature=self.temperature, **self.lm.head.bend)
         found = {"teacher_logp": logp_NM[:, 0]}
         match self.cache:
             case "sampled":
@@ -290,10 +276,6 @@ class NativeScorer(Probed):
         assert rollout.best_ids is not None, "the sampler recorded no best ids"
         return np.concatenate([emitted_N1, rollout.best_ids], 1)
 
-    def _logp(self, hidden_ND: Tensor, ids_NM: Tensor) -> Tensor:
-        hidden_ND, weight, bias = self.lm.head.inputs(hidden_ND)
-        return logprobs_at(hidden_ND, weight, ids_NM, bias=bias, temperature=self.temperature, **self.lm.head.bend)
-
     def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor) -> dict[str, Tensor]:
         ids, logps = [], []
         for hidden_CD in torch.split(hidden_ND, max(1, HELD // self.lm.vocab_size)):
@@ -317,8 +299,6 @@ def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Convert a tensor to numpy; bfloat16 becomes uint16 with the same bits."""
-    tensor = tensor.cpu()
-    array: np.ndarray[Any, Any] = (
-        (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
-    )
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    array: np.ndarray[Any, Any] = bits.cpu().numpy().copy()
     return array

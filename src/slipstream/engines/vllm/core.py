@@ -132,6 +132,22 @@ class Core:
         except Exception as error:
             raise self.translated(error) from error
 
+    async def request(self, tokens: list[int], name: str, **params: Any) -> Any:
+        """Send a request for these tokens; return vLLM's output when the request has ended."""
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        options = SamplingParams(
+            ignore_eos=True,  # a sampler's `stop_token_ids` include EOS
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+            **params,
+        )
+        (output,) = [out async for out in self.llm.generate(TokensPrompt(prompt_token_ids=tokens), options, name)]
+        return output
+
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
         answers: list[Any] = await self.llm.collective_rpc(method, kwargs=kwargs)
         return answers
@@ -224,7 +240,7 @@ async def _start(settings: Settings, report: Report, own: Mapping[str, Any], env
             hint = did_you_mean(name, known)
             raise ConfigError(f"{settings.where}.{name} is not an argument of vLLM's engine; {hint}")
         try:
-            asked = AsyncEngineArgs(
+            arguments = AsyncEngineArgs(
                 model=model_path(settings.model),
                 dtype=settings.dtype,
                 max_num_seqs=settings.slots,
@@ -237,9 +253,10 @@ async def _start(settings: Settings, report: Report, own: Mapping[str, Any], env
                 **{**own, **settings.args},
             )
             if on_cpu:
-                asked = replace(asked, **{**for_a_cpu(settings, asked.create_model_config()), **settings.args})
+                cpu = for_a_cpu(settings, arguments.create_model_config())
+                arguments = replace(arguments, **{**cpu, **settings.args})
             with report.listening():
-                return AsyncLLM.from_engine_args(asked)
+                return AsyncLLM.from_engine_args(arguments)
         except (ValueError, TypeError) as error:
             given, reason = f" with {settings.where}" if settings.args else "", _reason(error)
             if "check the logs" in reason:

@@ -19,7 +19,7 @@ CAUSE = re.compile(rf"^(?:\w+\.)*(?!{ELSEWHERE})(\w+(?:Error|Exception)\b.*|Work
 class Report:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slipstream-vllm-"))
-        self.path, self.config, self.asked = self.folder / "log.txt", self.folder / "logging.json", False
+        self.path, self.config, self.quoted = self.folder / "log.txt", self.folder / "logging.json", False
         self.path.touch()
         handler = {"class": "logging.FileHandler", "filename": str(self.path), "level": "ERROR"}
         logger = {"handlers": ["file"], "level": "ERROR", "propagate": False}
@@ -34,23 +34,23 @@ class Report:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Redirect standard error of this process, and of processes started meanwhile, into the file."""
-        kept = os.dup(2)
+        original = os.dup(2)
         with self.path.open("ab") as file:
             os.dup2(file.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(original, 2)
+            os.close(original)
 
     def cause(self, otherwise: str = "its output shows the reason") -> str:
         """Return the first error and the path of the file, or `otherwise` if the file holds no error."""
         found = CAUSE.search(self.path.read_text())
         if found is None:
             return otherwise
-        self.asked = True
+        self.quoted = True
         return f"{found[1].removesuffix('.')} (full output: {self.path})"
 
     def close(self) -> None:
-        if not self.asked:
+        if not self.quoted:
             shutil.rmtree(self.folder)

@@ -51,12 +51,14 @@ SHARED_MEMORY = Path("/dev/shm")
 ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
 AGAIN = 0.01
 """Seconds after which an abort is repeated, because a request may not have reached vLLM before."""
+WRAPPED = re.compile(r".*Worker failed with error '(.*)', please check .*", re.DOTALL)
+"""Error of a worker, with the text that vLLM adds around its message."""
 PAUSES: dict[Mode, str] = {"keep": "keep", "drain": "wait", "restart": "abort"}
 
 
 @dataclass(eq=False)
 class Open:
-    """Running group of responses to one prompt, and the results of its requests so far."""
+    """Running group of responses to one prompt, and the results of its ended requests."""
 
     prompt: Prompt
     sampling: Sampling
@@ -86,7 +88,7 @@ class Open:
         begun = sum(len(rollout.tokens) for rollout in self.begun.values())
         return begun + sum(len(output.token_ids) for output in self.done.values())
 
-    def so_far(self, index: int) -> Rollout | None:
+    def member(self, index: int) -> Rollout | None:
         """Return a member with all its tokens, including those of earlier calls; None if it has no token."""
         begun, output = self.begun.get(index), self.done.get(index)
         if output is None or not output.token_ids:
@@ -99,12 +101,19 @@ class VllmSampler:
     def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1, best: int = 0) -> None:
         """Start vLLM for at most `draws` draws per position, or for one draw and at most `best` most likely ids."""
         self.settings, self.draws, self.best, self.stop_ids = settings, draws, best, sorted(stop_ids)
-        self.shapes = shapes_of(settings.model)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(settings.model).named_parameters()}
+        """Shapes of all weights that a learner exports; tied weights occur once."""
         self.checked = fingerprinted(self.shapes)
+        from vllm.config import WeightTransferConfig
+
+        own = {
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": max(draws, best),
+            "worker_extension_cls": EXTENSION,
+            "weight_transfer_config": WeightTransferConfig(backend="slipstream"),
+        }
         # the draws are made in the V1 runner, which vLLM no longer chooses by itself on GPUs
-        self.core = Core(
-            settings, arguments(max(draws, best)), environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {}
-        )
+        self.core = Core(settings, own, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {})
         self.open: set[Open] = set()
         self.numbers = count()
         self.failure: EngineError | None = None
@@ -190,47 +199,35 @@ class VllmSampler:
             raise errors.exceptions[0] from None
         finally:
             self.open.discard(group)
-        rollouts = [rollout for index in group.indices if (rollout := group.so_far(index))]
+        rollouts = [rollout for index in group.indices if (rollout := group.member(index))]
         if len(rollouts) < sampling.group or any(rollout.finish == "released" for rollout in rollouts):
             return handed_over(rollouts)
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
 
     async def _member(self, group: Open, index: int, name: str) -> None:
         """Generate the rest of a response; earlier tokens of the response are part of vLLM's prompt."""
-        from vllm.inputs import TokensPrompt
-
         if self.failure is not None:
             raise self.failure
-        begun = group.begun[index].tokens if index in group.begun else group.prompt.tokens[:0]
-        drawn = group.prompt.offset + len(begun)
+        prompt, sampling = group.prompt, group.sampling
+        begun = group.begun[index].tokens if index in group.begun else prompt.tokens[:0]
+        drawn = prompt.offset + len(begun)
         cut = (drawn,) if drawn else ()
-        tokens = TokensPrompt(prompt_token_ids=[*group.prompt.tokens.tolist(), *begun.tolist()])
-        params = self._params(group.sampling, derive_seed(group.prompt.seed, index, *cut), drawn=len(begun))
-        (output,) = [out async for out in self.core.llm.generate(tokens, params, name)]
-        (answer,) = output.outputs
-        if answer.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(f"vLLM ended a response to prompt {group.prompt.id} with {answer.finish_reason!r}")
-        group.done[index] = answer
-
-    def _params(self, sampling: Sampling, seed: int, *, drawn: int) -> Any:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        greedy = sampling.temperature == 0
-        return SamplingParams(
+        output = await self.core.request(
+            [*prompt.tokens.tolist(), *begun.tolist()],
+            name,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            seed=seed,
-            max_tokens=sampling.max_tokens - drawn,
+            seed=derive_seed(prompt.seed, index, *cut),
+            max_tokens=sampling.max_tokens - len(begun),
             stop_token_ids=self.stop_ids,
-            ignore_eos=True,  # the stop ids include EOS
-            logprobs=0 if greedy else sampling.best or sampling.draws - 1,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
+            logprobs=0 if sampling.temperature == 0 else sampling.best or sampling.draws - 1,
         )
+        (answer,) = output.outputs
+        if answer.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"vLLM ended a response to prompt {prompt.id} with {answer.finish_reason!r}")
+        group.done[index] = answer
 
     # --- publishing ------------------------------------------------------------------------------------------
 
@@ -263,7 +260,8 @@ class VllmSampler:
 
         llm = self.core.llm
         manifest = [(s.name, s.dtype, list(s.shape), s.offset, s.nbytes) for s in weights.manifest]
-        with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=shared_memory()) as file:
+        folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None  # None: the default directory
+        with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=folder) as file:
             file.write(memoryview(weights.body))
             file.flush()
             try:
@@ -272,22 +270,12 @@ class VllmSampler:
                 await llm.finish_weight_update(weight_version=str(weights.version))
                 found = await self.core.rpc("slipstream_checksums", path=file.name, manifest=manifest)
             except Exception as error:
-                self.failure = EngineError(f"vLLM could not load version {weights.version}: {raised_in(error)}")
+                cause = WRAPPED.sub(r"\1", str(error))
+                self.failure = EngineError(f"vLLM could not load version {weights.version}: {cause}")
                 await llm.abort(list(llm.output_processor.request_states), internal=True)
                 raise self.failure from error
         digests = {combined([checksums[name] for name in self.checked]) for checksums in found}
         return digests.pop() if len(digests) == 1 else "differs from worker to worker"
-
-
-def arguments(logprobs: int) -> dict[str, Any]:
-    from vllm.config import WeightTransferConfig
-
-    return {
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": logprobs,
-        "worker_extension_cls": EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend="slipstream"),
-    }
 
 
 async def finished(task: asyncio.Future[Any]) -> Any:
@@ -297,21 +285,6 @@ async def finished(task: asyncio.Future[Any]) -> Any:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def raised_in(error: Exception) -> str:
-    """Return a worker's error message without the text that vLLM adds around it."""
-    return re.sub(r".*Worker failed with error '(.*)', please check .*", r"\1", str(error), flags=re.DOTALL)
-
-
-def shared_memory() -> Path | None:
-    """Return the directory of shared memory, or None if the machine has none; None selects the default directory."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-
-
-def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights that a learner exports; tied weights occur once."""
-    return {name: tuple(parameter.shape) for name, parameter in empty_model(model).named_parameters()}
 
 
 def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> Rollout:

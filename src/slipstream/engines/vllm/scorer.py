@@ -48,10 +48,10 @@ class VllmScorer(Probed):
     async def _score(self, group: Group) -> list[Handle]:
         try:
             async with asyncio.TaskGroup() as tasks:
-                made = [tasks.create_task(self._one(handle)) for handle in group]
+                scoring = [tasks.create_task(self._one(handle)) for handle in group]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [task.result() for task in made]
+        return [task.result() for task in scoring]
 
     async def _one(self, handle: Handle) -> Handle:
         rollout = graded(handle)
@@ -59,16 +59,19 @@ class VllmScorer(Probed):
         return scored(handle, teacher=self.name, seen=prefix, **await self._caches(rollout, prefix))
 
     async def _caches(self, rollout: Rollout, prefix: Ints) -> dict[str, Any]:
-        from vllm.inputs import TokensPrompt
-
         sent = [*prefix.tolist(), *rollout.tokens.tolist()]
         if len(sent) >= self.core.context:  # vLLM needs room for one generated token
             raise ModelError(
                 f"teacher {self.name}: prompt {rollout.prompt.id} and its response have {len(sent)} tokens, and vLLM "
                 f"scores at most {self.core.context - 1} by {self.model}"
             )
-        tokens, params = TokensPrompt(prompt_token_ids=sent), self._params(rollout, len(prefix))
-        (output,) = [out async for out in self.core.llm.generate(tokens, params, str(next(self.numbers)))]
+        wanted: dict[str, Any] = {"prompt_logprobs": self.k}
+        if self.draws > 1:
+            # vLLM needs the same number of ids for every token; for tokens that are not trained any ids will do
+            ids_TM = np.repeat(rollout.tokens[:, None], self.draws, 1)
+            ids_TM[rollout.loss_mask] = rollout.actions
+            wanted = {"prompt_logprob_token_ids": ids_TM, "prompt_logprob_start": len(prefix) - 1}
+        output = await self.core.request(sent, str(next(self.numbers)), max_tokens=1, **wanted)
         trained = np.flatnonzero(rollout.loss_mask)
         if self.draws > 1:
             logp_NM = np.array(output.prompt_token_id_logprobs, np.float32)[trained]
@@ -84,22 +87,3 @@ class VllmScorer(Probed):
                 f"write teachers.{self.name}.engine = 'native', which leaves them out"
             )
         return {"teacher_logp": logp_NK[:, 0], "teacher_ids": ids_NK, "teacher_topk_logp": logp_NK[:, 1:]}
-
-    def _params(self, rollout: Rollout, prefix: int) -> Any:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        asked: dict[str, Any] = {"prompt_logprobs": self.k}
-        if self.draws > 1:
-            # vLLM needs the same number of ids for every token; for tokens that are not trained any ids will do
-            ids_TM = np.repeat(rollout.tokens[:, None], self.draws, 1)
-            ids_TM[rollout.loss_mask] = rollout.actions
-            asked = {"prompt_logprob_token_ids": ids_TM, "prompt_logprob_start": prefix - 1}
-        return SamplingParams(
-            max_tokens=1,
-            ignore_eos=True,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-            **asked,
-        )

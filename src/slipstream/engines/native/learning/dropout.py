@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.rows import difference, probe, reread
+from slipstream.engines.native.rows import difference, probe, recompute_contexts
 from slipstream.errors import ModelError, first_line
 
 
@@ -24,7 +24,7 @@ def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bo
         if not lm.model.supports_gradient_checkpointing:
             kind = type(lm.model).__name__
             raise ModelError(f"{lm.name}: {kind} cannot recompute activations: write learner.checkpointing = false")
-        lm.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": reread})
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
     if dropout:
         lm.model.train()
     else:

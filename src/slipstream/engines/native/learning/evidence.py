@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engines.native.learning.passes import Kind, Passes
-from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots
-from slipstream.engines.native.ranks import Ranks
+from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE
 from slipstream.objective.frozen import Draws, Evidence, behavior_of, present
 from slipstream.objective.method import Method
 from slipstream.protocols import Metrics
@@ -32,49 +32,42 @@ class Distances:
     """Masks [T], one per sample: False at trained tokens whose KL is unknown: their weights are no longer stored."""
 
 
-class FirstLook:
+class FirstPasses:
     """Passes before an update's first gradient; `version` is the learner's current one. All ranks must call them."""
 
-    def __init__(self, method: Method, passes: Passes, snapshots: Snapshots, ranks: Ranks) -> None:
-        self.method, self.passes, self.snapshots, self.ranks = method, passes, snapshots, ranks
+    def __init__(self, method: Method, passes: Passes) -> None:
+        self.method, self.passes, self.ranks = method, passes, passes.ranks
 
     def evidence(self, samples: Sequence[Scored], version: int, distances: Distances) -> list[Evidence]:
         """Return for each sample its rewards, masks, and log-probs [T] under each policy that the method needs."""
-        method, drawn = self.method, self._versions(samples)
-        asked = method.current_first or (method.decoupled and version in drawn)
-        current, squares = None, None
+        method, masks = self.method, [torch.tensor(sample.rollout.loss_mask) for sample in samples]
+        columns: dict[str, Sequence[Any]] = {}
         if method.weighs_energy:
-            current, squares = self.passes.log_probs_and_squares(samples)
-        elif asked:
-            current = self.passes.log_probs(samples)
-        reference = self.passes.log_probs(samples, self.snapshots, REFERENCE) if method.reference is not None else None
-        old, missing = None, [0] * len(samples)
+            columns["current_T"], columns["squares_T"] = self.passes.log_probs_and_squares(samples)
+        elif method.current_first or (method.decoupled and version in self._versions(samples)):
+            columns["current_T"] = self.passes.log_probs(samples)
+        if method.reference is not None:
+            columns["reference_T"] = self.passes.log_probs(samples, REFERENCE)
         if method.previous:
-            old = self.passes.log_probs(samples, self.snapshots, PREVIOUS)
+            columns["old_T"] = self.passes.log_probs(samples, PREVIOUS)
         elif method.decoupled:
-            old, missing = self._at_own_version(samples, {version: current} if current is not None else {}, drawn)
-        draws = self._draws(samples) if method.draws_first else None
-        kl = None
+            columns["old_T"], columns["missing"] = self._at_own_version(samples, version, columns.get("current_T"))
+        if method.draws_first:
+            columns["draws"] = self._draws(samples)
         if method.rejects("seq_max_kl"):
             both = zip(distances.kl["forward"], distances.known, strict=True)
-            kl = [kl_T.masked_fill(~known_T, torch.inf) for kl_T, known_T in both]
+            columns["kl_T"] = [kl_T.masked_fill(~known_T, torch.inf) for kl_T, known_T in both]
         return [
             Evidence(
                 group=sample.rollout.prompt.number,
                 episode=sample.rollout.episode,
                 rewards=sample.rollout.rewards,
-                mask_T=torch.tensor(sample.rollout.loss_mask),
+                mask_T=mask_T,
                 turn_T=torch.from_numpy(np.where(sample.rollout.loss_mask, sample.rollout.turn, -1)),
                 behavior_T=behavior_of(sample).double(),
-                old_T=old[i] if old is not None else None,
-                current_T=current[i] if current is not None else None,
-                squares_T=squares[i] if squares is not None else None,
-                reference_T=reference[i] if reference is not None else None,
-                kl_T=kl[i] if kl is not None else None,
-                draws=draws[i] if draws is not None else None,
-                missing=missing[i],
+                **{name: values[i] for name, values in columns.items()},
             )
-            for i, sample in enumerate(samples)
+            for i, (sample, mask_T) in enumerate(zip(samples, masks, strict=True))
         ]
 
     def _draws(self, samples: Sequence[Scored]) -> list[Draws]:
@@ -93,27 +86,31 @@ class FirstLook:
         mine = {int(version) for sample in samples for version in sample.rollout.versions[sample.rollout.loss_mask]}
         return sorted(set().union(*self.ranks.gathered(mine)))
 
+    def _stored(self, samples: Sequence[Scored], version: int) -> Iterator[tuple[int, dict[int, Tensor]]]:
+        """Yield each stored version except `version` that drew tokens, and masks [T] of its tokens by sample index."""
+        for drew in self._versions(samples):
+            if drew != version and drew in self.passes.snapshots:
+                masks = {i: drawn_by(drew, sample) for i, sample in enumerate(samples)}
+                yield drew, {i: mask_T for i, mask_T in masks.items() if mask_T.any()}
+
     def _at_own_version(
-        self, samples: Sequence[Scored], known: dict[int, list[Tensor]], drawn: Sequence[int]
+        self, samples: Sequence[Scored], version: int, current: Sequence[Tensor] | None
     ) -> tuple[list[Tensor], list[int]]:
         """Return per sample the log-probs [T] under the weights that drew each token, and how many tokens lack them.
 
-        Tokens whose weights are no longer stored get the sampler's log-prob. `known`: computed log-probs by version.
+        Tokens whose weights are no longer stored get the sampler's log-prob. `current`: log-probs under `version`.
         """
         old = [behavior_of(sample).double() for sample in samples]
         left = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
-        for version in drawn:
-            if version not in known and version not in self.snapshots:
-                continue
-            here = [drawn_by(version, sample) for sample in samples]
-            chosen = [i for i, here_T in enumerate(here) if here_T.any()]
-            found = (
-                [known[version][i] for i in chosen]
-                if version in known
-                else self.passes.log_probs([samples[i] for i in chosen], self.snapshots, version)
-            )
-            for i, logp_T in zip(chosen, found, strict=True):
-                old[i], left[i] = torch.where(here[i], logp_T, old[i]), left[i] & ~here[i]
+
+        def enter(masks: Mapping[int, Tensor], found: Iterable[Tensor]) -> None:
+            for (i, mask_T), logp_T in zip(masks.items(), found, strict=True):
+                old[i], left[i] = torch.where(mask_T, logp_T, old[i]), left[i] & ~mask_T
+
+        if current is not None:
+            enter({i: drawn_by(version, sample) for i, sample in enumerate(samples)}, current)
+        for drew, masks in self._stored(samples, version):
+            enter(masks, self.passes.log_probs([samples[i] for i in masks], drew))
         return old, [int(left_T.sum()) for left_T in left]
 
     def distances(self, samples: Sequence[Scored], version: int, *, drift: bool) -> Distances:
@@ -125,14 +122,10 @@ class FirstLook:
         kl = [torch.zeros(len(sample.rollout.tokens), len(kinds), dtype=torch.float64) for sample in samples]
         # the KL of the current version to itself is 0
         known = [drawn_by(version, sample) | ~torch.tensor(sample.rollout.loss_mask) for sample in samples]
-        for drew in self._versions(samples):
-            if drew == version or drew not in self.snapshots:
-                continue
-            here = [drawn_by(drew, sample) for sample in samples]
-            chosen = [i for i, here_T in enumerate(here) if here_T.any()]
-            found = self.passes.rollout_kl([samples[i] for i in chosen], self.snapshots, drew, kinds=kinds)
-            for i, kl_TK in zip(chosen, found, strict=True):
-                kl[i], known[i] = torch.where(here[i][:, None], kl_TK.double(), kl[i]), known[i] | here[i]
+        for drew, masks in self._stored(samples, version):
+            found = self.passes.rollout_kl([samples[i] for i in masks], drew, kinds=kinds)
+            for (i, mask_T), kl_TK in zip(masks.items(), found, strict=True):
+                kl[i], known[i] = torch.where(mask_T[:, None], kl_TK.double(), kl[i]), known[i] | mask_T
         columns = {kind: [kl_TK[:, column] for kl_TK in kl] for column, kind in enumerate(kinds)}
         return Distances(columns, known)
 

@@ -22,16 +22,13 @@ Key = tuple[int, int]
 
 def halves(samples: Mapping[Key, Scored], ranks: Ranks) -> tuple[list[Key], list[Key]] | None:
     """Return this rank's keys in the fresher and in the staler half of all samples; None if all have the same age."""
-    own = [(mean_version(sample), key) for key, sample in samples.items() if sample.rollout.trained_tokens]
+    trained = {key: sample.rollout for key, sample in samples.items() if sample.rollout.trained_tokens}
+    own = [(float(rollout.versions[rollout.loss_mask].mean()), key) for key, rollout in trained.items()]
     everyone = sorted(each for of_rank in ranks.gathered(own) for each in of_rank)
     if not everyone or everyone[0][0] == everyone[-1][0]:
         return None
     fresh = {key for _, key in everyone[len(everyone) // 2 :]}
     return [key for key in samples if key in fresh], [key for key in samples if key not in fresh]
-
-
-def mean_version(sample: Scored) -> float:
-    return float(sample.rollout.versions[sample.rollout.loss_mask].mean())
 
 
 @torch.no_grad()

@@ -50,12 +50,10 @@ class Noise:
         mine = [sum_H.double().cpu() * scale for sum_H in self.sums.values()]
         zero = torch.zeros((), dtype=torch.float64)
         everyone = self.ranks.gathered(([sum_H.square().sum() for sum_H in mine], sum(mine, start=zero)))
-        squares, whole = (
-            [each for of_rank, _ in everyone for each in of_rank],
-            sum((x for _, x in everyone), start=zero),
-        )
+        squares = [square for of_rank, _ in everyone for square in of_rank]
         if (n := len(squares)) < 2:
             return {}
+        whole = sum((sum_H for _, sum_H in everyone), start=zero)
         # n times a group's contribution estimates the whole gradient, and the mean of these estimates is the gradient
         found = gradient_noise(n**2 * torch.stack(squares), whole.square().sum())
         return {name: found[verls] for name, verls in NAMES.items()}

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -22,14 +21,13 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.dummy_batch import nothing
-from slipstream.engines.native.learning.evidence import Distances, FirstLook
+from slipstream.engines.native.learning.evidence import Distances, FirstPasses
 from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halves
 from slipstream.engines.native.learning.gradient_noise import Noise
 from slipstream.engines.native.learning.optimizer import make_optimizer
-from slipstream.engines.native.learning.passes import Passes, at_draws
-from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots, local
-from slipstream.engines.native.learning.storage import restore, save
+from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
+from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, local
+from slipstream.engines.native.learning.storage import State, restore, save
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import by_sample, over_tokens
@@ -78,14 +76,15 @@ class NativeLearner:
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
         self.cosine_every = cosine_every
         self.tokenizer, self.export_dtype = tokenizer, export_dtype or config.dtype
+        self.decode = as_numbers if tokenizer is None else tokenizer.decode
         self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
         self.ranks = ranks or Ranks()
-        self.passes = Passes(lm, config, self.ranks, temperature=method.temperature)
+        self.passes = Passes(lm, config, self.ranks, temperature=method.temperature, snapshots=snapshots)
+        self.snapshots = self.passes.snapshots
         self.objective = Objective(method, teacher_head)
         self.judge = Judge(method.freshness) if method.freshness is not None else None
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
-        self.snapshots = Snapshots(lm.model, keep=snapshots)
-        self.look = FirstLook(method, self.passes, self.snapshots, self.ranks)
+        self.first_passes = FirstPasses(method, self.passes)
         self.noise = Noise(self.ranks)
         if method.reference is not None:  # must precede `restore`: the reference is the initial student
             self.snapshots.take(REFERENCE, host=method.reference.host)
@@ -123,43 +122,39 @@ class NativeLearner:
     # --- the protocol ----------------------------------------------------------------------------------------
 
     async def prepare(self, batch: Batch) -> list[Counts]:
-        return await self._run(lambda: self._prepare(batch))
+        return await self._run(self._prepare, batch)
 
     async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
-        return await self._run(lambda: self._accumulate([key_of(header) for header in batch.headers], counts))
+        return await self._run(self._accumulate, [key_of(header) for header in batch.headers], counts)
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
-        return await self._run(lambda: self._step(counts, lr))
+        return await self._run(self._step, counts, lr)
 
     async def quote(self, batch: Batch) -> list[Quote]:
         return await self._run(
-            lambda: [quote(each, self.samples[key_of(each)], self.update, self._decode) for each in batch.headers]
+            lambda: [quote(each, self.samples[key_of(each)], self.update, self.decode) for each in batch.headers]
         )
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
-        return await self._run(lambda: self._weigh([scored(handle) for handle in batch.handles]))
+        return await self._run(self._weigh, [scored(handle) for handle in batch.handles])
 
     async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
-        compare = partial(self._compare_as, teacher) if teacher else self._compare
-        return await self._run(lambda: compare([scored(handle) for handle in batch.handles]))
+        return await self._run(self._compare, [scored(handle) for handle in batch.handles], teacher)
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
-        return await self._run((lambda: self._export_to(teacher)) if teacher else self._export)
+        return await self._run(self._export, teacher)
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
-        await self._run(lambda: self._save(path, groups, optimizer))
+        await self._run(self._save, path, groups, optimizer)
 
     async def restore(self, path: Path) -> Sequence[Group]:
-        return await self._run(lambda: self._restore(path))
+        return await self._run(self._restore, path)
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+    async def _run(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work, *args)
 
     def close(self) -> None:
         self.thread.shutdown()
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return as_numbers(tokens) if self.tokenizer is None else str(self.tokenizer.decode(tokens))
 
     # --- before the first gradient ---------------------------------------------------------------------------
 
@@ -169,10 +164,10 @@ class NativeLearner:
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
         version, own = self.update - 1, list(samples.values())
-        distances = self.look.distances(own, version, drift=self.config.exact_drift or self.method.replays)
+        distances = self.first_passes.distances(own, version, drift=self.config.exact_drift or self.method.replays)
         if self.config.exact_drift:
             size = sum(self.ranks.gathered(len(samples)))
-            self.notes.append((size, self.look.rollout_drift(own, distances)))
+            self.notes.append((size, self.first_passes.rollout_drift(own, distances)))
         self._freeze(samples, version, distances)
         if self.judge is not None:
             known = None
@@ -180,14 +175,15 @@ class NativeLearner:
             if self.method.replays or self.config.dropout or ahead:  # otherwise the training pass computes it
                 known = self._drifted(own, version, distances)
             self.judge.take(own, [self.frozen[key] for key in samples], known)
-        return [self._counts(group) for group in batch.groups]
+        left = {key: int(self.frozen[key].mask_T.sum()) for key in samples}
+        return [counts_of(group, [left[key_of(handle.header)] for handle in group]) for group in batch.groups]
 
     def _freeze(self, samples: dict[Key, Scored], version: int, distances: Distances) -> None:
         if not self.method.looks_first:
             self.frozen |= {key: as_it_is(sample) for key, sample in samples.items()}
             return
         own = list(samples.values())
-        keys, evidence = list(samples), self.look.evidence(own, version, distances)
+        keys, evidence = list(samples), self.first_passes.evidence(own, version, distances)
         # all ranks get the whole batch in the same order
         everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
         everyone.sort(key=lambda pair: pair[0])
@@ -202,7 +198,7 @@ class NativeLearner:
         if not self.method.replays:
             logp = self.passes.log_probs_of_draws(samples, temperature=self.method.temperature)
             return [drifted(sample, logp_NM) for sample, logp_NM in zip(samples, logp, strict=True)]
-        distances = distances or self.look.distances(samples, version, drift=True)
+        distances = distances or self.first_passes.distances(samples, version, drift=True)
         masks = [torch.from_numpy(sample.rollout.loss_mask) for sample in samples]
         found = zip(distances.kl["reverse"], distances.known, masks, strict=True)
         return [Drifted(kl_T[mask_T], known_T[mask_T]) for kl_T, known_T, mask_T in found]
@@ -224,24 +220,16 @@ class NativeLearner:
     def _next_beta(self) -> float:
         return self.method.beta_after(self.beta, kl=fmean(self.kl), samples=self.size) if self.kl else self.beta
 
-    def _compare(self, samples: Sequence[Scored]) -> Metrics:
-        """Return metrics that compare the learner's log-probs with those recorded by samplers and teachers."""
+    def _compare(self, samples: Sequence[Scored], teacher: str) -> Metrics:
+        """Return metrics that compare recorded log-probs with the learner's, or with a following teacher's snapshot."""
+        if teacher:
+            seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
+            logp = self.passes.log_probs(seen, snapshot_of(teacher), temperature=self.method.loss.temperature)
+            return against_teachers(samples, logp)
         logp = self.passes.log_probs(samples)
-        seen = [Seen.of(sample, as_it_is(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
-        drift = drift_metrics(
-            seen, version=max(int(v) for s in samples for v in s.rollout.versions[s.rollout.loss_mask])
-        )
-        return drift | sharpness(seen) | against_teachers(samples, logp)
-
-    def _compare_as(self, teacher: str, samples: Sequence[Scored]) -> Metrics:
-        """Return metrics that compare a following teacher's snapshot with the log-probs that the teacher recorded."""
-        seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
-        temperature = self.method.loss.temperature
-        logp = self.passes.log_probs(seen, self.snapshots, snapshot_of(teacher), temperature=temperature)
-        return against_teachers(samples, logp)
-
-    def _counts(self, group: Group) -> Counts:
-        return counts_of(group, [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group])
+        own = [Seen.of(sample, as_it_is(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
+        version = max(int(v) for sample in samples for v in sample.rollout.versions[sample.rollout.loss_mask])
+        return drift_metrics(own, version=version) | sharpness(own) | against_teachers(samples, logp)
 
     # --- gradients and steps ---------------------------------------------------------------------------------
 
@@ -294,18 +282,19 @@ class NativeLearner:
         for rows, members in self.passes.micro_batches(samples):
             if not len(rows.predict_N) or not members:
                 with self.passes.precision():
-                    empty = self.passes.student(rows, nothing)
+                    empty = self.passes.student(rows, zero_loss)
                 empty.backward()
                 continue
-            chosen, theirs = [samples[i] for i in members], [frozen[i] for i in members]
+            chosen, decisions = [samples[i] for i in members], [frozen[i] for i in members]
             with self.passes.precision():
                 loss, metrics, logp_N = self.passes.student(
-                    rows, lambda h, head, c=chosen, f=theirs: self._objective(h, head, c, f, counts)
+                    rows, lambda h, head, c=chosen, f=decisions: self._objective(h, head, c, f, counts)
                 )
             loss.backward()
             total += loss.detach()
             merge_metrics(self.sums, metrics)
-            self._record(chosen, theirs, logp_N)
+            logp = over_tokens(logp_N, [sample.rollout for sample in chosen])
+            self.seen += [Seen.of(*each) for each in zip(chosen, decisions, logp, strict=True)]
         return total
 
     def _objective(
@@ -331,11 +320,6 @@ class NativeLearner:
     def _judged(self, samples: Sequence[Scored], draws: Callable[[], Sequence[Tensor]] = list) -> list[Judged]:
         frozen = [self.frozen[key_of_sample(each)] for each in samples]
         return present(self.judge).of(samples, frozen, version=self.update - 1, draws=draws)
-
-    def _record(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
-        found = over_tokens(logp_N, [sample.rollout for sample in samples])
-        for sample, each, logp_T in zip(samples, frozen, found, strict=True):
-            self.seen.append(Seen.of(sample, each, logp_T))
 
     def _step(self, counts: Counts, factor: float) -> Metrics:
         groups = self.optimizer.param_groups
@@ -378,7 +362,7 @@ class NativeLearner:
             found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # mean over this teacher's tokens
         if "distill/overlap_any" in found:
             found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # mean where any overlap
-        found |= self.passes.economy() | self.noise.metrics(loss_scale) | self.age_metrics
+        found |= self.passes.packing_metrics() | self.noise.metrics(loss_scale) | self.age_metrics
         self._drop()
         return found | averaged(self.notes) | drift_metrics(seen, version=self.update - 1)
 
@@ -390,47 +374,32 @@ class NativeLearner:
     # --- weights ---------------------------------------------------------------------------------------------
 
     def _save(self, path: Path, groups: Sequence[Group], optimizer: bool) -> None:
-        own = self.optimizer if optimizer else None
-        before = self.snapshots.state(PREVIOUS) if self.method.previous else {}
-        beta = self._next_beta() if self.method.steers else None
         drew = {version for group in groups for handle in group for version, _ in handle.header.versions}
-        asked = sorted(set().union(*self.ranks.gathered(drew)) - {self.made}) if optimizer else []
-        save(
-            path,
-            self.lm,
-            self.tokenizer,
-            self.ranks,
+        versions = sorted(set().union(*self.ranks.gathered(drew)) - {self.made}) if optimizer else []
+        state = State(
             update=self.made,
-            optimizer=own,
-            previous=before,
-            beta=beta,
-            groups=groups,
-            versions={version: self.snapshots.state(version) for version in asked if version in self.snapshots},
+            previous=self.snapshots.state(PREVIOUS) if self.method.previous else {},
+            beta=self._next_beta() if self.method.steers else None,
+            versions={version: self.snapshots.state(version) for version in versions if version in self.snapshots},
             teachers={name: (self.followed[name], self.snapshots.state(snapshot_of(name))) for name in self.follow},
+            groups=groups,
         )
+        save(path, self.lm, self.tokenizer, self.ranks, state, self.optimizer if optimizer else None)
 
     def _restore(self, path: Path) -> Sequence[Group]:
         found = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
         if self.method.previous:
             if not found.previous:
-                raise RunDirError(
-                    f'{path} does not hold the weights before its last update, which policy.old = "previous" compares '
-                    "with: write the policy.old it was saved under, or begin a new run"
-                )
+                previous = 'the weights before its last update, which policy.old = "previous" compares with'
+                raise not_saved(path, previous, "policy.old")
             self.snapshots.put(PREVIOUS, found.previous)
         if self.method.steers:
             if found.beta is None:
-                raise RunDirError(
-                    f"{path} does not hold the coefficient of the KL to the reference: write the reference.control "
-                    "it was saved under, or begin a new run"
-                )
+                raise not_saved(path, "the coefficient of the KL to the reference", "reference.control")
             self.beta, self.kl = found.beta, []
         for name in self.follow:
             if name not in found.teachers:
-                raise RunDirError(
-                    f"{path} does not hold the weights of teachers.{name}, which follows the student: write the follow "
-                    "it was saved under, or begin a new run"
-                )
+                raise not_saved(path, f"the weights of teachers.{name}, which follows the student", "follow")
             self.followed[name], state = found.teachers[name]
             self.snapshots.put(snapshot_of(name), state, host=True)
         self.update, self.made = 0, found.update
@@ -439,21 +408,17 @@ class NativeLearner:
                 self.snapshots.put(version, state, host=True)
         return found.groups
 
-    def _export(self) -> tuple[WeightsRef, Fingerprint]:
-        if self.snapshots.keep:
-            self.snapshots.take(self.made)
-        return self._exported(self.export_dtype, self.made)
-
-    def _export_to(self, teacher: str) -> tuple[WeightsRef, Fingerprint]:
-        follower, held = self.follow[teacher], snapshot_of(teacher)
-        if self.made > self.followed[teacher] and self.made % follower.every == 0:
-            self.snapshots.blend(held, follower.decay)
-            self.followed[teacher] = self.made
-        return self._exported(follower.dtype, self.followed[teacher], self.snapshots.state(held))
-
-    def _exported(
-        self, dtype: str, version: int, others: Mapping[str, Tensor] | None = None
-    ) -> tuple[WeightsRef, Fingerprint]:
+    def _export(self, teacher: str) -> tuple[WeightsRef, Fingerprint]:
+        if teacher:
+            follower, name = self.follow[teacher], snapshot_of(teacher)
+            if self.made > self.followed[teacher] and self.made % follower.every == 0:
+                self.snapshots.blend(name, follower.decay)
+                self.followed[teacher] = self.made
+            dtype, version, others = follower.dtype, self.followed[teacher], self.snapshots.state(name)
+        else:
+            if self.snapshots.keep:
+                self.snapshots.take(self.made)
+            dtype, version, others = self.export_dtype, self.made, {}
         model, keep = self.lm.model, self.ranks.index == 0
         weights = export_weights(model, dtype, version=version, keep=keep, others=others)
         return weights, fingerprint(model, dtype, exported=weights, still=self.checksums.setdefault(dtype, {}))
@@ -461,6 +426,10 @@ class NativeLearner:
 
 def snapshot_of(teacher: str) -> str:
     return f"teacher {teacher}"
+
+
+def not_saved(path: Path, content: str, key: str) -> RunDirError:
+    return RunDirError(f"{path} does not hold {content}: write the {key} it was saved under, or begin a new run")
 
 
 def key_of(header: Header) -> Key:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.dropout import deterministic, prepare
-from slipstream.engines.native.learning.dummy_batch import dummy_batch, nothing
-from slipstream.engines.native.learning.snapshots import Snapshots
+from slipstream.engines.native.learning.snapshots import Snapshots, Version
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.packing import MicroBatch, pack
+from slipstream.engines.native.packing import Item, MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
-from slipstream.engines.native.rows import Rows, by_sample, over_tokens, use_rows
+from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder, use_rows
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.logprobs.sampling_support import kept_logprobs_at, only
+from slipstream.estimators.logprobs.tiles import wide
 from slipstream.estimators.numerics import joined
 from slipstream.objective.sampling_support import support_of
 from slipstream.protocols import Metrics
@@ -40,37 +41,39 @@ class Student(nn.Module):
         super().__init__()
         self.model, self.parts = lm.model, (lm.backbone, lm.head)
 
-    def forward(self, rows: Rows, then: Callable[[Tensor, Head], T]) -> T:
+    def forward(self, rows: Rows, compute: Callable[[Tensor, Head], T]) -> T:
         backbone, head = self.parts
-        return then(rows.hidden(backbone), head)
+        return compute(rows.hidden(backbone), head)
 
 
 class Passes:
-    def __init__(self, lm: LanguageModel, config: LearnerConfig, ranks: Ranks, *, temperature: float) -> None:
-        """Prepare a model for training; `temperature` is the sampling temperature."""
+    def __init__(
+        self, lm: LanguageModel, config: LearnerConfig, ranks: Ranks, *, temperature: float, snapshots: int = 0
+    ) -> None:
+        """Prepare a model for training, and store its last `snapshots` versions; `temperature` is the sampler's."""
         self.lm, self.config, self.ranks, self.temperature = lm, config, ranks, temperature
         self.hidden_size = int(lm.model.config.get_text_config().hidden_size)
         use_rows(lm, packed=config.packing)
         prepare(lm, dropout=config.dropout, checkpointing=config.checkpointing, packed=config.packing)
         self.tokens = Counter[str]()
-        """Token counts (see `tokens_of`) of all passes since the last call of `economy`."""
+        """Token counts (see `tokens_of`) of all passes since the last call of `packing_metrics`."""
         self.read = self.trained = 0
         """Tokens of all sequences that passed without and with a gradient, since the start."""
         self.student = Student(lm)
         ranks.shard(self.student, layers_of(lm.model))
+        self.snapshots = Snapshots(lm.model, keep=snapshots)
 
     def micro_batches(self, samples: Sequence[Scored]) -> Iterator[tuple[Rows, list[int]]]:
         """Yield rows and the indices of their samples; dummy rows (no indices) give all ranks equally many passes."""
         config, rollouts = self.config, [sample.rollout for sample in samples]
-        planned = pack(
+        batches = pack(
             rollouts,
             budget=config.token_budget,
             hidden=self.hidden_size,
             shared_prompt=config.shared_prompt,
             packing=config.packing,
         )
-        batches = [batch for batch in planned if batch.rows]
-        empty = max(self.ranks.gathered(len(batches))) - len(batches)
+        missing = max(self.ranks.gathered(len(batches))) - len(batches)
         self.tokens += tokens_of(batches)
         length = sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in rollouts)
         if torch.is_grad_enabled():
@@ -79,10 +82,10 @@ class Passes:
             self.read += length
         for batch in batches:
             yield Rows(rollouts, batch, self.lm.device), batch.members
-        for _ in range(empty):
-            yield dummy_batch(config.packing, self.lm.device), []
+        for _ in range(missing):
+            yield dummy_rows(config.packing, self.lm.device), []
 
-    def economy(self) -> Metrics:
+    def packing_metrics(self) -> Metrics:
         """Return metrics since the last call: shares of real tokens in rows and of tokens saved by shared prompts."""
         tokens = sum(self.ranks.gathered(self.tokens), Counter[str]())
         self.tokens = Counter()
@@ -99,33 +102,19 @@ class Passes:
         cached = self.ranks.size == 1
         return torch.autocast(self.lm.device.type, dtype=getattr(torch, config.compute_dtype), cache_enabled=cached)
 
-    @contextmanager
-    def _at_version(self, snapshots: Snapshots | None, version: int | str | None) -> Iterator[None]:
-        """Give the model a snapshot's weights (None: current) without dropout in this context, for no-grad passes."""
-        under = snapshots.under(version) if snapshots and version is not None else nullcontext()
-        with under, deterministic(self.lm.model):
-            yield
-
-    @torch.no_grad()
     def log_probs(
-        self,
-        samples: Sequence[Scored],
-        snapshots: Snapshots | None = None,
-        version: int | str | None = None,
-        *,
-        temperature: float | None = None,
+        self, samples: Sequence[Scored], version: Version | None = None, *, temperature: float | None = None
     ) -> list[Tensor]:
         """Return log-probs [T] of emitted tokens, normalized over the recorded sampling support; 0 if masked."""
-        found = self._at_tokens(samples, [temperature or self.temperature], snapshots, version)
+        found = self._of_tokens(samples, [temperature or self.temperature], version)
         return [logp_T1[:, 0] for logp_T1 in found]
 
-    @torch.no_grad()
     def log_probs_and_squares(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
         """Return log-probs [T] of emitted tokens and Σ_v π_v² [T] over the vocabulary, 0 at masked tokens; one pass.
 
         At half the temperature T a logit is 2x/T, so log Σπ² = lse(2x/T) − 2·lse(x/T) = 2·log π_T(y) − log π_{T/2}(y).
         """
-        found = self._at_tokens(samples, [self.temperature, self.temperature / 2], None, None)
+        found = self._of_tokens(samples, [self.temperature, self.temperature / 2])
         masks = [torch.from_numpy(sample.rollout.loss_mask) for sample in samples]
         squares = [
             (2 * logp_T2[:, 0] - logp_T2[:, 1]).exp().masked_fill(~mask_T, 0.0)
@@ -133,65 +122,63 @@ class Passes:
         ]
         return [logp_T2[:, 0] for logp_T2 in found], squares
 
-    def _at_tokens(
-        self,
-        samples: Sequence[Scored],
-        temperatures: Sequence[float],
-        snapshots: Snapshots | None,
-        version: int | str | None,
+    def _of_tokens(
+        self, samples: Sequence[Scored], temperatures: Sequence[float], version: Version | None = None
     ) -> list[Tensor]:
         """Return for each sample the log-probs [T, temperatures] of its emitted tokens; 0 at masked tokens."""
-
-        def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
-            ids_N1 = joined([r.tokens[r.loss_mask] for r in chosen], hidden_NH.device, torch.int64)[:, None]
-            hidden_NH, weight, bias = head.inputs(hidden_NH)
-            support = support_of(chosen, hidden_NH.device)
-            shape: dict[str, Any] = {"bias": bias, **head.bend}
-            return torch.cat(
-                [kept_logprobs_at(hidden_NH, weight, ids_N1, support, temperature=t, **shape) for t in temperatures], 1
-            )
-
-        with self._at_version(snapshots, version):
-            found = self._per_sample(samples, at_tokens)
+        found = self._per_sample(samples, partial(at_tokens, temperatures=temperatures), version)
         return over_tokens(torch.cat(found), [sample.rollout for sample in samples]) if found else []
 
-    @torch.no_grad()
     def log_probs_of_draws(self, samples: Sequence[Scored], *, temperature: float) -> list[Tensor]:
         """Return per sample log-probs [N, M] of all draws (ids sampled at one position) under current weights."""
-        with self._at_version(None, None):
-            return self._per_sample(samples, partial(at_draws, temperature=temperature))
+        return self._per_sample(samples, partial(at_draws, temperature=temperature))
 
     def _per_sample(
-        self, samples: Sequence[Scored], compute: Callable[[Tensor, Head, Sequence[Rollout]], Tensor]
+        self,
+        samples: Sequence[Scored],
+        compute: Callable[[Tensor, Head, Sequence[Rollout]], Tensor],
+        version: Version | None = None,
     ) -> list[Tensor]:
-        """Return `compute`'s results at the trained tokens of each sample in float64; passes have no gradient."""
+        """Return `compute`'s results at the trained tokens of each sample, in float64."""
         found: dict[int, Tensor] = {}
-        with self.precision():
-            for rows, members in self.micro_batches(samples):
-                if not members:
-                    self.student(rows, nothing)
-                    continue
-                chosen = [samples[i].rollout for i in members]
-                found_N = self.student(rows, lambda h, head, chosen=chosen: compute(h, head, chosen))
-                found |= zip(members, by_sample(found_N.cpu().double(), chosen), strict=True)
+        for members, chosen, found_N in self._run(samples, compute, version):
+            found |= zip(members, by_sample(found_N.cpu().double(), chosen), strict=True)
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
-    def rollout_kl(
-        self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kinds: Sequence[Kind]
-    ) -> list[Tensor]:
+    def _run(
+        self,
+        samples: Sequence[Scored],
+        compute: Callable[[Tensor, Head, Sequence[Rollout]], T],
+        version: Version | None = None,
+    ) -> list[tuple[list[int], list[Rollout], T]]:
+        """Make passes without gradient and dropout, with the weights of this version (None: the current weights).
+
+        Return, per micro-batch, the indices of its samples, their rollouts and the result of `compute`.
+        """
+        found = []
+        weights = nullcontext() if version is None else self.snapshots.under(version)
+        with weights, deterministic(self.lm.model), self.precision():
+            for rows, members in self.micro_batches(samples):
+                if not members:
+                    self.student(rows, zero_loss)
+                    continue
+                chosen = [samples[i].rollout for i in members]
+                result = self.student(rows, lambda h, head, chosen=chosen: compute(h, head, chosen))
+                found.append((members, chosen, result))
+        return found
+
+    def rollout_kl(self, samples: Sequence[Scored], version: int, *, kinds: Sequence[Kind]) -> list[Tensor]:
         """Return for each sample exact KLs [T, kinds] between the current policy and a snapshot; 0 at masked tokens."""
-        now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
 
-        def keep(hidden_NH: Tensor, head: Head) -> None:
-            heads[:] = heads or [
-                (head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone())
-            ]
-            now.append(hidden_NH)
+        def keep(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
+            if not heads:
+                heads.append((head.weight.clone(), None if head.bias is None else head.bias.clone()))
+            return hidden_NH
 
         def kl_to(before_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
-            hidden_NH, (weight, bias) = now.pop(0), heads[0]
+            hidden_NH, (weight, bias) = current.pop(0), heads[0]
             support = support_of(chosen, hidden_NH.device)
             found = [hidden_NH.new_empty(0, len(kinds))]
             size = max(1, HELD // len(weight))
@@ -201,32 +188,34 @@ class Passes:
                 if support is not None:
                     support_CK = support[rows]
                     both = [only(x_CV, support_CK) for x_CV in both]
-                logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in both)
+                logp_CV, old_CV = ((x_CV.to(wide(x_CV)) / self.temperature).log_softmax(-1) for x_CV in both)
                 found.append(torch.stack([dense(logp_CV, old_CV, kind=kind) for kind in kinds], 1))
             return torch.cat(found)
 
         kl: dict[int, Tensor] = {}
-        with self._at_version(None, None), self.precision():
-            for rows, members in self.micro_batches(samples):
-                self.student(rows, keep if members else nothing)
-        with self._at_version(snapshots, version), self.precision():
-            for rows, members in self.micro_batches(samples):
-                if not members:
-                    self.student(rows, nothing)
-                    continue
-                chosen = [samples[i].rollout for i in members]
-                kl_N = self.student(rows, lambda h, head, chosen=chosen: kl_to(h, head, chosen))
-                kl |= zip(members, over_tokens(kl_N.cpu(), chosen), strict=True)
+        current = [hidden_NH for _, _, hidden_NH in self._run(samples, keep)]
+        for members, chosen, kl_N in self._run(samples, kl_to, version):
+            kl |= zip(members, over_tokens(kl_N.cpu(), chosen), strict=True)
         return [kl[i] for i in range(len(samples))]
 
 
+def at_tokens(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temperatures: Sequence[float]) -> Tensor:
+    """Return log-probs [N, temperatures] of the emitted tokens."""
+    ids_N = joined([rollout.tokens[rollout.loss_mask] for rollout in rollouts], hidden_NH.device, torch.int64)
+    return torch.cat([_at_ids(hidden_NH, head, rollouts, ids_N[:, None], each) for each in temperatures], 1)
+
+
 def at_draws(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temperature: float) -> Tensor:
-    """Return log-probs [N, M] of all draws at trained tokens, normalized over the sampling support if recorded."""
+    """Return log-probs [N, M] of all draws at trained tokens."""
     ids_NM = joined([rollout.actions for rollout in rollouts], hidden_NH.device, torch.int64)
+    return _at_ids(hidden_NH, head, rollouts, ids_NM, temperature)
+
+
+def _at_ids(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], ids_NM: Tensor, temperature: float) -> Tensor:
+    """Return log-probs [N, M] of these ids, normalized over the sampling support if it is recorded."""
     hidden_NH, weight, bias = head.inputs(hidden_NH)
     support = support_of(rollouts, hidden_NH.device)
-    shape: dict[str, Any] = {"bias": bias, **head.bend}
-    return kept_logprobs_at(hidden_NH, weight, ids_NM, support, temperature=temperature, **shape)
+    return kept_logprobs_at(hidden_NH, weight, ids_NM, support, temperature=temperature, bias=bias, **head.bend)
 
 
 def tokens_of(batches: Sequence[MicroBatch]) -> Counter[str]:
@@ -239,5 +228,14 @@ def tokens_of(batches: Sequence[MicroBatch]) -> Counter[str]:
     )
 
 
-def wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def dummy_rows(packed: bool, device: torch.device) -> Rows:
+    """Return rows of two tokens, for a rank that has no samples left: all ranks must make equally many passes."""
+    token = np.zeros(1, np.int64)
+    item = Item(prompt=1, responses=(1,), members=(0,))
+    return Rows([placeholder(token, token)], MicroBatch(((item,),), packed), device)
+
+
+def zero_loss(hidden_NH: Tensor, head: Head) -> Tensor:
+    """Return a loss that gives every weight a gradient of exactly zero."""
+    loss: Tensor = 0.0 * head(hidden_NH).sum()
+    return loss

@@ -8,8 +8,7 @@ drew tokens of unfinished groups, and those of teachers that follow the student.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,73 +31,64 @@ Moments = dict[int, dict[str, Tensor]]
 """Optimizer state of each parameter, by index of the parameter in the optimizer."""
 
 
+class State(NamedTuple):
+    """State of a learner that is saved in addition to its weights and optimizer."""
+
+    update: int
+    previous: Mapping[str, Tensor]
+    """Weights before the last update, if the method needs them."""
+    beta: float | None
+    """Next coefficient of the KL to the reference, if it is adaptive."""
+    versions: Mapping[int, Mapping[str, Tensor]]
+    """Stored weights that drew tokens of `groups`."""
+    teachers: Mapping[str, tuple[int, Mapping[str, Tensor]]]
+    """For each teacher that follows the student, the update after which it last changed, and its weights."""
+    groups: Sequence[Group]
+    """Unfinished groups, on the first rank."""
+
+
 def save(
     path: Path,
     lm: LanguageModel,
     tokenizer: Any,
     ranks: Ranks,
-    *,
-    update: int,
+    state: State,
     optimizer: torch.optim.Optimizer | None,
-    previous: Mapping[str, Tensor],
-    beta: float | None,
-    groups: Sequence[Group] = (),
-    versions: Mapping[int, Mapping[str, Tensor]],
-    teachers: Mapping[str, tuple[int, Mapping[str, Tensor]]],
 ) -> None:
     """Save a checkpoint for resuming; if `optimizer` is None, save only the model, and its adapters in a subfolder.
 
-    All ranks must call this; only the first rank writes. `previous`: weights before the last update, if the method
-    needs them. `beta`: next coefficient of the KL to the reference, if it is adaptive. `groups`: unfinished groups, on
-    the first rank. `versions`: stored weights that drew tokens of these groups. `teachers`: for each teacher that
-    follows the student, the update after which it last changed, and its weights.
+    All ranks must call this; only the first rank writes.
     """
-    state = ranks.on_first(lm.model.state_dict(keep_vars=True))
-    moments: Moments = ranks.on_first(optimizer.state_dict())["state"] if optimizer else {}
-    before = ranks.on_first(dict(previous)) if optimizer else {}
-    drew = {f"version {version}": ranks.on_first(dict(held)) for version, held in versions.items()}
-    following = {f"teacher {name}": ranks.on_first(dict(held)) for name, (_, held) in teachers.items()}
+    weights = ranks.on_first(lm.model.state_dict(keep_vars=True))
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    if optimizer:
+        moments: Moments = ranks.on_first(optimizer.state_dict())["state"]
+        parts["moments"] = {f"{i}.{name}": value for i, own in moments.items() for name, value in own.items()}
+        parts["adapters"] = {name: value for name, value in weights.items() if is_adapter(name)}
+        parts["previous"] = ranks.on_first(state.previous)
+        parts |= {f"version {version}": ranks.on_first(old) for version, old in state.versions.items()}
+        parts |= {f"teacher {name}": ranks.on_first(own) for name, (_, own) in state.teachers.items()}
     if ranks.index > 0:
         return
-    with library_errors(path):
-        lm.model.save_pretrained(path, state_dict=merged(state, lm.model))
+    try:
+        lm.model.save_pretrained(path, state_dict=merged(weights, lm.model))
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
         if optimizer:
-            adapters = {name: value for name, value in state.items() if is_adapter(name)}
-            of_weights = {f"{index}.{name}": value for index, own in moments.items() for name, value in own.items()}
-            parts = {"moments": of_weights, "adapters": adapters, "previous": before, **drew, **following}
-            tensors = {f"{part}/{name}": value for part, held in parts.items() for name, value in held.items()}
+            tensors = {f"{part}/{name}": value for part, own in parts.items() for name, value in own.items()}
             save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / TENSORS)
-            moved = {name: version for name, (version, _) in teachers.items()}
-            numbers = {"update": update, "beta": beta, "versions": list(versions), "teachers": moved}
+            moved = {name: version for name, (version, _) in state.teachers.items()}
+            numbers = {"update": state.update, "beta": state.beta, "versions": list(state.versions), "teachers": moved}
             (path / NUMBERS).write_text(json.dumps(numbers))
         elif adapted_layers(lm.model):
-            write_adapter(path / ADAPTER, lm.model, state, base=lm.name)
-    if optimizer:
-        write_groups(path, groups)
-
-
-@contextmanager
-def library_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
+            write_adapter(path / ADAPTER, lm.model, weights, base=lm.name)
     except Exception as error:  # safetensors and tokenizers raise errors of their own types if the disk is full
         raise RunDirError(f"{path} cannot be written: {first_line(error)}") from None
+    if optimizer:
+        write_groups(path, state.groups)
 
 
-class Restored(NamedTuple):
-    """State that a learner needs for resuming in addition to weights and optimizer; fields as in `save`."""
-
-    update: int
-    previous: dict[str, Tensor]
-    beta: float | None
-    versions: dict[int, dict[str, Tensor]]
-    teachers: dict[str, tuple[int, dict[str, Tensor]]]
-    groups: Sequence[Group]
-
-
-def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> Restored:
+def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> State:
     """Load a checkpoint written by any number of ranks and return its state; only the first rank gets the groups."""
     saved = json.loads((path / NUMBERS).read_text())
     with safe_open(path / TENSORS, framework="pt") as file:
@@ -109,9 +99,9 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
 
         weights = part("adapters")  # adapter training leaves the base unchanged
         moments: Moments = {}
-        for name, value in part("moments").items():
-            index, _, kind = name.partition(".")
-            moments.setdefault(int(index), {})[kind] = value
+        for key, value in part("moments").items():
+            index, _, name = key.partition(".")
+            moments.setdefault(int(index), {})[name] = value
         previous = part("previous")
         versions = {version: part(f"version {version}") for version in saved["versions"]}
         moved = saved.get("teachers", {})
@@ -122,16 +112,12 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     own = lm.model.state_dict()
     weights = {name: slice_of(weights[name], own[name]) for name in weights}
     lm.model.load_state_dict(weights, strict=not lora)
-    restore_moments(optimizer, moments)
-    groups = [] if ranks.index else read_groups(path)
-    return Restored(int(saved["update"]), previous, saved["beta"], versions, teachers, groups)
-
-
-def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
-    """Load the moments into the optimizer; its learning rate, betas and weight decay do not change."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, state in moments.items():
-        own = parameters[index]
+    for i, moment in moments.items():
+        like = parameters[i]
         # every tensor except the step count is sharded like its weight
-        state |= {name: slice_of(value, own) for name, value in state.items() if value.shape == own.shape}
+        moment |= {name: slice_of(value, like) for name, value in moment.items() if value.shape == like.shape}
+    # learning rate, betas and weight decay do not change
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    groups = [] if ranks.index else read_groups(path)
+    return State(int(saved["update"]), previous, saved["beta"], versions, teachers, groups)

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.engines.native.attention import errors, limit
-from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows, is_recurrent, widened
+from slipstream.engines.native.model import (
+    REFERENCE,
+    LanguageModel,
+    attention_of,
+    has_windows,
+    is_recurrent,
+    widened,
+)
 from slipstream.engines.native.sampling import kv
 from slipstream.errors import ModelError, first_line
 
@@ -77,18 +84,14 @@ class Decoder:
         start = stop = 0
         while start < len(reads) or at:
             tokens = len(at)
-            while stop < len(reads) and self._joins(reads[start:stop], reads[stop], tokens):
+            while stop < len(reads):
+                same_length = not self.slots.recurrent or (stop > start and reads[start].count == reads[stop].count)
+                if tokens and not (same_length and tokens + reads[stop].count <= PASS_TOKENS):
+                    break
                 tokens += reads[stop].count
                 stop += 1
             yield at, reads[start:stop]
             at, start = (), stop
-
-    def _joins(self, others: Sequence[Read], read: Read, tokens: int) -> bool:
-        """Return True if `read` fits into a pass with `others` that already has `tokens` tokens."""
-        if not tokens:
-            return True
-        same_length = not self.slots.recurrent or (len(others) > 0 and others[0].count == read.count)
-        return same_length and tokens + read.count <= PASS_TOKENS
 
     def _pass(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read], *, fills: bool = False) -> Tensor:
         device, n, recurrent = ids_SL.device, len(at), self.slots.recurrent
@@ -131,11 +134,6 @@ class Decoder:
         return hidden_TH
 
 
-def split_read(read: Read) -> list[Read]:
-    cuts = sorted({0, read.stop // 2, read.stop})
-    return [Read(read.slots, first, stop) for first, stop in pairwise(cuts)]
-
-
 def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
     """Return the slot range of each block; a new block begins at a slot with a much smaller position."""
     cuts, most = list[int](), 0
@@ -149,11 +147,11 @@ def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise([*cuts, len(at)])) if at else []
 
 
-def filled(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def compacted(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return the old slots of the remaining rows in their new order, after rows `ended` are removed; few rows move.
 
     The last row moves into a free slot, or the longest row of the next block if that row is much longer. Then the slot
-    of the moved row is filled in the same way. So long rows move in front of short rows.
+    of the moved row is compacted in the same way. So long rows move in front of short rows.
     """
     order = list(range(len(lengths)))
     for hole in sorted(ended, reverse=True):
@@ -272,7 +270,7 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
     lm.model.set_attn_implementation(REFERENCE)
     expected = _plain(lm, ids)
     lm.model.set_attn_implementation(kv.NAME)
-    if getattr(lm.backbone.config, "_attn_implementation", None) != kv.NAME:
+    if attention_of(lm.backbone) != kv.NAME:
         return "its attention cannot be replaced"
     decoder, lengths = Decoder(lm, len(ids) + 1), list(PROMPTS)
     together = pad_sequence([*ids, ids[0]], batch_first=True)
@@ -300,7 +298,8 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
     for layer in decoder.slots.layers:
         if layer.keys is not None:
             layer.keys.zero_()
-    decoder.fill(together, whole if decoder.slots.recurrent else [half for read in whole for half in split_read(read)])
+    halves = [Read((i,), a, b) for i, n in enumerate(PROMPTS) for a, b in pairwise(sorted({0, n // 2, n}))]
+    decoder.fill(together, whole if decoder.slots.recurrent else halves)
     lengths = [length + 1 for length in PROMPTS]
     if not (off := error(decoder.step(together, [n - 1 for n in lengths]), lengths)) <= allowed:
         return f"a token after a rebuild differs by {off:.2%} from the same token in a whole pass"

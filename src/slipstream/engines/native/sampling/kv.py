@@ -25,7 +25,6 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from slipstream.engines.native.attention import Reach, attend, check_arguments, reach_of
-from slipstream.engines.native.model import is_recurrent
 
 NAME = "slipstream_slots"
 GROWTH = 64
@@ -36,7 +35,7 @@ class Slots:
     def __init__(self, count: int, config: Any) -> None:
         self.count = count
         states = [getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers]
-        self.recurrent = is_recurrent(config)
+        self.recurrent = any(states)
         self.layers = [Layer(self, number) for number in states]
         self.step: Step | None = None
         self.last: Layer | None = None
@@ -76,24 +75,20 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
         """Store the new keys and values; return all keys and all values of the layer, [S, J, L, D]."""
         step = self.slots.step
         assert step is not None
-        self.keys, self.values = (
-            self._stored(step, old, new) for old, new in ((self.keys, key_states), (self.values, value_states))
-        )
+        self.keys = self._stored(step, self.keys, key_states)
+        self.values = self._stored(step, self.values, value_states)
         return self.keys, self.values
 
-    def _stored(self, step: Step, held: Tensor | None, new: Tensor) -> Tensor:
-        held = self._long_enough(held, new, step.length)
+    def _stored(self, step: Step, buffer: Tensor | None, new: Tensor) -> Tensor:
+        """Write the keys or values of a step into the buffer of all slots, and return the buffer, which may grow."""
+        if buffer is None or buffer.shape[2] < step.length:
+            longer = new.new_zeros(self.slots.count, new.shape[1], -(-step.length // GROWTH) * GROWTH, new.shape[3])
+            if buffer is not None:
+                longer[:, :, : buffer.shape[2]] = buffer
+            buffer = longer
         new_TJD = new.transpose(1, 2).flatten(0, 1)
-        held[step.slot_W, :, step.at_W] = new_TJD if step.token_W is None else new_TJD[step.token_W]
-        return held
-
-    def _long_enough(self, held: Tensor | None, like: Tensor, length: int) -> Tensor:
-        if held is not None and held.shape[2] >= length:
-            return held
-        made = like.new_zeros(self.slots.count, like.shape[1], -(-length // GROWTH) * GROWTH, like.shape[3])
-        if held is not None:
-            made[:, :, : held.shape[2]] = held
-        return made
+        buffer[step.slot_W, :, step.at_W] = new_TJD if step.token_W is None else new_TJD[step.token_W]
+        return buffer
 
     def get_seq_length(self) -> int:
         step = self.slots.step
@@ -112,17 +107,16 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
 
     def begin(self, step: Step) -> None:
         """Set up the states for a step: none for new sequences; for running ones, views that the model may update."""
-        for kind, held, known in self._kinds():
+        for kind, views, initialized in self._kinds():
             for i in range(self.number_of_states):
-                state = self.states.get((kind, i))
-                on = state is not None and step.goes_on
-                held[i] = state[: len(step.slot_W)] if state is not None and on else None
-                known[i] = self.has_previous_state[i] = on
+                state = self.states.get((kind, i)) if step.goes_on else None
+                views[i] = None if state is None else state[: len(step.slot_W)]
+                initialized[i] = self.has_previous_state[i] = state is not None
 
     def end(self, step: Step) -> None:
         """Store the states of new sequences, and those of running sequences if the model replaced the views."""
-        for kind, held, _ in self._kinds():
-            for i, found in held.items():
+        for kind, views, _ in self._kinds():
+            for i, found in views.items():
                 if found is None:
                     continue
                 state = self.states.get((kind, i))
@@ -219,21 +213,15 @@ class Step(Cache):  # type: ignore[misc]
     def mask(self, number: int, reach: Reach, heads: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask [N, 1, heads·Q, L] of a block (−inf: hidden), cached for layers of one reach."""
         block = self.blocks[number]
-        if block.going:  # all such blocks share one mask, and each uses its own rows
-            if (-1, reach, heads) not in self.masks:
-                going = [block for block in self.blocks if block.going]
-                at_N1, length = torch.cat([block.at_NQ for block in going]), max(block.length for block in going)
-                self.masks[-1, reach, heads] = _mask(at_N1, length, reach, heads, dtype)
-            return self.masks[-1, reach, heads][block.slots, :, :, : block.length]
-        if (number, reach, heads) not in self.masks:
-            self.masks[number, reach, heads] = _mask(block.at_NQ, block.length, reach, heads, dtype)
-        return self.masks[number, reach, heads]
-
-
-def _mask(at_NQ: Tensor, length: int, reach: Reach, heads: int, dtype: torch.dtype) -> Tensor:
-    hidden_NQL = reach.hides(at_NQ[:, :, None], torch.arange(length, device=at_NQ.device)).repeat(1, heads, 1)
-    mask_NQL = torch.zeros(hidden_NQL.shape, dtype=dtype, device=at_NQ.device)
-    return mask_NQL.masked_fill_(hidden_NQL, -torch.inf)[:, None]
+        key = (-1 if block.going else number, reach, heads)
+        if key not in self.masks:
+            # blocks of running sequences share one mask, and each uses its own rows
+            sharing = [other for other in self.blocks if other.going] if block.going else [block]
+            at_NQ, length = torch.cat([each.at_NQ for each in sharing]), max(each.length for each in sharing)
+            hidden_NQL = reach.hides(at_NQ[:, :, None], torch.arange(length, device=at_NQ.device)).repeat(1, heads, 1)
+            mask_NQL = torch.zeros(hidden_NQL.shape, dtype=dtype, device=at_NQ.device)
+            self.masks[key] = mask_NQL.masked_fill_(hidden_NQL, -torch.inf)[:, None]
+        return self.masks[key][block.slots, :, :, : block.length] if block.going else self.masks[key]
 
 
 CURRENT: ContextVar[Step] = ContextVar("step")
@@ -267,7 +255,7 @@ def attend_slots(
             query_NHQD = query_THD[start : start + n * q].view(n, q, h, d).transpose(1, 2)
         else:
             query_NHQD = query_THD[block.token_NQ].transpose(1, 2)
-        key_NJLD, value_NJLD = (held[block.slots, :, : block.length] for held in (key_SJLD, value_SJLD))
+        key_NJLD, value_NJLD = (buffer[block.slots, :, : block.length] for buffer in (key_SJLD, value_SJLD))
         if block.whole and reach == Reach() and softcap is None and s_aux is None:
             out_NHQD = scaled_dot_product_attention(
                 query_NHQD, key_NJLD, value_NJLD, is_causal=True, scale=scaling, enable_gqa=h != j

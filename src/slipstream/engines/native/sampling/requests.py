@@ -73,10 +73,8 @@ def interned(sampling: Sampling) -> Sampling:
 
 def new_request(prompt: Prompt, sampling: Sampling, answer: asyncio.Future[list[Handle]], begun: Group = ()) -> Request:
     members = {handle.body.index - prompt.first: handle.body for handle in begun}
-    request = Request(prompt, sampling, answer)
-    for place, rollout in members.items():
-        (request.begun if rollout.finish == "released" else request.done)[place] = rollout
-    return request
+    done = {place: rollout for place, rollout in members.items() if rollout.finish != "released"}
+    return Request(prompt, sampling, answer, done, {place: r for place, r in members.items() if place not in done})
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
@@ -29,14 +29,14 @@ from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.config import GATHERED
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.sampling.arrivals import admit, prefix_reads
-from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, filled, prove
+from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, compacted, prove
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
 from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told, new_request
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
-from slipstream.records import Finish, Group, Handle, Ints, Prompt, Rollout, kept_of
+from slipstream.records import Finish, Group, Handle, Ints, Prompt, Rollout
 
 
 class NativeSampler:
@@ -58,7 +58,8 @@ class NativeSampler:
         self.rebuilds = on_publish == "rebuild"
         self.lm, self.count, self.version = lm, slots, 0
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=lm.device)
-        self.decoder, self.tape, self.parking = Decoder(lm, slots), Tape(slots, lm.device), Parking(slots)
+        dtype = torch.promote_types(lm.head.weight.dtype, torch.float32)
+        self.decoder, self.tape, self.parking = Decoder(lm, slots), Tape(slots, lm.device, dtype), Parking(slots)
         self.rows: list[Row] = []
         self.waiting: deque[Request] = deque()
         self.publishing: deque[Publish] = deque()
@@ -86,8 +87,8 @@ class NativeSampler:
         return request.answer.result()
 
     async def release(self, numbers: Collection[int] = ()) -> None:
-        asked = [item for item in self.open if isinstance(item, Request)]
-        leaving = [request for request in asked if not numbers or request.prompt.number in numbers]
+        requests = [item for item in self.open if isinstance(item, Request)]
+        leaving = [request for request in requests if not numbers or request.prompt.number in numbers]
         for request in leaving:
             request.released = True
         self.releasing = True
@@ -147,11 +148,8 @@ class NativeSampler:
     @torch.inference_mode()
     def _step(self) -> list[Told]:
         """Release groups, else load weights, else draw one token for each row; return the callers' results."""
-        self._abort()
-        return self._release() or self._publish() or self._draw()
-
-    def _abort(self) -> None:
         self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
+        return self._release() or self._publish() or self._draw()
 
     def _release(self) -> list[Told]:
         """Remove released requests, running or waiting; return their groups with the tokens drawn so far."""
@@ -228,10 +226,9 @@ class NativeSampler:
 
     def _seat(self, request: Request, members: Sequence[int]) -> Sequence[int]:
         """Add rows for members (responses) of a request in the first free slots; return these slots."""
-        start, length = len(self.rows), len(request.prompt.tokens)
-        dtype = torch.promote_types(self.lm.head.weight.dtype, torch.float32)
-        self.tape.seat(start, request.prompt, members, request.sampling, dtype)
-        self.rows += [Row(request, index, length) for index in members]
+        start = len(self.rows)
+        self.tape.seat(start, request, members)
+        self.rows += [Row(request, index, len(request.prompt.tokens)) for index in members]
         return range(start, len(self.rows))
 
     def _resume(self, request: Request) -> Sequence[int]:
@@ -264,26 +261,26 @@ class NativeSampler:
         t_N = next_N - tape.prompt_S[:n]
         token_N = torch.empty_like(t_N)
         row_N = torch.arange(n, device=t_N.device)
-        asked = [row.request.draws for row in rows]
-        kinds = set(asked) if asked.count(asked[0]) < n else asked[:1]
-        for sampling in kinds:
+        options = [row.request.draws for row in rows]
+        distinct = set(options) if options.count(options[0]) < n else options[:1]
+        for sampling in distinct:
             pick: slice | Tensor = slice(None)
-            if len(kinds) > 1:
-                pick = torch.tensor([i for i, other in enumerate(asked) if other == sampling])
-            at = row_N[pick]
-            uniform_NM = uniforms(tape.seed_S[:n][pick], (tape.offset_S[:n] + t_N)[pick], sampling.draws)
+            if len(distinct) > 1:
+                pick = torch.tensor([i for i, other in enumerate(options) if other == sampling])
+            slot_N, time_N = row_N[pick], t_N[pick]
+            uniform_NM = uniforms(tape.seed_S[:n][pick], tape.offset_S[:n][pick] + time_N, sampling.draws)
             logp_NV = process(logits_NV[pick], sampling)
             ids_NM, logp_NM = draw(logp_NV, uniform_NM)
             if sampling.keep_mask:
-                asking = [row for row in rows if row.request.draws == sampling]
-                for row, ids in zip(asking, kept_ids(logp_NV), strict=True):
+                recorded = [row for row in rows if row.request.draws == sampling]
+                for row, ids in zip(recorded, kept_ids(logp_NV), strict=True):
                     row.kept.append(ids)
-            tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM.int()
-            tape.logp_STM[at, t_N[pick], : sampling.draws] = logp_NM
+            tape.action_STM[slot_N, time_N, : sampling.draws] = ids_NM.int()
+            tape.logp_STM[slot_N, time_N, : sampling.draws] = logp_NM
             if sampling.best:
                 best = logp_NV.topk(sampling.best, -1)
-                tape.best_STK[at, t_N[pick], : sampling.best] = best.indices.int()
-                tape.best_logp_STK[at, t_N[pick], : sampling.best] = best.values
+                tape.best_STK[slot_N, time_N, : sampling.best] = best.indices.int()
+                tape.best_logp_STK[slot_N, time_N, : sampling.best] = best.values
             token_N[pick] = ids_NM[:, 0]
         tape.version_ST[row_N, t_N] = self.version
         tape.ids_SL[row_N, next_N] = token_N
@@ -297,8 +294,8 @@ class NativeSampler:
     def _end(self, ended: list[int], stopped: list[bool]) -> list[Told]:
         """Remove ended rows, park the sequences that may continue, and return the results of complete groups."""
         results, parked = list[Told](), dict[int, tuple[Lineage, Ints]]()
-        read = self._read({slot: "eos" if stopped[slot] else "length" for slot in ended})
-        for slot, (row, rollout) in zip(ended, read, strict=True):
+        finished = self._read({slot: "eos" if stopped[slot] else "length" for slot in ended})
+        for slot, (row, rollout) in zip(ended, finished, strict=True):
             row.request.done[row.index] = rollout
             if row.request.sampling.park and not self.decoder.slots.recurrent:
                 parked[slot] = row.lineage, np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]])
@@ -307,25 +304,16 @@ class NativeSampler:
         self._vacate(ended, parked)
         return results
 
-    def _read(self, finishes: Mapping[int, Finish]) -> Iterator[tuple[Row, Rollout]]:
-        """Yield, for each slot in `finishes`, its row and its rollout with that finish reason."""
+    def _read(self, finishes: Mapping[int, Finish]) -> list[tuple[Row, Rollout]]:
+        """Return, for each slot in `finishes`, its row and its rollout with that finish reason."""
         rows = [self.rows[slot] for slot in finishes]
-        columns = self.tape.read(list(finishes), max((row.tokens for row in rows), default=0))
-        for at, (row, finish) in enumerate(zip(rows, finishes.values(), strict=True)):
-            kept = kept_of(row.kept) if row.kept else None
-            request, tokens = row.request, row.tokens
-            yield (
-                row,
-                columns.response(
-                    at, request.prompt, row.index, request.sampling, tokens=tokens, finish=finish, kept=kept
-                ),
-            )
+        return list(zip(rows, self.tape.read(finishes, rows), strict=True))
 
     def _vacate(self, ended: list[int], parked: Mapping[int, tuple[Lineage, Ints]] | None = None) -> None:
         """Remove the rows in slots `ended`, move other rows into the free slots, and park the sequences in `parked`."""
         if not ended:
             return
-        order = filled(ended, [row.length for row in self.rows])
+        order = compacted(ended, [row.length for row in self.rows])
         moves = [Move(slot, at, self.rows[slot].length) for at, slot in enumerate(order) if slot != at]
         if moves:
             self.tape.move(*self._pairs(moves))

@@ -5,21 +5,22 @@ Shapes: S slots, L positions, T response positions, M draws, K best ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.engines.native.sampling.requests import Request, Row
 from slipstream.protocols import Sampling
-from slipstream.records import Finish, Floats, Ints, Kept, Prompt, Rollout, derive_seed, one_turn
+from slipstream.records import Finish, Floats, Ints, Rollout, derive_seed, kept_of, one_turn
 
 
 class Tape:
     """Tensors with one row per slot; the other dimensions grow when a request needs more."""
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Create empty tensors; `dtype` is that of the log-probs."""
         self.known_S5 = torch.zeros(slots, 5, dtype=torch.int64, device=device)
         self.seed_S, self.offset_S, self.prompt_S, self.last_S, self.limit_S = self.known_S5.unbind(1)
         """`seed`: seed of the draws. `offset`: number of tokens that earlier calls drew. `prompt`: prompt length.
@@ -27,14 +28,15 @@ class Tape:
         self.ids_SL = torch.zeros(slots, 0, dtype=torch.int64, device=device)
         self.version_ST = torch.zeros(slots, 0, dtype=torch.int32, device=device)
         self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
-        self.logp_STM = torch.zeros(slots, 0, 0, device=device)
+        self.logp_STM = torch.zeros(slots, 0, 0, dtype=dtype, device=device)
         self.best_STK = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
-        self.best_logp_STK = torch.zeros(slots, 0, 0, device=device)
+        self.best_logp_STK = torch.zeros(slots, 0, 0, dtype=dtype, device=device)
 
-    def seat(self, start: int, prompt: Prompt, members: Sequence[int], sampling: Sampling, dtype: torch.dtype) -> None:
-        """Write prompt, seeds and limits of new rows to slots from `start`; log-probs are stored as `dtype`."""
+    def seat(self, start: int, request: Request, members: Sequence[int]) -> None:
+        """Write prompt, seeds and limits of these members (responses) of a request to slots from `start`."""
+        prompt, sampling = request.prompt, request.sampling
         q, device = len(prompt.tokens), self.seed_S.device
-        self._widen(q + sampling.max_tokens, sampling, dtype)
+        self._widen(q + sampling.max_tokens, sampling)
         at = slice(start, start + len(members))
         self.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
         self.prompt_S[at], self.last_S[at], self.limit_S[at] = q, q - 1, q - 1 + sampling.max_tokens
@@ -54,15 +56,15 @@ class Tape:
             self.best_STK[slot, :t, :k] = torch.from_numpy(begun.best_ids)
             self.best_logp_STK[slot, :t, :k] = torch.from_numpy(begun.best_logp)
 
-    def _widen(self, length: int, sampling: Sampling, dtype: torch.dtype) -> None:
+    def _widen(self, length: int, sampling: Sampling) -> None:
         tokens, draws, best = sampling.max_tokens, sampling.draws, sampling.best
         self.ids_SL = _grown(self.ids_SL, length)
         self.version_ST = _grown(self.version_ST, tokens)
         self.action_STM = _grown(self.action_STM, tokens, draws)
-        self.logp_STM = _grown(self.logp_STM.to(dtype), tokens, draws)
+        self.logp_STM = _grown(self.logp_STM, tokens, draws)
         if best:
             self.best_STK = _grown(self.best_STK, tokens, best)
-            self.best_logp_STK = _grown(self.best_logp_STK.to(dtype), tokens, best)
+            self.best_logp_STK = _grown(self.best_logp_STK, tokens, best)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         for tensor in (self.known_S5, self.ids_SL, *self._of_responses()):
@@ -72,37 +74,38 @@ class Tape:
     def _of_responses(self) -> tuple[Tensor, ...]:
         return self.version_ST, self.action_STM, self.logp_STM, self.best_STK, self.best_logp_STK
 
-    def read(self, slots: Sequence[int], longest: int) -> Columns:
-        """Copy the first `longest` response tokens of these slots, with their records, to numpy arrays."""
-        at = torch.tensor(slots, dtype=torch.int64, device=self.ids_SL.device)
-        return Columns(*(tensor[at, :longest].cpu().numpy() for tensor in self._of_responses()))
+    def read(self, finishes: Mapping[int, Finish], rows: Sequence[Row]) -> list[Rollout]:
+        """Return the responses of rows as rollouts; `finishes` has slot and finish reason of each row, in order."""
+        longest = max((row.tokens for row in rows), default=0)
+        at = torch.tensor(list(finishes), dtype=torch.int64, device=self.ids_SL.device)
+        columns = [tensor[at, :longest].cpu().numpy() for tensor in self._of_responses()]
+        return [
+            _rollout(row, finish, *(column[i, : row.tokens] for column in columns))
+            for i, (row, finish) in enumerate(zip(rows, finishes.values(), strict=True))
+        ]
 
 
-class Columns(NamedTuple):
-    """Result of `Tape.read`: arrays with one row for each of N slots."""
-
-    version_NT: Ints
-    action_NTM: Ints
-    logp_NTM: Floats
-    best_NTK: Ints
-    best_logp_NTK: Floats
-
-    def response(
-        self, at: int, prompt: Prompt, place: int, sampling: Sampling, *, tokens: int, finish: Finish, kept: Kept | None
-    ) -> Rollout:
-        """Return array row `at` as the rollout of member `place` of its group."""
-        draws, best = sampling.draws, sampling.best
-        return one_turn(
-            prompt,
-            prompt.first + place,
-            actions=self.action_NTM[at, :tokens, :draws].copy(),
-            action_logp=self.logp_NTM[at, :tokens, :draws].copy(),
-            best_ids=self.best_NTK[at, :tokens, :best].copy() if best else None,
-            best_logp=self.best_logp_NTK[at, :tokens, :best].copy() if best else None,
-            versions=self.version_NT[at, :tokens].copy(),
-            finish=finish,
-            kept=kept,
-        )
+def _rollout(
+    row: Row,
+    finish: Finish,
+    version_T: Ints,
+    action_TM: Ints,
+    logp_TM: Floats,
+    best_TK: Ints,
+    best_logp_TK: Floats,
+) -> Rollout:
+    prompt, draws, best = row.request.prompt, row.request.sampling.draws, row.request.sampling.best
+    return one_turn(
+        prompt,
+        prompt.first + row.index,
+        actions=action_TM[:, :draws].copy(),
+        action_logp=logp_TM[:, :draws].copy(),
+        best_ids=best_TK[:, :best].copy() if best else None,
+        best_logp=best_logp_TK[:, :best].copy() if best else None,
+        versions=version_T.copy(),
+        finish=finish,
+        kept=kept_of(row.kept) if row.kept else None,
+    )
 
 
 def _grown(tensor: Tensor, *sizes: int) -> Tensor:
