@@ -25,8 +25,9 @@ import numpy as np
 
 from slipstream.data.tokenizers import load_tokenizer, stop_ids
 from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.server import Server
-from slipstream.environments.gateway.sessions import Bounds, Session
+from slipstream.environments.gateway.sessions import Session
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt, header_of, one_turn
 
@@ -104,9 +105,9 @@ async def measure(clients: int, turns: int, seconds: float) -> None:
     server = Server("student")
     await server.started()
     prompt = Prompt(id="p", number=0, tokens=renderer.open(ASKED, TOOLS))
-    bounds = Bounds(turns=turns, turn_tokens=None, vocabulary=len(tokenizer))
+    limits = Limits(turns=turns, calls=turns, turn_tokens=None, seconds=seconds, step_seconds=seconds)
     names = [
-        server.open(Session(policy, renderer, prompt, Sampling(max_tokens=1 << 20), 0, bounds))
+        server.open(Session(policy, renderer, prompt, Sampling(max_tokens=1 << 20), 0, limits, len(tokenizer)))
         for _ in range(int(4000 * seconds / turns))
     ]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]

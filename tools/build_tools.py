@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import build_arithmetic as build
 from build_arithmetic import GROUP, IGNORE, Example, Recipe
-from slipstream.data.tool_tasks import TASKS, numbered
+from slipstream.data.builtin import TOOL_TASKS, tool_problem
 from slipstream.models.resolve import model_path
 from tool_episodes import act, episode, opened
 
@@ -108,7 +108,7 @@ def example(task: str, index: int, recipe: ToolRecipe, tokenizer: PreTrainedToke
     rng = random.Random(f"{recipe.seed}/{task}/{index}")
     habits = (recipe.slips, recipe.hurry) if index >= recipe.careful else (0.0, 0.0)
     tokens, labels = [], []
-    for role, text, learned in episode(task, numbered(task, "train", index), rng, *habits, heeds=recipe.heeds):
+    for role, text, learned in episode(task, tool_problem(task, "train", index), rng, *habits, heeds=recipe.heeds):
         (opening,), said = tokenizer([f"<|{role}|>", f"{text}{END}"])["input_ids"]
         tokens += [opening, *said]
         labels += [IGNORE, *(said if learned else [IGNORE] * len(said))]
@@ -117,7 +117,7 @@ def example(task: str, index: int, recipe: ToolRecipe, tokenizer: PreTrainedToke
 
 def batches(recipe: ToolRecipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, torch.Tensor]]:
     """Training batches of similar lengths, half of them of either task."""
-    examples = (example(task, index, recipe, tokenizer) for index in count() for task in TASKS)
+    examples = (example(task, index, recipe, tokenizer) for index in count() for task in TOOL_TASKS)
     short = (each for each in examples if len(each[0]) <= LONGEST)
     while group := sorted(islice(short, GROUP), key=lambda each: len(each[0])):
         yield from build.packed(group, tokenizer.pad_token_id)
@@ -129,7 +129,7 @@ def plays(
 ) -> dict[str, float]:
     """Shares of held-out episodes with the right answer and with at least one call that was none."""
     model.eval()
-    problems = [numbered(task, "eval", index) for index in range(number)]
+    problems = [tool_problem(task, "eval", index) for index in range(number)]
     environments = [opened(task, table) for _, _, table in problems]
     texts = [f"<|user|>{question}{END}<|assistant|>" for question, _, _ in problems]
     live, right, invalid = set(range(number)), set(), set()
@@ -178,7 +178,7 @@ def main() -> None:
         model.to(recipe.dtype)
         build.save(model, tokenizer, args.out / name)
         model.to(torch.float32)
-        for task in TASKS:
+        for task in TOOL_TASKS:
             for sampled in (False, True):
                 shares = plays(model, tokenizer, task, sampled=sampled)
                 said = ", ".join(f"{what} {share:.1%}" for what, share in shares.items())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import cache
 from typing import Any
 
-from slipstream.data.tool_tasks import Problem
+from slipstream.data.builtin import Problem
 from slipstream.environments import Reply, Start
 from slipstream.environments.chat.tool_calls import HERMES
 from slipstream.environments.forms import Acting, Kind, kind_of

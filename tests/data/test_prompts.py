@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.config.schema import DataConfig
 from slipstream.data import arithmetic
 from slipstream.data.prompts import Prompts, Row, load_rows
+from slipstream.data.teacher_context import check_function
 from slipstream.data.tokenizers import (
     check_fits,
     check_ids,
@@ -755,6 +756,16 @@ def test_grading_processes_that_cannot_start_end_the_run(tmp_path: Path) -> None
         EngineError, match=r"no grading process can start \(exit status 3\), importing .*own\.py:killer"
     ):
         grade_all(grader, group_of(["1"], 1))
+
+
+@pytest.mark.parametrize("setting", ["task.reward", "teachers.main.context"])
+def test_imports_that_take_too_long_name_their_setting(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "STARTED", 2.0)
+    spec = own(tmp_path, "slow", "import time\ntime.sleep(600)\ndef slow(prompt): return prompt")
+    with pytest.raises(ConfigError, match=f"^{setting} = '.*own.py:slow': its imports take more than 2 s$"):
+        check_function("main", spec, graded=True) if "context" in setting else needs((spec,))
 
 
 def test_a_cancelled_call_leaves_the_pool_whole() -> None:

@@ -18,7 +18,18 @@ from rich.console import Console
 from slipstream.cli import main
 from slipstream.config.file import load
 from slipstream.config.schema import DataConfig
-from slipstream.data.layouts import DEEPMATH, GSM8K, OPENAI, PLAIN, PROBLEM, TRL, VERL, as_told, layout_of, reach
+from slipstream.data.layouts import (
+    DEEPMATH,
+    GSM8K,
+    OPENAI,
+    PLAIN,
+    PROBLEM,
+    TRL,
+    VERL,
+    layout_of,
+    reach,
+    with_configured_paths,
+)
 from slipstream.data.prompts import Row, load_rows
 from slipstream.data.tokenizers import encode_rows
 from slipstream.errors import ConfigError, DataError
@@ -219,9 +230,9 @@ def test_a_layout_is_known_by_the_columns_of_the_first_rows(rows: list[Any], lay
 
 
 def test_a_config_wins_over_what_rows_look_like() -> None:
-    assert as_told(GSM8K, DataConfig()) == GSM8K
-    assert as_told(GSM8K, DataConfig(prompt="q")).answer == ("answer",)
-    told = as_told(GSM8K, DataConfig(prompt="q", answer="a"))
+    assert with_configured_paths(GSM8K, DataConfig()) == GSM8K
+    assert with_configured_paths(GSM8K, DataConfig(prompt="q")).answer == ("answer",)
+    told = with_configured_paths(GSM8K, DataConfig(prompt="q", answer="a"))
     assert (told.name, told.prompt, told.answer, told.take) == ("", ("q",), ("a",), "all")
 
 

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from build_tools import PIECES, POSITIONS, RECIPES, ROLES, build_tokenizer, example, plays
+from slipstream.data.builtin import TOOL_TASKS, tool_problem
 from slipstream.data.prompts import Row, load_rows
 from slipstream.data.tokenizers import check_same_vocabulary, load_tokenizer
-from slipstream.data.tool_tasks import TASKS, numbered
 from slipstream.environments import Call
 from slipstream.environments.builtin import Lookup, Table
 from slipstream.environments.chat.renderer import Renderer
@@ -40,7 +40,7 @@ def rows(task: str, split: str = "train", limit: int = 300) -> Sequence[Row]:
 # --- rows --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TOOL_TASKS)
 def test_a_row_is_a_question_with_its_answer_and_the_table_that_it_is_about(task: str) -> None:
     for row in rows(task):
         (message,) = row.prompt
@@ -60,13 +60,13 @@ def test_a_row_is_a_question_with_its_answer_and_the_table_that_it_is_about(task
         assert row.ground_truth == str(value)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TOOL_TASKS)
 def test_rows_are_a_pure_function_of_their_number_and_splits_share_none(task: str) -> None:
     train, held_out = rows(task, "train", 2000), rows(task, "eval", 2000)
     kept = [{f"{row.prompt} {row.meta}" for row in split} for split in (train, held_out)]
     assert not kept[0] & kept[1] and len(kept[0]) == len(kept[1]) == 2000
     assert rows(task, "eval", 5)[3] == held_out[3] == pickle.loads(pickle.dumps(held_out))[3]
-    assert train[7].prompt[0]["content"] == numbered(task, "train", 7)[0]  # type: ignore[index]
+    assert train[7].prompt[0]["content"] == tool_problem(task, "train", 7)[0]  # type: ignore[index]
 
 
 def test_an_unknown_split_or_task_is_named_with_those_that_are() -> None:
@@ -75,7 +75,7 @@ def test_an_unknown_split_or_task_is_named_with_those_that_are() -> None:
     with pytest.raises(DataError, match="no built-in task 'tabel'; did you mean 'table'"):
         load_rows("builtin:tabel")
     with pytest.raises(ValueError, match="split must be one of"):
-        numbered("table", "test", 0)
+        tool_problem("table", "test", 0)
 
 
 # --- environments ------------------------------------------------------------------------------------------
@@ -106,10 +106,10 @@ def test_two_episodes_of_one_row_do_not_touch_each_other() -> None:
 # --- scripts -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TOOL_TASKS)
 def test_who_knows_how_ends_every_episode_with_the_answer(task: str) -> None:
     for index in range(100):
-        problem = numbered(task, "train", index)
+        problem = tool_problem(task, "train", index)
         said = list(episode(task, problem, Random(index), slips=0.0, heeds=True))
         assert said[-1] == ("assistant", problem[1], True)
         assert [role for role, _, _ in said] == ["user", *["assistant", "tool"] * (len(said) // 2 - 1), "assistant"]
@@ -118,11 +118,11 @@ def test_who_knows_how_ends_every_episode_with_the_answer(task: str) -> None:
         assert [text for role, text, learned in mended if learned] == [text for role, text, learned in said if learned]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TOOL_TASKS)
 def test_who_is_careless_learns_that_and_often_fails(task: str) -> None:
     right = 0
     for index in range(300):
-        problem = numbered(task, "train", index)
+        problem = tool_problem(task, "train", index)
         said = list(episode(task, problem, Random(index), slips=0.4, heeds=False))
         assert all(learned == (role == "assistant") for role, _, learned in said)
         right += said[-1][1] == problem[1]
@@ -199,7 +199,7 @@ def test_what_is_said_of_a_wrong_call_has_few_tokens() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_example_learns_what_the_assistant_says_and_nothing_else(name: str) -> None:
     tokenizer = build_tokenizer()
-    for task in TASKS:
+    for task in TOOL_TASKS:
         tokens, labels = example(task, 30_000, RECIPES[name], tokenizer)
         assert all(label in (-100, token) for token, label in zip(tokens, labels, strict=True))
         learned = tokenizer.decode([label for label in labels if label != -100])
@@ -208,7 +208,7 @@ def test_an_example_learns_what_the_assistant_says_and_nothing_else(name: str) -
 
 def test_an_episode_of_three_calls_has_sixty_tokens() -> None:
     tokenizer = build_tokenizer()
-    two = next(index for index in range(99) if len(numbered("table", "train", index)[0]) == len("What is a+b?"))
+    two = next(index for index in range(99) if len(tool_problem("table", "train", index)[0]) == len("What is a+b?"))
     careful = RECIPES["tool_student"]
     assert len(example("table", two, careful, tokenizer)[0]) <= 60
 
@@ -226,7 +226,7 @@ def test_the_models_share_the_tokenizer_that_the_script_builds() -> None:
 
 def test_the_teacher_plays_what_the_student_does_not() -> None:
     torch.manual_seed(0)
-    for task in TASKS:
+    for task in TOOL_TASKS:
         shares = {}
         for name in MODELS:
             model = AutoModelForCausalLM.from_pretrained(model_path(name), dtype=torch.float32)

@@ -30,7 +30,6 @@ from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agent_processes import Agent, Programs, filled
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.server import Server
-from slipstream.environments.gateway.sessions import Bounds
 from slipstream.errors import ConfigError
 from slipstream.plan.engines import EnvironmentPlan, GatewayPlan
 from slipstream.plan.environment import check_agent
@@ -118,7 +117,7 @@ match how:
         talk(1)
         os.symlink("/dev/zero", "reward.json")
 """
-BOUNDS = Bounds(turns=5, turn_tokens=None, vocabulary=VOCABULARY)
+LIMITS = Limits(turns=5, calls=1000, turn_tokens=None, seconds=60.0, step_seconds=10.0)
 RENDERER = renderer("qwen")
 SAMPLING = Sampling(max_tokens=4000, group=2)
 
@@ -130,7 +129,9 @@ def asked(how: str = "well", number: int = 0, **meta: Any) -> Prompt:
 
 
 @contextmanager
-def agents(path: Path, policy: Any = None, *, verify: str = "", walled: bool = False, **given: Any) -> Iterator[Agents]:
+def agents(
+    path: Path, policy: Any = None, *, verify: str = "", walled: bool = False, at_once: int = 4, **limits: Any
+) -> Iterator[Agents]:
     workspace = path / "given"
     workspace.mkdir()
     (workspace / "bug.py").write_text("bug")
@@ -147,8 +148,9 @@ def agents(path: Path, policy: Any = None, *, verify: str = "", walled: bool = F
         RENDERER,
         Programs(agent, socket=server.walled_at),
         server,
-        given.pop("bounds", BOUNDS),
-        **{"seconds": 60.0, "step_seconds": 10.0, "at_once": 4} | given,
+        replace(LIMITS, **limits),
+        vocabulary=VOCABULARY,
+        at_once=at_once,
     )
     try:
         yield made

@@ -23,11 +23,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.environments import Message, Reply
+from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway import server, web
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.gateway.server import Server
-from slipstream.environments.gateway.sessions import Bounds, Session
+from slipstream.environments.gateway.sessions import Session
 from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt, Rollout, derive_seed, unfinished
 from slipstream.simulation import toy
@@ -36,17 +37,18 @@ from support.toy_episodes import WIDE, Numbers, World
 
 TOKEN = {"authorization": "Bearer the token"}
 ASKED = {"messages": [{"role": "user", "content": "And?"}]}
-BOUNDS = Bounds(turns=1000, turn_tokens=None, vocabulary=VOCABULARY)
+LIMITS = Limits(turns=1000, calls=1000, turn_tokens=None, seconds=60.0, step_seconds=10.0)
+FEW = replace(LIMITS, turns=9, turn_tokens=4)
 RENDERER = renderer("qwen")
 PROMPT = Prompt(id="p", number=5, tokens=RENDERER.open(ASKED["messages"]), seed=3)
 
 
 @asynccontextmanager
-async def serving(policy: Any = None, *, bounds: Bounds = BOUNDS) -> AsyncIterator[tuple[Server, Session, str]]:
+async def serving(policy: Any = None, *, limits: Limits = LIMITS) -> AsyncIterator[tuple[Server, Session, str]]:
     said: list[str] = []
     made = Server("student", say=said.append)
     await made.started()
-    session = Session(policy or Babble(), RENDERER, PROMPT, Sampling(max_tokens=4000), 0, bounds)
+    session = Session(policy or Babble(), RENDERER, PROMPT, Sampling(max_tokens=4000), 0, limits, VOCABULARY)
     try:
         yield made, session, made.base_url(made.open(session)).removesuffix("/v1")
     finally:
@@ -316,8 +318,8 @@ def test_a_message_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch
 
     async def main() -> None:
         async with serving() as (_, session, url):
-            most = session.room * RENDERER.longest
-            assert RENDERER.longest < 50 and session.holds == most
+            most = session.max_tokens * RENDERER.longest
+            assert RENDERER.longest < 50 and session.max_bytes == most
             call = {"function": {"name": "f", "arguments": json.dumps({"a": "x" * most})}}
             for n, body in enumerate(
                 (
@@ -389,7 +391,7 @@ def test_while_a_large_request_is_tokenised_everybody_else_is_answered(monkeypat
 
 def test_limits_are_bad_requests_also_where_a_stream_was_asked_for() -> None:
     async def main() -> None:
-        async with serving(bounds=replace(BOUNDS, turns=1)) as (_, session, url):
+        async with serving(limits=replace(LIMITS, turns=1)) as (_, session, url):
             assert (await sent(chat(url), ASKED))[0] == 200
             for more in ({}, {"stream": True}):
                 status, said = await sent(chat(url), ASKED | more | {"max_tokens": 7})
@@ -445,7 +447,7 @@ FIELDS = [
 )
 def test_no_request_is_answered_by_a_defect(given: Any, messages: Any, path: str) -> None:
     async def main() -> None:
-        session = Session(Babble(), RENDERER, PROMPT, Sampling(max_tokens=400), 0, BOUNDS)
+        session = Session(Babble(), RENDERER, PROMPT, Sampling(max_tokens=400), 0, LIMITS, VOCABULARY)
         made = Server("student", say=lambda line: None)
         app: Any = httpx2.ASGITransport(web.guarded(made.app()))
         try:
@@ -641,11 +643,10 @@ def by_tokens(base_url: str, turns: int) -> None:
         ids = [*ids, *more, *([] if more[-1] == toy.EOS else [toy.EOS]), *map(int, seen.split())]
 
 
-def guests(policy: Any, bounds: Bounds, **given: Any) -> Agents:
+def guests(policy: Any, limits: Limits = FEW) -> Agents:
     players = ExternalAgents("the token")
     served = Server("toy", guests=players, say=lambda line: None)
-    times = {"seconds": 60.0, "step_seconds": 10.0, "at_once": 100} | given
-    return Agents(policy, Spoken(), players, served, bounds, **times)
+    return Agents(policy, Spoken(), players, served, limits, vocabulary=7, at_once=100)
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -653,9 +654,8 @@ def test_a_guest_whose_time_is_over_may_still_close_with_its_rewards(closes: boo
     """It is trained either way: what it said is there."""
     policy: Any = toy.ToySampler(TABLE)
     policy.close = lambda: None
-    agents = guests(policy, Bounds(turns=9, turn_tokens=4, vocabulary=7), seconds=1.0)
+    agents = guests(policy, replace(FEW, seconds=1.0, step_seconds=60.0))
     agents.players.grace = 30.0 if closes else 0.2  # type: ignore[attr-defined]
-    agents.step_seconds = 60.0
 
     def attend() -> None:
         _, offer = post(f"{agents.server.url}/sessions", b"", headers=TOKEN)
@@ -686,7 +686,7 @@ def test_a_guest_whose_time_is_over_may_still_close_with_its_rewards(closes: boo
 def through(plays: Callable[[str, int], None], sampling: Sampling, turns: int, most: int) -> list[Rollout]:
     policy: Any = toy.ToySampler(TABLE)
     policy.version, policy.close = 3, lambda: None
-    agents = guests(policy, Bounds(turns=most, turn_tokens=4, vocabulary=7))
+    agents = guests(policy, replace(FEW, turns=most))
 
     def attend() -> None:
         for _ in range(sampling.group):
@@ -744,7 +744,7 @@ def test_who_is_handed_over_goes_on_here_and_begins_again_elsewhere(
 ) -> None:
     """Cut at any token: the records are those of an episode that was never interrupted."""
     monkeypatch.setattr("slipstream.environments.gateway.external_agents.POLL", 0.1)
-    sampling, bounds = Sampling(max_tokens=40, group=3, draws=4), Bounds(turns=9, turn_tokens=4, vocabulary=7)
+    sampling = Sampling(max_tokens=40, group=3, draws=4)
     expected = through(by_chat, sampling, 3, 9)
     policies = list[Any]()
     urls, taken, over = list[str](), list[str](), threading.Event()
@@ -766,7 +766,7 @@ def test_who_is_handed_over_goes_on_here_and_begins_again_elsewhere(
     def opened() -> Agents:
         policy: Any = toy.ToySampler(TABLE, seconds=0.04)
         policy.version, policy.close = 3, lambda: None
-        policies.append(guests(policy, bounds))
+        policies.append(guests(policy))
         urls.append(policies[-1].server.url)
         return policies[-1]
 
@@ -819,7 +819,7 @@ def test_only_who_has_the_token_takes_episodes_and_grades_them() -> None:
     """The name of a session, which its agent knows, is not enough."""
     policy: Any = toy.ToySampler(TABLE)
     policy.close = lambda: None
-    agents = guests(policy, Bounds(turns=9, turn_tokens=4, vocabulary=7))
+    agents = guests(policy)
     truth = replace(TOY, ground_truth="forty two")
 
     def attend() -> None:
@@ -857,7 +857,7 @@ def test_guests_that_never_close_never_call_or_share_a_session() -> None:
     """The first ends at its time, the second is left out, the third is one episode."""
     policy: Any = toy.ToySampler(TABLE)
     policy.close = lambda: None
-    agents = guests(policy, Bounds(turns=9, turn_tokens=4, vocabulary=7), seconds=2.0)
+    agents = guests(policy, replace(FEW, seconds=2.0))
 
     def attend() -> None:
         offers = [post(f"{agents.server.url}/sessions", b"", headers=TOKEN)[1] for _ in range(3)]

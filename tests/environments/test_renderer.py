@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.environments import Call, Message
 from slipstream.environments.chat.quoting import Part, Quoting
 from slipstream.environments.chat.renderer import Renderer
-from slipstream.environments.chat.tool_formats import said_calls
+from slipstream.environments.chat.tool_formats import call_message
 from slipstream.errors import ConfigError, DataError, ModelError
 from support.model_directories import build_tokenizer
 from support.templates import ADDED, CHATML, DEEP, GEMMA, MISTRAL, QWEN, SPECIAL, TEMPLATES, backend, tokenizer_with
@@ -197,13 +197,13 @@ def test_a_conversation_of_calls_is_the_one_that_the_template_writes(name: str) 
     for count, cut in ((1, False), (1 if name == "llama" else 2, False), (1, True)):
         calls = [Call("look", {"what": f"there {n}"}) for n in range(count)]
         before = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        said = tokenizer.apply_chat_template([*messages, said_calls(calls)], tokenize=False).removeprefix(before)
+        said = tokenizer.apply_chat_template([*messages, call_message(calls)], tokenize=False).removeprefix(before)
         ids = [*ids_of(said.rstrip("\n"))]
         ids = ids[:-1] if cut and ids[-1] == STOP else ids
         assert ours.parse(np.array(ids), cut=cut).calls == tuple(calls)
         seen = [tool(f"  seen <|im_end|> {n}\n", tool_call_id=f"{n:09d}") for n in range(count)]
         row += text_of(ids) + text_of(ours.extend(np.array(ids), seen))
-        messages += [said_calls(calls), *seen]
+        messages += [call_message(calls), *seen]
         assert row == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -16,14 +17,15 @@ from hypothesis import strategies as st
 
 from slipstream.environments import Message
 from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.chat_json import chat_of, completion, dumped
-from slipstream.environments.gateway.sessions import Answer, Bounds, Failed, Refused, Session
+from slipstream.environments.gateway.sessions import Answer, Failed, Refused, Session
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
 from support.gateways import LOOK, STOPS, VOCABULARY, Babble, renderer
 
 T = TypeVar("T")
-WIDE = Bounds(turns=1000, turn_tokens=None, vocabulary=VOCABULARY)
+WIDE = Limits(turns=1000, calls=1000, turn_tokens=None, seconds=60.0, step_seconds=10.0)
 MUCH = Sampling(max_tokens=4000, group=4)
 
 
@@ -40,8 +42,8 @@ def prompt_of(messages: Sequence[Message] = (user("And?"),), seed: int = 3) -> P
     return Prompt(id="p", number=5, tokens=qwen().open(messages), seed=seed)
 
 
-def session_of(policy: Any, *, bounds: Bounds = WIDE, sampling: Sampling = MUCH, seed: int = 3) -> Session:
-    return Session(policy, qwen(), prompt_of(seed=seed), sampling, 1, bounds)
+def session_of(policy: Any, *, limits: Limits = WIDE, sampling: Sampling = MUCH, seed: int = 3) -> Session:
+    return Session(policy, qwen(), prompt_of(seed=seed), sampling, 1, limits, VOCABULARY)
 
 
 async def asked(
@@ -263,11 +265,11 @@ def test_equal_requests_are_branches_with_draws_of_their_own() -> None:
 
 def test_a_request_that_failed_is_tried_anew_when_it_comes_again() -> None:
     async def main() -> None:
-        session = session_of(Babble(), bounds=Bounds(turns=0, turn_tokens=None, vocabulary=VOCABULARY))
+        session = session_of(Babble(), limits=replace(WIDE, turns=0))
         for _ in range(2):
             with pytest.raises(Refused, match="all of its 0 calls"):
                 await asked(session, [user("And?")], again=True)
-        session.bounds = WIDE
+        session.limits = WIDE
         assert (await asked(session, [user("And?")], again=True)).number == 0
 
     ran(main())
@@ -306,7 +308,7 @@ def test_a_session_that_ends_cancels_what_runs_and_answers_no_more() -> None:
 
 def test_limits_are_told_in_the_word_at_which_agents_stop() -> None:
     async def main() -> None:
-        session = session_of(Babble(), bounds=Bounds(turns=2, turn_tokens=3, vocabulary=VOCABULARY))
+        session = session_of(Babble(), limits=replace(WIDE, turns=2, turn_tokens=3))
         messages = await conversed(session, 2)
         assert session.stopped is None
         with pytest.raises(Refused, match=r"all of its 2 calls \(environment.turns\)") as refused:
@@ -322,7 +324,8 @@ def test_limits_are_told_in_the_word_at_which_agents_stop() -> None:
         ):
             await conversed(session, 30)
         assert session.stopped == "length"
-        assert all(len(row.prompt.tokens) + len(row.tokens) <= session.room for row in session.rollouts("eos", 4, {}))
+        rows = session.rollouts("eos", 4, {})
+        assert all(len(row.prompt.tokens) + len(row.tokens) <= session.max_tokens for row in rows)
 
     ran(main())
 

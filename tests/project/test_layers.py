@@ -88,7 +88,7 @@ LOADS_LATER = {
     "agents": "minisweagent",
     "config.file": "tomli_w",
     "run_dir": "torch wandb mlflow trackio",
-    "models": "huggingface_hub",
+    "models": "huggingface_hub safetensors",
     "rewards": "math_verify",
     "data": "transformers jinja2 pyarrow datasets",
     "environments": "transformers jinja2",

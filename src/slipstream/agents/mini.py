@@ -78,19 +78,17 @@ class Sandboxed:
         """Run one command, and return its output and errors as one text; raise Submitted if the agent submits."""
         assert self.session is not None
         variables = [f"{name}={value}" for name, value in self.config.env.items()]
-        there = ["env", "-C", cwd or self.config.cwd or ".", *variables, "bash", "-c", action.get("command", "")]
-        argv = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *there]
+        command = ["env", "-C", cwd or self.config.cwd or ".", *variables, "bash", "-c", action.get("command", "")]
+        argv = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command]
         ran = self.loop.run(self.session.run(argv, limits=self.config.limits))
-        if ran.code == 0 and ran.out.lstrip().partition("\n")[0].strip() == DONE:
-            self._submitted(ran.out.lstrip().partition("\n")[2])
+        first_line, _, submission = ran.out.lstrip().partition("\n")
+        if ran.code == 0 and first_line.strip() == DONE:
+            from minisweagent.exceptions import Submitted
+
+            self.close()
+            extra = {"exit_status": "Submitted", "submission": submission}
+            raise Submitted({"role": "exit", "content": submission, "extra": extra})
         return observed(ran, self.config.limits)
-
-    def _submitted(self, submission: str) -> None:
-        from minisweagent.exceptions import Submitted
-
-        self.close()
-        extra = {"exit_status": "Submitted", "submission": submission}
-        raise Submitted({"role": "exit", "content": submission, "extra": extra})
 
     def close(self) -> None:
         """Copy the workspace back from the sandbox, and close the sandbox."""

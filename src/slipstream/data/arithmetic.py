@@ -50,7 +50,7 @@ def numbered(split: str, index: int) -> tuple[str, str]:
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     rng = random.Random(f"{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs
-    prompt, answer = problem(rng)
-    while split_of(prompt) != split:
+    while True:
         prompt, answer = problem(rng)
-    return prompt, answer
+        if split_of(prompt) == split:
+            return prompt, answer

@@ -1,44 +1,63 @@
-"""Built-in tasks: data sets that `[data]` names as `builtin:NAME`; each generates numbered problems."""
+"""Built-in tasks: data sets that `[data]` names as `builtin:NAME`.
+
+`arithmetic` has its own file. In the other tasks the answer depends on a table that only tools can read
+(`slipstream.environments.builtin`), so that a student without tools can only guess. `table`: the table maps keys to
+numbers; the question is a sum or difference of two or three of these. `lookup`: the table maps each key to a next key;
+the question is which key follows a start key after some hops.
+"""
 
 from __future__ import annotations
 
+import random
+import string
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-from slipstream.data import arithmetic
-from slipstream.data import tool_tasks as hidden
+from slipstream.data.arithmetic import SPLITS, split_of
 from slipstream.errors import DataError, did_you_mean
 
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Problem of a built-in task: the content of a data row."""
-
-    prompt: str | list[dict[str, Any]]
-    answer: str
-    meta: dict[str, Any] = field(default_factory=dict)
+KEYS = 10
+"""Number of letters that are keys of a table."""
+Problem = tuple[str, str, dict[str, Any]]
+"""Question, answer, and the table that only tools can read."""
 
 
-def _arithmetic(split: str, index: int) -> Problem:
-    return Problem(*arithmetic.numbered(split, index))
+def table(rng: random.Random) -> Problem:
+    numbers = {key: rng.randrange(10, 100) for key in rng.sample(string.ascii_lowercase, KEYS)}
+    first, *others = rng.sample(list(numbers), rng.choice((2, 2, 3)))
+    question, total = first, numbers[first]
+    for key in others:
+        sign = rng.choice("+-")
+        question += sign + key
+        total += numbers[key] if sign == "+" else -numbers[key]
+    return f"What is {question}?", str(total), numbers
 
 
-def _hidden(task: str, split: str, index: int) -> Problem:
-    question, answer, table = hidden.numbered(task, split, index)
-    return Problem([{"role": "user", "content": question}], answer, {"table": table})
+def lookup(rng: random.Random) -> Problem:
+    """Draw a problem in which following keys leads through all keys in a cycle. Paths are shorter than the cycle."""
+    circle = rng.sample(string.ascii_lowercase, KEYS)
+    hops = rng.randrange(2, 6)
+    after = dict(zip(circle, circle[1:] + circle[:1], strict=True))
+    return f"Start at {circle[0]} and follow {hops} hops.", circle[hops], dict(sorted(after.items()))
 
 
-TASKS: dict[str, Callable[[str, int], Problem]] = {
-    "arithmetic": _arithmetic,
-    **{task: partial(_hidden, task) for task in hidden.TASKS},
-}
-"""Tasks by name: functions from a split and a number i ≥ 0 to problem number i."""
+TOOL_TASKS: dict[str, Callable[[random.Random], Problem]] = {"table": table, "lookup": lookup}
 
 
-def check(name: str, split: str) -> None:
-    if name not in TASKS:
-        raise DataError(f"no built-in task {name!r}; {did_you_mean(name, list(TASKS))}")
-    if split not in arithmetic.SPLITS:
-        raise DataError(f"builtin:{name} has no split {split!r}; {did_you_mean(split, arithmetic.SPLITS)}")
+def tool_problem(task: str, split: str, index: int) -> Problem:
+    """Return problem number `index` of a split. The splits have no problem (question and table) in common."""
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
+    rng = random.Random(f"{task}/{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs
+    while True:
+        question, answer, hidden = TOOL_TASKS[task](rng)
+        if split_of(f"{question} {hidden}") == split:
+            return question, answer, hidden
+
+
+def check(task: str, split: str) -> None:
+    names = ["arithmetic", *TOOL_TASKS]
+    if task not in names:
+        raise DataError(f"no built-in task {task!r}; {did_you_mean(task, names)}")
+    if split not in SPLITS:
+        raise DataError(f"builtin:{task} has no split {split!r}; {did_you_mean(split, SPLITS)}")

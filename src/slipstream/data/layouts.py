@@ -44,40 +44,38 @@ GSM8K = Layout("GSM8K", ("question",), ("answer",), take="after mark")
 
 def layout_of(rows: Sequence[Any]) -> Layout:
     """Return the layout that fits the first row's columns and the answers of all `rows`; `PLAIN` if no other fits."""
-    found = next((row for row in rows if isinstance(row, dict)), {})
-    asked, graded = found.keys() & {"prompt", "messages"}, found.keys() & {"ground_truth", "answer"}
-    if asked and graded:
+    first = next((row for row in rows if isinstance(row, dict)), {})
+    columns = first.keys()
+    prompts = columns & {"prompt", "messages"}
+    if prompts and columns & {"ground_truth", "answer"}:
         return PLAIN
-    if "prompt" in found and isinstance(found.get("reward_model"), dict):
+    if "prompt" in columns and isinstance(first.get("reward_model"), dict):
         return VERL
-    if {"prompt", "completion"} <= found.keys():
+    if {"prompt", "completion"} <= columns:
         return TRL
-    if asked == {"messages"}:
-        return OPENAI
-    if not asked and {"question", "final_answer"} <= found.keys():
+    if prompts:
+        return OPENAI if prompts == {"messages"} else PLAIN
+    if {"question", "final_answer"} <= columns:
         return DEEPMATH
-    if not asked and {"question", "answer"} <= found.keys() and any(MARK in str(each) for each in _column(rows)):
+    marked = any(MARK in str(row.get("answer")) for row in rows if isinstance(row, dict))
+    if {"question", "answer"} <= columns and marked:
         return GSM8K
-    if not asked and {"problem", "answer"} <= found.keys() and "question" not in found:
+    if {"problem", "answer"} <= columns and "question" not in columns:
         return PROBLEM
     return PLAIN
 
 
-def _column(rows: Iterable[Any]) -> Iterable[Any]:
-    return (row.get("answer") for row in rows if isinstance(row, dict))
-
-
-def as_told(layout: Layout, data: DataConfig) -> Layout:
+def with_configured_paths(layout: Layout, data: DataConfig) -> Layout:
     """Return the layout with the paths that the config sets in place of its own."""
-    if data.template is not None:
-        layout = replace(layout, prompt=(f"data.template = {data.template!r}",))
-    if data.prompt is not None:
-        layout = replace(layout, prompt=(data.prompt,))
+    prompt = data.prompt or (data.template and f"data.template = {data.template!r}")
+    if prompt is not None:
+        layout = replace(layout, prompt=(prompt,))
     if data.answer is not None:
         layout = replace(layout, answer=(data.answer,), take="all")
-    asked, graded = (data.prompt or data.template) is not None, data.answer is not None
-    recognised = layout.name != PLAIN.name and not (asked and graded)
-    return layout if recognised or not (asked or graded) else replace(layout, name="")
+    if prompt is None and data.answer is None:
+        return layout
+    recognised = layout.name != PLAIN.name and (prompt is None or data.answer is None)
+    return layout if recognised else replace(layout, name="")
 
 
 def reach(fields: Any, path: str) -> Any:

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.schema import DataConfig
-from slipstream.data import builtin, sources
-from slipstream.data.layouts import MARK, PLAIN, Layout, as_told, filled, first_of, layout_of, told
+from slipstream.data import arithmetic, builtin, sources
+from slipstream.data.layouts import MARK, PLAIN, Layout, filled, first_of, layout_of, told, with_configured_paths
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Ints, Prompt, derive_seed, is_json
 
 Messages = list[dict[str, Any]]
 EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
-NO_MESSAGE = "a message must have 'role' and 'content', both text"
 LIKELY = ("question", "problem", "instruction", "query", "input", "text")
 """Usual names of prompt columns, which the error message for a missing prompt suggests."""
 LOOKED_AT = 8
@@ -76,16 +75,16 @@ def load_rows(
     split: str = "train",
     limit: int | None = None,
     say: Callable[[str], object] = str,
-) -> Sequence[Row]:
+) -> list[Row]:
     """Load and check all rows of a source; raise DataError for the first bad row. `say` prints the layout."""
     data = data or DataConfig()
     if source.startswith("builtin:"):
         name = source.removeprefix("builtin:")
         builtin.check(name, split)
-        return Problems(name, split, limit or BUILT_IN_ROWS)
+        return [built_in_row(name, split, index) for index in range(limit or BUILT_IN_ROWS)]
     found = islice(sources.rows_of(source, split), limit)
     first = list(islice(found, LOOKED_AT))
-    layout = as_told(layout_of([fields for _, fields in first]), data)
+    layout = with_configured_paths(layout_of([fields for _, fields in first]), data)
     rows = [_row(where, fields, layout, data) for where, fields in chain(first, found)]
     if not rows:
         raise DataError(f"{source}: no rows")
@@ -93,28 +92,12 @@ def load_rows(
     return rows
 
 
-class Problems(Sequence[Row]):
-    """Rows of a built-in task; each row is generated when it is first read."""
-
-    def __init__(self, name: str, split: str, size: int) -> None:
-        self.name, self.split, self.size = name, split, size
-        self.made: dict[int, Row] = {}
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(self.size)[index]]
-        index = range(self.size)[index]
-        if index not in self.made:
-            problem = builtin.TASKS[self.name](self.split, index)
-            where = f"{self.split}:{index}"
-            self.made[index] = Row(where, problem.prompt, self.name, problem.answer, meta=problem.meta)
-        return self.made[index]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Problems, (self.name, self.split, self.size)
+def built_in_row(task: str, split: str, index: int) -> Row:
+    if task == "arithmetic":
+        question, answer = arithmetic.numbered(split, index)
+        return Row(f"{split}:{index}", question, task, answer)
+    question, answer, table = builtin.tool_problem(task, split, index)
+    return Row(f"{split}:{index}", [{"role": "user", "content": question}], task, answer, {"table": table})
 
 
 def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
@@ -137,10 +120,8 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
         raise DataError(f"{where}: 'tools' are for a chat template: write the prompt as a list of messages")
     truth = _answer(where, fields, layout, data)
     if not is_json(truth):
-        raise DataError(
-            f"{where}: the answer is of type {type(truth).__name__}, which cannot be stored as JSON: write it as text, "
-            "a number, or lists and objects of those"
-        )
+        kind, write = type(truth).__name__, "write it as text, a number, or lists and objects of those"
+        raise DataError(f"{where}: the answer is of type {kind}, which cannot be stored as JSON: {write}")
     known = {"data_source", "id", "tools", *layout.prompt, *layout.answer}
     return Row(
         id=str(fields["id"]) if fields.get("id") is not None else where,
@@ -196,9 +177,8 @@ def _answer(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig
     if layout.take == "after mark" and answer is not None:
         _, mark, answer = str(answer).rpartition(MARK)
         if not mark:
-            raise DataError(
-                f"{where}: no {MARK} before the answer, unlike other rows; set data.answer to another column"
-            )
+            why = "unlike other rows; set data.answer to another column"
+            raise DataError(f"{where}: no {MARK} before the answer, {why}")
         return answer.strip().replace(",", "")
     return answer
 
@@ -208,22 +188,24 @@ def _conversation(where: str, messages: list[Any]) -> tuple[Messages, str | None
 
     A message that calls tools may have no text. Fields that are None are dropped: tables fill missing fields with None.
     """
-    kept: Messages = []
-    for message in messages:
-        if not isinstance(message, dict):
-            raise DataError(f"{where}: {NO_MESSAGE}; {EXPECTED}")
-        kept.append({name: value for name, value in message.items() if value is not None or name == "content"})
+    conversation: Messages = []
+    for given in messages:
+        message = dict(given) if isinstance(given, dict) else {}
+        content = _joined(message.get("content"))
+        without_text = content is None and message.get("tool_calls")
+        if not isinstance(message.get("role"), str) or not (isinstance(content, str) or without_text):
+            raise DataError(f"{where}: a message must have 'role' and 'content', both text; {EXPECTED}")
         if "content" in message:
-            kept[-1]["content"] = _joined(message["content"])
-        if not _is_message(kept[-1]):
-            raise DataError(f"{where}: {NO_MESSAGE}; {EXPECTED}")
+            message["content"] = content
+        conversation.append({name: value for name, value in message.items() if value is not None or name == "content"})
     last_turn = None
-    while kept and kept[-1]["role"] == "assistant":
-        last = kept.pop().get("content")
+    while conversation and conversation[-1]["role"] == "assistant":
+        last = conversation.pop().get("content")
         last_turn = last if last_turn is None else last_turn
-    if not kept or (not (kept[-1].get("content") or "").strip() and not kept[-1].get("tool_calls")):
+    asked = conversation[-1] if conversation else {}
+    if not (asked.get("content") or "").strip() and not asked.get("tool_calls"):
         raise DataError(f"{where}: the prompt is empty; {EXPECTED}")
-    return kept, last_turn
+    return conversation, last_turn
 
 
 def _joined(content: Any) -> Any:
@@ -232,12 +214,6 @@ def _joined(content: Any) -> Any:
         return content
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
     return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else content
-
-
-def _is_message(message: dict[str, Any]) -> bool:
-    content = message.get("content")
-    silent = content is None and bool(message.get("tool_calls"))
-    return isinstance(message.get("role"), str) and (isinstance(content, str) or silent)
 
 
 class Ragged(Sequence[Ints]):
@@ -252,9 +228,7 @@ class Ragged(Sequence[Ints]):
         return len(self.ends) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        index = range(len(self))[index]
+        index = range(len(self))[index]  # refuses an index beyond the end, and makes one from the end positive
         return self.flat[self.ends[index] : self.ends[index + 1]]
 
 

@@ -37,7 +37,7 @@ def context_of(
 
 def check_function(teacher: str, spec: str, *, graded: bool) -> None:
     """Raise ConfigError if a context function cannot be loaded, or requires rewards that the run lacks (`graded`)."""
-    process = GradingProcess([spec], timeout=0.0, makes="context")
+    process = GradingProcess([spec], timeout=0.0, setting="context")
     try:
         process.ready()
     except ConfigError as error:
@@ -94,11 +94,9 @@ class TemplateContext(TextContext):
     def text(self, prompt: Prompt, seen: Seen) -> str:
         truth: Any = seen.ground_truth
         if truth is None and "{ground_truth}" in self.template:
-            raise DataError(
-                f"{prompt.id}: the teacher's context needs {{ground_truth}}, and the row has no answer: "
-                "data.answer names a column"
-            )
-        rewards = {name: getattr(seen, name) for name in ("best_reward", "last_reward")}
+            why = "the teacher's context needs {ground_truth}, and the row has no answer: data.answer names a column"
+            raise DataError(f"{prompt.id}: {why}")
+        rewards = {"best_reward": seen.best_reward, "last_reward": seen.last_reward}
         return self.template.format(
             prompt=seen.prompt,
             response=seen.response,
@@ -116,16 +114,16 @@ class WrittenContext(TextContext):
         self.process = self._process()  # start now, while the model loads
 
     def _process(self) -> GradingProcess:
-        return GradingProcess([self.spec], self.timeout, makes="context")
+        return GradingProcess([self.spec], self.timeout, setting="context")
 
     def text(self, prompt: Prompt, seen: Seen) -> str:
         if self.process.ended:
             self.process.close()
             self.process = self._process()
-        (found,) = self.process.grades([seen])
-        if isinstance(found, Ungraded):
-            raise NoContext(found.said)
-        return str(found["context"])
+        (result,) = self.process.grades([seen])
+        if isinstance(result, Ungraded):
+            raise NoContext(result.said)
+        return str(result["context"])
 
     def close(self) -> None:
         self.process.close()

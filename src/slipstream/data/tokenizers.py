@@ -70,9 +70,8 @@ def encode_rows(
     texts = [str(row.prompt) if plain else _render(row, tokenizer, data, tools) for row in rows]
     for name in data.template_args:
         if plain or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            why = (
-                "prompts are plain text" if plain else f"the chat template of {tokenizer.name_or_path} does not read it"
-            )
+            template = f"the chat template of {tokenizer.name_or_path}"
+            why = "prompts are plain text" if plain else f"{template} does not read it"
             raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
     # the text of a rendered template already includes the special tokens
     encode = partial(tokenizer, add_special_tokens=plain, return_attention_mask=False, verbose=False)
@@ -99,27 +98,21 @@ def _render(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[di
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
-    told = row.tools or list(tools or ())
-    options = data.template_args | ({"tools": told} if told else {})
+    schemas = row.tools or list(tools or ())
+    options = data.template_args | ({"tools": schemas} if schemas else {})
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
     except Exception as error:  # a template is a program, and may raise anything
         raise DataError(f"{row.place}: the chat template refuses these messages: {first_line(error)}") from None
 
 
-def place_of(row: Row | Prompt) -> str:
-    return row.place if isinstance(row, Row) else row.id
-
-
 def check_fits(
     rows: Sequence[Row | Prompt], tokens: Sequence[Ints], *, max_tokens: int, context: int, model: str
 ) -> None:
-    longest = max(range(len(rows)), key=lambda i: len(tokens[i]))
-    where = place_of(rows[longest])
-    need = len(tokens[longest]) + max_tokens
-    if need > context:
+    row, length = max(((row, len(ids)) for row, ids in zip(rows, tokens, strict=True)), key=lambda pair: pair[1])
+    if length + max_tokens > context:
         raise DataError(
-            f"{where}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed "
+            f"{row.place or row.id}: {length} prompt tokens + sampler.max_tokens = {max_tokens} exceed "
             f"the context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
         )
 
@@ -129,8 +122,8 @@ def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, 
     for row, ids in zip(rows, tokens, strict=True):
         if (highest := int(ids.max())) >= vocabulary:
             raise ModelError(
-                f"{place_of(row)}: token {highest} of the prompt is beyond the {vocabulary} embeddings of {model}: the "
-                "tokenizer has more tokens than the model; use the tokenizer that the model was trained with"
+                f"{row.place or row.id}: token {highest} of the prompt is beyond the {vocabulary} embeddings of {model}"
+                ": the tokenizer has more tokens than the model; use the tokenizer that the model was trained with"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def at(table: dict[str, Any], key: str) -> str:
+def value_of(table: dict[str, Any], key: str) -> str:
     return str(table[key]) if key in table else f"no key {key}"
 
 
@@ -17,7 +17,7 @@ class Table:
 
     def get(self, key: str) -> str:
         """The number behind a key."""
-        return at(self._numbers, key)
+        return value_of(self._numbers, key)
 
     def add(self, a: int, b: int) -> str:
         """a + b."""
@@ -36,4 +36,4 @@ class Lookup:
 
     def look(self, key: str) -> str:
         """The key that comes after a key."""
-        return at(self._after, key)
+        return value_of(self._after, key)

@@ -81,7 +81,7 @@ class Environments(Protocol):
     def close(self) -> None: ...
 
 
-class Renders(Protocol):
+class TurnRenderer(Protocol):
     """Converter from sampled tokens to replies, and from messages of an environment to tokens."""
 
     stop_ids: frozenset[int]
@@ -109,8 +109,8 @@ class Limits:
     """Maximum seconds of one call of the environment: start, step or close."""
 
 
-class Left(Exception):
-    """Stop signal: the episode must be released (returned unfinished) in its current state."""
+class Released(Exception):
+    """Stop signal: the episode must be returned unfinished, in its current state."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Call:
 
     prompt: Prompt
     sampling: Sampling
-    leaving: asyncio.Future[None]
+    released: asyncio.Future[None]
     """Future that is done as soon as the group must be released."""
     ended: asyncio.Future[None]
 
@@ -131,7 +131,7 @@ class Calls:
         self.policy = policy
         self.open: list[Call] = []
 
-    async def answered(
+    async def run(
         self, prompt: Prompt, sampling: Sampling, member: Callable[[Call, int], Coroutine[Any, Any, T]]
     ) -> list[T]:
         """Run `member` for each place in a group; return all results. If one member fails, all are cancelled."""
@@ -146,13 +146,13 @@ class Calls:
         finally:
             self.open.remove(call)
             call.ended.set_result(None)
-        return [each.result() for each in members]
+        return [task.result() for task in members]
 
     async def release(self, numbers: Collection[int] = ()) -> None:
         calls = [call for call in self.open if not numbers or call.prompt.number in numbers]
         for call in calls:
-            if not call.leaving.done():
-                call.leaving.set_result(None)
+            if not call.released.done():
+                call.released.set_result(None)
         await self.policy.release(numbers)
         if calls:
             await asyncio.wait([call.ended for call in calls])
@@ -162,8 +162,8 @@ class Calls:
 class Episode:
     call: Call
     index: int
-    until: float
     failures: int
+    deadline: float = 0.0
     parts: list[Rollout | Ints] = field(default_factory=list)
     """Responses of the student's turns, and the observed tokens between turns, in order."""
     tokens: int = 0
@@ -171,7 +171,7 @@ class Episode:
     turns: int = 0
     """Number of complete turns; a released turn is not counted."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    seen: list[Any] = field(default_factory=list)
+    latest: list[Any] = field(default_factory=list)
     """Latest pairs of tool calls and answers, to detect loops; empty after a reply without tool calls."""
     looped: bool = False
     silent: bool = False
@@ -190,24 +190,21 @@ class Episode:
             self.turns += part.finish != "released"
         self.tokens += len(part.tokens) if isinstance(part, Rollout) else len(part)
 
-    def asks(self) -> Prompt:
-        """Return the prompt of the next turn: the episode's prompt and all tokens so far."""
+    def next_prompt(self) -> Prompt:
+        """Return the prompt of the next turn: the episode's prompt and all its later tokens."""
         prompt = self.call.prompt
-        so_far = [part.tokens if isinstance(part, Rollout) else part for part in self.parts]
+        tokens = [part.tokens if isinstance(part, Rollout) else part for part in self.parts]
         return replace(
             prompt,
-            tokens=np.concatenate([prompt.tokens, *so_far]).astype(prompt.tokens.dtype),
+            tokens=np.concatenate([prompt.tokens, *tokens]).astype(prompt.tokens.dtype),
             offset=prompt.offset + self.sampled,
             first=self.index,
         )
 
-    def notice(self, reply: Reply, step: Step) -> None:
+    def record(self, reply: Reply, step: Step) -> None:
         self.metrics, self.silent = step.metrics, not reply.text.strip()
-        if not reply.calls:
-            self.seen.clear()
-            return
-        self.seen = [*self.seen[1 - LOOP :], (reply.calls, step.messages)]
-        self.looped |= len(self.seen) == LOOP and all(each == self.seen[0] for each in self.seen)
+        self.latest = [*self.latest[1 - LOOP :], (reply.calls, step.messages)] if reply.calls else []
+        self.looped |= len(self.latest) == LOOP and all(each == self.latest[0] for each in self.latest)
 
     def rollout(self, finish: Finish, rewards: Mapping[str, float]) -> Rollout:
         outcome = {
@@ -216,7 +213,7 @@ class Episode:
             "turns": float(self.turns),
             "looped": float(self.looped),
             "premature": float(finish == "eos" and self.silent),
-            "seconds": sum(seconds for what, _, seconds in self.spans if what != TURN),
+            "seconds": sum(seconds for name, _, seconds in self.spans if name != TURN),
             "failures": float(self.failures),
             "branches": 1.0,
         }
@@ -224,7 +221,7 @@ class Episode:
 
 
 class Episodes:
-    def __init__(self, policy: Policy, renderer: Renders, environments: Environments, limits: Limits) -> None:
+    def __init__(self, policy: Policy, renderer: TurnRenderer, environments: Environments, limits: Limits) -> None:
         self.policy, self.renderer, self.environments, self.limits = policy, renderer, environments, limits
         self.publish = policy.publish
         self.calls = Calls(policy)
@@ -232,15 +229,13 @@ class Episodes:
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         known = {handle.body.index - prompt.first: handle.body for handle in begun}
-        found = await self.calls.answered(
-            prompt, sampling, lambda call, place: self._member(call, place, known.get(place))
-        )
-        if any(handle is None or handle.header.finish == "released" for handle in found):
-            return handed_over(h.body for h in found if h is not None and h.body is not None)
-        return [Handle(replace(h.header, spans=self._before_now(h.header)), h.body) for h in found if h is not None]
-
-    def _before_now(self, header: Header) -> tuple[tuple[str, float, float], ...]:
-        return tuple((what, self._now() - began, seconds) for what, began, seconds in header.spans)
+        members = await self.calls.run(prompt, sampling, lambda call, n: self._member(call, n, known.get(n)))
+        handles = [handle for handle in members if handle is not None]
+        if len(handles) < len(members) or any(handle.header.finish == "released" for handle in handles):
+            return handed_over(handle.body for handle in handles if handle.body is not None)
+        now = self._now()
+        spans = [[(name, now - began, seconds) for name, began, seconds in h.header.spans] for h in handles]
+        return [Handle(replace(h.header, spans=tuple(each)), h.body) for h, each in zip(handles, spans, strict=True)]
 
     async def _member(self, call: Call, place: int, begun: Rollout | None) -> Handle | None:
         """Run one episode; return None if the episode is released before it has any token."""
@@ -248,13 +243,13 @@ class Episodes:
             return Handle(header_of(begun), begun)
         failures, suspected, alone = 0, 0, False
         while True:
-            episode = Episode(call, call.prompt.first + place, 0.0, failures)
+            episode = Episode(call, call.prompt.first + place, failures)
             try:
-                rollout = await self._played(episode, self.environments.place(alone=alone), begun)
+                rollout = await self._play(episode, self.environments.place(alone=alone), begun)
                 if rollout.finish == "released" and begun is not None and len(begun.tokens) > len(rollout.tokens):
                     rollout = begun
                 return Handle(replace(header_of(rollout), spans=tuple(episode.spans)), rollout)
-            except Left:
+            except Released:
                 return None if begun is None else Handle(header_of(begun), begun)
             except Suspected as suspicion:
                 suspected += 1
@@ -267,11 +262,13 @@ class Episodes:
             if episode.parts:
                 begun = episode.rollout("released", {})
 
-    async def _played(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Rollout:
+    async def _play(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Rollout:
         try:
-            await self._unless_left(episode.call, environment.ready())
-            episode.until = self._now() + self.limits.seconds
-            await self._in_time(episode, "start", environment.start(self._given(episode.call.prompt)))
+            await self._unless_released(episode.call, environment.ready())
+            episode.deadline = self._now() + self.limits.seconds
+            prompt = episode.call.prompt
+            row = row_of(prompt, self.renderer.text(prompt.tokens), derive_seed(prompt.seed, "environment"))
+            await self._in_time(episode, "start", environment.start(row))
             finish = await self._turns(episode, environment, begun)
             rewards: dict[str, float] = {}
             if finish == "released":
@@ -283,28 +280,18 @@ class Episodes:
             raise
         return episode.rollout(finish, rewards)
 
-    def _given(self, prompt: Prompt) -> dict[str, Any]:
-        return {
-            "id": prompt.id,
-            "prompt": self.renderer.text(prompt.tokens),
-            "ground_truth": prompt.ground_truth,
-            "meta": prompt.meta,
-            "data_source": prompt.data_source,
-            "seed": derive_seed(prompt.seed, "environment"),
-        }
-
     async def _turns(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Finish:
         known = parts_of(begun) if begun is not None else []
         complete = int(begun.outcome["turns"]) if begun is not None else 0
         while True:
-            said = known.pop(0) if known else None
-            assert not isinstance(said, np.ndarray)
-            if said is not None and episode.turns < complete:
-                turn = replace(said, finish="eos")
+            recorded = known.pop(0) if known else None
+            assert not isinstance(recorded, np.ndarray)
+            if recorded is not None and episode.turns < complete:
+                turn = replace(recorded, finish="eos")
             else:
                 try:
-                    turn = await self._turn(episode, said)
-                except Left:
+                    turn = await self._turn(episode, recorded)
+                except Released:
                     if not episode.parts:
                         raise
                     return "released"
@@ -318,16 +305,16 @@ class Episodes:
                 return "turns"
             try:
                 step = await self._in_time(episode, "step", environment.step(reply))
-            except Left:
+            except Released:
                 return "released"
             except TimeoutError:
                 return "time"
-            episode.notice(reply, step)
+            episode.record(reply, step)
             if step.done:
                 return "eos"
             if episode.turns >= self.limits.turns:
                 return "turns"
-            if self._now() >= episode.until:
+            if self._now() >= episode.deadline:
                 return "time"
             try:
                 tail = self.renderer.extend(turn.tokens, step.messages)
@@ -336,16 +323,16 @@ class Episodes:
             if len(tail) >= episode.room:
                 return "length"
             if known:
-                seen = known.pop(0)
-                assert isinstance(seen, np.ndarray)
-                if not np.array_equal(seen, tail):  # the new environment answers differently from the earlier one
+                observed = known.pop(0)
+                assert isinstance(observed, np.ndarray)
+                if not np.array_equal(observed, tail):  # the new environment answers differently from the earlier one
                     known.clear()
             episode.add(tail)
 
     async def _turn(self, episode: Episode, begun: Rollout | None) -> Rollout:
-        if episode.call.leaving.done():
-            raise Left
-        prompt, limit = episode.asks(), self.limits.turn_tokens
+        if episode.call.released.done():
+            raise Released
+        prompt, limit = episode.next_prompt(), self.limits.turn_tokens
         room = episode.room if limit is None else min(limit, episode.room)
         sampling = replace(episode.call.sampling, group=1, max_tokens=room, park=True)
         group = [] if begun is None else handed_over([replace(begun, finish="released", prompt=prompt)])
@@ -353,32 +340,32 @@ class Episodes:
         found = await self.policy.generate(prompt, sampling, group)
         episode.spans.append((TURN, began, self._now() - began))
         if not found:
-            raise Left
+            raise Released
         rollout: Rollout = found[0].body
         return rollout
 
-    async def _in_time(self, episode: Episode, what: str, asked: Coroutine[Any, Any, T], *, late: bool = False) -> T:
+    async def _in_time(self, episode: Episode, name: str, work: Coroutine[Any, Any, T], *, late: bool = False) -> T:
         """Wait for a call of the environment within its time limit.
 
-        Raise EnvironmentFailed after the call's limit, TimeoutError after the episode's time, and Left on a release.
+        Raise EnvironmentFailed after the call's limit, TimeoutError after the episode's time, Released on a release.
         `late` doubles the limit, because a step may still be running.
         """
         began, limit = self._now(), self.limits.step_seconds * (2 if late else 1)
-        left = max(episode.until - began, 0.0) if what == "step" else limit
+        left = max(episode.deadline - began, 0.0) if name == "step" else limit
         try:
-            return await self._unless_left(episode.call, asked, min(limit, left))
+            return await self._unless_released(episode.call, work, min(limit, left))
         except TimeoutError:
             if left < limit:
                 raise
             why = f" after the {self.limits.seconds:g} s of its episode (environment.seconds)" if late else ""
-            raise EnvironmentFailed("timeout", f"the environment took more than {limit:g} s to {what}{why}") from None
+            raise EnvironmentFailed("timeout", f"the environment took more than {limit:g} s to {name}{why}") from None
         finally:
-            episode.spans.append((what, began, self._now() - began))
+            episode.spans.append((name, began, self._now() - began))
 
-    async def _unless_left(self, call: Call, asked: Coroutine[Any, Any, T], limit: float | None = None) -> T:
-        """Return the result of `asked`; raise Left if the group is released, TimeoutError after `limit` seconds."""
-        task = asyncio.ensure_future(asked)
-        either: list[asyncio.Future[Any]] = [task, call.leaving]
+    async def _unless_released(self, call: Call, work: Coroutine[Any, Any, T], limit: float | None = None) -> T:
+        """Return the result of `work`; raise Released if the group is released, TimeoutError after `limit` seconds."""
+        task = asyncio.ensure_future(work)
+        either: list[asyncio.Future[Any]] = [task, call.released]
         try:
             await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -386,9 +373,7 @@ class Episodes:
                 task.cancel()
         if task.done():
             return task.result()
-        if call.leaving.done():
-            raise Left
-        raise TimeoutError
+        raise Released if call.released.done() else TimeoutError
 
     def close(self) -> None:
         self.environments.close()
@@ -396,6 +381,18 @@ class Episodes:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def row_of(prompt: Prompt, text: Any, seed: int) -> dict[str, Any]:
+    """Return the fields of a prompt that an environment or an agent gets."""
+    return {
+        "id": prompt.id,
+        "prompt": text,
+        "ground_truth": prompt.ground_truth,
+        "meta": prompt.meta,
+        "data_source": prompt.data_source,
+        "seed": seed,
+    }
 
 
 def failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:

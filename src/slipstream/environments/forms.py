@@ -23,7 +23,14 @@ from pydantic import (
 from slipstream.environments import Call, Message, Reply, Start, Step
 from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
 from slipstream.rewards.functions import Unusable, number, rewards_of
-from slipstream.user_code.loading import asked_of, brief, file_of, near, own, parameters, told
+from slipstream.user_code.loading import (
+    describe_error,
+    field_names,
+    file_of,
+    load_object,
+    parameters,
+    short_repr,
+)
 
 SHIPPED = "slipstream.environments"
 BUILT_IN = {
@@ -50,11 +57,9 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """JSON schema of the tool, in the form that chat templates expect."""
-        given = without_titles(self.arguments.model_json_schema())
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": given},
-        }
+        parameters = without_titles(self.arguments.model_json_schema())
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
 
 
 def without_titles(schema: Any) -> Any:
@@ -97,18 +102,17 @@ class Kind:
 def kind_of(spec: str) -> Kind:
     """Load and inspect an environment class. This runs user code, so call it only in a child process."""
     try:
-        made = own(BUILT_IN.get(spec, spec), type)
+        made = load_object(BUILT_IN.get(spec, spec), type)
         start = getattr(made, "start", None)
-        asks = parameters(partial(start, None), asked_of(Start))[0] if start is not None else ()
+        asks = parameters(partial(start, None), field_names(Start))[0] if start is not None else ()
         steps = callable(getattr(made, "step", None))
         methods = _methods(made, tools=not steps)
         if "step" in methods:
             _check_returned("step", methods["step"], *OF_STEP)
         tools = {name: _tool(name, method) for name, method in methods.items() if name not in OWN_METHODS}
         if not steps and not tools:
-            raise ConfigError(
-                "the class has no tools: write a public method for each, with types and a docstring, or step(reply)"
-            )
+            write = "write a public method for each, with types and a docstring, or step(reply)"
+            raise ConfigError(f"the class has no tools: {write}")
         return Kind(spec, made, asks, tools)
     except ConfigError as error:
         raise ConfigError(f"environment.use = {spec!r}: {error}") from None
@@ -117,8 +121,8 @@ def kind_of(spec: str) -> Kind:
 def _methods(made: type[Any], *, tools: bool) -> dict[str, Callable[..., Any]]:
     """Return the interface methods of a class and its bases in source order. `tools`: also all other public methods."""
     names = dict.fromkeys(name for each in reversed(made.__mro__[:-1]) for name in vars(each))
-    mine = [name for name in names if name in OWN_METHODS or (tools and not name.startswith("_"))]
-    found = {name: inspect.getattr_static(made, name) for name in mine}
+    used = [name for name in names if name in OWN_METHODS or (tools and not name.startswith("_"))]
+    found = {name: inspect.getattr_static(made, name) for name in used}
     for name, method in found.items():
         if isinstance(method, staticmethod | classmethod):
             kind = type(method).__name__
@@ -172,13 +176,13 @@ class Acting:
     def __init__(self, kind: Kind, run: Run, shown: int) -> None:
         """Prepare an instance. `shown`: maximum number of characters of an observation that the student sees."""
         self.kind, self.run, self.shown = kind, run, shown
-        self.there: Any = None
+        self.instance: Any = None
         self.counts = Counter[str]()
 
     async def start(self, given: Start) -> None:
-        self.there = await self.run(self.kind.made)
-        if hasattr(self.there, "start"):
-            await self.run(self.there.start, **{name: getattr(given, name) for name in self.kind.asks})
+        self.instance = await self.run(self.kind.made)
+        if hasattr(self.instance, "start"):
+            await self.run(self.instance.start, **{name: getattr(given, name) for name in self.kind.asks})
 
     async def step(self, reply: Reply) -> Step:
         """Answer a reply. If the class has tools, a reply without calls ends the episode."""
@@ -187,22 +191,20 @@ class Acting:
         faults = [observation(f"error: {fault}") for fault in reply.faults]
         if not self.kind.tools:
             if faults and not reply.calls:
-                return self._told(Step(tuple(faults)))
-            step = self._step_of(await self.run(self.there.step, reply))
-            return self._told(Step((*faults, *step.messages), step.done, step.metrics))
+                return self._limited(Step(tuple(faults)))
+            step = self._step_of(await self.run(self.instance.step, reply))
+            return self._limited(Step((*faults, *step.messages), step.done, step.metrics))
         if not reply.calls and not faults:
-            return self._told(Step(done=True))
-        return self._told(Step((*[await self._called(call) for call in reply.calls], *faults)))
+            return self._limited(Step(done=True))
+        return self._limited(Step((*[await self._called(call) for call in reply.calls], *faults)))
 
-    def _told(self, step: Step) -> Step:
+    def _limited(self, step: Step) -> Step:
         """Add the counters to a step's metrics, and shorten observations that are too long."""
         counted = {name: float(count) for name, count in self.counts.items()}
-        own_counts = getattr(self.there, "metrics", None) or {}
-        metrics = counted | {f"own/{name}": number(value) for name, value in (own_counts | dict(step.metrics)).items()}
-        shown = tuple(
-            plain(message | {"content": shortened(message["content"], self.shown)}) for message in step.messages
-        )
-        return Step(shown, step.done, metrics)
+        reported = (getattr(self.instance, "metrics", None) or {}) | dict(step.metrics)
+        metrics = counted | {f"own/{name}": number(value) for name, value in reported.items()}
+        shown = [message | {"content": shortened(message["content"], self.shown)} for message in step.messages]
+        return Step(tuple(map(plain, shown)), step.done, metrics)
 
     async def _called(self, call: Call) -> Message:
         tool = self.kind.tools.get(call.name)
@@ -213,10 +215,11 @@ class Acting:
             given = tool.arguments.model_validate(call.arguments)
         except ValidationError as error:
             self.counts["invalid"] += 1
-            return observation(f"error: {tool.name}: {_faults(error)}", call)
+            faults = [f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()]
+            return observation(f"error: {tool.name}: {'; '.join(faults)}", call)
         arguments = {name: getattr(given, name) for name in tool.arguments.model_fields}
         try:
-            returned = await self.run(getattr(self.there, tool.name), **arguments)
+            returned = await self.run(getattr(self.instance, tool.name), **arguments)
         except SandboxError:
             raise
         except Exception as error:  # the student reads the errors of tools
@@ -225,14 +228,14 @@ class Acting:
         try:
             text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False)
         except (TypeError, ValueError):
-            raise self._wrong(tool.name, f"returned {brief(returned)}: return {OF_TOOLS[1]}") from None
+            raise self._wrong(tool.name, f"returned {short_repr(returned)}: return {OF_TOOLS[1]}") from None
         return observation(text, call)
 
     async def close(self) -> dict[str, float]:
         """Close the environment, and return its rewards: `reward`, and `reward/NAME` for each part."""
-        if self.there is None or not hasattr(self.there, "close"):
+        if self.instance is None or not hasattr(self.instance, "close"):
             return {}
-        returned = await self.run(self.there.close)
+        returned = await self.run(self.instance.close)
         try:
             return rewards_of(returned)
         except Unusable as error:
@@ -250,21 +253,21 @@ class Acting:
             case Sequence():
                 step = Step(tuple(returned))
             case _:
-                raise self._wrong("step", f"returned {brief(returned)}: return {OF_STEP[1]}")
+                raise self._wrong("step", f"returned {short_repr(returned)}: return {OF_STEP[1]}")
         for message in step.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
                 write = "write {'role': 'tool', 'content': text}"
-                raise self._wrong("step", f"returned the message {brief(message)}: {write}")
+                raise self._wrong("step", f"returned the message {short_repr(message)}: {write}")
         if not step.messages and not step.done:
             raise self._wrong("step", "returned no message for the student: add one, or set done=True")
         return step
 
-    def _wrong(self, method: str, said: str) -> EnvironmentFailed:
-        return EnvironmentFailed("error", f"{self.kind.made.__name__}.{method} {said}")
+    def _wrong(self, method: str, fault: str) -> EnvironmentFailed:
+        return EnvironmentFailed("error", f"{self.kind.made.__name__}.{method} {fault}")
 
 
-def observation(text: str, of: Call | None = None) -> Message:
-    return {"role": "tool", "content": text} | ({"name": of.name} if of is not None else {})
+def observation(text: str, call: Call | None = None) -> Message:
+    return {"role": "tool", "content": text} | ({"name": call.name} if call is not None else {})
 
 
 def plain(value: Any) -> Any:
@@ -280,13 +283,6 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: ends[0]]}\n… ({len(text) - most} characters left out)\n{text[len(text) - ends[1] :]}"
 
 
-def _faults(error: ValidationError) -> str:
-    """Format validation errors in one line for the student, without names of internal types."""
-    said = [f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()]
-    return "; ".join(said)
-
-
 def told_of(kind: Kind, error: BaseException) -> str:
     """Describe an exception in one line, with the line number in the file of the user's class."""
-    file = inspect.getsourcefile(kind.made) or file_of(kind.made)
-    return told(error, file) if file else f"{type(error).__name__}: {first_line(error)} ({near(file)})"
+    return describe_error(error, inspect.getsourcefile(kind.made) or file_of(kind.made))

@@ -29,7 +29,7 @@ class Python:
 
 
 def observation(ran: Ran, limits: Limits) -> str:
-    said = {
+    endings = {
         "ok": "ok",
         "failed": f"failed with exit code {ran.code}",
         "timeout": f"ended after {limits.seconds:g} s",
@@ -37,7 +37,7 @@ def observation(ran: Ran, limits: Limits) -> str:
         "memory": f"ended: more than {limits.memory >> 20} MiB of memory",
         "disk": f"ended: more than {limits.disk >> 20} MiB of files, or too many of them",
     }
-    parts = [f"status: {said[ran.status]}"]
+    parts = [f"status: {endings[ran.status]}"]
     parts += [f"{name}:\n{shown(text)}" for name, text in (("stdout", ran.out), ("stderr", ran.err)) if text]
     return "\n".join(parts)
 

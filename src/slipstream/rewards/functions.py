@@ -20,7 +20,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 from slipstream.records import Ungraded
-from slipstream.user_code.loading import asked_of, brief, file_of, own, parameters, told
+from slipstream.user_code.loading import describe_error, field_names, file_of, load_object, parameters, short_repr
 
 WHOLE = "reward"
 """Name of the total among several returned numbers. If no number has this name, the total is the sum of all."""
@@ -101,11 +101,11 @@ def math(text: str, ground_truth: Any) -> float:
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # hide the warning about disabled timeouts
-    said = parse(text, parsing_timeout=None)
+    answer = parse(text, parsing_timeout=None)
     for truth in each_of(ground_truth):
         # parse as LaTeX first, since plain 2^{10} would be parsed as its first number, 2
         gold = parse(f"${truth}$", parsing_timeout=None) or parse(str(truth), parsing_timeout=None)
-        if verify(gold, said, timeout_seconds=None):
+        if verify(gold, answer, timeout_seconds=None):
             return 1.0
     return 0.0
 
@@ -151,13 +151,13 @@ class Reward:
     def name(self) -> str:
         return self.spec.rpartition(":")[2]
 
-    def returned(self, answer: Any) -> Any:
+    def call(self, answer: Any) -> Any:
         returned = self.function(**{name: getattr(answer, name) for name in self.asks})
         return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
 
-    def of(self, answer: Any) -> dict[str, Any]:
+    def evaluate(self, answer: Any) -> dict[str, Any]:
         """Call the function; return the total under the reward's name NAME, and each part under NAME/PART."""
-        returned = self.returned(answer)
+        returned = self.call(answer)
         if not isinstance(returned, Mapping):
             return {self.name: number(returned)}
         if not returned:
@@ -165,22 +165,17 @@ class Reward:
         for part in returned:
             if not isinstance(part, str) or not re.fullmatch(r"\w+", part):
                 raise Unusable("type", f"returned a number under the name {part!r}: a name is one word")
-        parts = {part: number(value, f" for {part!r}") for part, value in returned.items()}
-        whole = parts.pop(WHOLE, None)
-        return {
-            self.name: sum(parts.values()) if whole is None else whole,
-            **{f"{self.name}/{part}": value for part, value in parts.items()},
-        }
+        return with_total(self.name, {part: number(value, part) for part, value in returned.items()})
 
 
 @dataclass(frozen=True)
 class ContextFunction(Reward):
     """User function that returns the text of a teacher's context."""
 
-    def of(self, answer: Any) -> dict[str, Any]:
-        returned = self.returned(answer)
+    def evaluate(self, answer: Any) -> dict[str, Any]:
+        returned = self.call(answer)
         if not isinstance(returned, str):
-            raise Unusable("type", f"returned {brief(returned)}, which is not text")
+            raise Unusable("type", f"returned {short_repr(returned)}, which is not text")
         return {"context": returned}
 
 
@@ -191,18 +186,29 @@ async def _awaited(returned: Awaitable[Any]) -> Any:
 class Unusable(Exception):
     """The return value of a user function is not a valid reward or context."""
 
-    def __init__(self, cause: str, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
         self.cause = cause
 
 
-def number(returned: Any, of: str = "") -> float:
+def number(returned: Any, part: str = "", *, largest: float = maths.inf) -> float:
+    """Convert a returned value to float; raise Unusable if it is not finite or its absolute value exceeds `largest`."""
+    place = f" for {part!r}" if part else ""
     if not hasattr(returned, "__float__"):
-        raise Unusable("type", f"returned {of.strip()} {brief(returned)}, which is not a number".replace("  ", " "))
+        raise Unusable("type", f"returned{place} {short_repr(returned)}, which is not a number")
     value = float(returned)
     if not maths.isfinite(value):
-        raise Unusable("nan", f"returned {value}{of}")
+        raise Unusable("nan", f"returned {value}{place}")
+    if abs(value) > largest:
+        raise Unusable("type", f"returned {value:g}{place}, which is larger than {largest:g}")
     return value
+
+
+def with_total(name: str, parts: dict[str, float]) -> dict[str, float]:
+    """Return the total of numbers under `name`, and each of them under `name/PART`."""
+    whole = parts.pop(WHOLE, None)
+    named = {f"{name}/{part}": value for part, value in parts.items()}
+    return {name: sum(parts.values()) if whole is None else whole, **named}
 
 
 def rewards_of(returned: Any) -> dict[str, float]:
@@ -210,24 +216,11 @@ def rewards_of(returned: Any) -> dict[str, float]:
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
-        return {WHOLE: bounded(returned)}
+        return {WHOLE: number(returned, largest=LARGEST_REWARD)}
     if len(returned) > MOST_REWARDS or not all(isinstance(name, str) and NAME.fullmatch(name) for name in returned):
         names = ", ".join(map(repr, returned))[:80]
         raise Unusable("type", f"returned rewards by the names {names}: write up to {MOST_REWARDS} plain words")
-    parts = {name: bounded(value, f" for {name!r}") for name, value in returned.items()}
-    whole = parts.pop(WHOLE, None)
-    return {
-        WHOLE: sum(parts.values()) if whole is None else whole,
-        **{f"{WHOLE}/{name}": value for name, value in parts.items()},
-    }
-
-
-def bounded(returned: Any, of: str = "") -> float:
-    """Convert a reward to float; raise Unusable if it is not finite or its absolute value exceeds `LARGEST_REWARD`."""
-    value = number(returned, of)
-    if abs(value) > LARGEST_REWARD:
-        raise Unusable("type", f"returned {value:g}{of}, which is larger than {LARGEST_REWARD:g}")
-    return value
+    return with_total(WHOLE, {name: number(each, name, largest=LARGEST_REWARD) for name, each in returned.items()})
 
 
 # --- one response -----------------------------------------------------------------------------------------------------
@@ -244,24 +237,20 @@ def grade(rewards: Sequence[Reward], answer: Any, timeout: float) -> Grades:
     try:
         for reward in rewards:
             try:
-                found |= _in_time(reward, answer, timeout)
+                try:  # the alarm may also come in this `finally`, so that the handlers are outside of it
+                    signal.setitimer(signal.ITIMER_REAL, timeout)
+                    found |= reward.evaluate(answer)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
             except OutOfTime:
                 return Ungraded("timeout", f"{reward.spec} took more than {timeout:g} s (task.timeout)")
             except Unusable as error:
                 return Ungraded(error.cause, f"{reward.spec} {error}")
             except BaseException as error:  # SystemExit and KeyboardInterrupt of user code fail only this response, too
-                return Ungraded("error", f"{reward.spec} raised {told(error, file_of(reward.function))}")
+                return Ungraded("error", f"{reward.spec} raised {describe_error(error, file_of(reward.function))}")
         return found
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-def _in_time(reward: Reward, answer: Any, timeout: float) -> dict[str, float]:
-    try:
-        signal.setitimer(signal.ITIMER_REAL, timeout)
-        return reward.of(answer)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _out_of_time(*_: object) -> None:
@@ -280,27 +269,15 @@ def check_installed(specs: Iterable[str]) -> None:
         raise ConfigError("task.reward = 'math' needs math-verify: pip install 'slipstream[math]'")
 
 
-def reward_of(spec: str) -> Reward:
-    """Load a reward by its entry in `task.reward`. The import runs user code: call this in a child process."""
+def reward_of(spec: str, setting: str = "task.reward") -> Reward:
+    """Load a function by its entry in a setting. The import runs user code: call this in a child process."""
+    kind, values = (Reward, Answer) if setting == "task.reward" else (ContextFunction, Seen)
     try:
-        function = own(spec) if is_own(spec) else BUILT_IN[spec]
-        asks, needs = parameters(function, asked_of(Answer))
-        if not asks:
-            raise ConfigError(
-                "no parameter is known, so all responses would get the same reward: add the parameter text"
-            )
-        return Reward(spec, function, asks, needs)
+        function = load_object(spec) if is_own(spec) else BUILT_IN[spec]
+        asks, needs = parameters(function, field_names(values))
+        if kind is Reward and not asks:
+            same = "so all responses would get the same reward"
+            raise ConfigError(f"no parameter is known, {same}: add the parameter text")
+        return kind(spec, function, asks, needs)
     except ConfigError as error:
-        raise ConfigError(f"task.reward = {spec!r}: {error}") from None
-
-
-def context_function_of(spec: str) -> Reward:
-    try:
-        function = own(spec)
-        return ContextFunction(spec, function, *parameters(function, asked_of(Seen)))
-    except ConfigError as error:
-        raise ConfigError(f"context = {spec!r}: {error}") from None
-
-
-MAKES: dict[str, Callable[[str], Reward]] = {"reward": reward_of, "context": context_function_of}
-"""Loaders of user functions, by the kind of result that the function computes."""
+        raise ConfigError(f"{setting} = {spec!r}: {error}") from None

@@ -23,7 +23,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, EngineError
 from slipstream.records import Group, Handle, Rollout, Ungraded, said_and_seen
-from slipstream.rewards.functions import MAKES, Answer, Grades, Reward, check_installed, grade, is_own, reward_of
+from slipstream.rewards.functions import Answer, Grades, Reward, check_installed, grade, is_own, reward_of
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Sandbox
 from slipstream.user_code.process import STARTED, Child, begun
@@ -37,12 +37,12 @@ GRACE = 5.0
 
 def serve(parent: Connection) -> None:
     """Load the functions that the parent names, send their required fields, and grade until the parent ends."""
-    makes, specs, timeout, wanted = begun(parent)
+    setting, specs, timeout, sandbox_name = begun(parent)
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
     try:
-        rewards = [MAKES[makes](spec) for spec in specs]
-        sandbox = sandbox_for(rewards, wanted)
+        rewards = [reward_of(spec, setting) for spec in specs]
+        sandbox = sandbox_for(rewards, sandbox_name)
     except ConfigError as error:
         parent.send(error)
         return
@@ -52,17 +52,17 @@ def serve(parent: Connection) -> None:
             parent.send(grade(rewards, answer if sandbox is None else replace(answer, sandbox=sandbox), timeout))
 
 
-def sandbox_for(rewards: Sequence[Reward], wanted: str | None) -> Sandbox | None:
-    """Return the sandbox named `wanted` (task.sandbox) or None; ConfigError if `wanted` and the rewards disagree."""
-    if wanted is None:
+def sandbox_for(rewards: Sequence[Reward], name: str | None) -> Sandbox | None:
+    """Return the sandbox that task.sandbox names, or None; ConfigError if the setting and the rewards disagree."""
+    if name is None:
         for reward in rewards:
             if "sandbox" in inspect.signature(reward.function).parameters:  # **kwargs alone does not ask for a sandbox
-                told = 'the function asks for a sandbox: write task.sandbox = "bubblewrap"'
-                raise ConfigError(f"task.reward = {reward.spec!r}: {told}")
+                why = 'the function asks for a sandbox: write task.sandbox = "bubblewrap"'
+                raise ConfigError(f"task.reward = {reward.spec!r}: {why}")
         return None
     if not any("sandbox" in reward.asks for reward in rewards):
         raise ConfigError("task.sandbox does nothing: no function of task.reward asks for 'sandbox'; drop it")
-    return sandbox_of(wanted, "task.sandbox")
+    return sandbox_of(name, "task.sandbox")
 
 
 def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
@@ -78,9 +78,12 @@ def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
 class GradingProcess(Child):
     """Parent's side of one grading process. Only one thread at a time may use this object."""
 
-    def __init__(self, specs: Sequence[str], timeout: float, makes: str = "reward", sandbox: str | None = None) -> None:
-        super().__init__("slipstream.rewards.grading", (makes, tuple(specs), timeout, sandbox))
-        self.specs, self.timeout = tuple(specs), timeout
+    def __init__(
+        self, specs: Sequence[str], timeout: float, setting: str = "task.reward", sandbox: str | None = None
+    ) -> None:
+        """Start a process that loads the functions `specs`, which the config names in `setting`."""
+        super().__init__("slipstream.rewards.grading", (setting, tuple(specs), timeout, sandbox))
+        self.specs, self.timeout, self.setting = tuple(specs), timeout, setting
         self.needs: dict[str, tuple[str, ...]] = {}
 
     def ready(self) -> None:
@@ -89,14 +92,15 @@ class GradingProcess(Child):
             return
         try:
             if not self.connection.poll(STARTED):
-                raise ConfigError(f"task.reward: its imports take more than {STARTED:.0f} s")
-            said = self.connection.recv()
+                specs = ", ".join(map(repr, self.specs))
+                raise ConfigError(f"{self.setting} = {specs}: its imports take more than {STARTED:.0f} s")
+            answer = self.connection.recv()
         except (EOFError, OSError):
             own = ", ".join(filter(is_own, self.specs))
             raise EngineError(f"no grading process can start ({self.end()}), importing {own or 'nothing'}") from None
-        if isinstance(said, ConfigError):
-            raise said
-        self.needs = said
+        if isinstance(answer, ConfigError):
+            raise answer
+        self.needs = answer
 
     def grades(self, answers: Sequence[Any]) -> list[Grades]:
         """Grade responses in order. Stop after one that ends the process or blocks it; later responses get no entry."""
@@ -116,9 +120,9 @@ class GradingProcess(Child):
 
     def end(self) -> str:
         """Kill the process if it still runs, close the connection, and describe how the process ended."""
-        said = super().end()
+        ending = super().end()
         self.close()
-        return said
+        return ending
 
 
 def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[str, ...]]:

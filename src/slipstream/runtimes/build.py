@@ -25,7 +25,6 @@ from slipstream.environments.episodes import Episodes
 from slipstream.environments.gateway.agent_processes import Programs
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.external_agents import ExternalAgents
-from slipstream.environments.gateway.sessions import Bounds
 from slipstream.environments.hosts import Hosts
 from slipstream.plan.engines import (
     EnvironmentPlan,
@@ -98,9 +97,9 @@ def build_agents(plan: SamplerPlan, environment: EnvironmentPlan, gateway: Gatew
             Renderer(tokenizer, stop_ids=ends, **environment.renderer),
             external if agent is None else Programs(agent, socket=server.walled_at, **times),
             server,
-            Bounds(turns=limits.turns, turn_tokens=limits.turn_tokens, vocabulary=gateway.vocabulary),
+            limits,
+            vocabulary=gateway.vocabulary,
             at_once=gateway.at_once,
-            **times,
         )
         stack.pop_all()
         return agents

@@ -17,26 +17,26 @@ from typing import Any
 from slipstream.errors import ConfigError, did_you_mean, first_line
 
 
-def own(spec: str, kind: type = FunctionType) -> Any:
+def load_object(spec: str, kind: type = FunctionType) -> Any:
     """Import the object named by `./file.py:name` or `module:name`. This runs user code: call it in a child process."""
-    where, _, name = spec.rpartition(":")
-    module = _from_file(Path(where).expanduser()) if where.endswith(".py") else _from_module(where)
+    source, _, name = spec.rpartition(":")
+    module = _from_file(Path(source).expanduser()) if source.endswith(".py") else _from_module(source)
     found = getattr(module, name, None)
     if found is None:
         others = [each for each, value in vars(module).items() if isinstance(value, kind)]
         what = "class" if kind is type else "function"
         raise ConfigError(f"no {what} {name!r} in it; {did_you_mean(name, others) if others else 'it has none'}")
     if kind is type and not isinstance(found, type):
-        raise ConfigError(f"{name} is {brief(found)}, not a class")
+        raise ConfigError(f"{name} is {short_repr(found)}, not a class")
     if not callable(found):
-        raise ConfigError(f"{name} is {brief(found)}, not a function")
+        raise ConfigError(f"{name} is {short_repr(found)}, not a function")
     return found
 
 
 def _from_file(path: Path) -> ModuleType:
     path = path.absolute()
     if not path.is_file():
-        raise ConfigError(f"there is no file {near(str(path))}")
+        raise ConfigError(f"there is no file {displayed_path(str(path))}")
     if (known := sys.modules.get(str(path))) is not None:
         return known
     sys.path.insert(0, str(path.parent))  # allow imports of files in the same directory, as for a script
@@ -63,7 +63,7 @@ def _run(load: Callable[[], Any], file: str) -> Any:
     try:
         return load()
     except BaseException as error:  # user code may raise anything during its import
-        raise ConfigError(f"cannot be imported: {told(error, file)}") from None
+        raise ConfigError(f"cannot be imported: {describe_error(error, file)}") from None
 
 
 def parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -86,13 +86,16 @@ def parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tupl
     return tuple(asks), tuple(needs)
 
 
-def told(error: BaseException, file: str) -> str:
+def describe_error(error: BaseException, file: str) -> str:
     """Describe an exception in one line, with the number of the last line of `file` in its traceback."""
-    at = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    line = error.lineno if isinstance(error, SyntaxError) and error.filename == file else at[-1].lineno if at else None
-    what = error.msg if isinstance(error, SyntaxError) else first_line(error)
-    said = type(error).__name__ + (f": {what}" if what != type(error).__name__ else "")
-    return said + (f" ({near(file)}:{line})" if line is not None else "")
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines.append(error.lineno)
+    line = lines[-1] if lines else None
+    name = type(error).__name__
+    message = error.msg if isinstance(error, SyntaxError) else first_line(error)
+    description = name if message == name else f"{name}: {message}"
+    return f"{description} ({displayed_path(file)}:{line})" if line is not None else description
 
 
 def file_of(function: Any) -> str:
@@ -100,15 +103,15 @@ def file_of(function: Any) -> str:
     return code.co_filename if code else ""
 
 
-def near(file: str) -> str:
+def displayed_path(file: str) -> str:
     """Shorten the path of a file in the working directory to a relative path; return other paths unchanged."""
     return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
-def brief(value: Any) -> str:
+def short_repr(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '…'}" if value is not None else "None"
 
 
-def asked_of(kind: type[Any]) -> tuple[str, ...]:
+def field_names(kind: type[Any]) -> tuple[str, ...]:
     return tuple(each.name for each in fields(kind))

@@ -167,7 +167,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda a: (a / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: no such file"),
     "cut weights": (
         lambda a: (a / "adapter_model.safetensors").write_bytes((a / "adapter_model.safetensors").read_bytes()[:99]),
-        "adapter_model.safetensors: cannot be read: the file is damaged",
+        "adapter_model.safetensors: cannot be read: Error while deserializing header",
     ),
     "another rank": (reshaped("q_proj.lora_A", lambda t: t[:3]), "which does not fit an adapter of rank 4"),
     "no numbers": (

@@ -17,7 +17,8 @@ from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.environments.gateway.sessions import Bounds, Session
+from slipstream.environments.episodes import Limits
+from slipstream.environments.gateway.sessions import Session
 from slipstream.objective.method import Method
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Batch, Group, Handle, Ints, Prompt, Rollout, derive_seed, header_of, one_turn, total
@@ -61,8 +62,8 @@ async def session(seed: int, index: int) -> tuple[list[Rollout], list[Rollout]]:
     rng, dice = random.Random(seed), Dice()
     prompt = Prompt(id="p", number=0, tokens=np.array([2, 3, 4], np.int32), seed=seed)
     renderer: Any = Mute()
-    bounds = Bounds(turns=99, turn_tokens=None, vocabulary=VOCAB)
-    made = Session(dice, renderer, prompt, Sampling(max_tokens=100), index, bounds)
+    limits = Limits(turns=99, calls=99, turn_tokens=None, seconds=60.0, step_seconds=10.0)
+    made = Session(dice, renderer, prompt, Sampling(max_tokens=100), index, limits, VOCAB)
     known = [prompt.tokens]
     for _ in range(5):
         ids = rng.choice([known[-1], known[-1], rng.choice(known), np.array([5, 6, 7], np.int32)])

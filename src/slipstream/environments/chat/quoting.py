@@ -30,11 +30,11 @@ class Quoting:
         self.tokenizer = tokenizer.name_or_path
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ModelError(
-                f"{self.tokenizer}: no tokenizer.json there, which tool results need: convert the tokenizer"
-            )
+            why = "no tokenizer.json there, which tool results need: convert the tokenizer"
+            raise ModelError(f"{self.tokenizer}: {why}")
         state = json.loads(backend.to_str())
-        control = [each for each in state["added_tokens"] if _controls(each)]
+        # tokens of blanks only, for indented text, are no control tokens
+        control = [each for each in state["added_tokens"] if each["special"] or each["content"].strip(" \t\r\n▁")]
         self.control = {each["content"]: each["id"] for each in control}
         """Ids of control tokens, by the text of the token."""
         self.anchor = next((each["content"] for each in control if not each["rstrip"]), "")
@@ -56,8 +56,8 @@ class Quoting:
         try:
             ids = self.renamed.encode(self.names.get(self.anchor, "") + text, add_special_tokens=False).ids
         except Exception as error:  # the library raises plain Exception
-            said = "".join(part.text for part in parts if part.quoted)
-            raise DataError(f"{self.tokenizer} cannot encode {said[:60]!r}: {first_line(error)}") from None
+            quoted = "".join(part.text for part in parts if part.quoted)
+            raise DataError(f"{self.tokenizer} cannot encode {quoted[:60]!r}: {first_line(error)}") from None
         return [self.ids.get(index, index) for index in ids[bool(self.anchor) :]]
 
     def _prove(self, unknown: int | None) -> None:
@@ -69,11 +69,6 @@ class Quoting:
                 continue
             if not ids or not forbidden.isdisjoint(ids):
                 raise ModelError(f"{self.tokenizer}: the text {text!r} of a control token cannot be written without it")
-
-
-def _controls(added: dict[str, Any]) -> bool:
-    """Return True if an added token is a control token; tokens of blanks only, for indented text, are not."""
-    return bool(added["special"] or added["content"].strip(" \t\r\n▁"))
 
 
 def _renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

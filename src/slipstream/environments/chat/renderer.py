@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from slipstream.data.tokenizers import Tokenizer
 from slipstream.environments import Call, Message, Reply
 from slipstream.environments.chat.quoting import Part, Quoting
 from slipstream.environments.chat.tool_calls import HERMES, Format
-from slipstream.environments.chat.tool_formats import format_of, said_calls
-from slipstream.environments.chat.turn_boundaries import ASKED, DUMMY_TOOL, SHOWN, SHOWN_TOO, Refused, Template
+from slipstream.environments.chat.tool_formats import call_message, format_of
+from slipstream.environments.chat.turn_boundaries import ASKED, DUMMY_TOOL, RESULT, SECOND_RESULT, Refused, Template
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.records import Ints
 
@@ -57,8 +58,10 @@ class Renderer:
         self.wraps = self._wraps(format)
         """True if tool results are written as turns of the user, since the template has no role for tool results."""
         end, tail = self.template.tail([ASKED])
-        tails = [tail] if self.wraps else [tail, self.template.tail([SHOWN])[1]]
-        self.thinks = all(begins_thinking(each[-1].text) for each in tails)
+        tails = [tail] if self.wraps else [tail, self.template.tail([RESULT])[1]]
+        headers = [parts[-1].text for parts in tails]
+        self.thinks = all(text.rfind("<think>") > text.rfind("</think>") for text in headers)
+        """True if the header of a turn begins the thinking."""
         self.notes = tuple(self._notes(end))
         """Lines for the log about properties of this template that users should know."""
         self._check_tokens([Part(end, quoted=False), *(part for part in tail if not part.quoted)])
@@ -84,18 +87,18 @@ class Renderer:
 
         Tool results, and other messages after the first assistant turn, cannot contain control tokens; the prompt can.
         """
-        said = [self._as_called(message) for message in messages]
-        said = wrapped(said) if self.wraps else numbered(said)
-        first = next((n for n, message in enumerate(said) if message["role"] == "assistant"), len(said))
+        messages = [self._with_written_calls(message) for message in messages]
+        messages = wrapped(messages) if self.wraps else numbered(messages)
+        first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         quoted = [
             n
-            for n, message in enumerate(said)
+            for n, message in enumerate(messages)
             if (n > first or message["role"] == "tool")
             and message["role"] != "assistant"
             and self.quoting.pattern.search(message["content"])
         ]
         try:
-            parts = self.template.opened(said, tools, quoted)
+            parts = self.template.conversation(messages, tools, quoted)
         except Refused as refused:
             raise DataError(f"{self.name}: {refused}") from None
         if quoted:
@@ -103,13 +106,13 @@ class Renderer:
         text = "".join(part.text for part in parts).encode("utf-8", "replace").decode()
         return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
-    def _as_called(self, message: Message) -> Message:
+    def _with_written_calls(self, message: Message) -> Message:
         """Convert the tool calls of a message to the template's form, or write the calls into the message's text."""
         if not message.get("tool_calls"):
             return message
         calls = [Call(each["function"]["name"], each["function"]["arguments"]) for each in message["tool_calls"]]
         if not self.spells:
-            return said_calls(calls, content=message["content"], as_text=self.format.as_text)
+            return call_message(calls, content=message["content"], as_text=self.format.as_text)
         written = [json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in calls]
         text = "\n".join([message["content"], *(f"<tool_call>\n{each}\n</tool_call>" for each in written)])
         return {"role": "assistant", "content": text.strip()}
@@ -134,9 +137,8 @@ class Renderer:
     def _check(self, message: Message) -> None:
         if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
             raise DataError(f"a message of an environment must have a role and a content, both text, not {message!r}")
-        rest = json.dumps(
-            {key: value for key, value in message.items() if key != "content"}, ensure_ascii=False, default=str
-        )
+        others = {key: value for key, value in message.items() if key != "content"}
+        rest = json.dumps(others, ensure_ascii=False, default=str)
         if found := self.quoting.pattern.search(rest):
             raise DataError(f"{found[0]!r} is a control token: only the content of a message may hold it, not {rest}")
 
@@ -158,15 +160,15 @@ class Renderer:
         return found
 
     def _wraps(self, format: str) -> bool:
-        if why := self.template.takes(ASKED):
+        if why := self.template.refusal(ASKED):
             raise ModelError(f"{self.name}: no turn can follow one of the assistant: {why}")
         for messages in [ASKED], []:
             self.template.prove(*messages)
-        why = self.template.takes(SHOWN)
+        why = self.template.refusal(RESULT)
         if why and format == "auto":
             raise ModelError(f"{self.name}: its chat template has no role for tool results: {why}: {WRITE_HERMES}")
         try:
-            for messages in [] if why else [[SHOWN], [SHOWN, SHOWN_TOO], [SHOWN, ASKED]]:
+            for messages in [] if why else [[RESULT], [RESULT, SECOND_RESULT], [RESULT, ASKED]]:
                 self.template.prove(*messages)
         except ModelError:
             if format == "auto":
@@ -179,9 +181,8 @@ class Renderer:
         if self.template.strips_thinking():
             notes.append(f"the chat template of {self.name} would strip thinking from earlier turns; it is kept")
         if self.wraps:
-            notes.append(
-                f"the chat template of {self.name} has no role for tool results; they are written as turns of the user"
-            )
+            instead = "they are written as turns of the user"
+            notes.append(f"the chat template of {self.name} has no role for tool results; {instead}")
         if not end:
             notes.append(f"the chat template of {self.name} does not end the assistant's turn with a stop token")
         return notes
@@ -208,16 +209,12 @@ def any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
-def begins_thinking(header: str) -> bool:
-    return header.rfind("<think>") > header.rfind("</think>")
-
-
 def without_thinking(text: str, form: Format, *, begun: bool) -> str:
     """Remove the thinking from a turn's text. If `</think>` is missing, all text after `<think>` is thinking.
 
     `begun`: `<think>` is in the turn's header. A `</think>` before any `<think>` or call has the same effect.
     """
-    begin, kept, at = form.begin or "{", list[str](), 0
+    begin, shown, at = form.begin or "{", list[str](), 0
     if begun and not text.lstrip().startswith("<think>"):
         at = _after(text, "</think>", 0)
     elif (ends := _place(text, "</think>", 0)) < min(_place(text, "<think>", 0), _place(text, begin, 0)):
@@ -225,13 +222,13 @@ def without_thinking(text: str, form: Format, *, begun: bool) -> str:
     while at < len(text):
         thinking, call = _place(text, "<think>", at), _place(text, begin, at)
         if thinking <= call:
-            kept.append(text[at:thinking])
+            shown.append(text[at:thinking])
             at = _after(text, "</think>", thinking)
         else:
-            said = _after(text, form.end, call) if form.end else len(text)
-            kept.append(text[at:said])
-            at = said
-    return "".join(kept)
+            after = _after(text, form.end, call) if form.end else len(text)
+            shown.append(text[at:after])
+            at = after
+    return "".join(shown)
 
 
 def _place(text: str, mark: str, at: int) -> int:
@@ -252,13 +249,11 @@ def numbered(messages: Sequence[Message]) -> list[Message]:
 
 def wrapped(messages: Sequence[Message]) -> list[Message]:
     """Convert tool messages to turns of the user; consecutive tool messages share one turn."""
-    turns, open_turn = list[Message](), False
-    for message in messages:
-        tool = message["role"] == "tool"
-        said = f"<tool_response>\n{message['content']}\n</tool_response>"
-        if tool and open_turn:
-            turns[-1]["content"] += f"\n{said}"
+    turns = list[Message]()
+    for is_tool, group in groupby(messages, lambda message: bool(message["role"] == "tool")):
+        if is_tool:
+            results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            turns.append({"role": "user", "content": "\n".join(results)})
         else:
-            turns.append({"role": "user", "content": said} if tool else dict(message))
-        open_turn = tool
+            turns += group
     return turns

@@ -124,15 +124,15 @@ class Reading:
             raise Fault(f"<parameter=NAME>…</parameter> or </function> is expected, not {_short(self.text[at:])}")
         return [Call(name, arguments)], at + len("</function>")
 
-    def _typed(self, tool: str, key: str, said: str) -> Any:
+    def _typed(self, tool: str, key: str, text: str) -> Any:
         """Convert a parameter's text to the schema's type; return text that does not fit unchanged."""
         kind = self.schemas.get(tool, {}).get("properties", {}).get(key, {}).get("type", "string")
         if kind == "string":
-            return said
+            return text
         try:
-            return value_at({"True": "true", "False": "false", "None": "null"}.get(said, said), 0)[0]
+            return value_at({"True": "true", "False": "false", "None": "null"}.get(text, text), 0)[0]
         except Fault:
-            return said
+            return text
 
     def _bare(self) -> None:
         """Parse a turn in the format without marks: either the whole turn consists of calls, or it has no calls."""
@@ -151,10 +151,10 @@ class Reading:
             self.found.calls, self.found.text = calls, ""
 
 
-def finite(said: str) -> float:
+def finite(text: str) -> float:
     """Parse a number; raise ValueError for NaN, Infinity and overflows such as 1e400, which JSON cannot represent."""
-    if not math.isfinite(value := float(said)):
-        raise ValueError(f"{said[:60]} is no finite number")
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:60]} is no finite number")
     return value
 
 
@@ -169,9 +169,8 @@ def value_at(text: str, at: int) -> tuple[Any, int]:
     except UnicodeEncodeError:
         raise Fault(f"a call holds half a character: {_short(text[at:])}") from None
     except json.JSONDecodeError as error:
-        raise Fault(
-            f"a call is no JSON: {error.msg} at character {error.pos - at + 1} of {_short(text[at:])}"
-        ) from None
+        place = f"at character {error.pos - at + 1} of {_short(text[at:])}"
+        raise Fault(f"a call is no JSON: {error.msg} {place}") from None
     except RecursionError:
         raise Fault("a call is nested too deeply") from None
     except ValueError as error:
@@ -195,10 +194,10 @@ def _call(name: Any, arguments: Any) -> Call:
     if not isinstance(name, str) or not name:
         raise Fault('a call has no "name"')
     if isinstance(arguments, str):  # some models write the arguments as JSON text inside of the JSON
-        said = arguments
-        arguments, after = value_at(said, 0)
-        if said[after:].strip():
-            raise Fault(f"the arguments of {_short(name)} are followed by {_short(said[after:])}")
+        text = arguments
+        arguments, after = value_at(text, 0)
+        if text[after:].strip():
+            raise Fault(f"the arguments of {_short(name)} are followed by {_short(text[after:])}")
     if not isinstance(arguments, dict):
         raise Fault(f"the arguments of {_short(name)} are no object: {_short(json.dumps(arguments))}")
     return Call(name, arguments)

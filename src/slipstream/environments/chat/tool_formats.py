@@ -13,7 +13,7 @@ Render = Callable[[list[Message], bool], str]
 """Function that renders messages to text. If its flag is True, the header of the assistant's next turn is added."""
 
 
-def said_calls(calls: Sequence[Call], *, content: str = "", as_text: bool = False) -> Message:
+def call_message(calls: Sequence[Call], *, content: str = "", as_text: bool = False) -> Message:
     """Return an assistant's message that contains these tool calls, in the form that chat templates expect."""
     return {
         "role": "assistant",
@@ -37,59 +37,60 @@ def format_of(render: Render, stops: re.Pattern[str], mark: str) -> Format | Non
     one = [Call(f"look{mark}", {"what": f"there{mark}"})]
     two = [*one, Call(f"find{mark}", {"what": f"here{mark}"})]
     for as_text in (False, True):
-        said = _written(render, stops, mark, one, as_text)
-        if said is None or (form := _shape(said, one[0].name, as_text)) is None:
+        text_of_one = _text_of(render, stops, mark, one, as_text)
+        if text_of_one is None or (form := _format_of_one(text_of_one, one[0].name, as_text)) is None:
             continue
-        both = _written(render, stops, mark, two, as_text)
-        if both is not None:
-            form = _shared(form, both, two)
-        read = [(form.read(text), calls) for text, calls in ((said, one), (both, two)) if text is not None]
+        texts = [(text_of_one, one)]
+        if (text_of_two := _text_of(render, stops, mark, two, as_text)) is not None:
+            form = _with_outer_marks(form, text_of_two, two)
+            texts.append((text_of_two, two))
+        read = [(form.read(text), calls) for text, calls in texts]
         if all(found.calls == calls and not found.faults for found, calls in read):
             return form
     return None
 
 
-def _written(render: Render, stops: re.Pattern[str], mark: str, calls: Sequence[Call], as_text: bool) -> str | None:
+def _text_of(render: Render, stops: re.Pattern[str], mark: str, calls: Sequence[Call], as_text: bool) -> str | None:
     """Return the text that a template renders for calls, without stop token; None if the text lacks the calls."""
-    asked: list[Message] = [{"role": "user", "content": "?"}]
+    question: list[Message] = [{"role": "user", "content": "?"}]
     try:
-        whole = render([*asked, said_calls(calls, content=f"so{mark}z", as_text=as_text)], False)
-        _, found, said = whole.rpartition(f"so{mark}z")
+        whole = render([*question, call_message(calls, content=f"so{mark}z", as_text=as_text)], False)
+        _, found, text = whole.rpartition(f"so{mark}z")
         if not found:  # some templates omit the content of a turn that has calls
-            header, whole = render(asked, True), render([*asked, said_calls(calls, as_text=as_text)], False)
+            header, whole = render(question, True), render([*question, call_message(calls, as_text=as_text)], False)
             if not whole.startswith(header):
                 return None
-            said = whole[len(header) :]
+            text = whole[len(header) :]
     except Exception:  # templates are programs and may raise anything
         return None
-    said = stops.split(said, maxsplit=1)[0]
-    return said if all(call.name in said and call.arguments["what"] in said for call in calls) else None
+    text = stops.split(text, maxsplit=1)[0]
+    return text if all(call.name in text and call.arguments["what"] in text for call in calls) else None
 
 
-def _shape(said: str, name: str, as_text: bool) -> Format | None:
-    if f"<function={name}>" in said and "</function>" in said:
-        before, after = said.partition("<function=")[0].strip(), said.rpartition("</function>")[2].strip()
+def _format_of_one(text: str, name: str, as_text: bool) -> Format | None:
+    if f"<function={name}>" in text and "</function>" in text:
+        before, after = text.partition("<function=")[0].strip(), text.rpartition("</function>")[2].strip()
         return Format(begin=before, end=after, tags=True, as_text=as_text) if before else None
-    place = said.index(name)
-    for opening in re.finditer(r"[{\[]", said):
+    place = text.index(name)
+    for opening in re.finditer(r"[{\[]", text):
         start = opening.start()
         try:
-            _, end = value_at(said, start)
+            _, end = value_at(text, start)
         except Fault:
             continue
-        after = said[end:].strip()
+        after = text[end:].strip()
         if start < place < end:
-            return Format(begin=said[:start].strip(), end=after, as_text=as_text)
+            return Format(begin=text[:start].strip(), end=after, as_text=as_text)
         if start > place:
-            middle = said[place + len(name) : start].strip()
-            return Format(begin=said[:place].strip(), middle=middle, end=after, as_text=as_text) if middle else None
+            middle = text[place + len(name) : start].strip()
+            return Format(begin=text[:place].strip(), middle=middle, end=after, as_text=as_text) if middle else None
     return None
 
 
-def _shared(form: Format, both: str, calls: Sequence[Call]) -> Format:
+def _with_outer_marks(form: Format, text: str, calls: Sequence[Call]) -> Format:
     """Separate the marks of each call from the marks around all calls, by comparing with the text between two calls."""
-    first, second = (both.index(call.arguments["what"]) for call in calls)
-    between = both[first : both.index(calls[1].name) if form.middle is not None else second]
+    first, second = (text.index(call.arguments["what"]) for call in calls)
+    between = text[first : text.index(calls[1].name) if form.middle is not None else second]
     if form.middle is None:
         between = between[: max(between.rfind("{", 0, between.find(calls[1].name)), 0)]
     between = between.rstrip()

@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.environments import Call, Message
 from slipstream.environments.chat.quoting import Part
-from slipstream.environments.chat.tool_formats import said_calls
+from slipstream.environments.chat.tool_formats import call_message
 from slipstream.errors import ModelError, first_line
 
 DUMMY_TOOL = {
@@ -27,10 +27,10 @@ DUMMY_TOOL = {
 }
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 ASKED: Message = {"role": "user", "content": "Which is it?"}
-ANSWERED: Message = {"role": "assistant", "content": "This."}
-THOUGHT: Message = {"role": "assistant", "content": "<think>\nPerhaps that.\n</think>\n\nThis."}
-SHOWN: Message = {"role": "tool", "content": "Seen.", "tool_call_id": "000000000"}
-SHOWN_TOO: Message = {"role": "tool", "content": "Seen, too.", "tool_call_id": "000000001"}
+ANSWER: Message = {"role": "assistant", "content": "This."}
+THINKING: Message = {"role": "assistant", "content": "<think>\nPerhaps that.\n</think>\n\nThis."}
+RESULT: Message = {"role": "tool", "content": "Seen.", "tool_call_id": "000000000"}
+SECOND_RESULT: Message = {"role": "tool", "content": "Seen, too.", "tool_call_id": "000000001"}
 
 
 class Refused(Exception):
@@ -54,15 +54,12 @@ class Template:
     def render(self, messages: Sequence[Message], header: bool, **args: Any) -> str:
         options = self.args | ({"tools": self.tools} if self.tools else {}) | args
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=header, tokenize=False, **options
-                )
-            )
+            options |= {"add_generation_prompt": header, "tokenize": False}
+            return str(self.tokenizer.apply_chat_template(list(messages), **options))
         except Exception as error:  # templates are programs and may raise anything
             raise Refused(f"the chat template refuses these messages: {first_line(error)}") from None
 
-    def opened(self, messages: Sequence[Message], tools: Sequence[Any], quoted: Sequence[int]) -> list[Part]:
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Any], quoted: Sequence[int]) -> list[Part]:
         """Render a conversation and the header of the next turn; quote the contents of messages number `quoted`."""
         marked = [
             message | {"content": self._marked(n, message["content"])} if n in quoted else message
@@ -77,7 +74,7 @@ class Template:
         return self._tail(messages, calling=self.calling[tool])
 
     def _tail(self, messages: Sequence[Message], *, calling: bool) -> tuple[str, list[Part]]:
-        end, after = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
+        end, after = self._split([ASKED, self._call_turn(messages) if calling else self._text_turn()], messages)
         return end, self._parts(after, messages)
 
     def _split(self, history: Sequence[Message], messages: Sequence[Message], **args: Any) -> tuple[str, str]:
@@ -93,13 +90,13 @@ class Template:
             raise Refused("the chat template does not end a turn of calls with a stop token")
         return "", after
 
-    def _said(self, text: str = "") -> Message:
+    def _text_turn(self, text: str = "") -> Message:
         return {"role": "assistant", "content": f"{text}It is {self.mark}z"}
 
-    def _called(self, messages: Sequence[Message] = (), name: str = "look") -> Message:
+    def _call_turn(self, messages: Sequence[Message] = (), name: str = "look") -> Message:
         """Return an assistant's message that has one call for each tool message, and at least one call."""
         count = max(1, sum(message["role"] == "tool" for message in messages))
-        return said_calls([Call(name, {"what": f"{self.mark}z"})] * count, as_text=bool(self.as_text))
+        return call_message([Call(name, {"what": f"{self.mark}z"})] * count, as_text=bool(self.as_text))
 
     def _marked(self, number: int, content: str) -> str:
         """Put marks around a message's content, without its outer blanks, which templates may strip."""
@@ -127,7 +124,7 @@ class Template:
 
     # --- checks of turn boundaries ------------------------------------------------------------------------------------
 
-    def takes(self, *messages: Message) -> str:
+    def refusal(self, *messages: Message) -> str:
         """Return the reason why these messages cannot follow an assistant's turn; empty if they can follow."""
         tool, why = messages[0]["role"] == "tool", ""
         for calling in (False, True) if tool and self.as_text is not None else (False,):
@@ -145,10 +142,10 @@ class Template:
         tool = bool(messages) and messages[0]["role"] == "tool"
         calling = self.calling[tool]
         try:
-            wanted = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
+            expected = self._split([ASKED, self._call_turn(messages) if calling else self._text_turn()], messages)
         except Refused:  # the template will refuse these messages in a run, too
             return
-        for what, history, args in self._histories(messages):
+        for cause, history, args in self._histories(messages):
             if self.as_text is None and any("tool_calls" in message for message in history):
                 continue
             try:
@@ -156,41 +153,41 @@ class Template:
             except Refused:  # the template allows no conversation with this history
                 continue
             if calling or "tool_calls" in history[-1]:
-                end = wanted[0]  # some templates end calls with a different stop token
-            if (end, after) != wanted:
+                end = expected[0]  # some templates end calls with a different stop token
+            if (end, after) != expected:
                 instead = ', or write environment.format = "hermes"' if tool else ""
                 raise ModelError(
-                    f"{self.name}: what its chat template prints after an assistant's turn depends on {what}, so that "
+                    f"{self.name}: what its chat template prints after an assistant's turn depends on {cause}, so that "
                     f"turns cannot be joined: give the tokenizer a template in which it does not{instead}"
                 )
 
     def _histories(self, messages: Sequence[Message]) -> Iterator[tuple[str, list[Message], dict[str, Any]]]:
-        said, called = self._said(), self._called(messages)
-        earlier = said_calls([Call("look", {"what": "there"})], as_text=bool(self.as_text))
-        twice = said_calls([Call("look", {"what": "there"})] * 2, as_text=bool(self.as_text))
+        text, calls = self._text_turn(), self._call_turn(messages)
+        earlier = call_message([Call("look", {"what": "there"})], as_text=bool(self.as_text))
+        twice = call_message([Call("look", {"what": "there"})] * 2, as_text=bool(self.as_text))
         other: Message = {"role": "user", "content": "And now something else:\n\n1. a longer question"}
-        yield "whether the turn has calls", [ASKED, called], {}
-        yield "whether the turn has calls", [ASKED, said], {}
-        yield "which tool was called", [ASKED, self._called(messages, "find")], {}
-        yield "what the assistant said", [ASKED, self._said("Much.\n\n- and\n- more\n\n")], {}
-        yield "the assistant's thinking", [ASKED, self._said("<think>\nPerhaps that.\n</think>\n\n")], {}
-        for last in (said, called):
+        yield "whether the turn has calls", [ASKED, calls], {}
+        yield "whether the turn has calls", [ASKED, text], {}
+        yield "which tool was called", [ASKED, self._call_turn(messages, "find")], {}
+        yield "what the assistant said", [ASKED, self._text_turn("Much.\n\n- and\n- more\n\n")], {}
+        yield "the assistant's thinking", [ASKED, self._text_turn("<think>\nPerhaps that.\n</think>\n\n")], {}
+        for last in (text, calls):
             yield "the user's text", [other, last], {}
             yield "whether there is a system prompt", [SYSTEM, ASKED, last], {}
-            yield "the number of earlier turns", [ASKED, ANSWERED, other, last], {}
-            yield "the number of earlier turns", [ASKED, ANSWERED, ASKED, ANSWERED, other, last], {}
-            yield "the thinking of earlier turns", [ASKED, THOUGHT, other, last], {}
-            yield "what tools said earlier", [ASKED, ANSWERED, SHOWN, last], {}
-            yield "what tools said earlier", [ASKED, ANSWERED, SHOWN, ANSWERED, SHOWN, SHOWN_TOO, last], {}
-            yield "earlier calls of tools", [ASKED, earlier, SHOWN, last], {}
-            yield "earlier calls of tools", [ASKED, earlier, SHOWN, twice, SHOWN, SHOWN_TOO, last], {}
-            yield "earlier calls of tools", [ASKED, earlier, SHOWN, ANSWERED, other, last], {}
+            yield "the number of earlier turns", [ASKED, ANSWER, other, last], {}
+            yield "the number of earlier turns", [ASKED, ANSWER, ASKED, ANSWER, other, last], {}
+            yield "the thinking of earlier turns", [ASKED, THINKING, other, last], {}
+            yield "what tools said earlier", [ASKED, ANSWER, RESULT, last], {}
+            yield "what tools said earlier", [ASKED, ANSWER, RESULT, ANSWER, RESULT, SECOND_RESULT, last], {}
+            yield "earlier calls of tools", [ASKED, earlier, RESULT, last], {}
+            yield "earlier calls of tools", [ASKED, earlier, RESULT, twice, RESULT, SECOND_RESULT, last], {}
+            yield "earlier calls of tools", [ASKED, earlier, RESULT, ANSWER, other, last], {}
             yield "which tools there are", [ASKED, last], {"tools": [DUMMY_TOOL]}
             yield "the date", [ASKED, last], {"strftime_now": lambda form: "another day"}
 
     def strips_thinking(self) -> bool:
         """Return True if the template removes the thinking from earlier turns."""
         try:
-            return "Perhaps that." not in self.render([ASKED, THOUGHT, ASKED], True)
+            return "Perhaps that." not in self.render([ASKED, THINKING, ASKED], True)
         except Refused:
             return False

@@ -71,8 +71,7 @@ class AgentSandbox:
         with ExitStack() as opened:
             filtering = opened.enter_context(sealed(self.sandbox.filter))
             bridging = opened.enter_context(sealed(Path(bridge.__file__).read_bytes()))
-            told = dict(env) | {"PATH": path}
-            variables = [word for name, value in told.items() for word in ("--setenv", name, value)]
+            variables = [word for name, value in {**env, "PATH": path}.items() for word in ("--setenv", name, value)]
             words = ["python3", "-I", "-S", BRIDGE, SOCKET, str(PORT), "--", *command]
             limits = Limits(seconds, MOST.memory, MOST.disk, MOST.output, MOST.processes)
             yield [

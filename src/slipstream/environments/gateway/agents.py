@@ -10,13 +10,14 @@ sampler. At another sampler, incomplete episodes start again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.environments.episodes import TRIES, Call, Calls, Policy, failed
-from slipstream.environments.gateway.sessions import Bounds, Session, Speaks
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.episodes import TRIES, Call, Calls, Limits, Policy, failed, row_of
+from slipstream.environments.gateway.sessions import Session
 from slipstream.errors import EnvironmentFailed
 from slipstream.protocols import Sampling
 from slipstream.records import Finish, Group, Handle, Prompt, Rollout, handed_over, header_of
@@ -54,20 +55,18 @@ class Agents:
     def __init__(
         self,
         policy: Policy,
-        renderer: Speaks,
+        renderer: Renderer,
         players: Players,
         server: Server,
-        bounds: Bounds,
+        limits: Limits,
         *,
-        seconds: float,
-        step_seconds: float,
+        vocabulary: int,
         at_once: int,
     ) -> None:
-        """Limit an episode to `seconds`, its rewards to `step_seconds`, and the running agents to `at_once`."""
+        """Run at most `at_once` agents at a time; token ids of their requests must be below `vocabulary`."""
         self.policy, self.renderer, self.players, self.server = policy, renderer, players, server
-        self.bounds, self.seconds, self.step_seconds = bounds, seconds, step_seconds
+        self.limits, self.vocabulary, self.at_once = limits, vocabulary, at_once
         self.publish = policy.publish
-        self.at_once = at_once
         self.room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self.calls = Calls(policy)
         self.playing: dict[Key, Playing] = {}
@@ -81,13 +80,13 @@ class Agents:
             known.setdefault(handle.body.episode, []).append(Handle(header_of(handle.body), handle.body))
         await self.server.started()
 
-        async def member(call: Call, place: int) -> list[Handle]:
+        def member(call: Call, place: int) -> Coroutine[Any, Any, list[Handle]]:
             index = prompt.first + place
-            return await self._member(call, index, known.get(index, []))
+            return self._member(call, index, known.get(index, []))
 
-        found = await self.calls.answered(prompt, sampling, member)
-        handles = [handle for each in found for handle in each]
-        if any(not each or each[0].header.finish == "released" for each in found):
+        episodes = await self.calls.run(prompt, sampling, member)
+        handles = [handle for lineages in episodes for handle in lineages]
+        if any(not lineages or lineages[0].header.finish == "released" for lineages in episodes):
             return handed_over(handle.body for handle in handles if handle.body is not None)
         return sorted(handles, key=lambda handle: handle.header.index)
 
@@ -103,8 +102,8 @@ class Agents:
             return known
         key = call.prompt.number, call.prompt.seed, index, call.sampling
         playing = self.playing.pop(key, None)
-        if playing is not None and playing.waits is not None:
-            playing.waits.cancel()
+        if playing is not None and playing.expiry is not None:
+            playing.expiry.cancel()
         if playing is not None and not known:  # the episode starts again
             await ended(playing.task)
             playing = None
@@ -114,7 +113,7 @@ class Agents:
         elif playing.session is not None:
             playing.session.going.set()
         self.playing[key] = playing
-        either: list[asyncio.Future[Any]] = [playing.task, call.leaving]
+        either: list[asyncio.Future[Any]] = [playing.task, call.released]
         stays = False
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -122,67 +121,61 @@ class Agents:
                 return playing.task.result()
             stays = playing.session is not None and playing.session.counts["turns"] > 0
             if stays:
-                playing.waits = asyncio.get_running_loop().call_later(KEPT, self._forget, key)
-            return playing.so_far() if stays else []
+                playing.expiry = asyncio.get_running_loop().call_later(
+                    KEPT, lambda: self.playing.pop(key).task.cancel()
+                )
+            return playing.unfinished() if stays else []
         finally:
             if not stays:
                 await ended(playing.task)
                 self.playing.pop(key, None)
 
-    def _forget(self, key: Key) -> None:
-        """End a released episode that did not continue here within KEPT seconds."""
-        self.playing.pop(key).task.cancel()
-
     async def _episode(self, call: Call, index: int, playing: Playing) -> list[Handle]:
         error = EnvironmentFailed("", "")
         for failures in range(TRIES):
             try:
-                rollouts = await self._in_turn(call, index, failures, playing)
+                async with self._semaphore():
+                    rollouts = await self._play(call, index, failures, playing)
                 return [Handle(header_of(rollout), rollout) for rollout in rollouts]
             except EnvironmentFailed as failure:
                 error = failure
         return [Handle(failed(call.prompt, index, error), None)]
 
-    async def _in_turn(self, call: Call, index: int, failures: int, playing: Playing) -> list[Rollout]:
+    def _semaphore(self) -> asyncio.Semaphore:
+        """Return the semaphore that limits running agents; each event loop needs a new one."""
         loop = asyncio.get_running_loop()
         if self.room is None or self.room[0] is not loop:
             self.room = loop, asyncio.Semaphore(self.at_once)
-        async with self.room[1]:
-            return await self._played(call, index, failures, playing)
+        return self.room[1]
 
-    async def _played(self, call: Call, index: int, failures: int, playing: Playing) -> list[Rollout]:
-        session = Session(self.policy, self.renderer, call.prompt, call.sampling, index, self.bounds)
+    async def _play(self, call: Call, index: int, failures: int, playing: Playing) -> list[Rollout]:
+        prompt, limit = call.prompt, self.limits.step_seconds
+        session = Session(self.policy, self.renderer, prompt, call.sampling, index, self.limits, self.vocabulary)
         playing.session = session
         name = self.server.open(session)
+        row = row_of(prompt, self.renderer.text(prompt.tokens) if prompt.asked is None else prompt.asked, prompt.seed)
         try:
-            async with self.players.playing(self._row(call.prompt), self.server.base_url(name), name) as player:
+            async with self.players.playing(row, self.server.base_url(name), name) as player:
                 session.began = asyncio.get_running_loop().time()
                 why = await self._ended(session, player)
                 session.close()
                 finish = self._finish(session, why)
-                rewards = await self._rewards(player)
+                try:
+                    async with asyncio.timeout(limit):
+                        rewards = await player.rewards()
+                except TimeoutError:
+                    raise EnvironmentFailed("timeout", f"the rewards took more than {limit:g} s") from None
         finally:
             playing.session = None
             self.server.shut(name)
         return session.rollouts(finish, call.sampling.group, {**rewards, "failures": float(failures)})
-
-    def _row(self, prompt: Prompt) -> dict[str, Any]:
-        asked = self.renderer.text(prompt.tokens) if prompt.asked is None else prompt.asked
-        return {
-            "id": prompt.id,
-            "prompt": asked,
-            "ground_truth": prompt.ground_truth,
-            "meta": prompt.meta,
-            "data_source": prompt.data_source,
-            "seed": prompt.seed,
-        }
 
     async def _ended(self, session: Session, player: Player) -> str | None:
         """Return the reason why the agent failed, an empty string if it succeeded, or None if its time is over."""
         ended = asyncio.create_task(player.ended())
         either: list[asyncio.Future[Any]] = [ended, session.failure]
         try:
-            await asyncio.wait(either, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 await session.failure
             return ended.result() if ended.done() else None
@@ -196,20 +189,13 @@ class Agents:
     def _finish(self, session: Session, why: str | None) -> Finish:
         if not session.counts["turns"]:
             if why is None:
-                raise EnvironmentFailed("timeout", f"the agent got no answer in {self.seconds:g} s")
+                raise EnvironmentFailed("timeout", f"the agent got no answer in {self.limits.seconds:g} s")
             raise EnvironmentFailed("error", f"the agent got no answer: {why or 'it ended before'}")
         if why is None:
             return "time"
         if why and session.stopped is None:
             raise EnvironmentFailed("crash" if why.startswith("killed") else "error", f"the agent failed: {why}")
         return session.stopped or "eos"
-
-    async def _rewards(self, player: Player) -> Mapping[str, float]:
-        try:
-            async with asyncio.timeout(self.step_seconds):
-                return await player.rewards()
-        except TimeoutError:
-            raise EnvironmentFailed("timeout", f"the rewards took more than {self.step_seconds:g} s") from None
 
     def close(self) -> None:
         for playing in self.playing.values():
@@ -226,10 +212,10 @@ class Playing:
 
     task: asyncio.Task[list[Handle]] = field(init=False)
     session: Session | None = None
-    waits: asyncio.TimerHandle | None = None
+    expiry: asyncio.TimerHandle | None = None
     """Timer that ends a released episode; None while the episode runs."""
 
-    def so_far(self) -> list[Handle]:
+    def unfinished(self) -> list[Handle]:
         assert self.session is not None
         rollouts = self.session.rollouts("released", self.session.sampling.group, {})
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from slipstream.environments import Call, Message
+from slipstream.environments import Message
 from slipstream.environments.chat.tool_calls import finite
 from slipstream.environments.gateway.sessions import Answer, Refused
 from slipstream.errors import first_line
@@ -88,15 +88,16 @@ def loaded(body: bytes | str) -> dict[str, Any]:
     return found
 
 
-def check_options(given: dict[str, Any], served: set[str], at: str = "") -> None:
-    """Refuse parameters that are not supported, unless they have their default value."""
+def check_options(given: dict[str, Any], served: set[str], section: str = "") -> tuple[str, ...]:
+    """Refuse parameters that are not supported, unless they have their default value; return the ignored ones."""
     for name, value in given.items():
         nothing = NOTHING.get(name)
         if value is None or name in served or name in HARMLESS or name in IMPOSED:
             continue
         if nothing is None or value != nothing or isinstance(value, bool) != isinstance(nothing, bool):
             instead = INSTEAD.get(name, "leave it out")
-            raise wrong(f"{at}{name}"[:100], f"{json.dumps(value)[:60]} is not supported; {instead}")
+            raise wrong(f"{section}{name}"[:100], f"{json.dumps(value)[:60]} is not supported; {instead}")
+    return tuple(name for name in IMPOSED if given.get(name) is not None)
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def check_options(given: dict[str, Any], served: set[str], at: str = "") -> None
 
 def chat_of(body: bytes) -> Chat:
     given = loaded(body)
-    check_options(given, CHAT)
+    imposed = check_options(given, CHAT)
     choice = given.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise wrong("tool_choice", 'must be "auto" or "none": the student decides')
@@ -119,7 +120,7 @@ def chat_of(body: bytes) -> Chat:
         model=given["model"] if isinstance(given.get("model"), str) else "student",
         stream=bool(stream),
         usage=isinstance(options, dict) and options.get("include_usage") is True,
-        imposed=tuple(name for name in IMPOSED if given.get(name) is not None),
+        imposed=imposed,
     )
 
 
@@ -133,7 +134,7 @@ def tokens_of(body: bytes) -> Tokens:
         raise wrong("token_ids", "must be a list of token ids from 0 to 2^31 - 1")
     if not isinstance(sampling, dict):
         raise wrong("sampling_params", "must be an object")
-    check_options(sampling, SAMPLING, "sampling_params.")
+    imposed = check_options(sampling, SAMPLING, "sampling_params.")
     if sampling.get("logprobs") not in (None, 0, 1):
         raise wrong("sampling_params.logprobs", "must be 1: the answer has the log-prob of each sampled token")
     stops = sampling.get("stop_token_ids") or []
@@ -141,13 +142,12 @@ def tokens_of(body: bytes) -> Tokens:
         raise wrong("sampling_params.stop_token_ids", "must be a list of token ids")
     if given.get("stream") not in (None, False):
         raise wrong("stream", "is not supported here; leave it out")
-    imposed = tuple(name for name in IMPOSED if sampling.get(name) is not None)
     return Tokens(ids=np.array(ids, np.int32), most=_most(sampling, "max_tokens"), stops=stops, imposed=imposed)
 
 
-def check_stops(asked: Collection[int], stop_ids: Collection[int]) -> None:
+def check_stops(requested: Collection[int], stop_ids: Collection[int]) -> None:
     """Refuse stop tokens other than those that always end a turn of the student."""
-    if not set(asked) <= set(stop_ids):
+    if not set(requested) <= set(stop_ids):
         raise wrong("sampling_params.stop_token_ids", f"the student's turns end only at {sorted(stop_ids)}")
 
 
@@ -163,78 +163,72 @@ def _most(given: dict[str, Any], *names: str) -> int | None:
 def _messages(given: Any) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise wrong("messages", "must be a list of at least one message")
-    found = [_message(f"messages[{n}]", each) for n, each in enumerate(given)]
-    if found[-1]["role"] == "assistant":
-        raise wrong(f"messages[{len(found) - 1}]", "must not be the assistant's: a message is not continued")
-    return found
+    messages = [_message(f"messages[{n}]", each) for n, each in enumerate(given)]
+    if messages[-1]["role"] == "assistant":
+        raise wrong(f"messages[{len(messages) - 1}]", "must not be the assistant's: a message is not continued")
+    return messages
 
 
-def _message(at: str, given: Any) -> Message:
+def _message(place: str, given: Any) -> Message:
     if not isinstance(given, dict):
-        raise wrong(at, "must be an object")
+        raise wrong(place, "must be an object")
     role = ROLES.get(given["role"]) if isinstance(given.get("role"), str) else None
     if role is None:
-        raise wrong(f"{at}.role", f"must be one of {', '.join(ROLES)}")
-    calls = _calls(at, given.get("tool_calls")) if role == "assistant" else []
-    message: Message = {"role": role, "content": _content(f"{at}.content", given.get("content"))}
+        raise wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}")
+    calls = _calls(f"{place}.tool_calls", given.get("tool_calls")) if role == "assistant" else []
+    message: Message = {"role": role, "content": _content(f"{place}.content", given.get("content"))}
     if role == "tool" and isinstance(given.get("name"), str):
         message["name"] = given["name"]
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _content(at: str, given: Any) -> str:
+def _content(place: str, given: Any) -> str:
     if given is None or isinstance(given, str):
         return given or ""
     if not isinstance(given, list):
-        raise wrong(at, "must be text or a list of parts")
+        raise wrong(place, "must be text or a list of parts")
     texts = []
     for n, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise wrong(f"{at}[{n}].type", f"is {json.dumps(kind)[:60]}, but only text is supported")
+            raise wrong(f"{place}[{n}].type", f"is {json.dumps(kind)[:60]}, but only text is supported")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _calls(at: str, given: Any) -> list[dict[str, Any]]:
-    if given is None:
-        return []
-    if not isinstance(given, list):
-        raise wrong(f"{at}.tool_calls", "must be a list")
-    found = []
-    for n, each in enumerate(given):
-        function = each.get("function") if isinstance(each, dict) else None
+def _functions(place: str, given: Any, fault: str) -> list[dict[str, Any]]:
+    """Return the named function in each entry of a list; refuse other entries for the reason `fault`."""
+    if not isinstance(given, list | None):
+        raise wrong(place, "must be a list")
+    functions = [each.get("function") if isinstance(each, dict) else None for each in given or []]
+    for n, function in enumerate(functions):
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(f"{at}.tool_calls[{n}]", "has no function with a name")
-        written = function.get("arguments")
+            raise wrong(f"{place}[{n}]", fault)
+    return functions
+
+
+def _calls(place: str, given: Any) -> list[dict[str, Any]]:
+    calls = []
+    for n, function in enumerate(_functions(place, given, "has no function with a name")):
+        arguments = function.get("arguments")
         try:
-            arguments = loaded(written) if isinstance(written, str) else written
+            arguments = loaded(arguments) if isinstance(arguments, str) else arguments
         except Refused:
             arguments = None
         if not isinstance(arguments, dict):
-            raise wrong(f"{at}.tool_calls[{n}].function.arguments", "must be a JSON object")
-        found.append({"function": {"name": function["name"], "arguments": arguments}})
-    return found
+            raise wrong(f"{place}[{n}].function.arguments", "must be a JSON object")
+        calls.append({"function": {"name": function["name"], "arguments": arguments}})
+    return calls
 
 
 def _tools(given: Any) -> list[dict[str, Any]]:
-    if given is None:
-        return []
-    if not isinstance(given, list):
-        raise wrong("tools", "must be a list")
-    for n, each in enumerate(given):
-        function = each.get("function") if isinstance(each, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(f"tools[{n}]", "must be a function with a name")
-        parameters = function.get("parameters")
-        if parameters is not None and not _is_schema(parameters):
+    tools: list[dict[str, Any]] = given or []
+    for n, function in enumerate(_functions("tools", given, "must be a function with a name")):
+        parameters = {} if function.get("parameters") is None else function["parameters"]
+        properties = parameters.get("properties", {}) if isinstance(parameters, dict) else None
+        if not isinstance(properties, dict) or not all(isinstance(each, dict) for each in properties.values()):
             raise wrong(f"tools[{n}].function.parameters", "must be a JSON schema of an object")
-    return given
-
-
-def _is_schema(given: Any) -> bool:
-    properties = given.get("properties", {}) if isinstance(given, dict) else None
-    return isinstance(properties, dict) and all(isinstance(each, dict) for each in properties.values())
+    return tools
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -311,19 +305,17 @@ def _head(answer: Answer, chat: Chat, kind: str) -> dict[str, Any]:
 
 
 def _message_of(answer: Answer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None if answer.calls else answer.text}
-    return message | ({"tool_calls": _tool_calls(answer.number, answer.calls)} if answer.calls else {})
-
-
-def _tool_calls(number: int, calls: Sequence[Call]) -> list[dict[str, Any]]:
-    return [
+    if not answer.calls:
+        return {"role": "assistant", "content": answer.text}
+    calls = [
         {
-            "id": f"call_{number}_{n}",
+            "id": f"call_{answer.number}_{n}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
-        for n, call in enumerate(calls)
+        for n, call in enumerate(answer.calls)
     ]
+    return {"role": "assistant", "content": answer.text or None, "tool_calls": calls}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

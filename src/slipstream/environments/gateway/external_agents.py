@@ -54,7 +54,8 @@ class ExternalAgents:
         self.token, self.grace = token, grace
         self.waiting = deque[ExternalAgent]()
         self.playing_now: dict[str, ExternalAgent] = {}
-        self.asking = deque[asyncio.Future[ExternalAgent]]()
+        self.requests = deque[asyncio.Future[ExternalAgent]]()
+        """Requests for an episode that wait because none is offered."""
 
     @asynccontextmanager
     async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[ExternalAgent]:
@@ -72,10 +73,10 @@ class ExternalAgents:
                 self.waiting.remove(guest)
 
     def _offer(self, guest: ExternalAgent) -> None:
-        while self.asking:
-            if not (asking := self.asking.popleft()).done():
+        while self.requests:
+            if not (request := self.requests.popleft()).done():
                 guest.taken.set_result(None)
-                asking.set_result(guest)
+                request.set_result(guest)
                 return
         self.waiting.append(guest)
 
@@ -91,11 +92,11 @@ class ExternalAgents:
             guest = self.waiting.popleft()
             guest.taken.set_result(None)
             return wire.dumped(guest.offer)
-        asking: asyncio.Future[ExternalAgent] = asyncio.get_running_loop().create_future()
-        self.asking.append(asking)
+        request: asyncio.Future[ExternalAgent] = asyncio.get_running_loop().create_future()
+        self.requests.append(request)
         try:
             async with asyncio.timeout(POLL):
-                return wire.dumped((await asking).offer)
+                return wire.dumped((await request).offer)
         except TimeoutError:
             raise Refused(503, "no episode is waiting; repeat the request", code="no_episode") from None
 

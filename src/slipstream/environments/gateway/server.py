@@ -125,17 +125,12 @@ class Server:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def app(self) -> Starlette:
-        at, posts = "/sessions/{session}", ["POST"]
-        routes = [
-            Route(f"{at}/v1/chat/completions", self._chat, methods=posts),
-            Route(f"{at}/inference/v1/generate", self._generate, methods=posts),
-            Route(f"{at}/v1/models", self._models),
-        ]
+        posts = {"/v1/chat/completions": self._chat, "/inference/v1/generate": self._generate}
+        routes = [Route(f"/sessions/{{session}}{path}", handle, methods=["POST"]) for path, handle in posts.items()]
+        routes.append(Route("/sessions/{session}/v1/models", self._models))
         if self.guests is not None:
-            routes += [
-                Route("/sessions", self._next, methods=posts),
-                Route(f"{at}/close", self._close, methods=posts),
-            ]
+            routes.append(Route("/sessions", self._next, methods=["POST"]))
+            routes.append(Route("/sessions/{session}/close", self._close, methods=["POST"]))
         served = "; ".join(f"{'GET' if each.endpoint == self._models else 'POST'} {each.path}" for each in routes)
 
         async def answer_error(request: Request, error: Exception) -> Response:
@@ -148,11 +143,11 @@ class Server:
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, answer_error))
 
     async def _chat(self, request: Request) -> Response:
-        session, body, chat = await self._asked(request, wire.chat_of)
-        asked = session.answered(*web.named(request, body), lambda: session.chat(chat.messages, chat.tools, chat.most))
+        session, body, chat = await self._parsed(request, wire.chat_of)
+        answer = session.answered(*web.named(request, body), lambda: session.chat(chat.messages, chat.tools, chat.most))
         if not chat.stream:
-            return as_json(wire.completion(await while_there(request, asked), chat))
-        waiting = asyncio.ensure_future(asked)
+            return as_json(wire.completion(await while_there(request, answer), chat))
+        waiting = asyncio.ensure_future(answer)
         try:  # refuse a request before its stream begins, to send an error status
             await while_there(request, asyncio.wait([waiting], timeout=STREAM))
         except asyncio.CancelledError:
@@ -164,15 +159,15 @@ class Server:
         return StreamingResponse(_events(chat, waiting), media_type="text/event-stream", headers=headers)
 
     async def _generate(self, request: Request) -> Response:
-        session, body, tokens = await self._asked(request, wire.tokens_of)
+        session, body, tokens = await self._parsed(request, wire.tokens_of)
         wire.check_stops(tokens.stops, session.renderer.stop_ids)
-        asked = session.answered(*web.named(request, body), lambda: session.generate(tokens.ids, tokens.most))
-        return as_json(wire.generated(await while_there(request, asked)))
+        answer = session.answered(*web.named(request, body), lambda: session.generate(tokens.ids, tokens.most))
+        return as_json(wire.generated(await while_there(request, answer)))
 
-    async def _asked(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Session, bytes, Any]:
+    async def _parsed(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Session, bytes, Any]:
         """Return the session of a request, its body, and the parsed body."""
         session = self._session(request)
-        most = min(BODY, ROUND + 6 * session.holds)  # JSON may need six bytes for one byte of text
+        most = min(BODY, ROUND + 6 * session.max_bytes)  # JSON may need six bytes for one byte of text
         body = await web.read(request, most, partial(over, session, status=413))
         found = await beside(len(body), parse, body)
         for name in set(found.imposed) - self.imposed:  # reported once for each parameter
@@ -181,14 +176,14 @@ class Server:
         return session, body, found
 
     async def _models(self, request: Request) -> Response:
-        return as_json(wire.models(self.name, self._session(request).room))
+        return as_json(wire.models(self.name, self._session(request).max_tokens))
 
     async def _next(self, request: Request) -> Response:
         return as_json(await while_there(request, self._guests(request).next()))
 
     async def _close(self, request: Request) -> Response:
-        guests, too_large = self._guests(request), partial(Refused, 413)
-        body = await web.read(request, ROUND, too_large)
+        guests = self._guests(request)
+        body = await web.read(request, ROUND, partial(Refused, 413))
         return as_json(guests.close_session(request.path_params["session"], body))
 
     def _guests(self, request: Request) -> ExternalAgents:
@@ -198,11 +193,11 @@ class Server:
 
     def _session(self, request: Request) -> Session:
         name = request.path_params["session"]
-        if (session := self.sessions.get(name)) is not None:
-            return session
         if name in self.closed:
             raise Refused(410, "this session is closed", code="session_closed")
-        raise Refused(404, "there is no such session", code="session_not_found")
+        if name not in self.sessions:
+            raise Refused(404, "there is no such session", code="session_not_found")
+        return self.sessions[name]
 
 
 async def _events(chat: wire.Chat, waiting: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
@@ -210,13 +205,10 @@ async def _events(chat: wire.Chat, waiting: asyncio.Future[Answer]) -> AsyncIter
         while not waiting.done():
             yield wire.WAITING
             await asyncio.wait([waiting], timeout=STREAM)
-        try:
-            answer = waiting.result()
-        except (Refused, Failed) as error:
-            yield wire.event(wire.error(web.as_refused(error)))
-            yield wire.DONE
-        else:
-            for chunk in wire.chunks(answer, chat):
-                yield chunk
+        for chunk in wire.chunks(waiting.result(), chat):
+            yield chunk
+    except (Refused, Failed) as error:
+        yield wire.event(wire.error(web.as_refused(error)))
+        yield wire.DONE
     finally:
         waiting.cancel()

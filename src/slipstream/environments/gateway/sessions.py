@@ -18,11 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from slipstream.environments import Call, Message, Reply
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.branches import Branch, Place, Tools, canonical, chained, digest, joined, named
 from slipstream.errors import DataError
 from slipstream.protocols import Sampler, Sampling
@@ -33,25 +35,6 @@ SHORT = 16 << 10
 THREAD = ThreadPoolExecutor(1, "gateway")
 """Thread that parses and tokenizes long requests, one after the other to limit the memory."""
 T = TypeVar("T")
-
-
-class Speaks(Protocol):
-    """Converter from messages to tokens, and from tokens to replies."""
-
-    stop_ids: frozenset[int]
-
-    @property
-    def longest(self) -> int: ...
-
-    def open(self, messages: Sequence[Message], tools: Tools = ()) -> Ints: ...
-
-    def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints: ...
-
-    def parse(self, ids: Ints, *, cut: bool = False, tools: Tools | None = None) -> Reply: ...
-
-    def visible(self, ids: Ints) -> str: ...
-
-    def text(self, ids: Ints) -> str: ...
 
 
 class Refused(Exception):
@@ -79,21 +62,20 @@ class Answer:
     finish: Literal["stop", "length", "tool_calls"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    turns: int
-    turn_tokens: int | None
-    """Maximum tokens of a turn. None: only the remaining tokens of the conversation limit a turn."""
-    vocabulary: int
-    """Number of token ids that the model has embeddings for."""
-
-
 class Session:
     def __init__(
-        self, policy: Sampler, renderer: Speaks, prompt: Prompt, sampling: Sampling, index: int, bounds: Bounds
+        self,
+        policy: Sampler,
+        renderer: Renderer,
+        prompt: Prompt,
+        sampling: Sampling,
+        index: int,
+        limits: Limits,
+        vocabulary: int,
     ) -> None:
+        """Open a session without calls. The model has embeddings for token ids below `vocabulary`."""
         self.policy, self.renderer, self.prompt, self.index = policy, renderer, prompt, index
-        self.sampling, self.bounds = sampling, bounds
+        self.sampling, self.limits, self.vocabulary = sampling, limits, vocabulary
         self.branches: list[Branch] = []
         self.places: dict[bytes, Place] = {}
         """States of answered conversations, by the digest of their tools and messages."""
@@ -119,14 +101,14 @@ class Session:
         """Future that receives the error if the sampler fails."""
 
     @property
-    def room(self) -> int:
+    def max_tokens(self) -> int:
         """Maximum tokens of a conversation: tokens of the row's prompt, plus tokens that an episode may add."""
         return len(self.prompt.tokens) + self.sampling.max_tokens
 
     @property
-    def holds(self) -> int:
-        """Maximum bytes of text of a conversation: `room` times the bytes of the longest token."""
-        return self.room * self.renderer.longest
+    def max_bytes(self) -> int:
+        """Maximum bytes of text of a conversation: `max_tokens` times the bytes of the longest token."""
+        return self.max_tokens * self.renderer.longest
 
     async def answered(self, digest: bytes, again: bool, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         """Return the answer to a request; a retry gets the answer of the request that it repeats.
@@ -141,7 +123,8 @@ class Session:
         task = next((each for each in known if each in self.lost), known[-1] if again and known else None)
         if task is None:
             task = asyncio.get_running_loop().create_task(call())
-            task.add_done_callback(_mark_retrieved)
+            # mark its error as retrieved: a waiting client gets the error itself
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
             known.append(task)
         self.lost.discard(task)
         try:
@@ -154,8 +137,9 @@ class Session:
 
     async def chat(self, messages: Sequence[Message], tools: Tools = (), most: int | None = None) -> Answer:
         """Answer a chat request. Messages have text as role and content; tool_calls have objects as arguments."""
-        if (size := size_of(messages, tools)) > self.holds:
-            raise over(self, f"this conversation has {size} bytes, more than {self.room} tokens can hold: {self.holds}")
+        if (size := size_of(messages, tools)) > self.max_bytes:
+            most_bytes = f"{self.max_tokens} tokens can hold: {self.max_bytes}"
+            raise over(self, f"this conversation has {size} bytes, more than {most_bytes}")
         digests = chained(messages, tools)
         place = self._place(digests, messages)
         try:
@@ -163,20 +147,23 @@ class Session:
                 branch, seen = self._branch(await beside(size, self.renderer.open, messages, tools))
             else:
                 more = messages[place.messages :]
-                tail = await beside(size_of(more), self.renderer.extend, place.turn, more)
-                branch, seen = self._from(place, tail)
+                seen, branch = await beside(size_of(more), self.renderer.extend, place.turn, more), place.branch
+                if branch.busy or place.length < len(branch.ids):
+                    branch, seen = self._open(joined(branch.ids[: place.length], seen))
         except DataError as error:
             raise Refused(400, str(error), param="messages") from None
         number, turn = await self._drawn(branch, seen, most)
         answer = self._read(number, branch, turn, tools)
-        there = Place(branch, len(branch.ids), len(messages) + 1, turn.tokens)
-        self.places.setdefault(digest(digests[-1], canonical(_assistant_message(answer))), there)
+        calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
+        message: Message = {"role": "assistant", "content": answer.text, "tool_calls": calls}
+        place = Place(branch, len(branch.ids), len(messages) + 1, turn.tokens)
+        self.places.setdefault(digest(digests[-1], canonical(message)), place)
         return answer
 
     async def generate(self, ids: Ints, most: int | None = None) -> Answer:
-        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self.bounds.vocabulary:
-            top = self.bounds.vocabulary - 1
-            raise Refused(400, f"token_ids: write at least one id, each from 0 to {top}", param="token_ids")
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self.vocabulary:
+            why = f"token_ids: write at least one id, each from 0 to {self.vocabulary - 1}"
+            raise Refused(400, why, param="token_ids")
         branch, seen = self._branch(ids)
         number, turn = await self._drawn(branch, seen, most)
         return self._read(number, branch, turn, ())
@@ -190,11 +177,6 @@ class Session:
                 return None
         return None
 
-    def _from(self, place: Place, tail: Ints) -> tuple[Branch, Ints]:
-        if place.length == len(place.branch.ids) and not place.branch.busy:
-            return place.branch, tail
-        return self._open(joined(place.branch.ids[: place.length], tail))
-
     def _branch(self, ids: Ints) -> tuple[Branch, Ints]:
         """Return the longest branch with which these ids begin, or a new branch, and the ids after the branch."""
         for branch in sorted(self.branches, key=lambda branch: -len(branch.ids)):
@@ -205,19 +187,20 @@ class Session:
 
     def _open(self, ids: Ints) -> tuple[Branch, Ints]:
         ids = np.asarray(ids, self.prompt.tokens.dtype)
-        known = named(ids)
-        nth, seed = self.opened[known], self.prompt.seed
-        if nth or not np.array_equal(ids, self.prompt.tokens):
-            seed = derive_seed(self.prompt.seed, "branch", known.hex(), nth)
+        name, seed = named(ids), self.prompt.seed
+        earlier = self.opened[name]
+        if earlier or not np.array_equal(ids, self.prompt.tokens):
+            seed = derive_seed(self.prompt.seed, "branch", name.hex(), earlier)
         return Branch(ids, seed), ids[:0]
 
     async def _drawn(self, branch: Branch, seen: Ints, most: int | None) -> tuple[int, Rollout]:
         """Sample one more turn of a branch; return its number and its rollout."""
-        room = self.room - len(branch.ids) - len(seen)
-        if self.begun >= self.bounds.turns:
-            raise over(self, f"this session has used all of its {self.bounds.turns} calls (environment.turns)", "turns")
+        tokens = len(branch.ids) + len(seen)
+        room = self.max_tokens - tokens
+        if self.begun >= self.limits.turns:
+            raise over(self, f"this session has used all of its {self.limits.turns} calls (environment.turns)", "turns")
         if room <= 0:
-            raise over(self, f"this conversation has {self.room - room} tokens; at most {self.room - 1} are allowed")
+            raise over(self, f"this conversation has {tokens} tokens; at most {self.max_tokens - 1} are allowed")
         if not branch.parts:
             self.opened[named(branch.ids)] += 1
             self.branches.append(branch)
@@ -226,12 +209,12 @@ class Session:
         branch.busy = True
         self._runs(1)
         try:
-            turn = await self._turn(branch, seen, min(filter(None, (room, self.bounds.turn_tokens, most))))
+            turn = await self._turn(branch, seen, min(filter(None, (room, self.limits.turn_tokens, most))))
         finally:
             self._runs(-1)
             branch.busy = False
         branch.add(seen, turn, number)
-        self.stopped = "length" if turn.finish == "length" and len(branch.ids) >= self.room else None
+        self.stopped = "length" if turn.finish == "length" and len(branch.ids) >= self.max_tokens else None
         return number, turn
 
     async def _turn(self, branch: Branch, seen: Ints, most: int) -> Rollout:
@@ -307,12 +290,6 @@ class Session:
         return [replace(row, episode=self.index) for row in rows]
 
 
-def _mark_retrieved(task: asyncio.Task[Answer]) -> None:
-    """Mark a task's error as retrieved: a waiting client gets the error itself."""
-    if not task.cancelled():
-        task.exception()
-
-
 def over(session: Session, why: str, limit: Finish = "length", status: int = 400) -> Refused:
     """Return the refusal of a request that exceeds a limit, worded so that agents recognize it and do not retry."""
     session.stopped = limit
@@ -331,8 +308,3 @@ async def beside(size: int, work: Callable[..., T], *given: Any) -> T:
     if size <= SHORT:
         return work(*given)
     return await asyncio.get_running_loop().run_in_executor(THREAD, partial(work, *given))
-
-
-def _assistant_message(answer: Answer) -> Message:
-    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
-    return {"role": "assistant", "content": answer.text, "tool_calls": calls}

@@ -169,8 +169,8 @@ def abort(server: uvicorn.Server) -> None:
 
 def end(server: uvicorn.Server) -> None:
     """Stop a server at once; open requests get no answer."""
-    for each in server.servers:
-        each.close()
+    for listener in server.servers:
+        listener.close()
     if not server.servers[0].get_loop().is_closed():
         for task in server.server_state.tasks:
             task.cancel()
