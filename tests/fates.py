@@ -384,7 +384,7 @@ async def alone(path: Path, life: Life) -> Run:
 def check(path: Path, life: Life, run: Run) -> None:
     """The laws."""
     ledger, lines = read_lines(path / "ledger.jsonl"), read_lines(path / "metrics.jsonl")
-    admission, flow = run.admission, run.flow
+    admission, pipeline = run.admission, run.pipeline
     assert (path / "final" / "steps").read_text() == str(UPDATES), "each update is made once, of what survived"
     assert [line["update"] for line in lines] == list(range(1, UPDATES + 1)), "and told once"
     assert sorted(entry["number"] for entry in ledger) == list(range(admission.submitted)), "each ends once"
@@ -392,8 +392,9 @@ def check(path: Path, life: Life, run: Run) -> None:
     assert ends["trained"] == UPDATES * life.groups and ends["dropped"] == admission.dropped.total()
     assert admission.in_use == 0 and not admission.gated, "credits are back"
     assert max(line["credits"] for line in lines) <= admission.schedule.credits
-    assert flow is not None and not (flow.held or flow.running or flow.drawing or flow.waits), "nothing is left"
-    assert not any(worker.load for pool in flow.pools for worker in pool.workers), "nobody has anything to do"
+    assert pipeline is not None and not (run.responses or pipeline.groups.tasks), "nothing is left"
+    assert not (pipeline.rollouts.generating or pipeline.progress.waits), "nothing is left"
+    assert not any(worker.load for pool in pipeline.pools for worker in pool.workers), "nobody has anything to do"
     bound, length = admission.schedule.bound, long_tailed(life.seed)
     for entry in ledger:
         if entry["end"] == "trained":

@@ -290,8 +290,8 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
     ),
     "Staleness": (
         Term("lag/mean", "updates between sampling a token and training on it", "about tau or less", METRICS, "lag"),
-        Term("tau", "current schedule.tau, where it can change", "settles", "pipeline/run.py"),
-        Term("publish_every", "current schedule.publish_every, where it can change", "settles", "pipeline/run.py"),
+        Term("tau", "current schedule.tau, where it can change", "settles", "pipeline/steering.py"),
+        Term("publish_every", "current schedule.publish_every, where it can change", "settles", "pipeline/steering.py"),
         Term("lag/max", "largest lag of a trained token", "within the schedule's bound", METRICS),
         Term("lag/tokens_N", "trained tokens of this lag", "–", METRICS),
         Term("version", "version of the weights after the update", "–", ACCOUNT),

@@ -272,10 +272,7 @@ class Graded:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         if unfinished(members.result()) or unfinished(best.result()):
-            return [
-                Handle(replace(h.header, finish="released", rewards={}, ungraded=None), h.body)
-                for h in members.result()
-            ]
+            return [handle.with_header(finish="released", rewards={}, ungraded=None) for handle in members.result()]
         return beside(best.result()[0].header, members.result())
 
     async def release(self, numbers: Collection[int] = ()) -> None:
@@ -296,22 +293,18 @@ def with_grade(handle: Handle, graded: Header | None) -> Handle:
     """Copy the grade of the episode to this handle; return the handle unchanged if there is no grade."""
     if graded is None:
         return handle
-    header = replace(handle.header, rewards=graded.rewards, ungraded=graded.ungraded, said=graded.said)
-    return Handle(header, handle.body)
+    return handle.with_header(rewards=graded.rewards, ungraded=graded.ungraded, said=graded.said)
 
 
 def beside(best: Header, group: Group) -> list[Handle]:
     """Add the greedy answer's rewards to all members; if that answer failed or is ungraded, mark all members so."""
     if best.finish == "error":
-        return [Handle(replace(handle.header, finish="error"), handle.body) for handle in group]
+        return [handle.with_header(finish="error") for handle in group]
     if best.ungraded is not None:
-        return [Handle(replace(handle.header, ungraded=best.ungraded), handle.body) for handle in group]
+        return [handle.with_header(ungraded=best.ungraded) for handle in group]
     rewards = {greedy(name): reward for name, reward in best.rewards.items()}
-    costs = [best.tokens, *[0] * (len(group) - 1)]
-    return [
-        Handle(replace(h.header, rewards=h.header.rewards | rewards, greedy_tokens=cost), h.body)
-        for h, cost in zip(group, costs, strict=True)
-    ]
+    graded = [handle.with_header(rewards=handle.header.rewards | rewards) for handle in group]
+    return [graded[0].with_header(greedy_tokens=best.tokens), *graded[1:]]
 
 
 def of_teacher(found: Mapping[str, T], teacher: str) -> T:

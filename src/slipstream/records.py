@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any, Literal
@@ -49,6 +49,24 @@ def _rows_of(array: NDArray[Any], n: int) -> bool:
 def _same(a: Floats, b: Floats) -> bool:
     """Compare two arrays; NaN equals NaN."""
     return np.array_equal(a, b) or np.array_equal(a, b, equal_nan=True)
+
+
+def _topk_fault(
+    record: Any, ids_name: str, logp_name: str, emitted: Ints, emitted_logp_name: str, emitted_logp: Floats
+) -> str | None:
+    """Check a table of most likely ids and their log-probs against the emitted tokens and their log-probs."""
+    ids, logp = getattr(record, ids_name), getattr(record, logp_name)
+    if ids is None and logp is None:
+        return None
+    if ids is None or logp is None:
+        return f"{ids_name} and {logp_name} need each other"
+    if not _rows_of(ids, len(emitted)):
+        return f"{ids_name} has shape {ids.shape}, must be [{len(emitted)}, K]"
+    if logp.shape != ids.shape:
+        return f"{logp_name} and {ids_name} differ in shape"
+    if not np.where(ids == emitted[:, None], logp == emitted_logp[:, None], True).all():
+        return f"{logp_name} is not {emitted_logp_name} on the emitted token (a shifted row?)"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,16 +180,8 @@ class Rollout:
         impossible = self.actions[self.action_logp == -np.inf]
         if impossible.size:
             return f"actions holds {impossible[:1]}, whose log-prob is -inf: no sampler draws it"
-        if (self.best_ids is None) != (self.best_logp is None):
-            return "best_ids and best_logp need each other"
-        if self.best_ids is not None and self.best_logp is not None:
-            if not _rows_of(self.best_ids, n):
-                return f"best_ids has shape {self.best_ids.shape}, must be [{n}, K]"
-            if self.best_logp.shape != self.best_ids.shape:
-                return "best_logp and best_ids differ in shape"
-            hit = self.best_ids == self.tokens[trained][:, None]
-            if not np.where(hit, self.best_logp == self.logp[trained][:, None], True).all():
-                return "best_logp is not logp on the emitted token (a shifted row?)"
+        if fault := _topk_fault(self, "best_ids", "best_logp", self.tokens[trained], "logp", self.logp[trained]):
+            return fault
         turns = self.turn[trained]
         if n and turns.min() < 0:
             return "turn is -1 at a trained token, which means that the token was not sampled"
@@ -248,20 +258,20 @@ def _all_kept(parts: Sequence[Rollout]) -> Kept | None:
 
 def said_and_seen(rollout: Rollout) -> list[tuple[bool, Ints]]:
     """Split a rollout into sampled turns and the observations between them: pairs of (True if sampled, tokens)."""
-    edges = np.flatnonzero(np.diff(rollout.turn)) + 1
-    return [
-        (bool(turn[0] >= 0), tokens)
-        for turn, tokens in zip(np.split(rollout.turn, edges), np.split(rollout.tokens, edges), strict=True)
-    ]
+    return [(bool(rollout.turn[start] >= 0), rollout.tokens[start:stop]) for start, stop in _turns(rollout)]
 
 
 def parts_of(rollout: Rollout) -> list[Rollout | Ints]:
     """Invert `lineage`: return every response as its call returned it, and the observed tokens between them."""
-    edges = [0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)]
     return [
         _part(rollout, start, stop) if rollout.turn[start] >= 0 else rollout.tokens[start:stop]
-        for start, stop in pairwise(edges)
+        for start, stop in _turns(rollout)
     ]
+
+
+def _turns(rollout: Rollout) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of every sampled turn and of the observations between them."""
+    return pairwise([0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)])
 
 
 def _part(rollout: Rollout, start: int, stop: int) -> Rollout:
@@ -361,16 +371,9 @@ class Scored:
                 return "teacher_best_logp needs best_ids, which are missing"
             if self.teacher_best_logp.shape != rollout.best_ids.shape:
                 return "teacher_best_logp and best_ids differ in shape"
-        if (self.teacher_ids is None) != (self.teacher_topk_logp is None):
-            return "teacher_ids and teacher_topk_logp need each other"
-        if self.teacher_ids is not None and self.teacher_topk_logp is not None:
-            if not _rows_of(self.teacher_ids, n):
-                return f"teacher_ids must be [{n}, K]"
-            if self.teacher_topk_logp.shape != self.teacher_ids.shape:
-                return "teacher_topk_logp and teacher_ids differ in shape"
-            hit = self.teacher_ids == rollout.tokens[rollout.loss_mask][:, None]
-            if not np.where(hit, self.teacher_topk_logp == self.teacher_logp[:, None], True).all():
-                return "teacher_topk_logp is not teacher_logp on the emitted token (a shifted row?)"
+        emitted = rollout.tokens[rollout.loss_mask]
+        if fault := _topk_fault(self, "teacher_ids", "teacher_topk_logp", emitted, "teacher_logp", self.teacher_logp):
+            return fault
         if self.teacher_hidden is not None and not _rows_of(self.teacher_hidden, n):
             return f"teacher_hidden must be [{n}, D]"
         return None
@@ -463,6 +466,10 @@ class Handle:
 
     header: Header
     body: Any
+
+    def with_header(self, **changes: Any) -> Handle:
+        """Return this handle with some fields of its header changed."""
+        return Handle(replace(self.header, **changes), self.body)
 
 
 Group = Sequence[Handle]

@@ -37,7 +37,7 @@ from slipstream.pipeline.control.health import (
     unusable_scores,
 )
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.stages import Recheck
+from slipstream.pipeline.stages import is_rechecked
 from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.protocols import Engines, Graded, Scorer
 from slipstream.records import Group, Handle, Scored, header_of
@@ -236,8 +236,8 @@ MUST_NOT: dict[str, tuple[Rule, Synthetic]] = {
 def test_a_run_that_goes_wrong_is_found_out(case: str) -> None:
     rule, late, said = MUST[case]
     trouble = rule(run_of(late), HEALTH)
-    assert trouble is not None and re.search(said, trouble.said), trouble
-    assert trouble.stops == (rule is not still_reward) and "\n" not in trouble.said
+    assert trouble is not None and re.search(said, trouble.message), trouble
+    assert trouble.stops == (rule is not still_reward) and "\n" not in trouble.message
 
 
 @pytest.mark.parametrize("case", MUST_NOT)
@@ -435,11 +435,11 @@ def test_a_second_answer_that_is_no_answer_differs(tmp_path: Path) -> None:
 
 
 def test_who_is_asked_again_follows_from_the_seed_and_the_share() -> None:
-    chosen = [Recheck(0.1, 0.0, seed=0).chooses(number) for number in range(1000)]
+    chosen = [is_rechecked(number, 0.1, seed=0) for number in range(1000)]
     assert 70 < sum(chosen) < 130
-    assert chosen == [Recheck(0.1, 0.0, seed=0).chooses(number) for number in range(1000)]
-    assert chosen != [Recheck(0.1, 0.0, seed=1).chooses(number) for number in range(1000)]
-    assert all(map(Recheck(1.0, 0.0, seed=0).chooses, range(1000)))
+    assert chosen == [is_rechecked(number, 0.1, seed=0) for number in range(1000)]
+    assert chosen != [is_rechecked(number, 0.1, seed=1) for number in range(1000)]
+    assert all(is_rechecked(number, 1.0, seed=0) for number in range(1000))
 
 
 def test_what_rounds_is_promised_less() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config.schedule import Async
+from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.errors import ConfigError
 from slipstream.pipeline.admission import Admission, Standing
-from slipstream.pipeline.schedules import Schedule, asynchronous, periodic, replay, step_off, sync
+from slipstream.pipeline.schedules import Schedule, schedule_of
 
 GROUPS = st.integers(1, 4)
 
@@ -32,13 +32,14 @@ def async_knobs(draw: Any) -> Async:
     return Async(**knobs)
 
 
-SCHEDULES = st.one_of(
-    st.builds(sync, GROUPS),
-    st.builds(periodic, GROUPS),
-    st.builds(step_off, GROUPS, st.integers(1, 3)),
-    st.builds(replay, GROUPS, st.integers(0, 3)),
-    st.builds(asynchronous, GROUPS, async_knobs()),
+SETTINGS = st.one_of(
+    st.builds(Sync),
+    st.builds(Periodic),
+    st.builds(StepOff, k=st.integers(1, 3)),
+    st.builds(Replay, k=st.integers(0, 3)),
+    async_knobs(),
 )
+SCHEDULES = st.builds(schedule_of, SETTINGS, GROUPS)
 
 
 @given(schedule=SCHEDULES, sources=st.text("abc", min_size=1, max_size=9), data=st.data())
@@ -163,7 +164,7 @@ def with_numbers(found: dict[str, Any]) -> dict[Any, Any]:
 
 
 def test_sync_takes_turns() -> None:
-    admission = Admission(sync(2), updates=2)
+    admission = Admission(schedule_of(Sync(), 2), updates=2)
     assert admission.submit() == [0, 1]
     assert admission.quota() == 0
     admission.rolled(1, 0)
@@ -181,7 +182,7 @@ def test_sync_takes_turns() -> None:
 
 
 def test_a_batch_whose_members_drop_closes_short_and_is_an_update_like_others() -> None:
-    admission = Admission(sync(3), updates=2)
+    admission = Admission(schedule_of(Sync(), 3), updates=2)
     admission.submit()
     admission.drop(1, "broken")
     admission.rolled(0, 0)
@@ -190,7 +191,7 @@ def test_a_batch_whose_members_drop_closes_short_and_is_an_update_like_others() 
     admission.scored(2)
     admission.scored(0)
     assert update(admission) == [0, 2]
-    again = Admission(sync(3), updates=2, standing=admission.standing)
+    again = Admission(schedule_of(Sync(), 3), updates=2, standing=admission.standing)
     assert list(again.rolling) == [3, 4, 5] and again.quota() == 0
     admit(admission, 3)
     assert update(admission) == [3, 4, 5]
@@ -199,14 +200,14 @@ def test_a_batch_whose_members_drop_closes_short_and_is_an_update_like_others() 
 
 def test_what_a_drop_leaves_over_does_not_start_beside_the_batch() -> None:
     """It would be rolled out under weights that are old when it is learned from."""
-    admission = Admission(sync(3), updates=1)
+    admission = Admission(schedule_of(Sync(), 3), updates=1)
     admission.submit()
     admission.drop(1, "broken")
     assert admission.quota() == 0, "the other two still roll out"
 
 
 def test_a_batch_that_drops_as_a_whole_makes_no_step() -> None:
-    admission = Admission(sync(2), updates=1)
+    admission = Admission(schedule_of(Sync(), 2), updates=1)
     admission.submit()
     admission.drop(0, "broken")
     admission.drop(1, "broken")
@@ -224,16 +225,16 @@ def test_a_batch_that_can_never_fill_is_refused() -> None:
 @pytest.mark.parametrize(
     ("schedule", "bound"),
     [
-        (sync(3), 0),
-        (periodic(3), 0),
-        (step_off(3, 2), 2),
-        (replay(3, 4), 4),
-        (asynchronous(3, Async(tau=0)), 0),
-        (asynchronous(3, Async(tau=4)), None),
-        (asynchronous(3, Async(tau=4, order="submission")), 4),
-        (asynchronous(3, Async(tau=0.5, order="submission")), 1),
-        (asynchronous(3, Async(tau=1, publish_every=2, order="submission")), 3),
-        (asynchronous(3, Async(tau=4, max_lag=6)), 6),
+        (schedule_of(Sync(), 3), 0),
+        (schedule_of(Periodic(), 3), 0),
+        (schedule_of(StepOff(k=2), 3), 2),
+        (schedule_of(Replay(k=4), 3), 4),
+        (schedule_of(Async(tau=0), 3), 0),
+        (schedule_of(Async(tau=4), 3), None),
+        (schedule_of(Async(tau=4, order="submission"), 3), 4),
+        (schedule_of(Async(tau=0.5, order="submission"), 3), 1),
+        (schedule_of(Async(tau=1, publish_every=2, order="submission"), 3), 3),
+        (schedule_of(Async(tau=4, max_lag=6), 3), 6),
     ],
 )
 def test_what_a_schedule_promises(schedule: Schedule, bound: int | None) -> None:
@@ -258,7 +259,7 @@ def update(admission: Admission) -> list[int]:
 
 def test_waiting_for_a_straggler_keeps_the_bound() -> None:
     """Group 0 never finishes. With tau = 1 and max_lag = 2, updates 0 and 1 may overtake it, update 2 may not."""
-    admission = Admission(asynchronous(2, Async(tau=1, max_lag=2)), updates=9)
+    admission = Admission(schedule_of(Async(tau=1, max_lag=2), 2), updates=9)
     admission.submit()
     for expected in ([1, 2], [3, 4]):
         for number in expected:
@@ -277,7 +278,7 @@ def test_waiting_for_a_straggler_keeps_the_bound() -> None:
 
 
 def test_weights_may_be_published_less_often_from_now_on_and_each_time_again() -> None:
-    admission = Admission(asynchronous(1, Async(tau="auto", publish_every="auto")), updates=9)
+    admission = Admission(schedule_of(Async(tau="auto", publish_every="auto"), 1), updates=9)
     gated = []
     for publish_every in (1, 1, 2, 2, 4, 4, 4, 4, 1):
         admission.allow(6, publish_every)
@@ -293,7 +294,7 @@ def test_weights_may_be_published_less_often_from_now_on_and_each_time_again() -
 
 
 def test_fewer_credits_than_unpublished_updates_hold_do_not_keep_the_next_one_from_coming_about() -> None:
-    admission = Admission(asynchronous(2, Async(tau="auto", publish_every="auto")), updates=9)
+    admission = Admission(schedule_of(Async(tau="auto", publish_every="auto"), 2), updates=9)
     admission.allow(8, 4)
     admission.submit()
     admit(admission, 6)
@@ -312,7 +313,7 @@ def test_fewer_credits_than_unpublished_updates_hold_do_not_keep_the_next_one_fr
 
 def test_fewer_may_be_in_flight_from_now_on_and_more_again() -> None:
     """τ of 2, then 0, then 1, of two groups each: what is there stays, and nothing starts until there is room."""
-    admission = Admission(asynchronous(2, Async(tau=2, order="submission")), updates=9)
+    admission = Admission(schedule_of(Async(tau=2, order="submission"), 2), updates=9)
     assert admission.submit() == [0, 1, 2, 3, 4, 5]
     admission.allow(2, 1)
     assert admission.quota() < 0 and admission.submit() == []
@@ -331,7 +332,7 @@ def test_fewer_may_be_in_flight_from_now_on_and_more_again() -> None:
 
 
 def test_a_restart_is_under_the_published_weights_and_on_the_same_credit() -> None:
-    admission = Admission(asynchronous(1, Async(tau=1, max_lag=0, on_old="restart")), updates=3)
+    admission = Admission(schedule_of(Async(tau=1, max_lag=0, on_old="restart"), 1), updates=3)
     assert admission.submit() == [0, 1]
     admit(admission, 1)
     assert update(admission) == [0]
@@ -344,7 +345,7 @@ def test_a_restart_is_under_the_published_weights_and_on_the_same_credit() -> No
 
 
 def test_a_broken_promise_raises() -> None:
-    admission = Admission(asynchronous(1, Async(tau=1, order="submission")), updates=9)
+    admission = Admission(schedule_of(Async(tau=1, order="submission"), 1), updates=9)
     admission.submit()
     admission.version = 5
     admit(admission, 1)
@@ -353,7 +354,7 @@ def test_a_broken_promise_raises() -> None:
 
 
 def test_admission_goes_on_from_where_it_stood() -> None:
-    schedule = asynchronous(2, Async(tau=1))
+    schedule = schedule_of(Async(tau=1), 2)
     admission = Admission(schedule, updates=3)
     admission.submit()
     admission.drop(1, "broken")
@@ -377,7 +378,7 @@ def test_admission_goes_on_from_where_it_stood() -> None:
 
 
 def test_in_the_order_of_completion_who_is_scored_first_is_learned_from_first() -> None:
-    admission = Admission(asynchronous(2, Async(tau=1)), updates=9)
+    admission = Admission(schedule_of(Async(tau=1), 2), updates=9)
     admission.submit()
     for number in (3, 0, 2, 1):
         admission.rolled(number, 0)
@@ -401,7 +402,7 @@ def come(admission: Admission, *numbers: int) -> None:
 
 
 def test_an_update_has_of_every_source_what_it_has_of_the_prompts() -> None:
-    admission = two(asynchronous(4, Async(tau=2)))
+    admission = two(schedule_of(Async(tau=2), 4))
     assert admission.submit() == list(range(12))
     come(admission, 4, 0, 2, 6, 8, 10)
     assert admission.enough and admission.learnable() == [], "no slow one is there"
@@ -429,7 +430,7 @@ def test_every_update_has_of_each_source_as_many_groups_as_the_order_of_submissi
     def source(number: int) -> str:
         return sources[number % len(sources)]
 
-    admission = Admission(asynchronous(groups, Async(tau=tau, max_lag=max_lag)), updates=6, source=source)
+    admission = Admission(schedule_of(Async(tau=tau, max_lag=max_lag), groups), updates=6, source=source)
     for update_number in range(6):
         admission.submit()
         while not admission.learnable():
@@ -445,14 +446,14 @@ def test_every_update_has_of_each_source_as_many_groups_as_the_order_of_submissi
 
 
 def test_who_comes_first_is_taken_whatever_the_mixture_if_that_is_asked_for() -> None:
-    admission = two(asynchronous(4, Async(tau=2, order="completion")))
+    admission = two(schedule_of(Async(tau=2, order="completion"), 4))
     admission.submit()
     come(admission, 4, 0, 2, 6)
     assert update(admission) == [4, 0, 2, 6]
 
 
 def test_who_is_dropped_leaves_the_next_updates_as_they_were() -> None:
-    admission = two(asynchronous(2, Async(tau=1)))
+    admission = two(schedule_of(Async(tau=1), 2))
     admission.submit()
     assert admission.turns == ["quick", "slow", "quick", "slow"]
     come(admission, 0, 2, 3)
@@ -464,7 +465,7 @@ def test_who_is_dropped_leaves_the_next_updates_as_they_were() -> None:
 
 def test_a_source_that_is_slow_grows_no_older_than_was_promised() -> None:
     """With tau = 1, max_lag = 2: group 1 may be overtaken by others of its source as long as all left are in time."""
-    admission = two(asynchronous(2, Async(tau=1, max_lag=2)))
+    admission = two(schedule_of(Async(tau=1, max_lag=2), 2))
     admission.submit()
     come(admission, 0, 2, 3)
     assert update(admission) == [0, 3]
@@ -477,7 +478,7 @@ def test_a_source_that_is_slow_grows_no_older_than_was_promised() -> None:
 
 
 def test_what_was_in_flight_keeps_its_source_when_the_data_has_changed() -> None:
-    admission = two(asynchronous(2, Async(tau=1)))
+    admission = two(schedule_of(Async(tau=1), 2))
     admission.submit()
     again = Admission(admission.schedule, updates=9, source=lambda _: "new", standing=admission.standing)
     come(again, 0, 2)
@@ -491,8 +492,8 @@ def test_what_was_in_flight_keeps_its_source_when_the_data_has_changed() -> None
 def test_what_stood_must_fit_the_schedule_and_the_updates() -> None:
     standing = Standing(version=2, submitted=16, dropped={}, restarted=0, in_flight=dict.fromkeys(range(4, 16), 0))
     with pytest.raises(ConfigError, match="12 groups were in flight and this schedule has 4 credits"):
-        Admission(asynchronous(2, Async(tau=1)), updates=9, standing=standing)
+        Admission(schedule_of(Async(tau=1), 2), updates=9, standing=standing)
     with pytest.raises(ConfigError, match="updates = 7: groups of later updates are in flight, write at least 8"):
-        Admission(asynchronous(2, Async(tau=5)), updates=7, standing=standing)
-    again = Admission(asynchronous(2, Async(tau=5)), updates=8, standing=standing)
+        Admission(schedule_of(Async(tau=5), 2), updates=7, standing=standing)
+    again = Admission(schedule_of(Async(tau=5), 2), updates=8, standing=standing)
     assert again.quota() == again.remaining == 0

@@ -343,7 +343,7 @@ def test_a_run_that_is_gone_on_with_has_the_tau_that_it_had(tmp_path: Path) -> N
     assert lines[0]["tau"] == 1 and lines[-1]["tau"] > 1
     with RunLog(path, []) as log:
         again = Run(config(Async(tau="auto"), updates=80, groups=6), engines(), PROMPTS, log)
-    assert again.tau == lines[-1]["tau"] and again.admission.credits == 6 * (again.tau + 1)
+    assert again.steering.tau == lines[-1]["tau"] and again.admission.credits == 6 * (again.steering.tau + 1)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

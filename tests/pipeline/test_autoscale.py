@@ -10,8 +10,7 @@ import pytest
 
 from slipstream.config.schedule import Async, Sync
 from slipstream.errors import ConfigError
-from slipstream.pipeline.control.autoscale import MEMORY, SETTLING, WINDOW, Autoscale, Change, Seen
-from slipstream.pipeline.control.scaling import Room
+from slipstream.pipeline.control.scaling import MEMORY, SETTLING, WINDOW, Autoscale, Change, Room, Seen
 from slipstream.pipeline.run import Run
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual

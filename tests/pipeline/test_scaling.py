@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.config.schedule import Async
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.pipeline.control.scaling import Room, asked, check_room
+from slipstream.pipeline.control.scaling import Room, check_room, requested_sizes
 from slipstream.pipeline.run import Run
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs.control_socket import SOCKET, scale, scale_server
@@ -29,9 +29,9 @@ NOW = {"sampler": 2, "teacher.main": 1}
 
 
 def test_what_is_asked() -> None:
-    assert asked([], NOW) == {}
-    assert asked(["sampler=+2", "teacher.main=3"], NOW) == {"sampler": 4, "teacher.main": 3}
-    assert asked(["sampler=-1"], NOW) == {"sampler": 1}
+    assert requested_sizes([], NOW) == {}
+    assert requested_sizes(["sampler=+2", "teacher.main=3"], NOW) == {"sampler": 4, "teacher.main": 3}
+    assert requested_sizes(["sampler=-1"], NOW) == {"sampler": 1}
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_what_is_asked() -> None:
 )
 def test_what_cannot_be_asked(change: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
-        asked([change], NOW)
+        requested_sizes([change], NOW)
     with pytest.raises(ConfigError, match="sampler is named twice"):
-        asked(["sampler=1", "sampler=2"], NOW)
+        requested_sizes(["sampler=1", "sampler=2"], NOW)
 
 
 def test_all_who_come_share_what_is_free() -> None:

@@ -466,7 +466,7 @@ def test_what_a_sampler_hands_over_goes_to_another_and_nothing_is_drawn_twice(tm
             while not task.done():
                 await asyncio.wait([task], timeout=turns.random() * 3)
                 await turns.choice(made.samplers).release(drawn[-2:])
-                drawn.extend(run.flow.drawing if run.flow else ())
+                drawn.extend(run.pipeline.rollouts.generating if run.pipeline else ())
             await task
 
         virtual.run(main())
@@ -474,7 +474,8 @@ def test_what_a_sampler_hands_over_goes_to_another_and_nothing_is_drawn_twice(tm
     assert sorted(entry["number"] for entry in ledger) == list(range(80))
     assert all(entry["tokens"] == [3 + entry["number"] * 7 % 40] for entry in ledger)
     assert all((sampler.count, len(sampler.waiting)) == (0, 0) for sampler in made.samplers)
-    assert run.flow and not (run.flow.held or run.flow.running or run.flow.drawing)
+    assert run.pipeline and not run.responses
+    assert not (run.pipeline.groups.tasks or run.pipeline.rollouts.generating)
 
 
 def test_a_stuck_run_says_who_waits_for_whom(tmp_path: Path) -> None:

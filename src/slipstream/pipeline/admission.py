@@ -79,25 +79,23 @@ class Admission:
         self.credits, self.publish_every = schedule.credits, schedule.publish_every
         """Current limits: groups in flight (at most the schedule's credits), and updates between two publishes."""
         self.source = source if schedule.order == "mixture" else lambda _: ""
-        self.version = self.published_version = standing.version if standing else 0
+        saved = standing or Standing(version=0, submitted=0, dropped={}, restarted=0, in_flight={})
+        self.version = self.published_version = saved.version
         """Number of updates made, and the last update whose weights are in every sampler."""
-        self.submitted = standing.submitted if standing else 0
-        self.dropped = Counter[str](standing.dropped if standing else {})
-        self.restarted = standing.restarted if standing else 0
-        in_flight, versions = (standing.in_flight, standing.versions) if standing else ({}, {})
-        sources = standing.sources if standing else {}
+        self.submitted, self.restarted, self.dropped = saved.submitted, saved.restarted, Counter[str](saved.dropped)
         self.live = {
-            n: Ticket(batch, versions.get(n, self.version), sources.get(n, "")) for n, batch in in_flight.items()
+            number: Ticket(batch, saved.versions.get(number, self.version), saved.sources.get(number, ""))
+            for number, batch in saved.in_flight.items()
         }
         """Groups between submission and training, in the order of submission."""
-        self.turns = list(standing.turns if standing else ()) or [ticket.source for ticket in self.live.values()]
+        self.turns = list(saved.turns) or [ticket.source for ticket in self.live.values()]
         """Sources in the order of their turns, one for each live group."""
         assert Counter(self.turns) == Counter(ticket.source for ticket in self.live.values())
-        self.batches = Counter(in_flight.values())
+        self.batches = Counter(saved.in_flight.values())
         """Number of live groups in each batch, by the number of the batch's first group, oldest batch first."""
-        self.waiting: Line = dict.fromkeys(standing.waiting if standing else ())
-        self.ready: Line = dict.fromkeys(standing.ready if standing else ())
-        self.rolling: Line = {n: None for n in in_flight if n not in self.waiting and n not in self.ready}
+        self.waiting: Line = dict.fromkeys(saved.waiting)
+        self.ready: Line = dict.fromkeys(saved.ready)
+        self.rolling: Line = dict.fromkeys(n for n in self.live if n not in self.waiting and n not in self.ready)
         self.scoring: Line = {}
         self.learning: Line = {}
         self.trained: Line = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slipstream.records import Attempts, Group, Handle, Header
@@ -48,7 +48,9 @@ class Memory:
         tried = self.prompts.pop(headers[0].prompt, None) or Tried()
         self.size -= tried.size
         for header in headers:
-            self._compare(tried, header)
+            reward = header.rewards.get(self.reward)
+            if reward is not None and (tried.best_reward is None or reward > tried.best_reward):
+                tried.best, tried.best_reward = header.said, reward
         last = headers[-1]
         others = [each for each in tried.newest if each[0] != last.number]
         tried.newest = [*others[-1:], (last.number, last.said, last.rewards.get(self.reward))]
@@ -57,7 +59,7 @@ class Memory:
         while self.size > self.limit and len(self.prompts) > 1:
             _, forgotten = self.prompts.popitem(last=False)
             self.size -= forgotten.size
-        return [Handle(replace(handle.header, said=""), handle.body) for handle in group]
+        return [handle.with_header(said="") for handle in group]
 
     def shown(self, header: Header, names: Collection[str]) -> Attempts:
         """Return the attempts for the teacher of this response; fields that are not in `names` stay empty."""
@@ -66,8 +68,3 @@ class Memory:
         last, last_reward = others[-1] if others else ("", None)
         known = Attempts(tried.best, tried.best_reward, last, last_reward)
         return Attempts(**{name: getattr(known, name) for name in names})
-
-    def _compare(self, tried: Tried, header: Header) -> None:
-        reward = header.rewards.get(self.reward)
-        if reward is not None and (tried.best_reward is None or reward > tried.best_reward):
-            tried.best, tried.best_reward = header.said, reward

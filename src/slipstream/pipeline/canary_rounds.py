@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,22 +19,21 @@ import numpy as np
 from slipstream.config.schema import HealthConfig
 from slipstream.errors import RecordsLost, SlipstreamError, Unhealthy, WorkerDied, first_line
 from slipstream.pipeline.control import canary
+from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.pool import Pool, Worker
-from slipstream.pipeline.publish import MovingTeacher, Samplers
+from slipstream.pipeline.publish import Samplers
 from slipstream.pipeline.retries import DEFECTS
+from slipstream.pipeline.teachers import Teacher
 from slipstream.protocols import Learner, Metrics, Sampler, Sampling, Scorer
-from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, unfinished
+from slipstream.records import Attempts, Batch, Group, Prompt, Rollout, unfinished
 
 
 @dataclass
 class Watched:
     """A teacher that is checked, its canary texts, and the reference answers to compare with."""
 
-    name: str
-    pool: Pool[Scorer]
+    teacher: Teacher
     texts: list[Rollout]
-    attempts: Attempts | None
-    """Empty attempts for a teacher that is shown attempts, else None."""
     exact: bool
     """True for a teacher that computes in float32 on this machine."""
     reference: canary.Reference = field(default_factory=list)
@@ -42,6 +41,11 @@ class Watched:
     limit: float = 0.0
     good: int = 0
     """The last update after which a replica of this teacher passed a check."""
+
+    @property
+    def attempts(self) -> Attempts | None:
+        """Return empty attempts for a teacher that is shown attempts, else None."""
+        return Attempts() if self.teacher.shows else None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -58,40 +62,39 @@ class Canaries:
         self,
         health: HealthConfig,
         learner: Learner,
+        groups: Groups,
         samplers: Samplers,
-        scorers: Collection[Pool[Any]],
+        pools: Sequence[Pool[Any]],
         teachers: Collection[Watched],
         *,
         updates: int,
         questions: Sequence[Prompt],
         sampling: Sampling,
         exact: bool,
-        redo: Callable[[int, str, bool], bool],
         last: Mapping[str, float],
         say: Callable[[str], None],
     ) -> None:
         """Prepare the checks: samplers answer the prompts `questions`, and `teachers` score their canary texts.
 
-        `exact` is True if samplers and learner compute in float32. `redo(number, worker, roll)` repeats a group's
-        rollout if `roll` is True, else its scoring. `last` is the last metrics line before a resume.
+        `exact` is True if samplers and learner compute in float32. `last` is the last metrics line before a resume.
         """
         self.every, self.updates, self.stops = health.canary, updates, health.stop
-        self.learner, self.samplers, self.scorers, self.redo, self.say = learner, samplers, scorers, redo, say
-        self.fixed = [watched for watched in teachers if not isinstance(watched.pool, MovingTeacher)]
-        self.following = [watched for watched in teachers if isinstance(watched.pool, MovingTeacher)]
+        self.learner, self.groups, self.samplers, self.pools, self.say = learner, groups, samplers, pools, say
+        self.fixed = [watched for watched in teachers if not watched.teacher.follows]
+        self.following = [watched for watched in teachers if watched.teacher.follows]
         self.questions, self.sampling, self.exact = questions, canary.drawn_by(sampling), exact
         self.counts = {name: round(last.get(f"canary/{name}", 0)) for name in ("retired", "redone", "trained")}
         self.apart = dict[str, float]()
         """Largest difference from the expected answers since the previous update, for "sampler" and for "teacher"."""
-        self.asked = self.drawn = 0
-        """Update at the last check: of fixed teachers (`asked`), of samplers and other teachers (`drawn`)."""
+        self.last_scored = self.last_sampled = 0
+        """Update at the last check of fixed teachers, and at the last check of samplers and other teachers."""
         self.task: asyncio.Task[Any] | None = None
         self.reported = set[str]()
         """Workers already reported as wrong. With health.stop = false, the last replica continues although wrong."""
 
     @property
     def state(self) -> dict[str, Any]:
-        return {watched.name: watched.state for watched in self.fixed}
+        return {watched.teacher.name: watched.state for watched in self.fixed}
 
     @property
     def metrics(self) -> Metrics:
@@ -101,21 +104,25 @@ class Canaries:
     async def begin(self, update: int) -> None:
         """Check all workers, before the first rollout."""
         if self.every:
-            self.asked = self.drawn = update
+            self.last_scored = self.last_sampled = update
             await self._ask_all(update, canary.ASKED)
             await self._draw_all(update)
 
     def after_update(self, update: int, tasks: asyncio.TaskGroup) -> None:
         """Start a check of the fixed teachers, if one is due."""
         idle = self.task is None or self.task.done()
-        if self.fixed and idle and self._due(update, self.asked, *(watched.pool for watched in self.fixed)):
-            self.asked = update
+        if (
+            self.fixed
+            and idle
+            and self._due(update, self.last_scored, *(watched.teacher.pool for watched in self.fixed))
+        ):
+            self.last_scored = update
             self.task = tasks.create_task(self._ask_all(update, 1))
 
     async def after_publish(self, version: int) -> None:
         """Check the samplers and the teachers that follow the student, if a check is due."""
-        if self._due(version, self.drawn, self.samplers, *(watched.pool for watched in self.following)):
-            self.drawn = version
+        if self._due(version, self.last_sampled, self.samplers, *(watched.teacher.pool for watched in self.following)):
+            self.last_sampled = version
             await self._draw_all(version)
 
     def _due(self, update: int, last: int, *pools: Pool[Any]) -> bool:
@@ -126,7 +133,7 @@ class Canaries:
 
     def trained(self, numbers: Collection[int], update: int) -> None:
         """Record in `Worker.since` that the groups `numbers` were learned from in this update."""
-        for pool in (self.samplers, *self.scorers):
+        for pool in self.pools:
             for worker in pool.workers:
                 learned = dict.fromkeys(worker.since.keys() & numbers, update)
                 worker.since = worker.since | learned if self.every else {}
@@ -135,34 +142,38 @@ class Canaries:
         await asyncio.gather(*(self._ask(watched, update, times) for watched in self.fixed))
 
     async def _ask(self, watched: Watched, update: int, times: int) -> None:
-        pool, texts = watched.pool, watched.texts
-        done = {worker: list(worker.since) for worker in pool.workers}
-        asked = [[worker.engine.probe(texts, watched.attempts) for _ in range(times)] for worker in done]
-        found = await asyncio.gather(*(self._answers(pool, *pair) for pair in zip(done, asked, strict=True)))
-        answers = {worker: said for worker, said in zip(done, found, strict=True) if said}
+        """Check all replicas of a fixed teacher; the answers to its first check become the reference."""
+        teacher, texts = watched.teacher, watched.texts
+        groups_before = {worker: list(worker.since) for worker in teacher.pool.workers}
+        calls = [[worker.engine.probe(texts, watched.attempts) for _ in range(times)] for worker in groups_before]
+        found = await asyncio.gather(*(
+            self._answers(teacher.pool, worker, requests)
+            for worker, requests in zip(groups_before, calls, strict=True)
+        ))  # fmt: skip
+        answers = {worker: said for worker, said in zip(groups_before, found, strict=True) if said}
         if not watched.reference and answers:
             watched.reference = canary.reference_of([said for each in answers.values() for said in each])
             watched.limit = canary.limit_of(texts, list(answers.values()), exact=watched.exact)
             if all(each is None for each in watched.reference):
-                self.say(f"teacher {watched.name} cannot score fixed texts: its changes will not be noticed")
+                self.say(f"teacher {teacher.name} cannot score fixed texts: its changes will not be noticed")
         for worker, each in answers.items():
             far = max((canary.difference(texts, watched.reference, said) for said in each), key=lambda d: d.apart)
             self._note("teacher", far.apart)
             if far.apart <= watched.limit:
                 watched.good = update
-                self._good(worker, done[worker], update)
+                self._good(worker, groups_before[worker], update)
                 continue
             wrong = (
-                f"teacher {watched.name} has changed: log-probs of fixed texts by {worker.name} are {far.apart:.2g} "
+                f"teacher {teacher.name} has changed: log-probs of fixed texts by {worker.name} are {far.apart:.2g} "
                 f"away from those at the start (root mean square, limit {watched.limit:.2g}): {far.said}"
             )
             worker.good = max(worker.good, watched.good if times > 1 else 0)
-            self._bad(pool, worker, wrong, harmful=worker.good < update, roll=False)
+            self._bad(teacher.pool, worker, wrong, harmful=worker.good < update, roll=False)
 
-    async def _answers(self, pool: Pool[Any], worker: Worker[Any], asked: Sequence[Coroutine[Any, Any, Any]]) -> Any:
+    async def _answers(self, pool: Pool[Any], worker: Worker[Any], calls: Sequence[Coroutine[Any, Any, Any]]) -> Any:
         """Return a worker's answers to all requests; on failure return None, and check this worker again later."""
         try:
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*calls)
         except WorkerDied as error:
             pool.handle_death(worker, error)
         except (SlipstreamError, *DEFECTS) as error:
@@ -178,14 +189,17 @@ class Canaries:
         if not (handles := next(filter(None, found), None)):
             return
         for watched in self.following:
-            shown = [Handle(replace(handle.header, attempts=watched.attempts), handle.body) for handle in handles]
-            await asyncio.gather(*(self._follow(watched, worker, shown, version) for worker in [*watched.pool.workers]))
+            shown = [handle.with_header(attempts=watched.attempts) for handle in handles]
+            await asyncio.gather(
+                *(self._follow(watched, worker, shown, version) for worker in [*watched.teacher.pool.workers])
+            )
 
     async def _draw(self, worker: Worker[Sampler], version: int) -> Group | None:
         """Check a sampler; return its canary answers if their log-probs agree with the learner's, else None."""
-        done, asked = list(worker.since), [worker.engine.generate(each, self.sampling) for each in self.questions]
-        drawn = await self._answers(self.samplers, worker, asked) or ()
-        handles = [handle for group in drawn if not unfinished(group) for handle in group]
+        groups_before = list(worker.since)
+        calls = [worker.engine.generate(prompt, self.sampling) for prompt in self.questions]
+        answers = await self._answers(self.samplers, worker, calls) or ()
+        handles = [handle for group in answers if not unfinished(group) for handle in group]
         handles = [handle for handle in handles if handle.header.finish != "error" and handle.header.trained_tokens]
         if not handles:  # handed over, or every episode failed: nothing to check
             return None
@@ -195,20 +209,21 @@ class Canaries:
         if wrong := canary.distrusted(numbers, versions, version=version, exact=self.exact):
             self.distrust(worker, wrong)
             return None
-        self._good(worker, done, version)
+        self._good(worker, groups_before, version)
         return handles
 
     async def _follow(self, watched: Watched, worker: Worker[Scorer], handles: Group, version: int) -> None:
         """Check a teacher that follows the student: compare its scores with the learner's, for equal weights."""
-        done, pool = list(worker.since), watched.pool
-        for scored in await self._answers(pool, worker, [worker.engine.score(handles)]) or ():
-            apart = canary.worst_gap(await self.learner.compare(Batch((scored,), version + 1), watched.name), scored)
+        groups_before, teacher = list(worker.since), watched.teacher
+        for scored in await self._answers(teacher.pool, worker, [worker.engine.score(handles)]) or ():
+            numbers = await self.learner.compare(Batch((scored,), version + 1), teacher.name)
+            apart = canary.worst_gap(numbers, scored)
             self._note("teacher", apart)
             if apart <= canary.FOLLOWS[watched.exact]:
-                self._good(worker, done, version)
+                self._good(worker, groups_before, version)
                 continue
-            wrong = f"teacher {watched.name} lacks the exported weights: a log-prob by {worker.name} is {apart:.2g} off"
-            self._bad(pool, worker, wrong, harmful=False, roll=False)
+            wrong = f"teacher {teacher.name} lacks the exported weights: a log-prob by {worker.name} is {apart:.2g} off"
+            self._bad(teacher.pool, worker, wrong, harmful=False, roll=False)
 
     def distrust(self, worker: Worker[Sampler], wrong: str) -> None:
         self._bad(self.samplers, worker, f"{worker.name} cannot be trusted: {wrong}", harmful=False, roll=True)
@@ -216,13 +231,16 @@ class Canaries:
     def _note(self, kind: str, apart: float) -> None:
         self.apart[kind] = max(min(apart, canary.FAR), self.apart.get(kind, 0.0))
 
-    def _good(self, worker: Worker[Any], done: Sequence[int], update: int) -> None:
+    def _good(self, worker: Worker[Any], numbers: Sequence[int], update: int) -> None:
         worker.good, worker.unproven = update, False
-        for number in done:
+        for number in numbers:
             worker.since.pop(number, None)
 
     def _bad(self, pool: Pool[Any], worker: Worker[Any], wrong: str, *, harmful: bool, roll: bool) -> None:
-        """Stop a wrong replica and redo its work since its last passed check; if no other is left, raise Unhealthy."""
+        """Retire a wrong replica and redo its work since its last passed check.
+
+        The last replica is not retired. Then health.stop raises Unhealthy, and without it the replica continues.
+        """
         if worker not in pool.workers:  # already stopped for another answer, or gone
             return
         updates = sorted(update for update in worker.since.values() if update)
@@ -241,4 +259,4 @@ class Canaries:
         if others:
             pool.retire(worker)
             self.counts["retired"] += 1
-            self.counts["redone"] += sum(self.redo(number, worker.name, roll) for number in answered)
+            self.counts["redone"] += sum(self.groups.redo(number, worker.name, roll=roll) for number in answered)

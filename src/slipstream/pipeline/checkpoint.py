@@ -26,7 +26,7 @@ from slipstream.run_dir.writing import Mark
 
 STANDING = "standing.json"
 SMALL = 1 << 24
-"""Size of a directory in bytes above which its checksums are computed in a thread."""
+"""Size of a directory in bytes above which checksums are computed in a thread, so that the event loop continues."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,10 @@ async def save_whole(
             await learner.save(beside, groups, optimizer=optimizer)
             for name, data in (files or {}).items():
                 (beside / name).write_bytes(data)
-            await _sealed(beside)
+            if sum(file.stat().st_size for file in beside.rglob("*")) > SMALL:
+                await asyncio.get_running_loop().run_in_executor(None, seal, beside)
+            else:
+                seal(beside)
             if path.exists():
                 path.rename(before)
             beside.rename(path)
@@ -156,14 +159,6 @@ async def save_whole(
             before.rename(path)
         for left in (beside, before):
             shutil.rmtree(left, ignore_errors=True)
-
-
-async def _sealed(path: Path) -> None:
-    """Seal a directory; if it is large, in a thread, so that checksums do not block the event loop."""
-    if sum(each.stat().st_size for each in path.rglob("*")) > SMALL:
-        await asyncio.get_running_loop().run_in_executor(None, seal, path)
-    else:
-        seal(path)
 
 
 def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callable[[str], None] = print) -> Checkpoint:

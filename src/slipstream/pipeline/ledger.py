@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import inf
+from typing import Any
 
 from slipstream.metrics import (
     ENDS,
@@ -63,31 +64,36 @@ class Ledger:
         self.differed = 0
         """Number of groups whose two scores differ by more than the teacher promises, since the last update."""
         self._tokens = Counter[str]()
+        """Tokens of each stage until the last update."""
 
     def trained(
         self, groups: Iterable[Group], *, update: int, version: int, size: int, weighed: Iterable[Weighed] = ()
     ) -> None:
         """Write a ledger entry for each trained group; `size` is the number of members of a complete group."""
-        freshness = iter(weighed)
-        self.log.ledger(*(
-            {
-                "number": group[0].header.number,
-                "prompt": group[0].header.prompt,
+        freshness, entries = iter(weighed), list[dict[str, Any]]()
+        for group in groups:
+            headers = [handle.header for handle in group]
+            number, teacher_versions = headers[0].number, [header.teacher_version for header in headers]
+            optional = {
+                "teacher_version": teacher_versions if any(teacher_versions) else [],
+                **freshness_columns(list(islice(freshness, len(group)))),
+                "failed": sorted(set(range(size)) - {header.episode for header in headers}),
+                "causes": self.causes.pop(number, []),
+                "distrusted": self.redone.pop(number, ""),
+            }
+            entry = {
+                "number": number,
+                "prompt": headers[0].prompt,
                 "end": "trained",
                 "update": update,
                 "version": version,
-                **({"teacher_version": versions} if any(versions := versions_of(group)) else {}),
-                "lag": [version - h.header.oldest if h.header.trained_tokens else 0 for h in group],
-                "mean_lag": [round(mean_lag(handle.header, version), 4) for handle in group],
-                "tokens": [handle.header.tokens for handle in group],
-                "rewards": [handle.header.rewards for handle in group],
-                **freshness_columns(list(islice(freshness, len(group)))),
-                **({"failed": missing} if (missing := _failed_episodes(group, size)) else {}),
-                **({"causes": causes} if (causes := self.causes.pop(group[0].header.number, None)) else {}),
-                **({"distrusted": who} if (who := self.redone.pop(group[0].header.number, "")) else {}),
+                "lag": [version - header.oldest if header.trained_tokens else 0 for header in headers],
+                "mean_lag": [round(mean_lag(header, version), 4) for header in headers],
+                "tokens": [header.tokens for header in headers],
+                "rewards": [header.rewards for header in headers],
             }
-            for group in groups
-        ))  # fmt: skip
+            entries.append(entry | {name: value for name, value in optional.items() if value})
+        self.log.ledger(*entries)
 
     def failed(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
         """Count the members that an engine failed to answer; report the first failure of each kind."""
@@ -118,7 +124,7 @@ class Ledger:
         """Count the members that could not be scored; report only the first failure of each teacher."""
         failed = [handle.header for handle in group if handle.header.finish == "error"]
         self.unusable += len(failed)
-        if len(failed) < len(group):  # else the whole group is dropped, and `Flow.forget` counts its tokens
+        if len(failed) < len(group):  # else the whole group is dropped, and `Groups.discard` counts its tokens
             self.thrown += sum(header.tokens for header in failed)
         for header in failed:
             if header.teacher not in self.reported:
@@ -166,6 +172,10 @@ class Ledger:
         """Write and return the metrics of an update, including how long each worker was busy since the last update."""
         admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
         wall = max(lately.seconds, 1e-9)
+        tokens = Counter[str]()
+        for track in self.trace.tracks:
+            tokens[track.stage] += track.tokens
+        before, self._tokens = self._tokens, tokens
         self.lengths.append(samples["length/mean"])
         places = ("rolling", "waiting", "scoring", "ready")
         line = {
@@ -183,7 +193,7 @@ class Ledger:
             **self.teachers,
             **self.moves,
             **usage(lately.busy, lately.stages, wall),
-            **{f"tokens_per_s/{stage}": count / wall for stage, count in self._tokens_since().items()},
+            **{f"tokens_per_s/{stage}": (count - before[stage]) / wall for stage, count in tokens.items()},
             **{f"groups/{place}": float(len(getattr(admission, place))) for place in places},
             "credits": float(admission.in_use),
             "dropped": float(admission.dropped.total()),
@@ -215,25 +225,9 @@ class Ledger:
         self.unusable, self.again, self.differed = 0, [], 0
         return found
 
-    def _tokens_since(self) -> Counter[str]:
-        tokens = Counter[str]()
-        for track in self.trace.tracks:
-            tokens[track.stage] += track.tokens
-        found = Counter({stage: tokens[stage] - self._tokens[stage] for stage in tokens})
-        self._tokens = tokens
-        return found
-
 
 def freshness_columns(weighed: Sequence[Weighed]) -> dict[str, list[float | None]]:
     """Return the freshness columns of a group, one value per member; None for unknown values."""
     names = ("f", "w", "roll", "sup", "roll_coverage", "sup_coverage")
     columns = {name: [getattr(each, name) for each in weighed] for name in names}
     return {name: [round(x, 6) if x < inf else None for x in column] for name, column in columns.items() if column}
-
-
-def versions_of(group: Group) -> list[int]:
-    return [handle.header.teacher_version for handle in group]
-
-
-def _failed_episodes(group: Group, size: int) -> list[int]:
-    return sorted(set(range(size)) - {handle.header.episode for handle in group})

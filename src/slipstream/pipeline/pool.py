@@ -7,8 +7,8 @@ Workers can be added and removed while a run continues. A call waits if no worke
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 from slipstream.errors import AllDied, EngineError, ModelError, WorkerDied, first_line
@@ -24,7 +24,8 @@ T = TypeVar("T")
 class Worker(Generic[E]):
     def __init__(self, engine: E, track: Track) -> None:
         self.engine, self.track = engine, track
-        self.load = 0
+        self.load, self.last_change = 0, 0
+        """Number of calls that the worker has, and the number of the last change of this value in its pool."""
         self.since: dict[int, int] = {}
         """Update that learned from each group answered since the last passed check, by group number; 0: none yet."""
         self.good, self.unproven = 0, True
@@ -47,8 +48,6 @@ def scorer_name(teacher: str, teachers: Collection[str]) -> str:
 
 
 class Pool(Generic[E]):
-    """The workers of a stage or teacher, ordered by load: finding the least loaded worker takes constant time."""
-
     def __init__(
         self,
         workers: Sequence[E],
@@ -82,8 +81,8 @@ class Pool(Generic[E]):
         """Removed workers that have not ended yet, each with the task that ends it."""
         self.waiting, self.came = 0, asyncio.Event()
         """Number of calls that wait for a worker, and the event that ends their wait."""
-        self._by_load: list[OrderedDict[Worker[E], None]] = [OrderedDict(self.workers)]
-        self._least = 0
+        self._changes = count(1)
+        """Numbers of the changes of load."""
 
     async def call(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
         """Call a worker, and retry until GivenUp is raised; `name` is a group number, or a text for other work."""
@@ -133,7 +132,7 @@ class Pool(Generic[E]):
         """Remove a dead worker, and start a replacement if the limit of restarts allows one."""
         if worker not in self.workers:
             return
-        self._remove(worker)
+        del self.workers[worker]
         pause = self._restart_pause(worker)
         if pause is None:
             self._lose(worker, str(error))
@@ -143,7 +142,7 @@ class Pool(Generic[E]):
     def retire(self, worker: Worker[E]) -> None:
         """Remove a worker that cannot be trusted; other workers repeat the calls that it has not finished."""
         self.retired.add(worker)
-        self._remove(worker)
+        del self.workers[worker]
         if self.engines.dismiss is not None:
             self._end_later(worker)
 
@@ -187,22 +186,20 @@ class Pool(Generic[E]):
 
     async def _start(self, worker: Worker[E], pause: float) -> None:
         began = self.trace.now()
-        while True:
-            await asyncio.sleep(pause)
-            failure = await self._try_to_start(worker)
-            if not failure:
-                break
-            granted = self._restart_pause(worker)
-            if granted is None:
+        await asyncio.sleep(pause)
+        while failure := await self._try_to_start(worker):
+            next_pause = self._restart_pause(worker)
+            if next_pause is None:
                 del self.coming[worker]
                 self._lose(worker, failure)
                 return
             self.say(f"{worker.name} could not be started and is tried once more: {failure}")
-            pause = granted
+            await asyncio.sleep(next_pause)
         del self.coming[worker]
         now = self.trace.now()
         self.trace.slice(worker.track, "gone" if worker.track.there else "starting", began, now)
-        self._join(worker)
+        self.workers[worker], worker.last_change, worker.track.there = None, next(self._changes), True
+        self.came.set()
         self.say(f"{worker.name} is at work after {now - began:.1f} s")
 
     async def _try_to_start(self, worker: Worker[E]) -> str:
@@ -225,27 +222,22 @@ class Pool(Generic[E]):
         return len(self.workers) + len(self.coming)
 
     @property
-    def standing(self) -> dict[str, list[str]]:
+    def names_by_state(self) -> dict[str, list[str]]:
         """Names of all workers, by state: working, starting or leaving."""
-        found: dict[str, Collection[Worker[E]]] = {
-            "working": self.workers,
-            "starting": self.coming,
-            "leaving": self.leaving,
-        }
-        return {what: [worker.name for worker in workers] for what, workers in found.items()}
+        states: dict[str, Collection[Worker[E]]]
+        states = {"working": self.workers, "starting": self.coming, "leaving": self.leaving}
+        return {state: [worker.name for worker in workers] for state, workers in states.items()}
 
     def resize(self, size: int) -> None:
         """Start or remove workers until `size` remain; a removed worker first finishes or hands over its work."""
         for _ in range(size - self.size):
-            self._hire()
+            assert self.engines.hire is not None
+            name = f"{self.name}-{self.named}"
+            self.named += 1
+            engine = self.engines.hire(self.kind, name)
+            self._launch(Worker(engine, self.trace.track(self.stage, name, there=False)), 0.0)
         for _ in range(self.size - size):
             self._dismiss()
-
-    def _hire(self) -> None:
-        assert self.engines.hire is not None
-        name = f"{self.name}-{self.named}"
-        self.named += 1
-        self._launch(Worker(self.engines.hire(self.kind, name), self.trace.track(self.stage, name, there=False)), 0.0)
 
     def _dismiss(self) -> None:
         """Remove one worker: one that is still starting, or else the newest."""
@@ -256,7 +248,7 @@ class Pool(Generic[E]):
         else:
             assert len(self.workers) > 1, f"the last {self.name} cannot leave"
             worker = next(reversed(self.workers))
-            self._remove(worker)
+            del self.workers[worker]
             self._end_later(worker)
 
     def _end_later(self, worker: Worker[E], *coming: asyncio.Task[None]) -> None:
@@ -277,29 +269,14 @@ class Pool(Generic[E]):
 
     # --- load ------------------------------------------------------------------------------------------------
 
-    def _join(self, worker: Worker[E]) -> None:
-        self.workers[worker] = self._by_load[0][worker] = None
-        self._least, worker.track.there = 0, True
-        self.came.set()
-
-    def _remove(self, worker: Worker[E]) -> None:
-        """Take a worker out of the pool, so that it gets no more work."""
-        del self.workers[worker], self._by_load[worker.load][worker]
-
     def _take(self) -> Worker[E]:
-        while not self._by_load[self._least]:
-            self._least += 1
-        worker = next(iter(self._by_load[self._least]))
+        """Return the least loaded worker; of equally loaded ones, the one that has waited longest."""
+        worker = min(self.workers, key=lambda worker: (worker.load, worker.last_change))
         self._shift(worker, +1)
         return worker
 
     def _shift(self, worker: Worker[E], change: int) -> None:
-        if worker in self.workers:
-            del self._by_load[worker.load][worker]
-            if worker.load + change == len(self._by_load):
-                self._by_load.append(OrderedDict())
-            self._by_load[worker.load + change][worker] = None
-            self._least = min(self._least, worker.load + change)
         worker.load += change
+        worker.last_change = next(self._changes)
         if not worker.load and worker not in self.workers:
             worker.free.set()

@@ -7,7 +7,6 @@ guarantees that every engine runs the exported weights: the fingerprint of the l
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TypeVar
 
 from slipstream.errors import ModelError, RecordsLost, WorkerDied
@@ -20,27 +19,24 @@ E = TypeVar("E", Sampler, MovingScorer)
 
 async def load(sampler: Sampler, name: str, weights: WeightsRef, expected: Fingerprint, *, mode: Mode) -> Loaded:
     """Load weights into one sampler; raise ModelError if its fingerprint differs."""
-    return proven(
-        await sampler.publish(weights, mode),
-        name,
-        weights,
-        expected,
-        "its rollouts would be from another policy than recorded; check that its model is the student and its dtype "
-        "is sampler.dtype",
-    )
+    consequence = "its rollouts would be from another policy than recorded"
+    remedy = "check that its model is the student and its dtype is sampler.dtype"
+    loaded = await sampler.publish(weights, mode)
+    return with_fingerprint(loaded, expected, name, weights.version, f"{consequence}; {remedy}")
 
 
 async def load_teacher(scorer: MovingScorer, name: str, weights: WeightsRef, expected: Fingerprint) -> Loaded:
-    return proven(
-        await scorer.publish(weights), name, weights, expected, "its scores would be of another teacher than recorded"
-    )
+    loaded = await scorer.publish(weights)
+    consequence = "its scores would be of another teacher than recorded"
+    return with_fingerprint(loaded, expected, name, weights.version, consequence)
 
 
-def proven(loaded: Loaded, name: str, weights: WeightsRef, expected: Fingerprint, so: str) -> Loaded:
+def with_fingerprint(loaded: Loaded, expected: Fingerprint, name: str, version: int, consequence: str) -> Loaded:
+    """Return `loaded`; raise ModelError if its fingerprint is not the expected one."""
     if loaded.fingerprint != expected:
         raise ModelError(
-            f"publish of version {weights.version}: {name} runs weights {loaded.fingerprint}, the learner exported "
-            f"{expected}: {so}"
+            f"publish of version {version}: {name} runs weights {loaded.fingerprint}, the learner exported "
+            f"{expected}: {consequence}"
         )
     return loaded
 
@@ -62,9 +58,9 @@ class Newest(Pool[E]):
         self.version = version
         if self.engines.replace is not None:
             self.newest = weights, expected
-        done: list[Loaded] = []
+        results: list[Loaded] = []
 
-        async def one(worker: Worker[E]) -> None:
+        async def publish_to(worker: Worker[E]) -> None:
             try:
                 # a draining engine continues to work until no request runs; other modes pause all requests
                 worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
@@ -77,12 +73,12 @@ class Newest(Pool[E]):
             finally:
                 worker.track.end(f"publish {version}")
             worker.track.relabel(f"{self.stage} v{version}")
-            done.append(loaded)
+            results.append(loaded)
 
         async with asyncio.TaskGroup() as tasks:
             for worker in list(self.workers):
-                tasks.create_task(one(worker))
-        return done
+                tasks.create_task(publish_to(worker))
+        return results
 
     async def load(self, worker: Worker[E], weights: WeightsRef, expected: Fingerprint, mode: Mode) -> Loaded:
         raise NotImplementedError
@@ -103,9 +99,11 @@ class Samplers(Newest[Sampler]):
         return await load(worker.engine, worker.name, weights, expected, mode=mode)
 
     async def release_work(self, worker: Worker[Sampler]) -> None:
-        """Make a leaving sampler return its partial rollouts, which other samplers continue."""
-        with suppress(WorkerDied):
+        """Make a sampler return its partial rollouts, which any sampler can continue."""
+        try:
             await worker.engine.release()
+        except WorkerDied as error:
+            self.handle_death(worker, error)
 
 
 class MovingTeacher(Newest[MovingScorer]):
@@ -117,11 +115,11 @@ class MovingTeacher(Newest[MovingScorer]):
         return await load_teacher(worker.engine, worker.name, weights, expected)
 
 
-def publish_metrics(done: list[Loaded]) -> Metrics:
+def publish_metrics(results: list[Loaded]) -> Metrics:
     """Return the metrics of a publish: longest wait, load and rebuild time of a sampler, and tokens thrown away."""
     return {
-        "publish/wait": max((loaded.wait for loaded in done), default=0.0),
-        "publish/load": max((loaded.load for loaded in done), default=0.0),
-        "publish/rebuild": max((loaded.rebuild for loaded in done), default=0.0),
-        "thrown_tokens": float(sum(loaded.thrown for loaded in done)),
+        "publish/wait": max((loaded.wait for loaded in results), default=0.0),
+        "publish/load": max((loaded.load for loaded in results), default=0.0),
+        "publish/rebuild": max((loaded.rebuild for loaded in results), default=0.0),
+        "thrown_tokens": float(sum(loaded.thrown for loaded in results)),
     }

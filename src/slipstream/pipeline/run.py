@@ -1,11 +1,12 @@
 """The coordinator of a run: it builds the pipeline, starts it, and ends with the final student.
 
 A group in flight uses one credit (a permit). The credit returns when the weights of the group's update are published.
-       ┌────────────────────────────────────────────────────────────────────────┐
-prompts ─▶ admission ─▶ roll (Samplers) ─▶ mark (Scorers) ─▶ learn (Learner) ─▶ deliver ┘
-            limits         generates          scores            updates         publishes
+       ┌─────────────────────────────────────────────────────────────────────────┐
+prompts ─▶ admission ─▶ roll (Samplers) ─▶ score (Scorers) ─▶ learn (Learner) ─▶ deliver ┘
+            limits         generates          scores             updates         publishes
 
-`admission` decides which groups may move. `stages` has the coroutines roll, mark, learn and deliver.
+`admission` decides which groups may move. `groups` stores the groups in flight and starts their coroutines. `stages`
+has the coroutines roll, score, learn and deliver. `Run._connect` gives each stage what it needs.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.schema import Config
 from slipstream.data.prompts import Prompts
 from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
@@ -29,34 +30,23 @@ from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.canary_rounds import Canaries, Watched
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.control import canary
-from slipstream.pipeline.control.autopilot import Autopilot
-from slipstream.pipeline.control.autoscale import Autoscale, Seen
 from slipstream.pipeline.control.buffer_refresh import Buffer
-from slipstream.pipeline.control.guards import Guards
-from slipstream.pipeline.control.health import Health
-from slipstream.pipeline.control.scaling import Room, asked, check_room
+from slipstream.pipeline.control.scaling import Autoscale, Room, Seen, check_room, requested_sizes
 from slipstream.pipeline.evaluate import answers, summary
+from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
+from slipstream.pipeline.progress import Progress
 from slipstream.pipeline.publish import MovingTeacher, Samplers
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.schedules import credits_of, schedule_of
-from slipstream.pipeline.stages import (
-    Flow,
-    Recheck,
-    Save,
-    Steps,
-    answered_members,
-    go_on,
-    hand_over,
-    learn,
-    move_teachers,
-    watch,
-)
+from slipstream.pipeline.schedules import schedule_of
+from slipstream.pipeline.stages import Learning, Publishing, Rollouts, Save, Scoring, answered_members
+from slipstream.pipeline.steering import Steering
+from slipstream.pipeline.teachers import NO_TEACHER, Teacher
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.protocols import Engines, Sampler, Sampling, of_teacher
-from slipstream.records import Attempts, Group, Handle, Prompt, unfinished
+from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.writing import Mark, RunLog
 
@@ -65,6 +55,21 @@ HANDING_OVER = 30.0
 """Seconds that samplers get to return partial rollouts when a run stops; a response may have to be graded first."""
 STALLED_SAVE = 60.0
 """Time limit in seconds for saving the checkpoint of a stalled run, because the learner itself may hang."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The connected parts of a run that has started."""
+
+    trace: Trace
+    pools: Sequence[Pool[Any]]
+    samplers: Samplers
+    progress: Progress
+    groups: Groups
+    canaries: Canaries
+    rollouts: Rollouts
+    publishing: Publishing
+    learning: Learning
 
 
 class Run:
@@ -96,28 +101,17 @@ class Run:
         self.restarts = restarts or Restarts(config.runtime.restarts)
         self.restarts.recall(log.last)
         self.patience, self.say, log.say = patience, say, say
-        self.known, self.ends = canaries or {}, ends
+        self.references, self.ends = canaries or {}, ends
         self.admission = admission_of(config, prompts, standing)
-        self.held = {group[0].header.number: group for group in groups}
-        assert self.held.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
-        self.checkpoints = Checkpoints(
-            log.path / "checkpoints",
-            every=config.checkpoint.every,
-            minutes=config.checkpoint.minutes,
-            keep=config.checkpoint.keep,
-            proof=config.health.proof,
-        )
+        self.responses = {group[0].header.number: group for group in groups}
+        """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
+        assert self.responses.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
+        saving = config.checkpoint.model_dump()
+        self.checkpoints = Checkpoints(log.path / "checkpoints", **saving, proof=config.health.proof)
         self.memory = Memory(next(iter(config.task.names), ""), before=attempts)
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
-        self.flow: Flow | None = None
-        self.autopilot = autopilot_of(config.schedule)
-        self.most = config.schedule.most
-        self.guards = Guards(config.guards, tau=self.most, batches=config.schedule.batches)
-        for line in log.updates():
-            self._decide(line)
-        self.health = Health(config.health, say)
-        self.health.recall(log.updates())
-        self._apply_decisions()
+        self.steering = Steering(config.schedule, config.guards, config.health, self.admission, log, say)
+        self.pipeline: Pipeline | None = None
         self.task: asyncio.Task[Any] | None = None
         """The task that `stop` cancels."""
         self.at_once = False
@@ -141,24 +135,21 @@ class Run:
 
     async def _update_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            flow = self.flow = self._flow(tasks)
-            self.checkpoints.last = flow.trace.now()
-            watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
-            weights, expected = await self.engines.learner.export()
-            await flow.samplers.publish(weights, expected, version=self.admission.version, mode="drain")
-            await asyncio.gather(*await move_teachers(flow, first=True))
-            await flow.canaries.begin(self.admission.version)
+            pipeline = self.pipeline = self._connect(tasks)
+            self.checkpoints.last = pipeline.trace.now()
+            watchdog = tasks.create_task(pipeline.progress.watch(self.patience)) if self.patience else None
+            await pipeline.publishing.begin()
+            await pipeline.canaries.begin(self.admission.version)
             await self._evaluate()
             self._resize(self.restarts.sizes)
-            go_on(flow)
-            flow.advance()
+            pipeline.groups.resume()
             try:
-                await learn(flow)
+                await pipeline.learning.learn()
             except BaseException as error:
                 if not (self.at_once or isinstance(error, WorkerDied)):
-                    await self._hand_over(flow)
+                    await self._hand_over(pipeline)
                 raise
-            for pool in flow.pools:
+            for pool in pipeline.pools:
                 pool.close()
             if watchdog:
                 watchdog.cancel()
@@ -172,59 +163,26 @@ class Run:
     ) -> dict[str, dict[str, list[str]]]:
         """Change the number of workers and return the names of the workers by kind and state.
 
-        `scaling.asked` parses `changes`. `check` raises if the machine has no room. On an error nothing is changed.
+        `requested_sizes` parses `changes`. `check` raises if the machine has no room. On an error nothing is changed.
         """
         if not self.engines.takes:
             raise ConfigError('runtime.kind = "inline" has all workers in one process: write "local" or "ray"')
-        if self.flow is None or self.flow.samplers.newest is None:
+        if self.pipeline is None or self.pipeline.samplers.newest is None:
             raise ConfigError("the run is still starting: try again when it has started")
-        if changes and (self.flow.ending or self.admission.finished):
+        if changes and (self.pipeline.groups.stopping or self.admission.finished):
             raise ConfigError("the run is ending")
         pools = self._scalable()
         now = {kind: pool.size for kind, pool in pools.items()}
-        sizes = asked(changes, now)
+        sizes = requested_sizes(changes, now)
         for kind in sizes.keys() & self.config.most_workers:
             raise ConfigError(f'{kind}: with replicas = "auto" the run chooses this number itself')
         check_room(sizes, now, self._room())
         check(now | sizes)
         self._resize(sizes)
-        return {kind: pool.standing for kind, pool in pools.items()}
-
-    @property
-    def tau(self) -> float:
-        """The current tau: at most (tau + 1) · `publish_every` batches may be in flight."""
-        return (self.autopilot.tau if self.autopilot else self.most) - self.guards.lowered
-
-    @property
-    def publish_every(self) -> int:
-        return self.autopilot.every if self.autopilot else self.admission.schedule.publish_every
-
-    def _decide(self, line: Mapping[str, Any]) -> list[str]:
-        """Pass the metrics of an update to guards and autopilot; return a message for each new decision."""
-        messages = self.guards.look(line)
-        if self.autopilot and "tau" in line and (new := self.autopilot.look(line)):
-            messages.append(f"schedule: {new}")
-        return messages
-
-    def _apply_decisions(self) -> None:
-        """Apply the decisions made after the last update."""
-        if isinstance(self.config.schedule, Async):
-            every = self.publish_every
-            self.admission.allow(credits_of(self.tau, every, self.config.groups_per_update), every)
-        if self.flow is not None:
-            self.flow.lr = self.guards.lr
-
-    def _control_metrics(self) -> Metrics:
-        steers = self.autopilot or self.config.guards.kl
-        metrics = {"tau": float(self.tau)} if steers else {}
-        if self.autopilot and self.autopilot.rarest > self.autopilot.often:
-            metrics["publish_every"] = float(self.publish_every)
-        return self.guards.metrics | metrics | (self.flow.canaries.metrics if self.flow else {})
+        return {kind: pool.names_by_state for kind, pool in pools.items()}
 
     def _after_update(self, line: Metrics) -> None:
-        for message in self._decide(line):
-            self.say(message)
-        self._apply_decisions()
+        self.steering.look(line)
         self._autoscale(line)
 
     def _autoscale(self, line: Metrics) -> None:
@@ -245,8 +203,8 @@ class Run:
             self._resize(change.sizes)
 
     def _scalable(self) -> dict[str, Pool[Any]]:
-        assert self.flow is not None
-        return {pool.kind: pool for pool in self.flow.pools if pool.kind in self.engines.takes}
+        assert self.pipeline is not None
+        return {pool.kind: pool for pool in self.pipeline.pools if pool.kind in self.engines.takes}
 
     def _room(self) -> Room:
         return Room(self.engines.free(), self.engines.takes)
@@ -257,92 +215,90 @@ class Run:
             self._scalable()[kind].resize(size)
 
     def report(self) -> str:
-        return self.flow.report() if self.flow else "engines are starting"
+        return self.pipeline.progress.report() if self.pipeline else "engines are starting"
 
-    def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
-        rewound, trace = self.restarts.began is not None, self._trace()
+    def _connect(self, tasks: asyncio.TaskGroup) -> Pipeline:
+        restarted, trace = self.restarts.began is not None, self._trace()
+        config, learner = self.config, self.engines.learner
         shared: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
         samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **shared)
-        teachers, configured = self.engines.scorers, self.config.teachers
-        follow = {name: each.follow.period for name, each in configured.items() if each.follow is not None}
-        kinds: dict[bool, type[Pool[Any]]] = {True: MovingTeacher, False: Pool}
-        scorers = {
-            teacher: kinds[teacher in follow](
-                engines,
-                trace,
-                kind=f"teacher.{teacher}",
-                stage="score",
-                name=scorer_name(teacher, teachers),
-                work=f"scoring by {teacher}" if len(teachers) > 1 else "scoring",
-                **shared,
-            )
-            for teacher, engines in teachers.items()
-        }
-        learning = trace.track("learn", "learner")
-        if rewound:
-            trace.slice(learning, "gone", self.log.last.get("time", 0.0), trace.now())
-        return Flow(
-            samplers=samplers,
-            scorers=scorers,
-            follow=follow,
-            canaries=self._canaries(samplers, scorers),
-            shows={name: teacher.shows for name, teacher in configured.items()},
-            relabel={name: teacher.relabel for name, teacher in configured.items()},
-            memory=self.memory,
-            learner=self.engines.learner,
-            learning=learning,
-            admission=self.admission,
-            prompt=self.prompts.at,
-            sampling=rollout_sampling(self.config),
-            account=Ledger(self.log, trace, self.admission, self.restarts, self._control_metrics),
-            trace=trace,
-            tasks=tasks,
-            health=self.health,
-            buffer=self._buffer(),
-            recheck={
-                name: Recheck(teacher.recheck, teacher.promised, self.config.seed)
-                for name, teacher in self.config.teachers.items()
-            },
-            silence={
-                name: ResponseWatch(f"teacher {name}", self.say)
-                for name, teacher in self.config.teachers.items()
-                if teacher.base_url is not None
-            },
-            passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
-            quoted=self.config.log.samples,
-            look=self._after_update,
-            lr=self.guards.lr,
-            # after the last update `train` saves instead, so that the checkpoint includes the final evaluation
-            due=lambda: (
-                self.admission.version < self.config.updates
-                and self.checkpoints.due(self.admission.version, trace.now())
-            ),
-            checkpoint=self._checkpoint,
-            after_publish=self._published,
-            held=self.held,
-        )
+        teachers = {name: self._teacher(name, trace, shared) for name in self.engines.scorers}
+        pools = [samplers, *(teacher.pool for teacher in teachers.values())]
+        track = trace.track("learn", "learner")
+        if restarted:
+            trace.slice(track, "gone", self.log.last.get("time", 0.0), trace.now())
 
-    def _canaries(self, samplers: Samplers, scorers: Mapping[str, Pool[Any]]) -> Canaries:
-        config, prompts, sampling, teachers = self.config, self.prompts, rollout_sampling(self.config), list[Watched]()
+        progress = Progress(trace, self.admission, pools)
+        ledger = Ledger(
+            self.log, trace, self.admission, self.restarts, lambda: self.steering.metrics | canaries.metrics
+        )
+        groups = Groups(self.admission, ledger, self.prompts.at, progress, tasks, self.responses)
+        canaries = self._canaries(groups, samplers, pools, list(teachers.values()))
+        memory = self.memory if any(teacher.shows for teacher in teachers.values()) else None
+        rollouts = Rollouts(groups, samplers, rollout_sampling(config), canaries, memory)
+        scoring = Scoring(groups, teachers, self.memory, config.seed)
+        groups.roll, groups.score = rollouts.roll, scoring.score
+        publishing = Publishing(learner, track, samplers, teachers.values(), groups, self._after_publish)
+        learning = Learning(
+            groups,
+            rollouts,
+            scoring,
+            publishing,
+            canaries,
+            learner=learner,
+            track=track,
+            say=self.say,
+            settings=config.learner,
+            quoted=config.log.samples,
+            buffer=self._buffer(),
+            lr=lambda: self.steering.lr,
+            after_update=self._after_update,
+            checkpoint_due=lambda: self._checkpoint_due(trace.now()),
+            capture=self._checkpoint,
+        )
+        return Pipeline(trace, pools, samplers, progress, groups, canaries, rollouts, publishing, learning)
+
+    def _teacher(self, key: str, trace: Trace, shared: Any) -> Teacher:
+        """Return the teacher of the scorers under this key; without teachers it stands for `Unscored`."""
+        names, several = self.config.teachers or {"": NO_TEACHER}, len(self.engines.scorers) > 1
+        name = of_teacher({name: name for name in names}, key)
+        settings = names[name]
+        pool: type[Pool[Any]] = Pool if settings.follow is None else MovingTeacher
+        scorers = pool(
+            self.engines.scorers[key],
+            trace,
+            kind=f"teacher.{key}",
+            stage="score",
+            name=scorer_name(key, self.engines.scorers),
+            work=f"scoring by {key}" if several else "scoring",
+            **shared,
+        )
+        silence = None if settings.base_url is None else ResponseWatch(f"teacher {name}", self.say)
+        return Teacher(name, settings, scorers, settings.shows, silence)
+
+    def _canaries(
+        self, groups: Groups, samplers: Samplers, pools: Sequence[Pool[Any]], teachers: Sequence[Teacher]
+    ) -> Canaries:
+        config, prompts, sampling = self.config, self.prompts, rollout_sampling(self.config)
         exact = "bfloat16" not in (config.learner.dtype, config.learner.compute_dtype)
-        for name, teacher in config.teachers.items():
-            chosen = canary.prompts_of(prompts, name if len(config.teachers) > 1 else None, canary.TEXTS)
-            texts, shown = canary.texts_of(chosen, sampling, self.ends), Attempts() if teacher.shows else None
-            precise = teacher.exact and (exact or teacher.follow is None)
-            teachers.append(Watched(name, of_teacher(scorers, name), texts, shown, precise))
-            if name in self.known:
-                teachers[-1].recall(self.known[name])
+        watched = list[Watched]()
+        for teacher in teachers if config.teachers else ():
+            chosen = canary.prompts_of(prompts, teacher.name if len(teachers) > 1 else None, canary.TEXTS)
+            precise = teacher.settings.exact and (exact or not teacher.follows)
+            watched.append(Watched(teacher, canary.texts_of(chosen, sampling, self.ends), precise))
+            if teacher.name in self.references:
+                watched[-1].recall(self.references[teacher.name])
         return Canaries(
             config.health,
             self.engines.learner,
+            groups,
             samplers,
-            list(scorers.values()),
-            teachers,
+            pools,
+            watched,
             updates=config.updates,
             questions=canary.prompts_of(prompts, None, canary.DRAWN),
             sampling=sampling,
             exact=exact and config.sampler.dtype != "bfloat16",
-            redo=lambda number, worker, roll: self.flow is not None and self.flow.redo(number, worker, roll=roll),
             last=self.log.last,
             say=self.say,
         )
@@ -354,17 +310,14 @@ class Run:
         steps = learner.minibatches * learner.epochs
         return Buffer(self.config.freshness, steps=steps, last=self.log.last, say=self.say)
 
-    async def _hand_over(self, flow: Flow) -> None:
+    async def _hand_over(self, pipeline: Pipeline) -> None:
         """Collect partial rollouts for the checkpoint of a stopping run; print errors and a timeout, do not raise."""
-        flow.ending = True
+        pipeline.groups.stopping = True
         try:
-            await asyncio.wait_for(hand_over(flow), HANDING_OVER)
+            await asyncio.wait_for(pipeline.rollouts.pause(), HANDING_OVER)
         except Exception as error:  # the error that stopped the run must still be raised
-            why = (
-                f"{HANDING_OVER:.0f} s were not enough"
-                if isinstance(error, TimeoutError)
-                else first_line(_cause(error))
-            )
+            late = isinstance(error, TimeoutError)
+            why = f"{HANDING_OVER:.0f} s were not enough" if late else first_line(_cause(error))
             self.say(f"partial rollouts are lost and will start again: {why}")
 
     def _trace(self) -> Trace:
@@ -386,12 +339,12 @@ class Run:
         if isinstance(cause, RunDirError):
             raise cause from cause.__cause__
         mark = self._mark()  # taken before groups are recorded as dropped: a resumed run continues them
-        if self.flow:
+        if self.pipeline:
             for number in self.admission.live:
-                self.flow.account.dropped(self.prompts.at(number), "run stopped")
+                self.pipeline.groups.ledger.dropped(self.prompts.at(number), "run stopped")
         if self.at_once or isinstance(cause, WorkerDied):
             raise cause
-        if self.flow and self.flow.torn:
+        if self.pipeline and self.pipeline.learning.torn:
             self.say("no checkpoint is saved: the current update may have made only some of its optimizer steps")
             raise cause from cause.__cause__
         limit = STALLED_SAVE if isinstance(cause, Stalled) else self.patience
@@ -410,29 +363,34 @@ class Run:
                 raise type(cause)(message) from None
         raise cause from cause.__cause__
 
+    def _checkpoint_due(self, now: float) -> bool:
+        """Return whether a checkpoint is due; after the last update `train` saves one with the final evaluation."""
+        version = self.admission.version
+        return version < self.config.updates and self.checkpoints.due(version, now)
+
     def _mark(self) -> Mark:
-        return self.log.mark(time=self.flow.trace.now() if self.flow else self.log.time)
+        return self.log.mark(time=self.pipeline.trace.now() if self.pipeline else self.log.time)
 
     def _checkpoint(self, mark: Mark | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
-        groups = [self.held[number] for number in self.admission.live if self.held.get(number)]
+        groups = [self.responses[number] for number in self.admission.live if self.responses.get(number)]
         standing, attempts, mark = self.admission.standing, self.memory.state, mark or self._mark()
-        known = self.flow.canaries.state if self.flow else self.known
-        extra: Any = {"attempts": attempts, "canaries": known, "stopping": stopping, "suspect": suspect}
+        references = self.pipeline.canaries.state if self.pipeline else self.references
+        extra: Any = {"attempts": attempts, "canaries": references, "stopping": stopping, "suspect": suspect}
 
         async def save() -> Path:
             return await self.checkpoints.save(self.engines.learner, standing, groups, mark, **extra)
 
         return save
 
-    async def _published(self) -> None:
-        assert self.flow is not None
-        await self.flow.canaries.after_publish(self.admission.version)
+    async def _after_publish(self) -> None:
+        assert self.pipeline is not None
+        await self.pipeline.canaries.after_publish(self.admission.version)
         await self._evaluate()
 
     async def _evaluate(self) -> None:
         every, rewards, update = self.config.eval.every, self.config.task.names, self.admission.version
-        flow = self.flow
-        if not every or not rewards or flow is None or update == self.log.evaluated:
+        pipeline = self.pipeline
+        if not every or not rewards or pipeline is None or update == self.log.evaluated:
             return
         if update % every and update != self.config.updates:  # the final student is always evaluated
             return
@@ -444,27 +402,21 @@ class Run:
 
             group: Group = ()
             while unfinished(group):
-                group = await flow.samplers.call(f"held-out prompt {prompt.number}", answer)
-            flow.moved = flow.trace.now()
+                group = await pipeline.samplers.call(f"held-out prompt {prompt.number}", answer)
+            pipeline.progress.note_change()
             return list(group)
 
-        sampling, began = eval_sampling(self.config), flow.trace.now()
+        sampling, began = eval_sampling(self.config), pipeline.trace.now()
         found = {name: await answers(generate, prompts, sampling) for name, prompts in self.held_out.items()}
         for name, groups in found.items():  # no await here: a stopped run records all sets or none
             self.log.metrics("eval", summary(groups, rewards[0]), update=update, of=name)
-        flow.account.evaluated(flow.trace.now() - began)
+        pipeline.groups.ledger.evaluated(pipeline.trace.now() - began)
 
 
 def admission_of(config: Config, prompts: Prompts, standing: Standing | None) -> Admission:
     """Return the admission state of a run, new or continued; its updates keep the mixture of prompt sources."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     return Admission(schedule, updates=config.updates, source=prompts.source, standing=standing)
-
-
-def autopilot_of(schedule: ScheduleConfig) -> Autopilot | None:
-    if isinstance(schedule, Async) and schedule.finds_tau:
-        return Autopilot(schedule.tau_max, schedule.drift, often=schedule.often, rarest=schedule.rarest)
-    return None
 
 
 @contextmanager

@@ -65,54 +65,32 @@ class Schedule:
         return self.reach if in_order else None
 
 
-def sync(groups: int) -> Schedule:
-    """Return the schedule of serial phases: no group is in flight when weights change, so all tokens are on-policy."""
-    return replay(groups, 0)
-
-
-def replay(groups: int, k: int) -> Schedule:
-    """Return a schedule with serial phases as in sync; each update learns from the oldest of k + 1 batches."""
-    return Schedule(groups=groups, credits=(k + 1) * groups, submit="batch", stages="turns", publish="drain")
-
-
-def step_off(groups: int, k: int) -> Schedule:
-    """Return a schedule that rolls out and scores k batches while the learner works on the oldest."""
-    return Schedule(groups=groups, credits=(k + 1) * groups, submit="batch", stages="overlap", publish="drain")
-
-
-def periodic(groups: int) -> Schedule:
-    """Return a schedule whose stages overlap within one update; weights change after all groups are learned from."""
-    return Schedule(groups=groups, credits=groups, submit="stream", stages="overlap", learn="ready", publish="drain")
-
-
 def credits_of(tau: float, every: int, groups: int) -> int:
     """Return the largest number of groups in flight for this tau and a publish after every `every` updates."""
     return floor((tau + 1) * every * groups)
 
 
-def asynchronous(groups: int, knobs: Async) -> Schedule:
-    return Schedule(
-        groups=groups,
-        credits=credits_of(knobs.most, knobs.often, groups),
-        submit="stream",
-        stages="overlap",
-        publish=knobs.on_publish,
-        publish_every=knobs.often,
-        order=knobs.order,
-        max_lag=knobs.max_lag,
-        on_old=knobs.on_old or "wait",
-    )
-
-
 def schedule_of(settings: ScheduleConfig, groups: int) -> Schedule:
     match settings:
-        case Sync():
-            return sync(groups)
-        case Replay(k=k):
-            return replay(groups, k)
-        case StepOff(k=k):
-            return step_off(groups, k)
-        case Periodic():
-            return periodic(groups)
-        case Async() as knobs:
-            return asynchronous(groups, knobs)
+        case Sync():  # serial phases: no group is in flight when weights change, so all tokens are on-policy
+            return Schedule(groups=groups, credits=groups, submit="batch", stages="turns", publish="drain")
+        case Replay(k=k):  # serial phases as in sync; each update learns from the oldest of k + 1 batches
+            return Schedule(groups=groups, credits=(k + 1) * groups, submit="batch", stages="turns", publish="drain")
+        case StepOff(k=k):  # k batches are rolled out and scored while the learner works on the oldest
+            return Schedule(groups=groups, credits=(k + 1) * groups, submit="batch", stages="overlap", publish="drain")
+        case Periodic():  # stages overlap within one update; weights change after all its groups are learned from
+            return Schedule(
+                groups=groups, credits=groups, submit="stream", stages="overlap", learn="ready", publish="drain"
+            )
+        case Async():
+            return Schedule(
+                groups=groups,
+                credits=credits_of(settings.most, settings.often, groups),
+                submit="stream",
+                stages="overlap",
+                publish=settings.on_publish,
+                publish_every=settings.often,
+                order=settings.order,
+                max_lag=settings.max_lag,
+                on_old=settings.on_old or "wait",
+            )

@@ -84,7 +84,7 @@ class Track:
         del self.calls[call]
         self._turn(self.kinds.pop(call), -1, now)
         if not self.calls:
-            self._close(now)
+            self.trace.slice(self, self.label, self.since, now)
 
     @contextmanager
     def busy(self, call: str, kind: Kind = "stage") -> Iterator[None]:
@@ -99,9 +99,18 @@ class Track:
     def relabel(self, label: str) -> None:
         if self.calls:
             now = self.trace.now()
-            self._close(now)
+            self.trace.slice(self, self.label, self.since, now)
             self.since = now
         self.label = label
+
+    def report(self) -> str:
+        if not self.calls:
+            return f"{self.name} is idle"
+        now, oldest = self.trace.now(), sorted(self.calls.items(), key=lambda call: call[1])[:3]
+        names = [f"group {call}" if isinstance(call, int) else call for call, _ in oldest]
+        calls = ", ".join(f"{name} for {now - since:.1f} s" for name, (_, since) in zip(names, oldest, strict=True))
+        more = f" and {len(self.calls) - len(oldest)} more" if len(self.calls) > len(oldest) else ""
+        return f"{self.name} works on {calls}{more}"
 
     def _turn(self, kind: Kind, change: int, now: float) -> None:
         self._count[kind] += change
@@ -110,9 +119,6 @@ class Track:
         self.stage_at.turn(at_stage, now)
         if at_stage and self.trace.at is None:
             self.trace.at = now
-
-    def _close(self, now: float) -> None:
-        self.trace.slice(self, self.label, self.since, now)
 
 
 class Trace:
@@ -133,9 +139,10 @@ class Trace:
         start, now = self.at, self.now()
         self.at = now
         busy, stages = dict[str, Workers](), dict[str, Workers]()
-        for track in self._there():
-            busy.setdefault(track.stage, {})[track.name] = track.busy_at.between(start, now)
-            stages.setdefault(track.stage, {})[track.name] = track.stage_at.between(start, now)
+        for track in self.tracks:
+            if track.there:
+                busy.setdefault(track.stage, {})[track.name] = track.busy_at.between(start, now)
+                stages.setdefault(track.stage, {})[track.name] = track.stage_at.between(start, now)
         return Lately(now - start, busy, stages)
 
     def track(self, stage: str, name: str, *, there: bool = True) -> Track:
@@ -146,27 +153,21 @@ class Trace:
             self._write({"ph": "M", "pid": 1, "tid": track.tid, "name": kind, "args": value})
         return track
 
-    def _there(self) -> list[Track]:
-        return [track for track in self.tracks if track.there]
-
     def slice(self, track: Track, name: str, start: float, end: float) -> None:
         at, duration = round(start * 1e6), max(1, round((end - start) * 1e6))
         self._write({"ph": "X", "pid": 1, "tid": track.tid, "ts": at, "dur": duration, "name": name})
 
     def leaves(self, track: Track, number: int) -> None:
         """Write the start of a group's arrow, at its rollout; the worker must still be busy with the group."""
-        self._arrow("s", track, number, self.now())
+        self._arrow("s", track, number)
 
     def arrives(self, track: Track, number: int) -> None:
         """Write the end of a group's arrow, where an update begins to learn from the group."""
-        self._arrow("f", track, number, self.now())
+        self._arrow("f", track, number)
 
-    def _arrow(self, phase: str, track: Track, number: int, at: float) -> None:
-        if self.file is not None:
-            self.file.write(
-                f'{{"ph":"{phase}","pid":1,"tid":{track.tid},"ts":{round(at * 1e6)},"id":{number},"name":"group",'
-                '"cat":"group","bp":"e"},\n'
-            )
+    def _arrow(self, phase: str, track: Track, number: int) -> None:
+        event = {"ph": phase, "pid": 1, "tid": track.tid, "ts": round(self.now() * 1e6), "id": number}
+        self._write(event | {"name": "group", "cat": "group", "bp": "e"})
 
     def episodes(self, headers: Iterable[Header]) -> None:
         """Write the turns and steps of a group that has just been rolled out; each episode is a row in the viewer."""
@@ -189,17 +190,5 @@ class Trace:
             self.file.write(json.dumps(event) + ",\n")
 
     def report(self) -> list[str]:
-        now, lines = self.now(), []
-        for track in self._there():
-            oldest = sorted(track.calls.items(), key=lambda call: call[1])[:3]
-            if oldest:
-                names = ", ".join(f"{_named(call)} for {now - since:.1f} s" for call, since in oldest)
-                more = f" and {len(track.calls) - len(oldest)} more" if len(track.calls) > len(oldest) else ""
-                lines.append(f"{track.name} works on {names}{more}")
-            else:
-                lines.append(f"{track.name} is idle")
-        return lines
-
-
-def _named(call: str | int) -> str:
-    return f"group {call}" if isinstance(call, int) else call
+        """Return a line for each worker that is there: its oldest calls, or that it is idle."""
+        return [track.report() for track in self.tracks if track.there]

@@ -41,7 +41,7 @@ from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.tables.correction import PRESETS
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.stages import Steps
+from slipstream.pipeline.stages import optimizer_steps
 from slipstream.plan.engines import engines_of
 from slipstream.protocols import Fingerprint, Follower, Learner, Metrics, Sampling, Weighed, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
@@ -234,10 +234,10 @@ def batches(count: int, first: int = 1) -> list[Batch]:
     return found
 
 
-async def learn(learner: Learner, batch: Batch, passes: Steps) -> list[Metrics]:
+async def learn(learner: Learner, batch: Batch, minibatches: int = 1) -> list[Metrics]:
     counts = await learner.prepare(batch)
     steps = []
-    for part, of_part in passes.of(batch, counts):
+    for part, of_part in optimizer_steps(batch, counts, minibatches, 1):
         await learner.accumulate(part, of_part)
         steps.append(await learner.step())
     return steps
@@ -260,7 +260,7 @@ def trained(
         metrics = []
         weights, print_ = await learner.export()
         for batch in work:
-            metrics += await (learn_in_parts(learner, batch) if parts else learn(learner, batch, Steps(minibatches)))
+            metrics += await (learn_in_parts(learner, batch) if parts else learn(learner, batch, minibatches))
             weights, print_ = await learner.export()
         return weights.body.view(weights.manifest[0].dtype).copy(), print_, metrics
 
@@ -375,7 +375,7 @@ def test_teachers_that_follow_are_spread_over_the_ranks_saved_and_gone_on_with(
 
         async def main() -> None:
             for batch in work:
-                await learn(learner, batch, Steps())
+                await learn(learner, batch)
                 for name in FOLLOW:
                     weights, expected = await learner.export(name)
                     found.append((weights.version, expected, weights.body.view("float64").copy()))
@@ -536,7 +536,7 @@ def test_a_loss_that_is_not_a_number_is_an_error_of_all_ranks_and_they_go_on(mak
         with pytest.raises(NonFiniteError, match="the loss of update 1 is nan"):
             await learner.accumulate(poisoned, counts)
         assert (await learner.export())[1] == before
-        (metrics,) = await learn(learner, replace(batch, update=2), Steps())
+        (metrics,) = await learn(learner, replace(batch, update=2))
         assert np.isfinite(metrics["loss"]) and (await learner.export())[1] != before
 
     asyncio.run(main())

@@ -53,6 +53,14 @@ class Level:
     sup_coverage: float = 1.0
 
 
+def level_of(weighed: Sequence[Weighed]) -> Level:
+    return Level(
+        fmean(each.f for each in weighed),
+        fmean(each.roll_coverage for each in weighed),
+        fmean(each.sup_coverage for each in weighed),
+    )
+
+
 class Buffer:
     def __init__(
         self, freshness: FreshnessConfig, *, steps: int, last: Mapping[str, float], say: Callable[[str], None]
@@ -62,7 +70,7 @@ class Buffer:
         self.curve = Curve({int(name.removeprefix(DRIFT)): x for name, x in last.items() if name.startswith(DRIFT)})
         self.sup = last.get("freshness/sup", 0.0)
         """Last measured drift of supervision (change of the teacher since it scored the samples)."""
-        self.coverage = Level(1.0, last.get("freshness/roll_coverage", 1.0), last.get("freshness/sup_coverage", 1.0))
+        self.mean = Level(1.0, last.get("freshness/roll_coverage", 1.0), last.get("freshness/sup_coverage", 1.0))
         self.refreshes = round(last.get("freshness/refreshes", 0))
         self.refreshed = round(last.get("freshness/refreshed", 0))
         """The update after which the buffer was last refreshed; 0 for never."""
@@ -77,20 +85,18 @@ class Buffer:
             by_lag.setdefault(each.lag, []).append(each.roll)
         for lag, drifts in by_lag.items():
             self.curve.learn(lag, fmean(drifts))
-        self.coverage = Level(
-            1.0, fmean(each.roll_coverage for each in weighed), fmean(each.sup_coverage for each in weighed)
-        )
+        self.mean = level_of(weighed)
         self.sup = fmean([each.sup for each in weighed if isfinite(each.sup)] or [0.0])
         return {
-            "freshness/f": fmean(each.f for each in weighed),
+            "freshness/f": self.mean.f,
             "freshness/weight": fmean(each.w for each in weighed),
             "freshness/ess": effective_share([each.w for each in weighed]),
             "freshness/roll": fmean([each.roll for each in known] or [0.0]),
             "freshness/sup": self.sup,
             "freshness/gated": fmean(each.w == 0 for each in weighed),
             "freshness/invalid": fmean(each.f == 0 for each in weighed),
-            "freshness/roll_coverage": self.coverage.roll_coverage,
-            "freshness/sup_coverage": self.coverage.sup_coverage,
+            "freshness/roll_coverage": self.mean.roll_coverage,
+            "freshness/sup_coverage": self.mean.sup_coverage,
             **{f"{DRIFT}{lag}": drift for lag, drift in sorted(self.curve.known.items())},
         }
 
@@ -98,10 +104,10 @@ class Buffer:
         """Return the means over the buffer, predicted from the lags of its samples."""
         if not headers:
             return Level()
-        f = fmean(self._f(max(0, version - header.oldest)) for header in headers)
-        return Level(f, self.coverage.roll_coverage, self.coverage.sup_coverage)
+        f = fmean(self._freshness(max(0, version - header.oldest)) for header in headers)
+        return Level(f, self.mean.roll_coverage, self.mean.sup_coverage)
 
-    def _f(self, lag: int) -> float:
+    def _freshness(self, lag: int) -> float:
         """Return `estimators.freshness.score` of the average drift at a lag."""
         freshness, roll = self.freshness, max(0.0, self.curve(lag))
         drift = freshness.alpha * sqrt(roll) + freshness.beta * sqrt(max(0.0, self.sup))
@@ -118,11 +124,7 @@ class Buffer:
         modelled = found = self.modelled(headers, version)
         numbers: Metrics = {}
         if measured:
-            exact = Level(
-                fmean(each.f for each in measured),
-                fmean(each.roll_coverage for each in measured),
-                fmean(each.sup_coverage for each in measured),
-            )
+            exact = level_of(measured)
             numbers["freshness/model_error"] = modelled.f - exact.f
             found = exact if self.freshness.buffer == "measured" else modelled
         return found, numbers | {

@@ -16,13 +16,12 @@ their state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from statistics import fmean
-from typing import Protocol
 
-from slipstream.config.guards import EntropyFloor, EssGuard, GradientCosine, GuardsConfig, KLBrake, LengthSurge
+from slipstream.config.guards import EssGuard, GuardsConfig, KLBrake
 from slipstream.metrics import Metrics
 
 Line = Mapping[str, float]
@@ -41,12 +40,8 @@ class Act:
     """Factor on the learning rate."""
     lowered: int = 0
     """Amount by which tau is lowered."""
-    said: str = ""
+    message: str = ""
     """Message for the user if the action changed, else empty."""
-
-
-class Guard(Protocol):
-    def look(self, line: Line) -> Act: ...
 
 
 class Guards:
@@ -59,7 +54,7 @@ class Guards:
     def look(self, line: Line) -> list[str]:
         """Pass the metrics of an update to all guards, and return a text for each changed action."""
         self.acts = {name: guard.look(line) for name, guard in self.guards.items()}
-        return [f"guards.{name}: {act.said}" for name, act in self.acts.items() if act.said]
+        return [f"guards.{name}: {act.message}" for name, act in self.acts.items() if act.message]
 
     @property
     def lr(self) -> float:
@@ -73,21 +68,6 @@ class Guards:
     def metrics(self) -> Metrics:
         """Action of each guard on the current update: factor on the learning rate, or amount taken off tau."""
         return {f"guard/{name}": float(act.lowered) if name == "kl" else act.lr for name, act in self.acts.items()}
-
-
-def create_guards(config: GuardsConfig, tau: float, batches: float) -> dict[str, Guard]:
-    found: dict[str, Guard] = {}
-    if config.length_surge is not None:
-        found["length_surge"] = length_surge_guard(config.length_surge)
-    if config.ess is not None:
-        found["ess"] = Ess(config.ess)
-    if config.entropy is not None:
-        found["entropy"] = entropy_guard(config.entropy)
-    if config.kl is not None:
-        found["kl"] = Brake(config.kl, tau, batches)
-    if config.gac is not None and config.gac.below is not None:
-        found["gac"] = gradient_guard(config.gac, config.gac.below)
-    return found
 
 
 class Latch:
@@ -105,39 +85,21 @@ class Latch:
 class Slower:
     """A guard that multiplies the learning rate by a factor while the mean of a metric is beyond a threshold."""
 
-    def __init__(self, latch: Latch, factor: float, of: Callable[[Line], float | None], text: str, looks: int) -> None:
-        """Use `of` to read the metric from a line (None if missing); `text` is a format for its mean."""
-        self.latch, self.factor, self.of, self.text = latch, factor, of, text
+    def __init__(self, metric: str, latch: Latch, factor: float, text: str, looks: int = LOOKS) -> None:
+        """Average the metric over `looks` updates; `text` is a format for the mean."""
+        self.metric, self.latch, self.factor, self.text = metric, latch, factor, text
         self.recent = deque[float](maxlen=looks)
 
     def look(self, line: Line) -> Act:
-        before, value = self.latch.shut, self.of(line)
-        if value is not None:
-            self.recent.append(value)
+        before = self.latch.shut
+        if self.metric in line:
+            self.recent.append(line[self.metric])
             if len(self.recent) == self.recent.maxlen:
                 self.latch.look(fmean(self.recent))
         if not self.latch.shut:
-            return Act(said="the guard ended, the learning rate is back to normal" if before else "")
+            return Act(message="the guard ended, the learning rate is back to normal" if before else "")
         new = f"{self.text.format(fmean(self.recent))}: learning rate × {self.factor:g} until that ends"
-        return Act(lr=self.factor, said="" if before else new)
-
-
-def length_surge_guard(length_surge: LengthSurge) -> Slower:
-    """Return the guard against length surges, which precede a collapse by tens of updates (2602.01826)."""
-    latch = Latch(length_surge.ratio, (1 + length_surge.ratio) / 2)
-    text = "responses are {:.2f} times as long as 100 updates ago"
-    return Slower(latch, length_surge.factor, lambda line: line.get("length/trend"), text, looks=1)
-
-
-def entropy_guard(entropy: EntropyFloor) -> Slower:
-    latch, text = Latch(entropy.floor, 1.1 * entropy.floor), "the student's entropy is down to {:.3g} nats"
-    return Slower(latch, entropy.factor, lambda line: line.get("student/entropy"), text, looks=LOOKS)
-
-
-def gradient_guard(gac: GradientCosine, below: float) -> Slower:
-    """Return the guard on the cosine of fresh and stale gradients (gradient alignment, after GAC, 2603.01501)."""
-    latch, text = Latch(below, below + 0.1), "the cosine of fresh and stale gradients is {:.2g}"
-    return Slower(latch, gac.factor, lambda line: line.get("gradient/cosine"), text, looks=LOOKS)
+        return Act(lr=self.factor, message="" if before else new)
 
 
 class Ess:
@@ -153,7 +115,7 @@ class Ess:
             return Act()
         before, now = self.latch.shut, self.latch.look(ess)
         new = f"the effective sample size is {ess:.2g}: the learning rate is scaled by it"
-        return Act(lr=min(ess / self.target, 1.0), said=new if now and not before else "")
+        return Act(lr=min(ess / self.target, 1.0), message=new if now and not before else "")
 
 
 class Brake:
@@ -189,4 +151,22 @@ class Brake:
         self.lowered = min(lowered, self.most)
         self.settling, self.calm = self.flight, 0
         self.recent.clear()
-        return Act(lowered=self.lowered, said=f"{why}: tau is {self.lowered} below its configured value")
+        return Act(lowered=self.lowered, message=f"{why}: tau is {self.lowered} below its configured value")
+
+
+def create_guards(config: GuardsConfig, tau: float, batches: float) -> dict[str, Slower | Ess | Brake]:
+    guards: dict[str, Slower | Ess | Brake] = {}
+    if (surge := config.length_surge) is not None:  # it precedes a collapse by tens of updates (2602.01826)
+        latch, text = Latch(surge.ratio, (1 + surge.ratio) / 2), "responses are {:.2f} times as long as 100 updates ago"
+        guards["length_surge"] = Slower("length/trend", latch, surge.factor, text, looks=1)
+    if config.ess is not None:
+        guards["ess"] = Ess(config.ess)
+    if (entropy := config.entropy) is not None:
+        latch, text = Latch(entropy.floor, 1.1 * entropy.floor), "the student's entropy is down to {:.3g} nats"
+        guards["entropy"] = Slower("student/entropy", latch, entropy.factor, text)
+    if config.kl is not None:
+        guards["kl"] = Brake(config.kl, tau, batches)
+    if (gac := config.gac) is not None and gac.below is not None:  # gradient alignment, after GAC (2603.01501)
+        latch, text = Latch(gac.below, gac.below + 0.1), "the cosine of fresh and stale gradients is {:.2g}"
+        guards["gac"] = Slower("gradient/cosine", latch, gac.factor, text)
+    return guards

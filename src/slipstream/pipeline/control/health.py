@@ -34,7 +34,7 @@ CHANCE = 3.0
 @dataclass(frozen=True)
 class Trouble:
     name: str
-    said: str
+    message: str
     """Description of the problem and of its remedy."""
     harmful: bool = False
     """True if the problem may have damaged the weights."""
@@ -84,9 +84,9 @@ class Health:
         troubles = self._examined()
         for trouble in troubles:
             if trouble.stops and self.health.stop:
-                raise Unhealthy(f"{trouble.said} (health.stop = false goes on regardless)", harmful=trouble.harmful)
+                raise Unhealthy(f"{trouble.message} (health.stop = false goes on regardless)", harmful=trouble.harmful)
             if trouble.name not in self.found:
-                self.say(f"health: {trouble.said}")
+                self.say(f"health: {trouble.message}")
         self.found = {trouble.name for trouble in troubles}
 
 
@@ -173,8 +173,8 @@ def dead(history: History, health: HealthConfig) -> Trouble | None:
 
 
 def collapsed(how: str) -> Trouble:
-    said = f"the student has collapsed: {how}; lower learner.lr, and go on from an earlier checkpoint"
-    return Trouble("dead student", said, harmful=True)
+    message = f"the student has collapsed: {how}; lower learner.lr, and go on from an earlier checkpoint"
+    return Trouble("dead student", message, harmful=True)
 
 
 def mean_kl(lines: Sequence[Line]) -> float | None:
@@ -210,8 +210,8 @@ def still_reward(history: History, health: HealthConfig) -> Trouble | None:
         return None
     for name in sorted(name for name in last[-1] if name.startswith("reward/")):
         if len({line.get(name) for line in last}) == 1:
-            said = f"{name} has been {last[-1][name]:g} for {len(last)} updates: are all answers graded alike?"
-            return Trouble("still reward", said, stops=False)
+            message = f"{name} has been {last[-1][name]:g} for {len(last)} updates: are all answers graded alike?"
+            return Trouble("still reward", message, stops=False)
     return None
 
 

@@ -1,15 +1,37 @@
-"""The requested number of workers of each kind, and the room for them. Pure code: no tasks, no clock."""
+"""The number of workers of each kind: as requested, or chosen for `replicas = "auto"`. Pure code: no tasks, no clock.
+
+    the learner waits for groups                   add workers of every kind that is too slow
+    the learner does not wait, workers are idle    remove the idle workers
+    in between                                     change nothing
+
+Each increase is a trial: it stays only if the run gets faster. A size that proved too small or too large is not tried
+again. So noise can lead to a wrong size, but sizes never oscillate. Because the length of responses changes during
+training, bounds are forgotten after 100 updates, 200, 400 and so on.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import ceil, inf
 
 from slipstream.errors import ConfigError, did_you_mean
 
 CHANGE = re.compile(r"([\w.]+)=([+-]?)(\d+)", re.ASCII)
+WINDOW = 5
+"""Number of updates that one decision averages."""
+SETTLING = 2
+"""Number of updates ignored after a change: their groups were in flight before it."""
+SHORT, PLENTY = 0.1, 0.03
+"""Shares of the time that the learner waits for groups: above SHORT it has too few, below PLENTY it has enough."""
+FILLED = 0.7
+"""Share of the time in which the remaining workers should be busy after others are removed."""
+WORTH = 0.25
+"""Part of the expected speed-up that added workers must bring to stay."""
+MEMORY = 100
+"""Updates until the bounds found so far are forgotten for the first time."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +52,7 @@ class Room:
         return replace(self, free={what: there - number * taken.get(what, 0.0) for what, there in self.free.items()})
 
 
-def asked(changes: Sequence[str], now: Mapping[str, int]) -> dict[str, int]:
+def requested_sizes(changes: Sequence[str], now: Mapping[str, int]) -> dict[str, int]:
     """Parse changes such as `sampler=+2`, `teacher.main=-1` or `sampler=3`; return the requested sizes by kind."""
     sizes: dict[str, int] = {}
     for change in changes:
@@ -57,3 +79,114 @@ def check_room(sizes: Mapping[str, int], now: Mapping[str, int], room: Room) -> 
                 f"{kind}={size}: there is room for {room.of(kind):.0f} more, by the GPUs and CPUs that are free"
             )
         room = room.beside(kind, more)
+
+
+# --- replicas = "auto" ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Measurements of one update."""
+
+    seconds: float
+    waited: float
+    """Seconds in which the learner waited for groups."""
+    tokens: float
+    busy: Mapping[str, float]
+    """Average number of busy workers, by kind."""
+    sizes: Mapping[str, int]
+    """Number of workers by kind; empty while any worker is starting or leaving."""
+
+
+@dataclass
+class Known:
+    """Bounds of the number of workers of one kind: sizes up to `low` are too small, sizes from `high` on too large."""
+
+    high: int
+    low: int = 0
+
+
+@dataclass(frozen=True)
+class Change:
+    sizes: Mapping[str, int]
+    why: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An increase on trial: sizes before and after, and the tokens per second that it must reach to stay."""
+
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    speed: float
+
+
+class Autoscale:
+    def __init__(self, most: Mapping[str, int]) -> None:
+        """Set the largest number of workers of each kind that is set to "auto"."""
+        self.most = most
+        self.known = self._no_bounds()
+        self.sizes: Mapping[str, int] = {}
+        self.window = deque[Seen](maxlen=WINDOW)
+        self.settling, self.update, self.memory = 0, 0, MEMORY
+        self.trial: Trial | None = None
+
+    def look(self, seen: Seen, room: Room) -> Change | None:
+        """Process the metrics of an update; return new numbers of workers, or None for no change."""
+        self.update += 1
+        if self.update == self.memory:
+            self.memory *= 2
+            self.known = self._no_bounds()
+        if seen.sizes != self.sizes:
+            self.sizes, self.settling = seen.sizes, SETTLING
+            self.window.clear()
+        elif self.settling:
+            self.settling -= 1
+        elif seen.sizes:
+            self.window.append(seen)
+        return self._decide(room) if len(self.window) == WINDOW else None
+
+    def _no_bounds(self) -> dict[str, Known]:
+        return {kind: Known(high=number + 1) for kind, number in self.most.items()}
+
+    def _decide(self, room: Room) -> Change | None:
+        seconds = sum(each.seconds for each in self.window)
+        waits = sum(each.waited for each in self.window) / seconds
+        speed = sum(each.tokens for each in self.window) / seconds
+        busy = {kind: sum(each.busy[kind] * each.seconds for each in self.window) / seconds for kind in self.sizes}
+        trial, self.trial = self.trial, None
+        if trial and (speed < trial.speed or any(self.sizes[kind] != size for kind, size in trial.after.items())):
+            return self._take_back(trial)
+        if waits > SHORT:
+            return self._more(waits, speed, busy, room)
+        return self._fewer(busy) if waits < PLENTY else None
+
+    def _more(self, waits: float, speed: float, busy: Mapping[str, float], room: Room) -> Change | None:
+        """Add workers until rollout and scoring keep up with the learner, to at most twice the current speed."""
+        faster, after = 1 / (1 - min(waits, 0.5)), dict(self.sizes)
+        for kind, known in self.known.items():
+            size = self.sizes[kind]
+            most = min(known.high - 1, size + room.of(kind))
+            after[kind] = max(size, int(min(ceil(busy[kind] * faster), most)))
+            room = room.beside(kind, after[kind] - size)
+        faster = min(faster, *(after[kind] / max(busy[kind], 1e-9) for kind in after))
+        changed = {kind: size for kind, size in after.items() if size > self.sizes[kind]}
+        if not changed or faster < 1 + SHORT:
+            return None
+        for kind in changed:
+            self.known[kind].low = self.sizes[kind]
+        self.trial = Trial({kind: self.sizes[kind] for kind in changed}, changed, speed * (1 + WORTH * (faster - 1)))
+        return Change(changed, f"the learner waits for groups {waits:.0%} of the time")
+
+    def _take_back(self, trial: Trial) -> Change | None:
+        for kind, size in trial.before.items():
+            self.known[kind] = Known(low=size - 1, high=size + 1)
+        there = {kind: size for kind, size in trial.before.items() if self.sizes[kind] > size}
+        return Change(there, "the added workers brought too little") if there else None
+
+    def _fewer(self, busy: Mapping[str, float]) -> Change | None:
+        after = {kind: max(ceil(busy[kind] / FILLED), known.low + 1) for kind, known in self.known.items()}
+        changed = {kind: size for kind, size in after.items() if size < self.sizes[kind]}
+        for kind in changed:
+            self.known[kind].high = self.sizes[kind]
+        return Change(changed, "the learner does not wait and workers are idle") if changed else None
