@@ -9,24 +9,35 @@ ESSENTIAL := tests/config/test_config.py tests/objective/test_losses.py tests/ob
   tests/runs/test_oracle.py tests/pipeline/test_schedules.py tests/runs/test_resume.py tests/run_dir/test_formats.py tests/engines/test_http.py tests/reporting/test_panel.py \
   tests/reporting/test_report.py
 
-.PHONY: demo docs test test-processes test-lowest test-newer test-vllm test-agents zoo chaos gpu lint format clean
+CHECK := tests/estimators tests/objective/test_method.py tests/pipeline/test_admission.py tests/pipeline/test_schedules.py \
+  tests/runs/test_oracle.py tests/config/test_config.py tests/project/test_layers.py tests/project/test_words.py tests/project/test_docs.py
+APART := slow or processes or browser
+FAST := not ($(APART) or vllm or agents)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+.PHONY: check demo docs test test-processes test-lowest test-newer test-vllm test-agents zoo chaos gpu lint format clean
 
 demo: .venv/ready
 	$(BIN)/slipstream demo
 
-test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not processes" -n 2 --dist loadfile
+# After every edit, in less than a minute: format, lint, types, and the properties on which the others rest
+check: lint
+	$(PYTEST) -m "$(FAST)" $(CHECK)
 
-# What takes minutes: engines in processes of their own, on Ray or not, ranks, what hangs or is lost, the notebook (10 minutes)
+test: .venv/ready
+	$(PYTEST) -m "$(FAST)"
+
+# What takes minutes: engines in processes of their own, on Ray or not, ranks, what hangs or is lost, the notebook, pages in
+# a browser (10 minutes)
 test-processes: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m processes -n 2 --dist loadfile --timeout 300
+	$(PYTEST) -m "$(APART)" --timeout 300
 
 # Essential tests with the lowest versions of pyproject.toml, and with a newer Python (each 5 minutes, and the packages)
 test-lowest: .venv-lowest/ready
-	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest $(ESSENTIAL) -m "not processes" -W default
+	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest $(ESSENTIAL) -m "$(FAST)" -W default
 
 test-newer: .venv-newer/ready
-	OMP_NUM_THREADS=1 .venv-newer/bin/pytest $(ESSENTIAL) -m "not processes"
+	OMP_NUM_THREADS=1 .venv-newer/bin/pytest $(ESSENTIAL) -m "$(FAST)"
 
 test-vllm: .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300

@@ -14,6 +14,7 @@ os.environ |= {
 
 import atexit
 import gc
+import reprlib
 import signal
 import string
 from collections.abc import Iterator
@@ -32,21 +33,59 @@ HAS_AGENTS = (Path(__file__).parents[1] / ".venv-agents" / "ready").exists()
 collect_ignore = ([] if find_spec("vllm") else ["with_vllm"]) + ([] if HAS_AGENTS else ["with_agents"])
 """`make test-vllm` has an environment with vLLM, `make test-agents` makes one with agents."""
 
+PROOFS = {
+    "test_decoding",
+    "test_dropout",
+    "test_model_files",
+    "test_model_runs",
+    "test_moving_teachers",
+    "test_packing",
+}
+PROOFS |= {"test_pretended_gpu", "test_ranks", "test_score_checks", "test_zoo"}
+"""Tests of what engines prove about their models when they start."""
+
 # a suite that was started by nohup, or in the background of a script, ignores these, and so would all that it starts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, signal.SIG_DFL)
 gc.disable()  # a quarter of what it costs to load the libraries of models: all of it stays, see below
-settings.register_profile("same", derandomize=True, deadline=None)
+# asyncio.run describes the result of its task when it gives signals back: all numbers of the tensors in it
+reprlib.aRepr.repr_Tensor = lambda x, level: "<Tensor>"  # type: ignore[attr-defined]
+settings.register_profile("same", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("same")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nobody_waits_for_the_disk() -> Iterator[None]:
-    """Thousands of checkpoints of toys are told to be on disk, of which no test sees more than that they are told."""
+def skip_fsync() -> Iterator[None]:
+    """Do not wait for the disk: tests write thousands of tiny checkpoints, and none of them needs a power cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def prove_engines_once() -> Iterator[None]:
+    """Start engines of one architecture with one proof: for tests that are about something else than these proofs."""
+    from support.proofs import prove_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        prove_once(patch)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def start_engines_quickly(request: pytest.FixtureRequest) -> None:
+    """Prove models anew at every start only in the tests of these proofs."""
+    if request.path.stem not in PROOFS and "with_vllm" not in request.path.parts:
+        request.getfixturevalue("prove_engines_once")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def make_built_in_tasks_small() -> Iterator[None]:
+    """Read a few hundred problems where a config sets no limit, since each plan reads them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slipstream.data.prompts.BUILT_IN_ROWS", 400)
         yield
 
 
@@ -57,7 +96,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """student and teacher, and a stranger whose tokenizer has two characters swapped."""
+    """Write a student, a teacher, and a stranger whose tokenizer has two characters swapped."""
     path = tmp_path_factory.mktemp("models")
     save_model(path / "student", build_tokenizer(), layers=1, seed=1)
     save_model(path / "teacher", build_tokenizer(), layers=2, seed=2, like=path / "student")
@@ -66,15 +105,22 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests that need an environment of their own, by their folder."""
+    for folder, marker in (("with_vllm", "vllm"), ("with_agents", "agents")):
+        if folder in item.path.parts:
+            item.add_marker(marker)
+
+
 def pytest_collection_finish() -> None:
-    """What was loaded up to here stays: no collection need look through it again."""
+    """Keep everything loaded so far out of later garbage collections."""
     gc.enable()
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries that count what they leave behind would complain
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What a machine cannot try is the last that is seen of a run."""
+    """Print at the very end which tests this machine cannot run."""
     skipped = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []) if report.longrepr]
     for reason in sorted({each.removeprefix("Skipped: ") for each in skipped if "NO SANDBOX IS TESTED HERE" in each}):
         terminalreporter.write_line(reason, red=True, bold=True)

@@ -576,6 +576,7 @@ def test_agents_that_come_from_elsewhere_find_episodes_at_the_port_of_the_config
     assert (tmp_path / "gateway.token").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.processes
 def test_sigterm_ends_a_gateway_that_is_sent_large_requests(tmp_path: Path) -> None:
     """A message of 30 MB is refused as it arrives, so that nothing keeps the process from its signals."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -616,7 +617,7 @@ def test_sigterm_ends_a_gateway_that_is_sent_large_requests(tmp_path: Path) -> N
         gateway.stderr.close()
 
 
-@pytest.mark.parametrize("runtime", ["inline", "local"])
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("local", marks=pytest.mark.processes)])
 def test_a_run_learns_from_what_an_agent_did(tmp_path: Path, runtime: str) -> None:
     slipstream.train(written(tmp_path, runtime))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "samples" in line]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +57,6 @@ SOURCE = """
                 os._exit(6)
             return 1.0
 """
-HOWS = ("start", "later", "exit", "kill", "segfault", "close")
 LIMITS = Limits(turns=5, calls=100, turn_tokens=4, seconds=600, step_seconds=300)
 SAMPLING = Sampling(max_tokens=40, group=2, draws=2)
 
@@ -104,16 +102,16 @@ def played(made: Episodes, prompts: list[Prompt]) -> list[list[Handle]]:
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize(("seed", "share", "processes"), [(0, 0.2, 1), (1, 0.5, 1), (2, 0.5, 3), (3, 1.0, 2)])
-def test_of_any_rows_exactly_those_that_end_their_process_are_left_out(
-    spec: str, started: list[HostProcess], seed: int, share: float, processes: int
+@pytest.mark.parametrize(
+    ("hows", "processes"), [(("", "start", "later", ""), 1), (("exit", "kill", "segfault", "close"), 2)]
+)
+def test_exactly_the_rows_that_end_their_process_are_left_out(
+    spec: str, started: list[HostProcess], hows: tuple[str, ...], processes: int
 ) -> None:
-    """All are at work at once; the others are as they are without them, and few processes are started."""
-    rng = random.Random(seed)
-    hows = [rng.choice(HOWS) if rng.random() < share else "" for _ in range(6)]
+    """Play all at once: the other rows give what they give alone, and few processes are started."""
     with episodes(spec, processes) as made:
         found = played(made, [prompt(number, how) for number, how in enumerate(hows)])
-        expected = played(made, [prompt(number, "") for number in range(6)])
+        expected = played(made, [prompt(number, "") for number in range(4)])
     for how, group, other in zip(hows, found, expected, strict=True):
         assert [handle.header.finish for handle in group] == (["error"] * 2 if how else ["eos"] * 2)
         for handle, innocent in zip(group, other, strict=True):
@@ -125,16 +123,16 @@ def test_of_any_rows_exactly_those_that_end_their_process_are_left_out(
                 assert handle.header.outcome["failures"] == 0 and handle.header.outcome["reward"] == 1.0
     culprits = 2 * sum(map(bool, hows))
     deaths = 2 * culprits  # of shared processes: each makes suspects of some of these, for good at the second
-    assert len(started) <= processes + deaths * (1 + 12) + TRIES * culprits
+    assert len(started) <= processes + deaths * (1 + 8) + TRIES * culprits
 
 
 def test_one_such_row_among_many_costs_few_processes(spec: str, started: list[HostProcess]) -> None:
     with episodes(spec, 1) as made:
-        found = played(made, [prompt(number, "exit" if number == 7 else "") for number in range(16)])
-        assert [number for number, group in enumerate(found) if group[0].header.finish == "error"] == [7]
-        assert {handle.header.outcome["failures"] for handle in found[7]} == {float(TRIES)}
+        found = played(made, [prompt(number, "exit" if number == 3 else "") for number in range(8)])
+        assert [number for number, group in enumerate(found) if group[0].header.finish == "error"] == [3]
+        assert {handle.header.outcome["failures"] for handle in found[3]} == {float(TRIES)}
         assert not made.environments.apart  # type: ignore[attr-defined]
-    assert len(started) <= 1 + 2 * (1 + 32) + 2 * TRIES
+    assert len(started) <= 1 + 2 * (1 + 16) + 2 * TRIES
 
 
 def test_who_was_idle_when_the_process_ended_is_told_apart_from_who_was_at_work(spec: str) -> None:
@@ -282,7 +280,7 @@ RUN = """
     max_tokens = 30
     group = 2
     [learner]
-    batch_size = 16
+    batch_size = 8
     [loss]
     m = 2
     [schedule]
@@ -291,9 +289,10 @@ RUN = """
     kind = "inline"
     device = "cpu"
 """
-KINDS = ("", "poison", "slow", "", "", "", "poison", "")
+KINDS = ("", "poison", "slow", "")
 
 
+@pytest.mark.processes
 def test_a_run_leaves_out_poisonous_rows_names_them_and_trains_slow_ones(tmp_path: Path) -> None:
     rows = [
         {"id": f"q{n}", "prompt": [{"role": "user", "content": "What is a+b?"}], "answer": "3", "kind": kind}
@@ -305,11 +304,11 @@ def test_a_run_leaves_out_poisonous_rows_names_them_and_trains_slow_ones(tmp_pat
     slipstream.train(tmp_path / "run.toml")
     ledger = read_lines(tmp_path / "run" / "ledger.jsonl")
     dropped = [line for line in ledger if line.get("reason") == "rollout failed"]
-    assert {line["prompt"] for line in dropped} == {"q1", "q6"}
-    assert {line["row"].rpartition("/")[2] for line in dropped} == {"shop.jsonl:2", "shop.jsonl:7"}
+    assert [line["prompt"] for line in dropped] == ["q1"]
+    assert dropped[0]["row"].rpartition("/")[2] == "shop.jsonl:2"
     assert all("Shop ended its process: exit status 3" in line["cause"] for line in dropped)
     trained = {line["prompt"]: line for line in ledger if line["end"] == "trained"}
-    assert set(trained) == {"q0", "q2", "q3", "q4", "q5", "q7"} and not any("failed" in e for e in trained.values())
+    assert set(trained) == {"q0", "q2", "q3"} and not any("failed" in e for e in trained.values())
     assert trained["q2"]["rewards"] == [{"environment": 0.5}] * 2
     (update,) = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "samples" in line]
-    assert update["episode/out_of_time"] > 0 and update["samples"] == 12 and update["failed/crash"] == 4
+    assert update["episode/out_of_time"] > 0 and update["samples"] == 6 and update["failed/crash"] == 2

@@ -254,6 +254,7 @@ ATTACKS = {
 
 
 @WALLED
+@pytest.mark.processes
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_on_its_verdict_is_worth_nothing(place: Place, attack: str) -> None:
     assert place.rewards(ATTACKS[attack]) == {"reward": 0.0}

@@ -172,7 +172,7 @@ def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, ar
         now.zero_grad()
         of_half = [handle.body for group in groups[half] for handle in group]
         everyone = [handle.body for group in groups for handle in group]
-        now_NV = torch.cat([distributions(now, sample, temperature) for sample in everyone])
+        now_NV = distributions(now, everyone, temperature)
         first_NV = now_NV.detach() if number == 0 else first_NV
         frozen = View(
             now_NV,
@@ -183,7 +183,7 @@ def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, ar
         )
         tokens = [sum(len(h.body.rollout.tokens) for h in group) for group in groups]
         its = slice(sum(tokens[: half.start]), sum(tokens[: half.stop]))
-        plain_NV = now_NV if temperature == 1 else torch.cat([distributions(now, s, 1.0) for s in everyone])
+        plain_NV = now_NV if temperature == 1 else distributions(now, everyone, 1.0)
         log_ratio = (at(plain_NV, frozen.draws) - at(frozen.old, frozen.draws))[its]
         kl_N = (log_ratio.exp() * log_ratio - log_ratio.exp() + 1).mean(1)
         value, weights = written_out(FORMULAS[kind](frozen, CHOSEN[kind][0])[its], kl_N, of_half, fresh)

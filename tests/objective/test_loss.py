@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from slipstream.objective.frozen import Evidence, freeze
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total
-from support.tiny_models import EOS, littered, make_model, make_prompts, masked, masked_sample, wrap
+from support.tiny_models import EOS, littered, logits_of, make_model, make_prompts, masked, masked_sample, wrap
 
 T = TypeVar("T")
 DTYPE = torch.float64
@@ -50,6 +51,17 @@ def run(work: Awaitable[T]) -> T:
     return asyncio.run(main())
 
 
+class Update(NamedTuple):
+    """What a learner makes of one batch."""
+
+    counts: Counts
+    tokens: dict[str, int]
+    """Tokens of its passes."""
+    loss: float
+    gradients: list[Tensor]
+    metrics: dict[str, float]
+
+
 @dataclass
 class Case:
     """Weights of the versions 0, 1 and 2, a teacher, and stale samples: drawn by 0 and 1, learned from at 2."""
@@ -57,14 +69,28 @@ class Case:
     versions: list[PreTrainedModel]
     teacher: PreTrainedModel
     groups: list[list[Handle]]
+    updates: dict[str, Update] = field(default_factory=dict)
+    """What `update` found with the groups as they are, by the name of the method."""
 
     @property
     def samples(self) -> list[Scored]:
         return [handle.body for group in self.groups for handle in group]
 
+    @cached_property
+    def logits(self) -> list[list[Tensor]]:
+        """Logits [T, V] by each version at each sample."""
+        with torch.no_grad():
+            return [logits_of(version, self.samples) for version in self.versions]
+
+    def log_probs(self, version: int, temperature: float = TEMPERATURE) -> list[Tensor]:
+        return [(logits / temperature).log_softmax(-1) for logits in self.logits[version]]
+
+    def emitted(self, version: int) -> Tensor:
+        return emitted(self.logits[version], self.samples)
+
 
 def nudged(model: PreTrainedModel, *, seed: int, by: float = 0.01) -> PreTrainedModel:
-    """A few updates later."""
+    """Return a copy of the model that is a few updates ahead."""
     later, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in later.parameters():
@@ -121,12 +147,12 @@ def log_probs(model: PreTrainedModel, rollout: Any, temperature: float) -> Tenso
     return (logits / temperature).log_softmax(-1)
 
 
-def emitted(model: PreTrainedModel, samples: list[Scored], temperature: float = TEMPERATURE) -> Tensor:
-    """[B, T]"""
+def emitted(logits: list[Tensor], samples: list[Scored], temperature: float = TEMPERATURE) -> Tensor:
+    """Return the log-probs [B, T] of the tokens of these samples."""
     found = []
-    for sample in samples:
+    for logits_TV, sample in zip(logits, samples, strict=True):
         tokens = torch.from_numpy(sample.rollout.tokens).long()
-        found.append(log_probs(model, sample.rollout, temperature).gather(1, tokens[:, None])[:, 0])
+        found.append((logits_TV / temperature).log_softmax(-1).gather(1, tokens[:, None])[:, 0])
     return pad_sequence(found, batch_first=True)
 
 
@@ -138,9 +164,10 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
     """The loss and what is left of the mask, on the whole batch in one piece."""
     samples = case.samples
     mask, rollout_logp, made_by = of(samples, "loss_mask"), of(samples, "logp").double(), of(samples, "versions")
-    logp = emitted(model, samples)
+    logits = logits_of(model, samples)
+    logp = emitted(logits, samples)
     with torch.no_grad():
-        by_version = [emitted(version, samples) for version in case.versions]
+        by_version = [case.emitted(version) for version in range(3)]
         old = rollout_logp
         if method.decoupled:
             old = torch.where(made_by == 0, by_version[0], by_version[1])
@@ -193,9 +220,9 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
         loss = loss + method.reference.weight * part
     if method.loss.weight:
         rows = []
-        for sample in samples:
+        for sample, logits_TV in zip(samples, logits, strict=True):
             ids, trained = torch.from_numpy(sample.rollout.actions).long(), torch.from_numpy(sample.rollout.loss_mask)
-            at = log_probs(model, sample.rollout, method.loss.temperature)[trained].gather(1, ids)
+            at = (logits_TV / method.loss.temperature).log_softmax(-1)[trained].gather(1, ids)
             behavior = torch.from_numpy(sample.rollout.action_logp).double()
             loss_N, _ = mc_reverse_kl(at, behavior, torch.from_numpy(sample.teacher_action_logp).double())
             rows.append(torch.zeros(len(trained), dtype=DTYPE).index_put((trained,), loss_N))
@@ -211,8 +238,7 @@ def reward_of(sample: Scored, method: Method, prefix: str = "") -> float:
 def evidence(case: Case, method: Method, current: Tensor, kept: Tensor, weights: Tensor | None) -> dict[str, Any]:
     """What advantages need beside rewards; for OPOB the gradient of every row's weighted log-prob is really taken."""
     samples = case.samples
-    with torch.no_grad():
-        full = [log_probs(case.versions[2], sample.rollout, TEMPERATURE) for sample in samples]
+    full = case.log_probs(2)
     match method.policy and method.policy.advantage:
         case "gdpo":
             named = {name: torch.tensor([s.rollout.rewards[name] for s in samples]).double() for name in method.rewards}
@@ -256,6 +282,30 @@ def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
     return learner
 
 
+def update(case: Case, method: Method, groups: Sequence[Sequence[Handle]], **config: Any) -> Update:
+    """Make the third update from these groups with a learner of this method."""
+    learner, batch = make_learner(case, method, **config), Batch(tuple(groups), 3)
+
+    async def work() -> Update:
+        counts = total(await learner.prepare(batch))
+        await learner.accumulate(batch, counts)
+        gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
+        loss = learner.sums["loss"].item()
+        return Update(counts, dict(learner.passes.tokens), loss, gradients, await learner.step())
+
+    try:
+        return run(work())
+    finally:
+        learner.close()
+
+
+def whole_update(case: Case, name: str) -> Update:
+    """Return the update by this method with every sample in one piece, which is made once."""
+    if name not in case.updates:
+        case.updates[name] = update(case, METHODS[name], case.groups, token_budget=90)
+    return case.updates[name]
+
+
 NOTHING = ReverseKLMC(m=2, weight=0.0)
 SOME = ReverseKLMC(m=2, weight=0.5, temperature=TEMPERATURE)
 APART = ReverseKLMC(m=2, weight=0.5, temperature=1.0)
@@ -278,8 +328,6 @@ def method(
 
 
 METHODS = {
-    **{f"{name} alone": method(loss=NOTHING) for name in ()},
-    **{name: method(loss=NOTHING) for name in ()},
     "distillation with rejection": method(SOME, "decoupled_geo_rs"),
     "distillation apart with rejection": method(APART, "decoupled_k3_rs"),
     "distillation and reference": method(SOME, reference=ReferenceConfig(weight=0.1)),
@@ -362,24 +410,16 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(case: Case, nam
     reference = copy.deepcopy(case.versions[2])
     expected, kept = dense(case, method, reference)
     expected.backward()
-    batch = Batch(tuple(case.groups), 3)
-    cuts: list[dict[str, Any]] = [{"token_budget": 40}]
+    gradients = [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
+    found = [whole_update(case, name)]
     if name in ("everything", "two temperatures by row"):
-        cuts += [{"token_budget": 100_000}, {"shared_prompt": True}, {"packing": False}, {"checkpointing": True}]
-    for config in cuts:
-        learner = make_learner(case, method, **config)
-
-        async def work(learner: NativeLearner = learner) -> Counts:
-            counts = total(await learner.prepare(batch))
-            await learner.accumulate(batch, counts)
-            return counts
-
-        counts = run(work())
-        assert counts == Counts(int(kept.sum()), int(kept.any(-1).sum()))
-        assert learner.sums["loss"].item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
-        for key, parameter in reference.named_parameters():
-            torch.testing.assert_close(learner.lm.model.get_parameter(key).grad, parameter.grad, rtol=1e-8, atol=1e-11)
-        learner.close()
+        for cut in ({"token_budget": 100_000}, {"shared_prompt": True}, {"packing": False}, {"checkpointing": True}):
+            found.append(update(case, method, case.groups, **cut))
+    for each in found:
+        assert each.counts == Counts(int(kept.sum()), int(kept.any(-1).sum()))
+        assert each.loss == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
+        for ours, dense_one in zip(each.gradients, gradients, strict=True):
+            torch.testing.assert_close(ours, dense_one, rtol=1e-8, atol=1e-11)
 
 
 LITTERED = {
@@ -392,8 +432,8 @@ LITTERED = {
 
 
 @pytest.mark.parametrize("name", LITTERED)
-def test_what_stands_in_masked_rows_changes_not_a_bit(case: Case, name: str) -> None:
-    """Not the loss, a gradient, a metric, or which passes are made. One response is masked as a whole."""
+def test_values_in_masked_rows_do_not_change_a_bit(case: Case, name: str) -> None:
+    """Compare loss, gradients, metrics and passes. One response is masked as a whole."""
     groups = [list(group) for group in case.groups]
     last = groups[0][0].body
     groups[0][0] = Handle(groups[0][0].header, masked_sample(last, last.rollout.loss_mask & False))
@@ -407,24 +447,14 @@ def test_what_stands_in_masked_rows_changes_not_a_bit(case: Case, name: str) -> 
             ]
             for group in groups
         ]
-        learner = make_learner(case, LITTERED[name], token_budget=40, exact_drift=True)
-        batch = Batch(tuple(handles), 3)
-
-        async def work(learner: NativeLearner = learner, batch: Batch = batch) -> Any:
-            counts = total(await learner.prepare(batch))
-            await learner.accumulate(batch, counts)
-            gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
-            return counts, dict(learner.passes.tokens), learner.sums["loss"].item(), gradients, await learner.step()
-
-        found.append(run(work()))
-        learner.close()
+        found.append(update(case, LITTERED[name], handles, token_budget=90, exact_drift=True))
     (*plain, gradients, metrics), (*other, its_gradients, its_metrics) = found
     assert plain == other and metrics == its_metrics
     assert gradients and all(torch.equal(a, b) for a, b in zip(gradients, its_gradients, strict=True))
 
 
 def in_branches(group: list[Handle], cuts: list[int]) -> list[Handle]:
-    """Every member in two lineages, each of which trains the tokens on its side of the cut and observes the others."""
+    """Split every member into two lineages; each trains the tokens on its side of the cut and observes the others."""
     found = []
     for handle, cut in zip(group, cuts, strict=True):
         sample, mask = handle.body, handle.body.rollout.loss_mask
@@ -442,34 +472,23 @@ IN_BRANCHES = [
     if each.policy is None or each.policy.loss != "clip_cov"
     if name not in ("weights by turn, bypass", "OTB by position")
 ]
-"""Not weights by turn, since a branch is a call of its own; nor what is drawn for a place, or compared at one."""
+"""All but weights by turn, since a branch is a call of its own, and methods that draw or compare by position."""
 
 
 @pytest.mark.parametrize("name", IN_BRANCHES)
 def test_an_episode_in_branches_is_learned_as_in_one_piece(case: Case, name: str) -> None:
-    """One reward, one sequence, every token once: counts, loss, gradients and the numbers of episodes are the same."""
+    """Compare counts, loss, gradients and metrics of episodes: an episode has one reward, and a token counts once."""
     rng = np.random.default_rng(0)
     cuts = [[int(rng.integers(0, 1 + len(handle.body.rollout.tokens))) for handle in group] for group in case.groups]
-    found = []
-    for groups in (case.groups, [in_branches(list(g), c) for g, c in zip(case.groups, cuts, strict=True)]):
-        learner, batch = make_learner(case, METHODS[name], token_budget=40), Batch(tuple(groups), 3)
-
-        async def work(learner: NativeLearner = learner, batch: Batch = batch) -> Any:
-            counts = total(await learner.prepare(batch))
-            await learner.accumulate(batch, counts)
-            gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
-            return counts, learner.sums["loss"].item(), gradients, await learner.step()
-
-        found.append(run(work()))
-        learner.close()
-    (counts, loss, gradients, metrics), (its_counts, its_loss, its_gradients, its_metrics) = found
-    assert counts == its_counts and counts.n_sequences <= len(case.samples)
-    assert its_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
-    for one, other in zip(gradients, its_gradients, strict=True):
+    branches = [in_branches(list(group), cut) for group, cut in zip(case.groups, cuts, strict=True)]
+    whole, found = whole_update(case, name), update(case, METHODS[name], branches, token_budget=90)
+    assert found.counts == whole.counts and whole.counts.n_sequences <= len(case.samples)
+    assert found.loss == pytest.approx(whole.loss, rel=1e-9, abs=1e-12)
+    for one, other in zip(whole.gradients, found.gradients, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-11)
     of_episodes = {"policy/reward", "policy/rows_moved", "correction/rollout_rs_masked_fraction", "mismatch/chi2_seq"}
-    for key in of_episodes & metrics.keys():
-        assert its_metrics[key] == pytest.approx(metrics[key], rel=1e-9)
+    for key in of_episodes & whole.metrics.keys():
+        assert found.metrics[key] == pytest.approx(whole.metrics[key], rel=1e-9)
 
 
 def test_branches_of_an_episode_share_a_reward(case: Case) -> None:
@@ -491,8 +510,7 @@ def test_drift_is_that_of_the_learner_to_what_drew_its_tokens_by_lag(case: Case)
         return await learner.step()
 
     found = run(work())
-    with torch.no_grad():
-        logp = emitted(case.versions[2], samples)
+    logp = case.emitted(2)
     lag = 2 - of(samples, "versions")
     expected = offpolicy_metrics(logp, of(samples, "logp"), of(samples, "loss_mask"), lag=lag)
     assert {"kl/lag_1", "kl/lag_2-3"} <= set(expected)
@@ -535,9 +553,7 @@ def test_a_turn_is_one_unit_and_several_are_several(case: Case) -> None:
 def test_the_squares_of_all_probabilities_come_with_the_log_probs_of_the_drawn(case: Case) -> None:
     learner = make_learner(case, method())
     logp, squares = learner.passes.log_probs_and_squares(case.samples)
-    for sample, logp_T, square_T in zip(case.samples, logp, squares, strict=True):
-        with torch.no_grad():
-            full = log_probs(case.versions[2], sample.rollout, TEMPERATURE)
+    for sample, logp_T, square_T, full in zip(case.samples, logp, squares, case.log_probs(2), strict=True):
         mask = torch.from_numpy(sample.rollout.loss_mask)
         torch.testing.assert_close(square_T[mask], full.exp().square().sum(-1)[mask], rtol=1e-10, atol=0)
         ids = torch.from_numpy(sample.rollout.tokens).long()
@@ -549,8 +565,7 @@ def test_bad_answers_that_the_policy_has_left_are_rejected_in_both_modes(case: C
     """The engines agree, so a decoupled correction that looked at the old policy would never reject anything."""
     samples = case.samples
     mask, behavior = of(samples, "loss_mask"), of(samples, "logp").double()
-    with torch.no_grad():
-        gap = ((behavior - emitted(case.versions[2], samples)) * mask).sum(-1) / mask.sum(-1)
+    gap = ((behavior - case.emitted(2)) * mask).sum(-1) / mask.sum(-1)
     rewards = torch.tensor([sample.rollout.rewards["exact"] for sample in samples])
     groups = torch.tensor([sample.rollout.prompt.number for sample in samples])
     bad = torch.tensor([bool(r < rewards[groups == g].mean()) for r, g in zip(rewards, groups, strict=True)])
@@ -570,10 +585,7 @@ def test_bad_answers_that_the_policy_has_left_are_rejected_in_both_modes(case: C
 def test_rows_beyond_the_trust_region_are_rejected_by_their_exact_kl(case: Case) -> None:
     """max_t KL(what drew ‖ current), over the whole vocabulary; a token whose weights are gone is in no region."""
     samples, worst = case.samples, []
-    for sample in samples:
-        rollout = sample.rollout
-        with torch.no_grad():
-            now, *before = (log_probs(case.versions[v], rollout, TEMPERATURE) for v in (2, 0, 1))
+    for rollout, now, *before in zip([s.rollout for s in samples], *map(case.log_probs, (2, 0, 1)), strict=True):
         kl = torch.stack([(old.exp() * (old - now)).sum(-1) for old in before])
         at = torch.from_numpy(rollout.versions)[None].clamp(min=0)
         worst.append(float(kl.gather(0, at)[0][torch.from_numpy(rollout.loss_mask)].max()))
@@ -681,7 +693,7 @@ def dense_part(case: Case, method: Method, learner: NativeLearner, part: Batch, 
     assert method.policy is not None
     loss, _ = policy_loss(
         method.policy.loss,
-        emitted(model, samples),
+        emitted(logits_of(model, samples), samples),
         *(
             pad_sequence([getattr(each, name) for each in frozen], batch_first=True)
             for name in ("old_T", "advantage_T")
@@ -761,10 +773,7 @@ def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> Non
     learner = make_learner(case, method(SOME), exact_drift=True, token_budget=60)
     run(learner.prepare(Batch(tuple(case.groups), 3)))
     kl, tokens = 0.0, 0
-    for sample in case.samples:
-        rollout = sample.rollout
-        with torch.no_grad():
-            now, *before = (log_probs(case.versions[v], rollout, TEMPERATURE) for v in (2, 0, 1))
+    for rollout, now, *before in zip([s.rollout for s in case.samples], *map(case.log_probs, (2, 0, 1)), strict=True):
         for version, old in enumerate(before):
             here = torch.from_numpy(rollout.loss_mask & (rollout.versions == version))
             kl += float((now.exp() * (now - old)).sum(-1)[here].sum())
@@ -822,12 +831,12 @@ def test_teachers_have_weights_and_metrics_of_their_own(case: Case) -> None:
 
     found = run(work())
     sums, tokens = {"a": 0.0, "b": 0.0}, {"a": 0, "b": 0}
-    for sample in case.samples:
+    for sample, logp in zip(case.samples, case.log_probs(2), strict=True):
         ids, name = torch.from_numpy(sample.rollout.actions).long(), names[sample.rollout.prompt.number]
         mask = torch.from_numpy(sample.rollout.loss_mask)
-        at = log_probs(case.versions[2], sample.rollout, TEMPERATURE)[mask].gather(1, ids)
+        at = logp[mask].gather(1, ids)
         behavior, logq = torch.from_numpy(sample.rollout.action_logp), torch.from_numpy(sample.teacher_action_logp)
-        sums[name] += mc_reverse_kl(at.detach(), behavior.double(), logq.double())[0].sum().item()
+        sums[name] += mc_reverse_kl(at, behavior.double(), logq.double())[0].sum().item()
         tokens[name] += int(mask.sum())
     everyone = tokens["a"] + tokens["b"]
     assert found["loss"] == pytest.approx(SOME.weight * (sums["a"] + 3 * sums["b"]) / everyone, rel=1e-9)

@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_the_formula_at_arrival_and_one_step_later(
         now = models[number]
         now.zero_grad()
         samples = [handle.body for group in groups for handle in group]
-        now_NV = torch.cat([distributions(now, sample, temperature) for sample in samples])
+        now_NV = distributions(now, samples, temperature)
         first_NV = now_NV.detach() if number == 0 else first_NV
         frozen = View(
             now_NV,
@@ -177,8 +177,8 @@ def test_what_makes_no_sense_is_refused(kind: str, options: dict[str, Any], line
     ],
     ids=lambda loss: loss["kind"],
 )
-def test_train_runs_what_asks_more_than_the_usual(loss: dict[str, Any], tmp_path: Path) -> None:
-    """From a config through plan and start checks, in mini-batches, on stale samples."""
+def test_train_runs_losses_with_unusual_inputs(loss: dict[str, Any], tmp_path: Path) -> None:
+    """Train from a config through plan and start checks, in mini-batches, on stale samples."""
     tree = {
         "student": "builtin:student",
         "updates": 2,

@@ -188,6 +188,7 @@ def test_a_teacher_that_says_another_end_than_its_files_is_found_at_the_start(
     assert said(widened(tmp_path / "honest")).ok
 
 
+@pytest.mark.processes
 def test_answers_with_an_end_travel_to_engines_in_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

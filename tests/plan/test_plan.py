@@ -297,10 +297,11 @@ def test_prompts_that_are_copies_and_held_out_ones_that_are_trained_on_are_warne
 
 def test_a_reward_that_gives_nothing_to_right_answers_is_warned_of(config: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
+        "import time\n"
         "def boxed(text, ground_truth): return float(text == r'\\boxed{' + ground_truth + '}')\n"
         "def other_column(text, meta): return float(text == meta.get('solution'))\n"
         "def fails(text): raise ValueError\n"
-        "def slow(text):\n    while True: pass\n"
+        "def slow(text):\n    time.sleep(60)\n"
     )
     for name in ("boxed", "fails", "slow"):
         made = plan(load(config, [("task.reward", f"./own.py:{name}")]))

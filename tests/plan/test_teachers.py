@@ -489,7 +489,7 @@ recheck = 1.0
     return path / "two.toml"
 
 
-@pytest.mark.parametrize("kind", ["inline", "local"])
+@pytest.mark.parametrize("kind", ["inline", pytest.param("local", marks=pytest.mark.processes)])
 def test_a_run_with_an_endpoint_and_the_student_itself_as_teachers(
     kind: str, tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

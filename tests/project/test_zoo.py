@@ -10,19 +10,21 @@ from zoo.trial import LIMIT, TRIALS, attempt
 
 WALK = [
     "gpt_oss",  # sinks, windows, experts
-    "gemma2, small caps",
     "deepseek_v3",  # latent attention: values of another size than keys
+    "falcon_h1",  # attention and state space in one layer
+]
+SLOW = [
+    "gemma2, small caps",
     "llama4_text",  # chunks, no positions in some layers
     "afmoe",
     "stablelm",  # hands no arguments on
     "cohere, norms",  # scaled logits
-    "falcon_h1",  # attention and state space in one layer
     "lfm2",
     "gemma4",  # a text model under a config of images and sounds
 ]
 
 
-@pytest.mark.parametrize("name", WALK)
+@pytest.mark.parametrize("name", [*WALK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_family_is_exact(name: str) -> None:
     model = families.make(name)
     for trial in ("generates", "packed", "padded", "adapters", "saved"):
@@ -41,7 +43,7 @@ def test_the_page_knows_every_family_of_these_transformers() -> None:
         assert f"| {name} |" in page or f"*{name}" in page or f" {name}," in page or f" {name}*" in page, name
 
 
-@pytest.mark.parametrize("name", WALK)
+@pytest.mark.parametrize("name", [*WALK, *SLOW])
 def test_the_page_says_what_is_so(name: str) -> None:
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
     cells = dict(zip(TRIALS, [cell.strip() for cell in row.split("|")[2:-1]], strict=True))

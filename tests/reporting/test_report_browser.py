@@ -14,7 +14,10 @@ from support.browser import Browser, Tab, browser
 from support.reports import HOSTILE
 from support.written_runs import QUOTE, write_run, write_study
 
-pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium is installed: apt-get install chromium")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(find() is None, reason="no Chromium is installed: apt-get install chromium"),
+]
 LOOKS = Path(__file__).parents[1].joinpath("fixtures", "looks.js").read_text("utf-8")
 LONG = "a-run-with-a-long-name-of-its-own"
 

@@ -31,7 +31,7 @@ READERS = {
     "advise": ["advise", "run"],
     "samples": ["samples", "run", "-n", "9"],
 }
-EACH = 40
+EACH = 12
 """Odd files of every kind for each reader."""
 
 
@@ -74,7 +74,7 @@ def test_no_odd_line_gives_a_traceback(home: Path, file: str, command: str, caps
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_nor_does_one_where_a_run_goes_on_or_is_evaluated(
+def test_no_odd_line_gives_a_traceback_in_eval_and_resume(
     home: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     frozen.models(home)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.cli import main
@@ -51,7 +51,7 @@ def quoted(path: Path) -> list[int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_stopped_at_any_time_and_gone_on_every_group_is_trained_on_once(tmp_path: Path, schedule: Any) -> None:
-    for index, seconds in enumerate((0.1, 1.5, 3.1, 4.4, 6.1)):
+    for index, seconds in enumerate((0.1, 3.1, 6.1)):
         path = tmp_path / str(index)
         go(path, schedule, until=seconds)
         assert not (path / "final").exists() and (path / "checkpoints").exists()
@@ -328,11 +328,12 @@ def test_a_stall_report_can_be_asked_for_and_stops_nothing(
         assert part in coordinators.output()
 
 
+@settings(max_examples=20)
 @given(updates=st.integers(1, 9), evals=st.integers(1, 4), further=st.integers(1, 4), tau=st.integers(0, 2))
 def test_a_run_that_evaluates_ends_with_an_evaluation_of_its_last_student(
     updates: int, evals: int, further: int, tau: int
 ) -> None:
-    """Also where its updates are no multiple of eval.every, and when `resume --updates` extends it."""
+    """Evaluate at the end also if updates are no multiple of eval.every, and after `resume --updates`."""
     ends = updates, updates + further
     with tempfile.TemporaryDirectory() as place:
         for end in ends:

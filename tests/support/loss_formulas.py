@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -18,7 +17,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Scored
-from support.tiny_models import EOS, make_model, make_prompts, wrap
+from support.tiny_models import EOS, logits_of, make_model, make_prompts, wrap
 
 CHOSEN: dict[str, list[dict[str, Any]]] = {
     "reverse_kl_mc": [
@@ -194,11 +193,9 @@ def groups_for(loss: LossConfig, name: str, dtype: torch.dtype) -> list[list[Han
     return collected(name, dtype, loss.asks.cache, loss.asks.draws, loss.asks.k, loss.temperature)
 
 
-def distributions(model: PreTrainedModel, sample: Scored, temperature: float) -> Tensor:
-    rollout = sample.rollout
-    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))
-    logits = model(ids[None]).logits[0, len(rollout.prompt.tokens) - 1 : -1]
-    return (logits / temperature).log_softmax(-1)
+def distributions(model: PreTrainedModel, samples: Sequence[Scored], temperature: float) -> Tensor:
+    """Return the log-probs [N, V] of the whole vocabulary at every token of these samples."""
+    return (torch.cat(logits_of(model, samples)) / temperature).log_softmax(-1)
 
 
 @cache
@@ -216,7 +213,7 @@ def likely(model: PreTrainedModel, loss: LossConfig, temperature: float) -> Tens
 def _likely(model: PreTrainedModel, asked: Cache, draws: int, k: int, of_teacher: float, temperature: float) -> Tensor:
     groups = collected("phi", torch.float64, asked, draws, k, of_teacher)
     with torch.no_grad():
-        return torch.cat([distributions(model, handle.body, temperature) for group in groups for handle in group])
+        return distributions(model, [handle.body for group in groups for handle in group], temperature)
 
 
 def grads_of(model: PreTrainedModel) -> Tensor:

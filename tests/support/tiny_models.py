@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -134,6 +136,18 @@ def littered(sample: Scored, *, seed: int) -> Scored:
 
     names = ("versions", "logp", "turn")
     return replace(sample, rollout=replace(rollout, **{name: spoilt(getattr(rollout, name)) for name in names}))
+
+
+def logits_of(model: PreTrainedModel, samples: Sequence[Scored]) -> list[Tensor]:
+    """Return the logits [T, V] that predict each sample's tokens, from one pass over all samples, padded on the right.
+
+    Causal attention does not see the padding, so every sample has the logits that it has alone.
+    """
+    rows = [np.concatenate([sample.rollout.prompt.tokens, sample.rollout.tokens]) for sample in samples]
+    ids_BL = pad_sequence([torch.from_numpy(row.astype(np.int64)) for row in rows], batch_first=True, padding_value=2)
+    logits_BLV = model(ids_BL).logits
+    starts = [len(sample.rollout.prompt.tokens) - 1 for sample in samples]
+    return [logits_BLV[b, start : len(row) - 1] for b, (row, start) in enumerate(zip(rows, starts, strict=True))]
 
 
 class ByHand(NativeSampler):

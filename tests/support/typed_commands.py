@@ -131,10 +131,12 @@ if __name__ == "__main__":
 
         import slipstream.commands.doctor
         import slipstream.commands.evaluate
+        import slipstream.data.prompts as prompts
         import slipstream.engines.http.client as client
         import slipstream.estimators.catalogue
         import slipstream.runtimes.inline  # noqa: F401
 
+        prompts.BUILT_IN_ROWS = 400  # a config without a limit reads all of them
         client.PAUSES = ()  # nobody waits for an endpoint that is not there
     gc.enable()
     gc.freeze()

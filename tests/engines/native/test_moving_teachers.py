@@ -673,7 +673,8 @@ def trained(path: Path, kind: str) -> list[tuple[float, float]]:
     return [(line["loss"], line["teacher/me/version"]) for line in read_lines(path / "run" / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.processes)])
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["local", "ray"])
 def test_a_teacher_moves_alike_in_one_process_and_in_many(kind: str, here: Any, tmp_path: Path) -> None:
     found = trained(tmp_path, kind)
     assert [version for _, version in found] == [version for _, version in here] == [0, 1, 2, 3]

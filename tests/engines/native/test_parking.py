@@ -103,16 +103,20 @@ def test_only_an_exact_beginning_is_known_and_another_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "atol"),
+    ("name", "dtype", "atol", "cuts"),
     [
-        ("qwen3", torch.float64, 1e-10),
-        ("mistral-window", torch.float64, 1e-10),
-        ("gemma3-window", torch.float64, 1e-10),
-        ("phi", torch.float32, 1e-5),
+        ("qwen3", torch.float64, 1e-10, []),
+        ("qwen3", torch.float64, 1e-10, [1]),
+        ("qwen3", torch.float64, 1e-10, [19]),
+        ("qwen3", torch.float64, 1e-10, [5, 6]),
+        ("qwen3", torch.float64, 1e-10, [2, 4, 9, 13, 18]),
+        ("mistral-window", torch.float64, 1e-10, [5, 6]),
+        ("mistral-window", torch.float64, 1e-10, [2, 4, 9, 13, 18]),
+        ("gemma3-window", torch.float64, 1e-10, [2, 4, 9, 13, 18]),
+        ("phi", torch.float32, 1e-5, [2, 4, 9, 13, 18]),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("cuts", [[], [1], [19], [5, 6], [2, 4, 9, 13, 18]], ids=str)
 def test_one_response_is_its_calls_wherever_they_are_cut(
     name: str, dtype: torch.dtype, atol: float, cuts: list[int]
 ) -> None:
