@@ -32,7 +32,7 @@ from slipstream.data.prompts import load_rows
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import Asked, eval_prompts, evaluation
+from slipstream.plan.evaluation import EvalSettings, eval_prompts, evaluation
 from slipstream.plan.plan import plan
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import inline, local, ray
@@ -128,7 +128,7 @@ def accuracy_of(model: str, tokenizer: Any) -> float:
     prompts = eval_prompts(rows, tokenizer, parse_data(), seed=0)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     try:
-        asked = Asked(max_tokens=MAX_TOKENS, n=4)
+        asked = EvalSettings(max_tokens=MAX_TOKENS, n=4)
         return measure(evaluation(model, {"": prompts}, tokenizer, asked), grader)[""].avg
     finally:
         grader.close()

@@ -317,7 +317,7 @@ def seen(made: Plan) -> list[Any]:
     """The plan without the sections that are handed on whole: those are seen when somebody reads them."""
     config, engines, method = made.config, made.engines, made.method
     learner = replace(engines.learner, settings=None, method=None)  # type: ignore[arg-type]
-    scorers = [replace(each, asks=(each.asks.cache, each.asks.k, each.asks.draws)) for each in engines.scorers.values()]
+    scorers = [replace(each, spec=(each.spec.cache, each.spec.k, each.spec.draws)) for each in engines.scorers.values()]
     prompts = [made.prompts.at(number) for number in range(30)]
     return [
         replace(engines, learner=learner, scorers=scorers, runtime=None),  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.numerics import zeroed
 from slipstream.estimators.options import formula
 from slipstream.estimators.surrogate import decoupled_ppo, m2po_mask, mc_reverse_kl
+from slipstream.estimators.tables.distillation import DISTILLATION
 from slipstream.scope import Scope
 from support.m2po import m2po
 
@@ -248,26 +249,26 @@ def test_every_formula_is_of_a_loss_that_a_config_can_choose() -> None:
         "k1": [{"as": "reward"}],
     }
     asked = [
-        row.model_validate({"kind": name} | changes).asks
+        row.model_validate({"kind": name} | changes).spec
         for name, row in LOSSES.items()
         for changes in variants.get(name, [{}])
     ]
-    chosen = {asks.formula for asks in asked} | {asks.chooses for asks in asked if asks.chooses}
+    chosen = {spec.formula for spec in asked} | {spec.chooses for spec in asked if spec.chooses}
     helpers = {
         *(f"divergence.{name}" for name in ("with_tail", "support_mass", "overlap_ratio", "overlap_token_advantage")),
         *(f"divergence.{name}" for name in ("clamped", "raised")),
         *(f"surrogate.{name}" for name in ("clip_bounds", "second_moment_mask")),
     }
     assert (chosen - {"kl.kl_as_reward"}) | helpers == public_losses(divergence) | public_losses(surrogate)
-    for asks in asked:
-        takes = list(inspect.signature(formula(asks.formula)).parameters.values())
-        assert all(each.kind is each.POSITIONAL_OR_KEYWORD for each in takes[: len(asks.takes)])
-        assert set(asks.options) <= {each.name for each in takes[len(asks.takes) :]}
+    for spec in asked:
+        takes = list(inspect.signature(formula(spec.formula)).parameters.values())
+        assert all(each.kind is each.POSITIONAL_OR_KEYWORD for each in takes[: len(spec.takes)])
+        assert set(spec.options) <= {each.name for each in takes[len(spec.takes) :]}
 
 
-def test_what_is_told_of_a_loss_is_one_line_each() -> None:
-    assert set(KL_KINDS) < set(LOSSES)
+def test_every_loss_has_a_description_of_one_line_each() -> None:
+    assert set(KL_KINDS) < set(LOSSES) and LOSSES.keys() == DISTILLATION.keys()
     for name, row in LOSSES.items():
         assert row.scope in get_args(Scope)
-        assert all(value and "\n" not in value for value in astuple(row.told[name]))
+        assert all(value and "\n" not in value for value in astuple(DISTILLATION[name]))
     assert {name for name, row in LOSSES.items() if row.scope != "token"} == {"m2po"}

@@ -99,7 +99,7 @@ def learner_of(model: PreTrainedModel, loss: LossConfig, fresh: FreshnessConfig 
         method=Method(loss=loss, max_tokens=9, freshness=fresh, **more),
         config=config,
         updates=UPDATE,
-        teacher_head=wrap(teacher_of(torch.float64)).head if loss.asks.cache == "hidden" else None,
+        teacher_head=wrap(teacher_of(torch.float64)).head if loss.spec.cache == "hidden" else None,
     )
 
 

@@ -56,7 +56,7 @@ def test_every_row_of_the_table_is_here() -> None:
 
 def learner_of(model: PreTrainedModel, loss: LossConfig, teacher: PreTrainedModel, **changes: Any) -> NativeLearner:
     config = LearnerConfig(batch_size=8, dtype="float64", lr=0.01, clip_norm=1e9, token_budget=64)
-    head = wrap(teacher).head if loss.asks.cache == "hidden" else None
+    head = wrap(teacher).head if loss.spec.cache == "hidden" else None
     method = Method(loss=loss, max_tokens=9, **changes)
     return NativeLearner(wrap(model), method=method, config=config, updates=3, teacher_head=head)
 
@@ -128,7 +128,7 @@ def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
             method=Method(loss=loss, max_tokens=9, **beside),
             config=LearnerConfig(batch_size=8, lr=0.01),
             updates=2,
-            teacher_head=wrap(teacher).head if loss.asks.cache == "hidden" else None,
+            teacher_head=wrap(teacher).head if loss.spec.cache == "hidden" else None,
         )
         assert learner.objective.single_pass == (path == "fused")
         metrics, prints = [], [(await learner.export())[1]]

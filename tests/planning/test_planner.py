@@ -22,7 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.pipeline.run import Run
 from slipstream.planning.derive import costs_of
 from slipstream.planning.fit import Paid, fitted, fitted_to_fastest
-from slipstream.planning.planner import Split, Subject, numbers, outlook, promising_splits, splits
+from slipstream.planning.planner import PlannedConfig, Split, numbers, outlook, promising_splits, splits
 from slipstream.planning.simulate import Work, engines, forecast, prompts
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog
@@ -267,9 +267,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_schedules_are_those_that_the_config_could_have() -> None:
-    names = [each.label for each in Subject(config(schedule={"kind": "async", "tau": 2})).schedules]
+    names = [each.label for each in PlannedConfig(config(schedule={"kind": "async", "tau": 2})).schedules]
     assert names == ["sync", "periodic", "step_off(1)", "step_off(2)", "async(1)", "async(4)", "async(2)"]
-    several = Subject(config(learner={"batch_size": 8, "minibatches": 2})).schedules
+    several = PlannedConfig(config(learner={"batch_size": 8, "minibatches": 2})).schedules
     assert "periodic" not in [each.label for each in several]
 
 

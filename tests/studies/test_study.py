@@ -22,7 +22,14 @@ from slipstream.reporting.report.study import compared
 from slipstream.run_dir.reading import RunDir
 from slipstream.studies.board import Board, Columns, seconds_left, summary, text_of
 from slipstream.studies.cells import Event, Job
-from slipstream.studies.directory import Checked, check_prompts, check_unchanged, cores_of, finish_cell, parallel_cells
+from slipstream.studies.directory import (
+    Checked,
+    check_prompts,
+    check_unchanged,
+    cores_of_cell,
+    finish_cell,
+    parallel_cells,
+)
 from slipstream.studies.export import column, write_csv, write_parquet
 from slipstream.studies.results import Sweep, measured
 from slipstream.studies.statistics import Estimate, difference, estimate, holm, p_value, slope, verdict
@@ -243,10 +250,10 @@ def test_so_many_cells_run_as_there_are_cores_and_memory_for() -> None:
 
 
 def test_a_cell_takes_as_many_cores_as_it_has_engines_at_work() -> None:
-    assert cores_of(study().cells[0].config) == 1
-    assert cores_of(study(runtime__threads="3").cells[0].config) == 3
+    assert cores_of_cell(study().cells[0].config) == 1
+    assert cores_of_cell(study(runtime__threads="3").cells[0].config) == 3
     more = {"runtime.kind": "local", "sampler.replicas": "2", "learner.threads": "4", "learner.ranks": "2"}
-    assert cores_of(study(**more).cells[0].config) == 2 + 1 + 2 * 4
+    assert cores_of_cell(study(**more).cells[0].config) == 2 + 1 + 2 * 4
 
 
 def test_who_compares_rewards_of_old_samples_is_told_of_whom_they_are() -> None:

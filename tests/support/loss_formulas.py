@@ -190,7 +190,7 @@ def teacher_of(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def groups_for(loss: LossConfig, name: str, dtype: torch.dtype) -> list[list[Handle]]:
-    return collected(name, dtype, loss.asks.cache, loss.asks.draws, loss.asks.k, loss.temperature)
+    return collected(name, dtype, loss.spec.cache, loss.spec.draws, loss.spec.k, loss.temperature)
 
 
 def distributions(model: PreTrainedModel, samples: Sequence[Scored], temperature: float) -> Tensor:
@@ -206,7 +206,7 @@ def drew() -> PreTrainedModel:
 
 def likely(model: PreTrainedModel, loss: LossConfig, temperature: float) -> Tensor:
     """Distributions of all that was drawn for such a loss, by a model that never moves: computed once."""
-    return _likely(model, loss.asks.cache, loss.asks.draws, loss.asks.k, loss.temperature, temperature)
+    return _likely(model, loss.spec.cache, loss.spec.draws, loss.spec.k, loss.temperature, temperature)
 
 
 @cache

@@ -66,7 +66,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The lines of a run of two updates, all of it real and tiny."""
     config = parse(merged(TREE, changes))
     student, teacher = wrap(make_model(seed=1)), make_model(seed=2)
-    cache, k, method = config.loss.asks.cache, config.loss.asks.k, method_of(config)
+    cache, k, method = config.loss.spec.cache, config.loss.spec.k, method_of(config)
     learner = NativeLearner(
         wrap(student.model),
         method=method,

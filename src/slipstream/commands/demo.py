@@ -15,7 +15,7 @@ from slipstream.data.prompts import load_rows
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.metrics import digest
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import Asked, eval_prompts, evaluation
+from slipstream.plan.evaluation import EvalSettings, eval_prompts, evaluation
 from slipstream.plan.plan import fast_checks
 from slipstream.run_dir.writing import check_free, read_lines, run_path
 from slipstream.runs.start import train
@@ -35,7 +35,7 @@ def demo(config: Config, console: Console) -> None:
     rows = load_rows("builtin:arithmetic", split="eval", limit=PROMPTS)
     prompts = eval_prompts(rows, tokenizer, config.data, seed=config.seed)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
-    asked = Asked(max_tokens=config.sampler.max_tokens, n=SAMPLES)
+    asked = EvalSettings(max_tokens=config.sampler.max_tokens, n=SAMPLES)
 
     def examine(model: str) -> Measured:
         return measure(evaluation(model, {"": prompts}, tokenizer, asked), grader)[""]

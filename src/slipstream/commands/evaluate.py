@@ -29,10 +29,10 @@ from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, sta
 from slipstream.pipeline.evaluate import answers, correctness
 from slipstream.plan.adapters import check_adapter
 from slipstream.plan.environment import tools_of
-from slipstream.plan.evaluation import Asked, Evaluation, eval_prompts, evaluation, graded_rows
+from slipstream.plan.evaluation import EvalSettings, Evaluation, eval_prompts, evaluation, graded_rows
 from slipstream.plan.placement import check_alone
 from slipstream.plan.plan import check_ends
-from slipstream.plan.subject import Subject, check_known, subject_of
+from slipstream.plan.subject import EvaluatedModel, check_known, evaluated_model
 from slipstream.protocols import Graded, Sampling
 from slipstream.records import Handle
 from slipstream.rewards.grading import PoolGrader, needs
@@ -40,12 +40,12 @@ from slipstream.run_dir.atomic_files import append
 from slipstream.run_dir.writing import EVALS, as_lines
 from slipstream.runs.start import announce_gateway
 
-COLUMNS = {field.name for field in fields(Asked)} & DataConfig.model_fields.keys()
-"""Names of fields of `Asked` (settings of an evaluation) that are also in section [data] of a config."""
+COLUMNS = {field.name for field in fields(EvalSettings)} & DataConfig.model_fields.keys()
+"""Names of fields of `EvalSettings` (settings of an evaluation) that are also in section [data] of a config."""
 WIDEST = 160
 """Minimum width in columns of the console that prints the table."""
 OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout")
-"""Fields of `Asked` that no command-line option sets."""
+"""Fields of `EvalSettings` that no command-line option sets."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
 
 def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
-    """Measure a model and print the results; `given` are the command-line options, by field of `Asked`."""
+    """Measure a model and print the results; `given` are the command-line options, by field of `EvalSettings`."""
     notes: list[str] = []
-    subject = subject_of(model)
+    subject = evaluated_model(model)
     settings = settings_of(subject, options, notes.append)
     if max(ks) > settings.n:
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
@@ -187,11 +187,11 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
             print(f"note: these results are not saved: {error}", file=sys.stderr)
 
 
-def settings_of(subject: Subject, options: Mapping[str, Any], say: Callable[[str], object]) -> Asked:
+def settings_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callable[[str], object]) -> EvalSettings:
     """Return the settings of the run, or those of the built-in task, with the changes given on the command line."""
     if "data" not in options:
         check_known(subject)
-    settings = subject.asked or Asked()
+    settings = subject.asked or EvalSettings()
     # a template names its own columns: an option for the template unsets the prompt column, and the reverse
     instead = {"prompt": "template", "template": "prompt"}
     changes: dict[str, Any] = {instead[name]: None for name in options if name in instead} | dict(options)
@@ -210,7 +210,7 @@ def settings_of(subject: Subject, options: Mapping[str, Any], say: Callable[[str
     return settings
 
 
-def settings_line(subject: Subject, settings: Asked, options: Mapping[str, Any]) -> str:
+def settings_line(subject: EvaluatedModel, settings: EvalSettings, options: Mapping[str, Any]) -> str:
     """Return one line that lists settings taken from the run, and settings given on the command line."""
     texts = {name: f"{name} {option_text(value)}".strip() for name, value in chosen_settings(settings).items()}
     if settings.environment is not None:
@@ -223,7 +223,7 @@ def settings_line(subject: Subject, settings: Asked, options: Mapping[str, Any])
     return f"from {subject.run / 'config.toml'}: {run}" + (f"; from the command line: {cli}" if options else "")
 
 
-def chosen_settings(settings: Asked) -> dict[str, Any]:
+def chosen_settings(settings: EvalSettings) -> dict[str, Any]:
     """Return the settings that options can set, by name; leave out unset settings and those without effect."""
     idle = () if any(map(has_splits, settings.data.values())) else ("split",)
     return {
@@ -249,7 +249,9 @@ def option_text(value: Any) -> str:
     return str(value)
 
 
-def line_of(subject: Subject, settings: Asked, name: str, found: Measured, ks: Sequence[int]) -> dict[str, Any]:
+def line_of(
+    subject: EvaluatedModel, settings: EvalSettings, name: str, found: Measured, ks: Sequence[int]
+) -> dict[str, Any]:
     """Return settings and results of one set as an object for one line of JSON."""
     rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
     return {

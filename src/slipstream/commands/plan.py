@@ -19,7 +19,7 @@ from slipstream.runs.start import opened, planned_on, process_launcher
 
 if TYPE_CHECKING:
     from slipstream.config.costs import Costs
-    from slipstream.planning.planner import Offer, Outlook, Subject
+    from slipstream.planning.planner import Offer, Outlook, PlannedConfig
 
 HOW_TO_GIVE_COSTS = "write --measure to measure its engines, or --costs FILE, or name a run directory"
 
@@ -28,9 +28,9 @@ def plan_ahead(
     args: Namespace, console: Console, changes: Sequence[tuple[str, str]], note: Callable[[str], None]
 ) -> None:
     """Simulate a config or run; `args` are the options of the command line."""
-    from slipstream.planning.planner import Subject, numbers
+    from slipstream.planning.planner import PlannedConfig, numbers
 
-    subject = Subject.of(args.source, changes, note)
+    subject = PlannedConfig.of(args.source, changes, note)
     subject.check(args.devices)
     if args.to is not None and args.to.exists():
         raise RunDirError(f"{args.to} exists: -o writes a new file")
@@ -60,7 +60,7 @@ def plan_ahead(
         console.print(line)
 
 
-def write_page(target: Path, seen: Outlook, subject: Subject, costs: Costs, command: str) -> None:
+def write_page(target: Path, seen: Outlook, subject: PlannedConfig, costs: Costs, command: str) -> None:
     from slipstream.reporting.report.forecast import page
     from slipstream.reporting.report.page import document
 
@@ -70,7 +70,7 @@ def write_page(target: Path, seen: Outlook, subject: Subject, costs: Costs, comm
         write_atomic(target, text)
 
 
-def costs_of(subject: Subject, file: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
+def costs_of(subject: PlannedConfig, file: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
     from slipstream.config import costs
     from slipstream.planning import derive
 
@@ -81,7 +81,7 @@ def costs_of(subject: Subject, file: Path | None, measure: bool, note: Callable[
     return derive.costs_of(subject.run) if subject.run is not None else None
 
 
-def measured(subject: Subject, note: Callable[[str], None]) -> Costs:
+def measured(subject: PlannedConfig, note: Callable[[str], None]) -> Costs:
     """Measure the costs with the engines that `train` would start."""
     from slipstream.planning import measure
 
@@ -93,7 +93,7 @@ def measured(subject: Subject, note: Callable[[str], None]) -> Costs:
             return measure.measured(planned, engines, say=note)
 
 
-def forecast_lines(seen: Outlook, subject: Subject, costs: Costs) -> list[str | Table]:
+def forecast_lines(seen: Outlook, subject: PlannedConfig, costs: Costs) -> list[str | Table]:
     own, best = subject.config.schedule.label, max(seen.best.values(), key=speed)
     shared = "" if costs.cores is None else f" that share {costs.cores:g} cores"
     title = f"best splits of {seen.devices} devices{shared} into samplers + scorers + learner ranks"

@@ -1,6 +1,6 @@
 """Table of distillation losses. Each row (class) is a section of the config and contains all that other code needs.
 
-The fields of a row are the loss options, with their bounds. Property `asks` describes what samplers, scorers,
+The fields of a row are the loss options, with their bounds. Property `spec` describes what samplers, scorers,
 endpoints, learner and objective must provide. `scope` is for schedules. Other code does not depend on `kind`. A new
 loss needs a row here and in `LossConfig`, a formula in estimators/, and a description in its tables.
 """
@@ -25,7 +25,7 @@ the batch arrived, and the teacher. `keep` is the mask of draws that are selecte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asks:
+class LossSpec:
     """Requirements of a loss on samplers, scorers and the learner."""
 
     cache: Cache
@@ -56,7 +56,7 @@ class DistillationLoss(Section):
     """Temperature applied to the distributions of student and teacher in the distillation loss."""
 
     @property
-    def asks(self) -> Asks:
+    def spec(self) -> LossSpec:
         raise NotImplementedError
 
 
@@ -85,8 +85,8 @@ class ReverseKLMC(DistillationLoss):
         return self
 
     @property
-    def asks(self) -> Asks:
-        return Asks(
+    def spec(self) -> LossSpec:
+        return LossSpec(
             cache="sampled",
             draws=self.m,
             formula="surrogate.mc_reverse_kl",
@@ -110,8 +110,8 @@ class DecoupledPPO(DistillationLoss):
     """Upper bound of p_proximal / p_behaviour; draws with a larger ratio are left out."""
 
     @property
-    def asks(self) -> Asks:
-        return Asks(
+    def spec(self) -> LossSpec:
+        return LossSpec(
             cache="sampled",
             draws=self.m,
             formula="surrogate.decoupled_ppo",
@@ -132,8 +132,8 @@ class M2PO(DistillationLoss):
     """Largest mean of (log ρ)² over the draws of a batch; draws are left out until the mean is below."""
 
     @property
-    def asks(self) -> Asks:
-        return Asks(
+    def spec(self) -> LossSpec:
+        return LossSpec(
             cache="sampled",
             draws=self.m,
             formula="surrogate.kept_reverse_kl",
@@ -159,7 +159,7 @@ class Divergence(DistillationLoss):
     @model_validator(mode="after")
     def _check_k(self) -> Self:
         k = getattr(self, "k", None)
-        if self.asks.cache == "hidden" and k is not None and self.changed("k"):
+        if self.spec.cache == "hidden" and k is not None and self.changed("k"):
             raise ValueError(f"k = {k} does nothing: the hidden cache is the whole distribution; drop k, or the cache")
         return self
 
@@ -183,8 +183,8 @@ class ReverseKLTopK(Divergence):
         return self
 
     @property
-    def asks(self) -> Asks:
-        return Asks(
+    def spec(self) -> LossSpec:
+        return LossSpec(
             cache="student_topk",
             k=self.k,
             formula="divergence.reverse_kl_topk",
@@ -202,8 +202,8 @@ class ReverseKL(Divergence):
     """Scores from the teacher: the last hidden state, to which the learner applies the teacher's head."""
 
     @property
-    def asks(self) -> Asks:
-        return Asks(cache="hidden", formula="divergence.dense", options={"kind": "reverse"}, **self.clamps)
+    def spec(self) -> LossSpec:
+        return LossSpec(cache="hidden", formula="divergence.dense", options={"kind": "reverse"}, **self.clamps)
 
 
 class ForwardKL(Divergence):
@@ -227,11 +227,11 @@ class ForwardKL(Divergence):
         return self
 
     @property
-    def asks(self) -> Asks:
+    def spec(self) -> LossSpec:
         if self.cache == "hidden":
-            return Asks(cache="hidden", formula="divergence.dense", options={"kind": "forward"}, **self.clamps)
+            return LossSpec(cache="hidden", formula="divergence.dense", options={"kind": "forward"}, **self.clamps)
         options = self.model_dump(include={"tail", "renormalise"})
-        return Asks(
+        return LossSpec(
             cache="teacher_topk", k=self.k, formula="divergence.forward_kl_topk", options=options, **self.clamps
         )
 
@@ -248,11 +248,13 @@ class JSD(Divergence):
     """Interpolation between the two KL directions: 0 is forward KL, 1 is reverse KL."""
 
     @property
-    def asks(self) -> Asks:
+    def spec(self) -> LossSpec:
         options = {"beta": self.beta}
         if self.cache == "hidden":
-            return Asks(cache="hidden", formula="divergence.dense", options=options | {"kind": "jsd"}, **self.clamps)
-        return Asks(cache="teacher_topk", k=self.k, formula="divergence.jsd_topk", options=options, **self.clamps)
+            return LossSpec(
+                cache="hidden", formula="divergence.dense", options=options | {"kind": "jsd"}, **self.clamps
+            )
+        return LossSpec(cache="teacher_topk", k=self.k, formula="divergence.jsd_topk", options=options, **self.clamps)
 
 
 class KLEstimate(Divergence):
@@ -280,11 +282,13 @@ class KLEstimate(Divergence):
         return self
 
     @property
-    def asks(self) -> Asks:
+    def spec(self) -> LossSpec:
         if self.as_ == "loss":
-            return Asks(cache="sampled", formula="divergence.kl_estimate", options={"kind": self.kind}, **self.clamps)
+            return LossSpec(
+                cache="sampled", formula="divergence.kl_estimate", options={"kind": self.kind}, **self.clamps
+            )
         trust = {"clip": 0.2 if self.clip is None else self.clip, "dual_clip": self.dual_clip or 3.0}
-        return Asks(
+        return LossSpec(
             cache="sampled",
             formula="kl.kl_as_reward",
             takes=("student", "behavior", "teacher"),

@@ -25,17 +25,17 @@ class ScheduleSection(Section):
         return kind if k is None else f"{kind}({k})"
 
     @property
-    def most(self) -> float:
+    def max_tau(self) -> float:
         """Return the largest possible tau; 0 for schedules without tau."""
         return 0.0
 
     @property
-    def rarest(self) -> int:
+    def max_publish_every(self) -> int:
         """Return the largest possible number of updates between two publishes."""
         return 1
 
     @property
-    def batches(self) -> float:
+    def max_batches(self) -> float:
         """Return the largest number of batches that tau allows in flight."""
         return 1.0
 
@@ -99,22 +99,22 @@ class Async(ScheduleSection):
     drop: drop the group, which favours short responses. Needs max_lag."""
 
     @property
-    def most(self) -> float:
+    def max_tau(self) -> float:
         return self.tau_max if self.tau == "auto" else self.tau
 
     @property
-    def often(self) -> int:
+    def min_publish_every(self) -> int:
         """Return the smallest possible number of updates between two publishes."""
         return 1 if self.publish_every == "auto" else self.publish_every
 
     @property
-    def rarest(self) -> int:
+    def max_publish_every(self) -> int:
         return self.publish_max if self.publish_every == "auto" else self.publish_every
 
     @property
-    def batches(self) -> float:
+    def max_batches(self) -> float:
         """Return the largest possible number of batches in flight, which publish_every = "auto" does not raise."""
-        return (self.most + 1) * self.often
+        return (self.max_tau + 1) * self.min_publish_every
 
     @property
     def finds_tau(self) -> bool:
@@ -156,17 +156,17 @@ class Async(ScheduleSection):
             return self
         if self.order == "submission":
             raise ValueError('order = "submission" bounds the lag by itself: drop max_lag, or the order')
-        reach = ceil(self.batches) - 1
+        reach = ceil(self.max_batches) - 1
         if self.on_old in (None, "wait") and self.max_lag < reach:
             raise ValueError(
                 f"max_lag = {self.max_lag} cannot be kept by waiting with work for {reach} more updates in flight: "
                 f"write max_lag = {reach} or more, a smaller {'tau_max' if self.tau == 'auto' else 'tau'}, or "
                 'on_old = "restart"'
             )
-        if self.max_lag < self.rarest - 1:
+        if self.max_lag < self.max_publish_every - 1:
             raise ValueError(
-                f"max_lag = {self.max_lag} cannot be kept when weights are published every {self.rarest} "
-                f"updates: write max_lag = {self.rarest - 1} or more"
+                f"max_lag = {self.max_lag} cannot be kept when weights are published every {self.max_publish_every} "
+                f"updates: write max_lag = {self.max_publish_every - 1} or more"
             )
         return self
 

@@ -458,7 +458,7 @@ class Config(Section):
                 'replicas = "auto": with runtime.kind = "inline" no worker can be added: write a number, or '
                 'runtime.kind = "local"'
             )
-        every = self.schedule.rarest
+        every = self.schedule.max_publish_every
         if self.eval.every % every:
             raise ValueError(
                 f"eval.every = {self.eval.every} is not a multiple of schedule.publish_every = {every}: "
@@ -596,7 +596,7 @@ class Config(Section):
                 'freshness.drift = "snapshots" replays samples under the weights that drew them, and '
                 "learner.snapshots = 0 keeps none: drop learner.snapshots, and as many are kept as needed"
             )
-        if fresh.m is not None and self.loss.weight and self.loss.asks.cache == "sampled":
+        if fresh.m is not None and self.loss.weight and self.loss.spec.cache == "sampled":
             raise ValueError(
                 f'freshness.m does nothing: loss.kind = "{self.loss.kind}" has draws of its own, by which drift is '
                 "estimated; drop it, or raise loss.m"
@@ -669,7 +669,7 @@ class Config(Section):
         return {*changed, "lora"} if self.learner.lora is not None else set(changed)
 
     def _check_guards(self) -> None:
-        guards, tau = self.guards, self.schedule.most
+        guards, tau = self.guards, self.schedule.max_tau
         if guards.kl is not None and self.schedule.finds_tau:
             raise ValueError('[guards.kl] lowers schedule.tau, and so does tau = "auto": drop one of them')
         if guards.kl is not None and tau < 1:

@@ -220,7 +220,7 @@ def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
 
 def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterator[str]:
     """Yield a message for each conflict among these teachers, or between a teacher and the loss."""
-    hidden = loss.asks.cache == "hidden"
+    hidden = loss.spec.cache == "hidden"
     last_with_key = routed_by(teachers)
     for name, teacher in teachers.items():
         key = name if teacher.key is None else teacher.key
@@ -245,7 +245,7 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
 
 
 def endpoint_problems(where: str, teacher: TeacherConfig, loss: LossConfig) -> Iterator[str]:
-    cache, k, draws, here = loss.asks.cache, loss.asks.k, loss.asks.draws, "or run the teacher here (no base_url)"
+    cache, k, draws, here = loss.spec.cache, loss.spec.k, loss.spec.draws, "or run the teacher here (no base_url)"
     if loss.temperature != 1:
         yield (
             f"loss.temperature = {loss.temperature:g}: {where} is an endpoint, which scores at temperature 1 only: "

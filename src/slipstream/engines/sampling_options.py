@@ -8,15 +8,15 @@ from slipstream.protocols import Sampling
 
 
 def rollout_sampling(config: Config) -> Sampling:
-    sampler, asks = config.sampler, config.loss.asks if config.loss.weight else None
-    draws = asks.draws if asks else 1
-    if (fresh := config.freshness) is not None and not (asks and asks.cache == "sampled"):
+    sampler, spec = config.sampler, config.loss.spec if config.loss.weight else None
+    draws = spec.draws if spec else 1
+    if (fresh := config.freshness) is not None and not (spec and spec.cache == "sampled"):
         draws = fresh.draws
     return Sampling(
         max_tokens=sampler.max_tokens,
         group=sampler.group,
         draws=draws,
-        best=asks.k if asks and asks.cache == "student_topk" else 0,
+        best=spec.k if spec and spec.cache == "student_topk" else 0,
         temperature=sampler.temperature,
         top_p=sampler.top_p,
         top_k=sampler.top_k,

@@ -46,16 +46,16 @@ COLUMNS: dict[Cache, dict[str, Callable[[Scored], NDArray[Any] | None]]] = {
 
 class Distillation:
     def __init__(self, loss: DistillationLoss, teacher_head: Head | None = None) -> None:
-        self.asks, self.temperature, self.teacher_head = loss.asks, loss.temperature, teacher_head
-        self.formula = formula(self.asks.formula)
-        self.dense = self.asks.cache == "hidden"
+        self.spec, self.temperature, self.teacher_head = loss.spec, loss.temperature, teacher_head
+        self.formula = formula(self.spec.formula)
+        self.dense = self.spec.cache == "hidden"
         """True if the formula needs distributions over the whole vocabulary."""
-        self.on_draws = self.asks.cache == "sampled"
+        self.on_draws = self.spec.cache == "sampled"
         """True if the loss is computed at the draws (tokens sampled at each position)."""
-        self.on_kept = self.on_draws and "behavior" in self.asks.takes
+        self.on_kept = self.on_draws and "behavior" in self.spec.takes
         """True if the formula compares with the sampling policy. Log-probs are then conditioned on the sampling
         support."""
-        self.best = self.asks.k if self.asks.cache == "teacher_topk" else 0
+        self.best = self.spec.k if self.spec.cache == "teacher_topk" else 0
         """Number of the student's most likely ids that metrics compare with the teacher's top-k; 0 for none."""
 
     def __call__(
@@ -64,10 +64,10 @@ class Distillation:
         """Return the ids of the loss, emitted token first (None: whole vocabulary), and a function for the loss."""
         if self.dense:
             return None, self._on_vocabulary(samples, tokens_N.device, dtype)
-        device, takes = tokens_N.device, self.asks.takes
+        device, takes = tokens_N.device, self.spec.takes
 
         def column(name: str, kind: torch.dtype) -> Tensor:
-            read = COLUMNS[self.asks.cache][name]
+            read = COLUMNS[self.spec.cache][name]
             return joined([present(read(sample)) for sample in samples], device, kind)
 
         ids_NM, known = column("ids", torch.int64), {"teacher": column("teacher", dtype)}
@@ -78,7 +78,7 @@ class Distillation:
         if "keep" in takes:
             known["keep"] = torch.cat([present(each.keep_NM) for each in frozen]).to(device)
         # draws begin with the emitted token; top-k ids may not contain it
-        first = 0 if self.asks.cache == "sampled" else 1
+        first = 0 if self.spec.cache == "sampled" else 1
 
         def on_ids(logp_CM: Tensor, rows: slice, best_ids: Tensor | None = None) -> tuple[Tensor, Metrics]:
             operands = {name: value_NM[rows] for name, value_NM in known.items()}
@@ -113,9 +113,9 @@ class Distillation:
 
     def _loss(self, operands: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
         for name in ("student", "teacher"):
-            operands[name] = raised(operands[name], log_prob_min_clamp=self.asks.log_prob_min_clamp)
-        found = self.formula(*(operands[name] for name in self.asks.takes), **self.asks.options)
+            operands[name] = raised(operands[name], log_prob_min_clamp=self.spec.log_prob_min_clamp)
+        found = self.formula(*(operands[name] for name in self.spec.takes), **self.spec.options)
         loss_C, metrics = found if isinstance(found, tuple) else (found, {})
         if loss_C.ndim == 2:  # an estimate for each draw
             loss_C = loss_C.mean(-1)
-        return clamped(loss_C, loss_max_clamp=self.asks.loss_max_clamp), metrics
+        return clamped(loss_C, loss_max_clamp=self.spec.loss_max_clamp), metrics

@@ -146,7 +146,7 @@ def freeze(
             )
             metrics |= {f"policy/{name}": float(value) for name, value in of_choice.items()}
     keep: Sequence[Tensor | None] = [None] * len(samples)
-    if method.loss.weight and method.loss.asks.chooses:
+    if method.loss.weight and method.loss.spec.chooses:
         left = [kept_BT[row, at][sample.mask_T] for sample, (row, at) in zip(samples, places, strict=True)]
         keep, of_choice = _kept_draws(samples, method, left)
         metrics |= {f"distill/{name}": float(value) for name, value in of_choice.items()}
@@ -308,7 +308,7 @@ def _kept_draws(
     samples: Sequence[Evidence], method: Method, left: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
     """Return masks of the draws that a batch-scope distillation loss keeps, one mask per sample, and metrics."""
-    select, options = formula(method.loss.asks.chooses), method.loss.asks.choice
+    select, options = formula(method.loss.spec.chooses), method.loss.spec.choice
     draws = [present(sample.draws) for sample in samples]
     policies = [[each.current_NM, each.behavior_NM, each.teacher_NM] for each in draws]
     joined = [torch.cat(parts) for parts in zip(*policies, strict=True)]

@@ -122,7 +122,7 @@ class Method:
     @property
     def draws_first(self) -> bool:
         """Return whether the learner's log-probs of all draws are needed before its first step."""
-        return self.loss.weight > 0 and bool({"proximal", "keep"} & set(self.loss.asks.takes))
+        return self.loss.weight > 0 and bool({"proximal", "keep"} & set(self.loss.spec.takes))
 
     @property
     def proximal(self) -> bool:
@@ -299,9 +299,9 @@ def _check_truncation(config: Config, method: Method) -> None:
     named = " and ".join(f"sampler.{name} = {getattr(sampler, name)}" for name in cut)
     leaves = f"{named} {'leaves' if len(cut) == 1 else 'leave'} out tokens of the sampling distribution"
     drop = ", ".join(f"{name} = {SamplerConfig.model_fields[name].default:g}" for name in cut)
-    if config.loss.weight and config.loss.asks.cache == "student_topk":
+    if config.loss.weight and config.loss.spec.cache == "student_topk":
         raise ConfigError(
-            f'{leaves}, and loss.kind = "{config.loss.kind}" compares the {config.loss.asks.k} best of it, which may '
+            f'{leaves}, and loss.kind = "{config.loss.kind}" compares the {config.loss.spec.k} best of it, which may '
             f'be left out: write {drop}, or loss.kind = "reverse_kl_mc" with keep_mask = true'
         )
     if sampler.keep_mask or (comparison := _first_ratio_to_sampler(config, method)) is None:
@@ -316,7 +316,7 @@ def _check_truncation(config: Config, method: Method) -> None:
 def _first_ratio_to_sampler(config: Config, method: Method) -> tuple[str, str] | None:
     """Return the first part that compares with the sampling policy, and a setting to write instead; or None."""
     loss, policy, reference = config.loss, method.policy, method.reference
-    if loss.weight and loss.asks.compares:
+    if loss.weight and loss.spec.compares:
         without = (
             "loss.importance = false, or another loss.kind"
             if "importance" in type(loss).model_fields

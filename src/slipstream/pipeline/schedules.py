@@ -85,11 +85,11 @@ def schedule_of(settings: ScheduleConfig, groups: int) -> Schedule:
         case Async():
             return Schedule(
                 groups=groups,
-                credits=credits_of(settings.most, settings.often, groups),
+                credits=credits_of(settings.max_tau, settings.min_publish_every, groups),
                 submit="stream",
                 stages="overlap",
                 publish=settings.on_publish,
-                publish_every=settings.often,
+                publish_every=settings.min_publish_every,
                 order=settings.order,
                 max_lag=settings.max_lag,
                 on_old=settings.on_old or "wait",

@@ -29,10 +29,12 @@ class Steering:
     ) -> None:
         """Create the rules; restore their state from the metrics lines in `log`, if the run is resumed."""
         self.schedule, self.admission, self.say = schedule, admission, say
-        self.guards = Guards(guards, tau=schedule.most, batches=schedule.batches)
+        self.guards = Guards(guards, tau=schedule.max_tau, batches=schedule.max_batches)
         self.autopilot: Autopilot | None = None
         if isinstance(schedule, Async) and schedule.finds_tau:
-            self.autopilot = Autopilot(schedule.tau_max, schedule.drift, often=schedule.often, rarest=schedule.rarest)
+            self.autopilot = Autopilot(
+                schedule.tau_max, schedule.drift, often=schedule.min_publish_every, rarest=schedule.max_publish_every
+            )
         self.tau_changes = self.autopilot is not None or guards.kl is not None
         for line in log.updates():
             self._decide(line)
@@ -48,7 +50,7 @@ class Steering:
     @property
     def tau(self) -> float:
         """The current tau: at most (tau + 1) · `publish_every` batches may be in flight."""
-        return (self.autopilot.tau if self.autopilot else self.schedule.most) - self.guards.lowered
+        return (self.autopilot.tau if self.autopilot else self.schedule.max_tau) - self.guards.lowered
 
     @property
     def publish_every(self) -> int:

@@ -14,7 +14,7 @@ from slipstream.config.base import at_first
 from slipstream.config.costs import Costs
 from slipstream.config.costs import load as load_costs
 from slipstream.config.environment import GatewayConfig
-from slipstream.config.losses import Asks
+from slipstream.config.losses import LossSpec
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig, TeacherConfig
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.native.config import vocabulary_of, width_of
@@ -99,7 +99,7 @@ class ScorerPlan:
     name: str
     runs: ModelPlan | Settings | Endpoint
     """Model and engine: `ModelPlan` for the native engine, `Settings` for vLLM, `Endpoint` for a remote server."""
-    asks: Asks
+    spec: LossSpec
     """Scores that the loss needs from the teacher."""
     temperature: float
     token_budget: int
@@ -265,7 +265,7 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
     return ScorerPlan(
         name=name,
         runs=endpoint_of(config, name) or SCORERS[teacher.engine](config, name),
-        asks=config.loss.asks,
+        spec=config.loss.spec,
         temperature=config.loss.temperature,
         token_budget=teacher.token_budget,
         packing=teacher.packing,
@@ -301,7 +301,7 @@ def endpoint_of(config: Config, name: str) -> Endpoint | None:
 
 
 def learner_of(config: Config, method: Method) -> LearnerPlan:
-    head = next(iter(config.teachers)) if config.teachers and config.loss.asks.cache == "hidden" else None
+    head = next(iter(config.teachers)) if config.teachers and config.loss.spec.cache == "hidden" else None
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
         settings=config.learner,

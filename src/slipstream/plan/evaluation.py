@@ -24,7 +24,7 @@ FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</ans
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EvalSettings:
     """Settings of an evaluation, named like command-line options. Defaults are for a model that no run saved."""
 
     data: Mapping[str, str] = field(default_factory=lambda: {"": "builtin:arithmetic"})
@@ -133,7 +133,9 @@ def copy_warnings(prompts: Prompts, held_out: Mapping[str, Sequence[Prompt]]) ->
     return found
 
 
-def evaluation(model: str, sets: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer, asked: Asked) -> Evaluation:
+def evaluation(
+    model: str, sets: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer, asked: EvalSettings
+) -> Evaluation:
     """Make the plan of an evaluation; raise DataError if a prompt does not fit the model. No weights are loaded."""
     longest, context = asked.longest or 0, context_length(load_config(model))
     for prompts in sets.values():

@@ -296,7 +296,7 @@ def check_in_flight(config: Config) -> None:
 
 def check_effects(config: Config) -> None:
     """Raise ConfigError for settings that the student's model cannot follow: its vocabulary, its dropout."""
-    student, k, vocabulary = config.student, config.loss.asks.k, vocabulary_of(config.student)
+    student, k, vocabulary = config.student, config.loss.spec.k, vocabulary_of(config.student)
     if config.loss.weight and k > vocabulary:
         raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
     named = load_config(student).get_text_config().to_dict() if config.learner.dropout else {}
@@ -413,7 +413,7 @@ def model_notes(config: Config) -> list[str]:
             f'policy.advantage = "remax" answers every prompt once more, greedily, for the reward alone: {group + 1} '
             f"answers are drawn where {group} are trained on"
         )
-    draws, vocabulary = config.loss.asks.draws, vocabulary_of(config.student)
+    draws, vocabulary = config.loss.spec.draws, vocabulary_of(config.student)
     if config.loss.weight and draws > vocabulary:
         found.append(
             f'loss.m = {draws} draws of {vocabulary} tokens: loss.kind = "reverse_kl" computes all of them, exactly '
@@ -468,7 +468,7 @@ def freshness_notes(config: Config) -> list[str]:
         ]
     if all(teacher.relabel == "never" for teacher in config.teachers.values()):
         return ["freshness: no teacher scores answers again (relabel), so that supervision drift is taken to be 0"]
-    known = f"{config.loss.asks.k} tokens" if config.loss.asks.k else "the emitted token"
+    known = f"{config.loss.spec.k} tokens" if config.loss.spec.k else "the emitted token"
     return [
         f"freshness: supervision drift of teachers.{name} is a lower bound, as its endpoint scores {known} only"
         for name, teacher in config.teachers.items()
@@ -513,7 +513,7 @@ def warnings_of(config: Config) -> list[str]:
         )
     if config.learner.dtype == "bfloat16":
         found.append("learner.dtype = 'bfloat16' rounds small updates away: write compute_dtype = 'bfloat16' instead")
-    proximal = config.loss.weight and "proximal" in config.loss.asks.takes
+    proximal = config.loss.weight and "proximal" in config.loss.spec.takes
     if proximal and config.learner.minibatches * config.learner.epochs == 1:
         found.append(
             f'loss.kind = "{config.loss.kind}" clips the steps of an update around its first, and there is one: set '

@@ -11,7 +11,7 @@ from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, RunDirError, did_you_mean
 from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.plan.engines import environment_of
-from slipstream.plan.evaluation import Asked
+from slipstream.plan.evaluation import EvalSettings
 from slipstream.run_dir.atomic_files import MANIFEST, damage
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import LEDGER, METRICS
@@ -21,10 +21,10 @@ DEEPEST = 3
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     model: str
     run: Path | None = None
-    asked: Asked | None = None
+    asked: EvalSettings | None = None
     """Evaluation settings of the run; None if no run directory was found for the model."""
     trained_on: bool = False
     """True: evaluate on training prompts, because the run has no held-out prompts."""
@@ -33,12 +33,12 @@ class Subject:
     notes: tuple[str, ...] = ()
 
 
-def subject_of(name: str) -> Subject:
+def evaluated_model(name: str) -> EvaluatedModel:
     path = Path(name)
     run = run_of(path)
     if run is None:
         check_no_run_is_meant(name)
-        return Subject(name)
+        return EvaluatedModel(name)
     config = RunDir(run).config
     notes: list[str] = []
     if path.absolute() == run.absolute():
@@ -47,21 +47,21 @@ def subject_of(name: str) -> Subject:
         notes.append(f"{path}: {wrong}")
     if config.sampler.engine != "native":
         notes.append(f"{run} sampled with {config.sampler.engine}; this evaluation samples with the native engine")
-    return Subject(
+    return EvaluatedModel(
         model=str(path),
         run=run,
-        asked=asked_by(config),
+        asked=eval_settings_of(config),
         trained_on=not config.data.held_out,
         update=update_of(path, run, config.updates),
         notes=tuple(notes),
     )
 
 
-def asked_by(config: Config) -> Asked:
+def eval_settings_of(config: Config) -> EvalSettings:
     """Return the evaluation settings of a run's config; training prompts are used if held-out prompts are missing."""
     data, task, sampler, runtime = config.data, config.task, config.sampler, config.runtime
     limit = config.eval.prompts if data.held_out else min(config.eval.prompts, data.limit or config.eval.prompts)
-    return Asked(
+    return EvalSettings(
         data=data.held_out or {"": data.train},
         split=data.eval_split if data.held_out else data.split,
         prompt=data.prompt,
@@ -140,7 +140,7 @@ def update_of(path: Path, run: Path, updates: int) -> int | None:
     return int(number[1]) if number else None
 
 
-def check_known(subject: Subject) -> None:
+def check_known(subject: EvaluatedModel) -> None:
     """Raise ConfigError if a run saved this model but its run directory is missing, so that the task is unknown."""
     if subject.run is None and (Path(subject.model) / MANIFEST).exists():
         raise ConfigError(

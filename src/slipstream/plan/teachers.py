@@ -171,5 +171,5 @@ def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say:
             tokens = [tokens for _, tokens in prompts_seen_by(config, name, tokenizer, prompts)]
             longest = max(map(len, tokens)) + longest_answer(config, teacher)
             some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
-            need = Wanted(tokens=some, highest=highest, longest=longest, k=config.loss.asks.k)
+            need = Wanted(tokens=some, highest=highest, longest=longest, k=config.loss.spec.k)
             say(asyncio.run(ask(endpoint, need)))

@@ -69,7 +69,7 @@ def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
 def unserved(config: Config, name: str) -> str:
     """Return the reason why vLLM cannot score for this teacher and loss; empty if vLLM can."""
     check_installed(f"teachers.{name}.engine")
-    loss, cache, draws = config.loss, config.loss.asks.cache, config.loss.asks.draws
+    loss, cache, draws = config.loss, config.loss.spec.cache, config.loss.spec.draws
     if loss.temperature != 1:
         return f"vLLM scores at temperature 1, and loss.temperature = {loss.temperature:g}"
     if cache == "hidden":

@@ -36,7 +36,7 @@ UPDATES = 10
 """Number of updates of the short run."""
 
 
-def cores_of(config: Config) -> float | None:
+def shared_cores(config: Config) -> float | None:
     """Return the number of CPU cores that engines share: 1 if they run in one process, None if they use GPUs."""
     if config.runtime.kind == "inline":
         return 1.0
@@ -62,7 +62,7 @@ class Bench:
 
     def __init__(self, made: Plan, engines: Engines) -> None:
         self.made, self.config, self.engines = made, made.config, engines
-        self.by_cpu = cores_of(made.config) is not None
+        self.by_cpu = shared_cores(made.config) is not None
 
     async def costs(self, say: Callable[[str], None]) -> tuple[Costs, float]:
         """Return the costs of each stage alone, and the CPU seconds of all engines per sample of the short run."""
@@ -75,7 +75,7 @@ class Bench:
         say("costs: scoring, learning and publishing")
         prompt = round(fmean(group[0].header.prompt_tokens for group in groups))
         costs = Costs(
-            cores=cores_of(self.config),
+            cores=shared_cores(self.config),
             decode=decode,
             read=read,
             score=await self.scoring(groups) if self.engines.scorers.keys() - {""} else ScoreCost(),

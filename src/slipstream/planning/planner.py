@@ -148,14 +148,14 @@ def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedConfig:
     """The config to plan for, and the run that this config was read from, if any."""
 
     config: Config
     run: RunDir | None = None
 
     @classmethod
-    def of(cls, source: str, changes: Sequence[tuple[str, str]], say: Callable[[str], None]) -> Subject:
+    def of(cls, source: str, changes: Sequence[tuple[str, str]], say: Callable[[str], None]) -> PlannedConfig:
         if Path(source).is_dir():
             run = RunDir(source)
             return cls(load(run.path / "config.toml", changes, say=say), run)

@@ -158,8 +158,8 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
             return kind(
                 build_model(model),
                 name=plan.name,
-                cache=plan.asks.cache,
-                k=plan.asks.k,
+                cache=plan.spec.cache,
+                k=plan.spec.k,
                 temperature=plan.temperature,
                 token_budget=plan.token_budget,
                 packing=plan.packing,
@@ -172,13 +172,13 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
             return VllmScorer(
                 settings,
                 name=plan.name,
-                k=plan.asks.k,
-                draws=plan.asks.draws,
+                k=plan.spec.k,
+                draws=plan.spec.draws,
                 vocabulary=plan.vocabulary,
                 context=context,
             )
         case Endpoint() as endpoint:
-            return HttpScorer(endpoint, k=plan.asks.k, vocabulary=plan.vocabulary, context=context)
+            return HttpScorer(endpoint, k=plan.spec.k, vocabulary=plan.vocabulary, context=context)
 
 
 def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:

@@ -105,10 +105,10 @@ def parallel_cells(points: Sequence[Point], found: Sequence[Checked], cores: int
     """Return the number of parallel cells that fit cores and memory; 1 if any cell uses GPUs."""
     if not all(each.on_cpu for each in found):
         return 1
-    return max(1, min(cores // max(cores_of(point.config) for point in points), *(each.room for each in found)))
+    return max(1, min(cores // max(cores_of_cell(point.config) for point in points), *(each.room for each in found)))
 
 
-def cores_of(config: Config) -> int:
+def cores_of_cell(config: Config) -> int:
     """Return the number of CPU cores that a cell uses: its threads in one process, else the threads of all engines."""
     threads = config.runtime.threads
     if config.runtime.kind == "inline":

@@ -19,7 +19,7 @@ from slipstream.config.file import load
 from slipstream.engines.native import model as model_module
 from slipstream.plan.checks import CheckFailed
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import Asked, evaluation
+from slipstream.plan.evaluation import EvalSettings, evaluation
 from slipstream.records import Prompt
 from slipstream.runs import start as launch
 from slipstream.runtimes.build import build_grader
@@ -129,7 +129,7 @@ def test_evaluation_sees_what_hf_generates(name: str, tmp_path: Path) -> None:
         prompts.append(Prompt(id=f"p{number}", number=number, tokens=tokens, ground_truth=answers[-1]))
     grader = build_grader(GraderPlan(rewards=("exact",)), TOKENIZER)
     try:
-        asked = Asked(max_tokens=8, n=1)
+        asked = EvalSettings(max_tokens=8, n=1)
         found = measure(evaluation(str(tmp_path / "student"), {"": prompts}, TOKENIZER, asked), grader)[""]
     finally:
         grader.close()

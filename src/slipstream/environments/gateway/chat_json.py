@@ -200,10 +200,12 @@ def _functions(place: str, given: Any, fault: str) -> list[dict[str, Any]]:
     """Return the named function in each entry of a list; refuse other entries for the reason `fault`."""
     if not isinstance(given, list | None):
         raise wrong(place, "must be a list")
-    functions = [each.get("function") if isinstance(each, dict) else None for each in given or []]
-    for n, function in enumerate(functions):
+    functions = list[dict[str, Any]]()
+    for n, each in enumerate(given or []):
+        function = each.get("function") if isinstance(each, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong(f"{place}[{n}]", fault)
+        functions.append(function)
     return functions
 
 

@@ -50,7 +50,7 @@ REJECT: Change = {"correction.preset": "decoupled_geo_rs", **GEOMETRIC}
 
 def compares(config: Config) -> bool:
     """Return True if a loss uses the sampling policy's log-probs. If False, drift only makes prefixes stale."""
-    return config.policy is not None or (config.loss.weight > 0 and config.loss.asks.compares)
+    return config.policy is not None or (config.loss.weight > 0 and config.loss.spec.compares)
 
 
 def in_float32(config: Config) -> bool:
@@ -65,7 +65,7 @@ def fresher(config: Config) -> list[Change]:
         case Async(tau="auto") as schedule:
             return [{"schedule.drift": schedule.drift / 2}]
         case Async(tau=float() | int() as tau) as schedule:
-            every = schedule.often
+            every = schedule.min_publish_every
             sooner: list[Change] = [{"schedule.publish_every": every // 2}] if every > 1 else []
             return [*sooner, {"schedule.tau": tau // 2 if tau >= 2 else 0}]
         case Replay(k=k) | StepOff(k=k) if k > 1:

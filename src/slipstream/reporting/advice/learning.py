@@ -166,10 +166,10 @@ def equal_rewards(case: Case) -> Found | None:
 
 def uncovered(case: Case) -> Found | None:
     loss = case.config.loss
-    if not loss.weight or loss.asks.cache not in ("student_topk", "teacher_topk"):
+    if not loss.weight or loss.spec.cache not in ("student_topk", "teacher_topk"):
         return None
-    metric = "distill/student_mass" if loss.asks.cache == "student_topk" else "distill/teacher_mass"
-    larger = min(2 * loss.asks.k, case.vocabulary or 2 * loss.asks.k)
+    metric = "distill/student_mass" if loss.spec.cache == "student_topk" else "distill/teacher_mass"
+    larger = min(2 * loss.spec.k, case.vocabulary or 2 * loss.spec.k)
     return found_below(case, metric, COVERED, [{"loss.k": larger}, {"loss.tail": True}])
 
 
@@ -186,7 +186,7 @@ def freshness_thresholds(case: Case) -> Found | None:
         return None
     aged = [(f, lag) for line in case.ledger for f, lag in zip(line.get("f", ()), line.get("lag", ()), strict=False)]
     known = [(f, lag) for f, lag in aged if f is not None]
-    tau = case.config.schedule.most
+    tau = case.config.schedule.max_tau
     old = [f for f, lag in known if lag >= tau]
     values = old if len(old) >= MANY else [f for f, _ in known if f < 1]
     change = dict[str, float]()
