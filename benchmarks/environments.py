@@ -31,7 +31,7 @@ from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Episodes, Limits
-from slipstream.environments.hosts import Hosts, Wanted
+from slipstream.environments.hosts import Hosts, HostSettings
 from slipstream.metrics import throughput
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt
@@ -71,7 +71,7 @@ def cost(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(STUDENT)
     sampler = make_sampler(args, len(tokenizer))
-    hosts = Hosts(Wanted(f"{HERE / 'environments.py'}:Silent", None, 4096))
+    hosts = Hosts(HostSettings(f"{HERE / 'environments.py'}:Silent", None, 4096))
     renderer = Renderer(tokenizer, stop_ids={tokenizer.eos_token_id}, tools=hosts.ready())
     rng = np.random.default_rng(0)
     prompts = [

@@ -23,7 +23,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Episodes, Limits
-from slipstream.environments.hosts import Hosts, Wanted
+from slipstream.environments.hosts import Hosts, HostSettings
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
 
@@ -46,7 +46,7 @@ class Changing(NativeSampler):
 
 
 async def played() -> Rollout:
-    tokenizer, hosts = load_tokenizer(MODEL), Hosts(Wanted("table", None, 4096))
+    tokenizer, hosts = load_tokenizer(MODEL), Hosts(HostSettings("table", None, 4096))
     lm, ends = load_model(MODEL, dtype="float32", device="cpu"), {tokenizer.eos_token_id}
     sampler = Changing(lm, slots=1, stop_ids=ends)
     answer = asyncio.get_running_loop().create_future()

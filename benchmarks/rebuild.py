@@ -21,7 +21,7 @@ from slipstream.config.schema import DataConfig
 from slipstream.data.prompts import Prompts, load_rows
 from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.model import load_model
-from slipstream.engines.native.sampling.requests import Told
+from slipstream.engines.native.sampling.requests import FutureResult
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights
 from slipstream.protocols import Sampling, WeightsRef
@@ -39,7 +39,7 @@ class Timed(NativeSampler):
         self.rebuilding += time.thread_time() - began
         self.rebuilt += len(slots) > 0
 
-    def _step(self) -> list[Told]:
+    def _step(self) -> list[FutureResult]:
         began = time.thread_time()
         told = super()._step()
         self.working += time.thread_time() - began

@@ -30,7 +30,7 @@ from slipstream.errors import ConfigError, EngineError, RecordsLost, RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.pool import names
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.run import Run, in_time
+from slipstream.pipeline.run import Run, with_timeout
 from slipstream.protocols import Engines
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes.exchange import NOBODY, Answer, Call, Host, RemoteWorker
@@ -322,7 +322,7 @@ async def part(path: Path, life: Life, engines: Engines, restarts: Restarts, any
         log = RunLog(path, [], trace=False)
     else:
         life.say(f"goes on from {checkpoint.path.name}: {checkpoint.standing}")
-        groups = await in_time(engines.learner.restore(checkpoint.path), PATIENCE, "reading a checkpoint")
+        groups = await with_timeout(engines.learner.restore(checkpoint.path), PATIENCE, "reading a checkpoint")
         where = {"standing": checkpoint.standing, "groups": groups}
         Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
         log = RunLog(path, [], trace=False, mark=checkpoint.mark)

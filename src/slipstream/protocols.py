@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from slipstream.metrics import Metrics as Metrics
 from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
-from slipstream.records import Said as Said
+from slipstream.records import TextScores as TextScores
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
@@ -83,7 +83,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weighed:
+class SampleFreshness:
     """Freshness score `f` and freshness weight `w` of a sample, and the values from which they are computed."""
 
     lag: int
@@ -124,7 +124,7 @@ class Sampler(Protocol):
 class Scorer(Protocol):
     async def score(self, group: Group) -> list[Handle]: ...
 
-    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[TextScores]:
         """Score texts that the coordinator made, and return their log-probs instead of records."""
         ...
 
@@ -182,7 +182,7 @@ class Learner(Protocol):
         """
         ...
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
         """Add the gradient of prepared groups, as sums divided by `counts`; handles may lack bodies.
 
         Return each sample's freshness weight, or an empty list if freshness weighting is off.
@@ -201,7 +201,7 @@ class Learner(Protocol):
         """Return the lines of samples.jsonl for samples of the current update; handles may lack bodies."""
         ...
 
-    async def weigh(self, batch: Batch) -> list[Weighed]:
+    async def weigh(self, batch: Batch) -> list[SampleFreshness]:
         """Return the freshness weights that these samples would get now; change nothing."""
         ...
 
@@ -236,7 +236,7 @@ class Unscored:
     async def score(self, group: Group) -> list[Handle]:
         return list(group)
 
-    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[TextScores]:
         return []
 
 
@@ -273,7 +273,7 @@ class Graded:
             raise errors.exceptions[0] from None
         if unfinished(members.result()) or unfinished(best.result()):
             return [handle.with_header(finish="released", rewards={}, ungraded=None) for handle in members.result()]
-        return beside(best.result()[0].header, members.result())
+        return with_greedy_rewards(best.result()[0].header, members.result())
 
     async def release(self, numbers: Collection[int] = ()) -> None:
         await asyncio.sleep(0)  # lets `generate` calls that began earlier reach the sampler
@@ -296,7 +296,7 @@ def with_grade(handle: Handle, graded: Header | None) -> Handle:
     return handle.with_header(rewards=graded.rewards, ungraded=graded.ungraded, said=graded.said)
 
 
-def beside(best: Header, group: Group) -> list[Handle]:
+def with_greedy_rewards(best: Header, group: Group) -> list[Handle]:
     """Add the greedy answer's rewards to all members; if that answer failed or is ungraded, mark all members so."""
     if best.finish == "error":
         return [handle.with_header(finish="error") for handle in group]

@@ -98,7 +98,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class SamplingSupport:
     """Sampling support: for each trained token, the ids that top-p, top-k and min-p left to sample from."""
 
     ids: Ints
@@ -110,8 +110,8 @@ class Kept:
         return np.split(self.ids, np.cumsum(self.sizes)[:-1])
 
 
-def kept_of(rows: Sequence[Ints]) -> Kept:
-    return Kept(np.concatenate(rows).astype(np.int32), np.array([len(row) for row in rows], np.int32))
+def support_from_ids(rows: Sequence[Ints]) -> SamplingSupport:
+    return SamplingSupport(np.concatenate(rows).astype(np.int32), np.array([len(row) for row in rows], np.int32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,7 +145,7 @@ class Rollout:
     """Most likely ids under the sampling policy at each trained position, [N, K], and log-probs; None: unrecorded."""
     best_logp: Floats | None = None
     finish: Finish
-    kept: Kept | None = None
+    kept: SamplingSupport | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     outcome: dict[str, float] = field(default_factory=dict)
     """Rewards and counts that an episode's environment reports (`reward`, `reward/NAME`); empty without environment."""
@@ -192,7 +192,7 @@ class Rollout:
                 return f"reward {name!r} is {reward}: a reward must be a finite number"
         return None
 
-    def _fault_of_kept(self, kept: Kept) -> str | None:
+    def _fault_of_kept(self, kept: SamplingSupport) -> str | None:
         n = self.trained_tokens
         if kept.sizes.shape != (n,):
             return f"kept.sizes has shape {kept.sizes.shape}, must be ({n},), an entry for each trained token"
@@ -249,14 +249,14 @@ def _ends(names: Iterable[str], parts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def _all_kept(parts: Sequence[Rollout]) -> Kept | None:
+def _all_kept(parts: Sequence[Rollout]) -> SamplingSupport | None:
     kept = [part.kept for part in parts if part.kept is not None]
     if len(kept) < len(parts):
         return None
-    return Kept(np.concatenate([each.ids for each in kept]), np.concatenate([each.sizes for each in kept]))
+    return SamplingSupport(np.concatenate([each.ids for each in kept]), np.concatenate([each.sizes for each in kept]))
 
 
-def said_and_seen(rollout: Rollout) -> list[tuple[bool, Ints]]:
+def turns_of(rollout: Rollout) -> list[tuple[bool, Ints]]:
     """Split a rollout into sampled turns and the observations between them: pairs of (True if sampled, tokens)."""
     return [(bool(rollout.turn[start] >= 0), rollout.tokens[start:stop]) for start, stop in _turns(rollout)]
 
@@ -278,7 +278,7 @@ def _part(rollout: Rollout, start: int, stop: int) -> Rollout:
     first, last = (int(rollout.loss_mask[:at].sum()) for at in (start, stop))
     found: dict[str, Any] = {name: getattr(rollout, name)[start:stop] for name in TOKENS}
     found |= {name: of[first:last] for name in TRAINED if (of := getattr(rollout, name)) is not None}
-    kept = None if rollout.kept is None else kept_of(rollout.kept.rows()[first:last])
+    kept = None if rollout.kept is None else support_from_ids(rollout.kept.rows()[first:last])
     return replace(rollout, **found | {"turn": np.zeros(stop - start, np.int32)}, kept=kept)
 
 
@@ -292,7 +292,7 @@ def one_turn(
     finish: Finish,
     best_ids: Ints | None = None,
     best_logp: Floats | None = None,
-    kept: Kept | None = None,
+    kept: SamplingSupport | None = None,
 ) -> Rollout:
     """Build an episode of one response, sampled in one call."""
     return Rollout(
@@ -380,7 +380,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Said:
+class TextScores:
     """A teacher's scores of one text, in the form that the coordinator reads."""
 
     logps: Floats

@@ -24,7 +24,7 @@ from slipstream.metrics import standard_error
 from slipstream.models.resolve import check_reachable
 from slipstream.pipeline.run import Run
 from slipstream.reporting.terminal.metric_formats import readings
-from slipstream.run_dir.atomic_files import alone_in, append
+from slipstream.run_dir.atomic_files import append, directory_lock
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from support.toy_runs import PROMPTS, config, engines
@@ -217,7 +217,7 @@ def test_without_held_out_prompts_those_of_training_are_asked_and_called_so(
 def test_of_a_run_that_goes_on_its_last_whole_checkpoint(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = home / "runs" / "first"
     shutil.rmtree(run / "final")
-    with alone_in(run):
+    with directory_lock(run):
         got, said = found(capsys, "runs/first")
         assert (got[0]["model"], got[0]["update"]) == ("runs/first/checkpoints/2", 2)
         assert said == "note: runs/first has no final student yet: this is its checkpoint 2\n"
@@ -335,7 +335,7 @@ def test_the_error_of_a_mean_is_of_independent_prompts() -> None:
 # --- several sets while a run goes on -------------------------------------------------------------------------------
 
 
-class Kept:
+class SamplingSupport:
     """A tracker."""
 
     every = 1
@@ -354,7 +354,7 @@ class Kept:
 
 
 def test_trackers_get_each_set_under_its_name(tmp_path: Path) -> None:
-    sink = Kept()
+    sink = SamplingSupport()
     with RunLog(tmp_path, [sink]) as log:
         log.metrics("eval", {"accuracy": 0.5, "reward/exact": 0.5}, update=3, of="math")
         log.metrics("eval", {"accuracy": 0.5}, update=3)

@@ -32,7 +32,7 @@ from slipstream.engines import score_checks as trust
 from slipstream.engines.http import breaker, client, scorer
 from slipstream.engines.http.answers import WrongAnswer, read
 from slipstream.engines.http.breaker import LIMIT, Breaker, Unavailable
-from slipstream.engines.http.check import Wanted, check
+from slipstream.engines.http.check import Requirements, check
 from slipstream.engines.http.client import Client, Endpoint, key_from_environment, retry_after
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import split
@@ -719,15 +719,15 @@ def test_the_saved_config_holds_the_name_of_the_variable_only(monkeypatch: pytes
 
 # --- before a run -----------------------------------------------------------------------------------------------------
 
-NEED = Wanted(tokens=[1, 2, 3], highest=TOY - 1, longest=100)
+NEED = Requirements(tokens=[1, 2, 3], highest=TOY - 1, longest=100)
 
 
-def checked(fake: FakeEndpoint, need: Wanted = NEED, **changes: Any) -> str:
+def checked(fake: FakeEndpoint, need: Requirements = NEED, **changes: Any) -> str:
     return run(check(endpoint(fake, **changes), need))
 
 
 def test_an_endpoint_that_can_is_found_so_in_a_few_tiny_requests(fake: FakeEndpoint) -> None:
-    need = Wanted(tokens=[1, 2, 3], highest=TOY - 1, longest=100, k=5)
+    need = Requirements(tokens=[1, 2, 3], highest=TOY - 1, longest=100, k=5)
     assert checked(fake, need) == f"teacher main at {fake.url} serves teacher, context 4096"
     assert [(r["prompt"], r["prompt_logprobs"]) for r in fake.requests] == [
         ([1, 2, 3], 0),
@@ -736,7 +736,7 @@ def test_an_endpoint_that_can_is_found_so_in_a_few_tiny_requests(fake: FakeEndpo
     ]
 
 
-def refusing(change: Callable[[FakeEndpoint], None] = lambda _: None, need: Wanted = NEED, **changes: Any) -> Any:
+def refusing(change: Callable[[FakeEndpoint], None] = lambda _: None, need: Requirements = NEED, **changes: Any) -> Any:
     return change, need, changes
 
 
@@ -746,16 +746,16 @@ CANNOT = {
         "teachers.main.model = 'qwen': http://.* does not serve it; write one of its models: 'teacher'",
     ),
     "short context": (
-        refusing(need=Wanted([1, 2], 3, longest=4096)),
+        refusing(need=Requirements([1, 2], 3, longest=4096)),
         r"teachers.main: .* context of 4096, but prompt \+ sampler.max_tokens \+ 1 are up to 4097: lower "
         r"sampler.max_tokens, shorten the prompts, or start the server with --max-model-len 4097",
     ),
     "too few log-probs": (
-        refusing(need=Wanted([1, 2], 3, 10, k=21)),
+        refusing(need=Requirements([1, 2], 3, 10, k=21)),
         "teachers.main.max_logprobs: the loss needs 21 log-probs .* start the server with --max-logprobs 21, .*max all",
     ),
     "fewer embeddings": (
-        refusing(need=Wanted([1, 2], TOY, 10)),
+        refusing(need=Requirements([1, 2], TOY, 10)),
         "teachers.main: the endpoint cannot score token 6, the highest that the student may sample: does ",
     ),
     "other token ids": (
@@ -840,7 +840,7 @@ def test_the_fake_serves_a_model_from_a_terminal_and_ends() -> None:
     assert process.stdout is not None
     url = process.stdout.readline().split('"')[1]
     assert url.startswith("http://127.0.0.1:")
-    assert run(check(Endpoint("main", url, "teacher"), Wanted([5, 6, 7], 8, 50, k=3))).endswith("context 4096")
+    assert run(check(Endpoint("main", url, "teacher"), Requirements([5, 6, 7], 8, 50, k=3))).endswith("context 4096")
     process.send_signal(2)
     assert process.wait(10) == 0
     process.stdout.close()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from slipstream.engines.record_files import ARRAYS, REST, read_groups, write_groups
 from slipstream.errors import RunDirError
-from slipstream.records import Handle, Kept, Prompt, Rollout, Scored, header_of, one_turn
+from slipstream.records import Handle, Prompt, Rollout, SamplingSupport, Scored, header_of, one_turn
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=5)
 JSON = st.recursive(
@@ -69,7 +69,7 @@ def rollouts(draw: Any, prompt: Prompt) -> Rollout:
         best_ids=rng.integers(31, 60, (n, 4)) if best else None,
         best_logp=-rng.random((n, 4)) if best else None,
         finish=draw(st.sampled_from(["eos", "length", "error", "released"])),
-        kept=Kept(np.tile(np.arange(30, dtype=np.int32), n), np.full(n, 30, np.int32)) if kept else None,
+        kept=SamplingSupport(np.tile(np.arange(30, dtype=np.int32), n), np.full(n, 30, np.int32)) if kept else None,
         rewards=draw(REWARDS),
     )
 
@@ -113,7 +113,7 @@ def assert_equal(one: Any, other: Any) -> None:
     if isinstance(one, np.ndarray):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
-    elif isinstance(one, Prompt | Rollout | Scored | Kept):
+    elif isinstance(one, Prompt | Rollout | Scored | SamplingSupport):
         for field in fields(one):
             assert_equal(getattr(one, field.name), getattr(other, field.name))
     else:

@@ -21,7 +21,7 @@ from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.score_checks import FLOOR, rms_difference, scored
 from slipstream.errors import EngineError, NonFiniteError, RunDirError, SlipstreamError, Unhealthy
 from slipstream.metrics import trust_metrics
-from slipstream.pipeline.admission import Standing
+from slipstream.pipeline.admission import AdmissionState
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.control.health import (
     Health,
@@ -357,7 +357,7 @@ def test_a_run_that_has_gone_on_and_saves_is_no_longer_of_one_that_went_wrong(tm
     learner = toy.ToyLearner(toy.random_table(V, seed=0))
 
     async def save(update: int, *, suspect: bool = False) -> None:
-        standing = Standing(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
+        standing = AdmissionState(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
         await checkpoints.save(learner, standing, (), {"time": 0.0}, stopping=suspect, suspect=suspect)
 
     async def all_of_it() -> None:
@@ -480,7 +480,7 @@ def test_old_checkpoints_go_but_the_last_that_has_proven_sound(tmp_path: Path) -
         checkpoints = Checkpoints(tmp_path / f"{every} {keep} {proof}", every=every, keep=keep, proof=proof)
         learner = toy.ToyLearner(toy.random_table(V, seed=0))
         for update in range(every, 13, every):
-            standing = Standing(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
+            standing = AdmissionState(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
             await checkpoints.save(learner, standing, (), {"time": 0.0})
         return checkpoints.existing()
 

@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.environments import Call, Reply, Start
 from slipstream.environments.forms import Acting, kind_of, shortened
-from slipstream.environments.hosts import Episode, Hosts, Wanted, schemas
+from slipstream.environments.hosts import Episode, Hosts, HostSettings, schemas
 from slipstream.errors import ConfigError, EnvironmentFailed
 
 GIVEN = {"id": "a", "prompt": "?", "ground_truth": 4, "meta": {"k": 2}, "data_source": "x", "seed": 5}
@@ -72,7 +72,7 @@ def call(name: str, **arguments: Any) -> Reply:
 
 @contextmanager
 def hosts(spec: str, processes: int = 1, shown: int = 200) -> Iterator[Hosts]:
-    made = Hosts(Wanted(spec, None, shown), processes)
+    made = Hosts(HostSettings(spec, None, shown), processes)
     try:
         yield made
     finally:
@@ -92,7 +92,7 @@ async def opened(made: Hosts, *, alone: bool = False) -> Episode:
 
 
 def test_tools_are_told_as_their_types_and_docstrings_say(adder: str) -> None:
-    add, wait, fail = schemas(Wanted(adder, None, 200))
+    add, wait, fail = schemas(HostSettings(adder, None, 200))
     assert add == {
         "type": "function",
         "function": {
@@ -289,7 +289,7 @@ def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
 def test_a_class_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, source: str, line: str) -> None:
     spec = written(tmp_path, source, "A")
     with pytest.raises(ConfigError) as error:
-        schemas(Wanted(spec, None, 200))
+        schemas(HostSettings(spec, None, 200))
     assert str(error.value).startswith(f"environment.use = {spec!r}: ") and line in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -321,7 +321,7 @@ def test_methods_that_cannot_work_are_refused_before_anything_starts(tmp_path: P
     source = f"{TYPED}\nclass A:\n    {lines}"
     spec = written(tmp_path, source, "A")
     with pytest.raises(ConfigError) as error:
-        schemas(Wanted(spec, None, 200))
+        schemas(HostSettings(spec, None, 200))
     assert str(error.value).startswith(f"environment.use = {spec!r}: {line}") and "\n" not in str(error.value)
 
 
@@ -363,7 +363,7 @@ class Pair(NamedTuple):
     ],
 )
 def test_methods_that_may_work_are_not(tmp_path: Path, lines: str) -> None:
-    schemas(Wanted(written(tmp_path, f"{TYPED}\nclass A:\n    {lines}", "A"), None, 200))
+    schemas(HostSettings(written(tmp_path, f"{TYPED}\nclass A:\n    {lines}", "A"), None, 200))
 
 
 STEPS = {
@@ -508,20 +508,20 @@ def test_a_host_that_is_killed_while_it_starts_is_started_once_more(tmp_path: Pa
     starts = tmp_path / "starts"
     starts.write_text("")
     spec = written(tmp_path, KILLED.format(starts=str(starts), times=1), "A")
-    assert [tool["function"]["name"] for tool in schemas(Wanted(spec, None, 200))] == ["f"]
+    assert [tool["function"]["name"] for tool in schemas(HostSettings(spec, None, 200))] == ["f"]
     assert starts.read_text() == "xx"
     starts.write_text("")
     spec = written(tmp_path, KILLED.format(starts=str(starts), times=2), "A")
     with pytest.raises(ConfigError, match=r"its process ends during the import \(killed by SIGKILL\)"):
-        schemas(Wanted(spec, None, 200))
+        schemas(HostSettings(spec, None, 200))
     assert starts.read_text() == "xx"
 
 
 def test_a_host_ends_with_whoever_started_it(adder: str) -> None:
     program = f"""
         import asyncio, os, signal
-        from slipstream.environments.hosts import Hosts, Wanted
-        made = Hosts(Wanted({adder!r}, None, 200))
+        from slipstream.environments.hosts import Hosts, HostSettings
+        made = Hosts(HostSettings({adder!r}, None, 200))
         made.ready()
         print(made.processes[0].process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

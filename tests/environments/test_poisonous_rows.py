@@ -15,7 +15,7 @@ import pytest
 import slipstream
 from slipstream.environments import Reply
 from slipstream.environments.episodes import TRIES, Episodes, Limits
-from slipstream.environments.hosts import APART, Episode, HostProcess, Hosts, Wanted
+from slipstream.environments.hosts import APART, Episode, HostProcess, Hosts, HostSettings
 from slipstream.errors import EngineError, EnvironmentFailed, Suspected
 from slipstream.pipeline.retries import DOWN, GivenUp, Retries
 from slipstream.protocols import Sampling
@@ -72,7 +72,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[HostProcess]:
     """All processes that were started, in their order."""
     found, init = list[HostProcess](), HostProcess.__init__
 
-    def noted(self: HostProcess, wanted: Wanted) -> None:
+    def noted(self: HostProcess, wanted: HostSettings) -> None:
         found.append(self)
         init(self, wanted)
 
@@ -87,7 +87,7 @@ def prompt(number: int, how: str) -> Prompt:
 
 @contextmanager
 def episodes(spec: str, processes: int) -> Iterator[Episodes]:
-    hosts = Hosts(Wanted(spec, None, 200), processes)
+    hosts = Hosts(HostSettings(spec, None, 200), processes)
     made = Episodes(toy.ToySampler(toy.random_table(VOCAB, seed=0)), Numbers(), hosts, LIMITS)
     try:
         yield made
@@ -150,7 +150,7 @@ def test_who_was_idle_when_the_process_ended_is_told_apart_from_who_was_at_work(
             await alone.step(Reply(""))
         assert not isinstance(proven.value, Suspected)
 
-    hosts = Hosts(Wanted(spec, None, 200))
+    hosts = Hosts(HostSettings(spec, None, 200))
     try:
         asyncio.run(work(hosts))
     finally:
@@ -177,7 +177,7 @@ def test_suspects_wait_for_a_process_and_leave_none_behind(spec: str, started: l
         await rest
         assert not hosts.apart
 
-    hosts = Hosts(Wanted(spec, None, 200))
+    hosts = Hosts(HostSettings(spec, None, 200))
     try:
         asyncio.run(work(hosts))
     finally:
@@ -199,7 +199,7 @@ def test_who_is_cancelled_while_its_process_starts_leaves_nothing_there(spec: st
             assert not episode.host.live and not hosts.apart and not hosts.retired
         await (await opened(hosts, "")).close()
 
-    hosts = Hosts(Wanted(spec, None, 200))
+    hosts = Hosts(HostSettings(spec, None, 200))
     try:
         asyncio.run(work(hosts))
     finally:

@@ -24,7 +24,7 @@ from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.estimators.freshness import rollout_kl_from_cache, score
 from slipstream.objective.method import Method
 from slipstream.pipeline.control.buffer_refresh import DRIFT, Buffer, Curve, Level
-from slipstream.protocols import Weighed
+from slipstream.protocols import SampleFreshness
 from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
 from slipstream.run_dir.writing import read_lines
 from support import toy_runs
@@ -152,11 +152,11 @@ def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, ar
     teacher = teacher_of(torch.float64)
     groups = stale(groups_for(loss, "phi", torch.float64), asked_again="moved" in arm)
 
-    async def work() -> tuple[list[Tensor], list[PreTrainedModel], list[Weighed]]:
+    async def work() -> tuple[list[Tensor], list[PreTrainedModel], list[SampleFreshness]]:
         learner = learner_of(moved(), loss, fresh)
         batch = Batch(tuple(groups), UPDATE)
         counts = await learner.prepare(batch)
-        grads, models, weighed = gradients_of_steps(learner), list[PreTrainedModel](), list[Weighed]()
+        grads, models, weighed = gradients_of_steps(learner), list[PreTrainedModel](), list[SampleFreshness]()
         for half in (slice(0, 2), slice(2, 4)):
             models.append(make_model("phi", dtype=torch.float64))
             models[-1].load_state_dict(learner.lm.model.state_dict())
@@ -338,7 +338,7 @@ def test_drift_from_the_cache_comes_near_that_by_snapshots(m: int) -> None:
     groups = [[_of_lag(handle, UPDATE - 1) for handle in group] for group in groups_for(loss, "phi", torch.float64)]
     batch = Batch(tuple(groups), UPDATE)
 
-    async def weighed(fresh: FreshnessConfig) -> list[Weighed]:
+    async def weighed(fresh: FreshnessConfig) -> list[SampleFreshness]:
         learner = learner_of(make_model("phi", seed=0, dtype=torch.float64), loss, fresh)
         learner.snapshots.keep = 1
         await learner.export()  # version 0, which drew
@@ -367,7 +367,7 @@ def test_versions_that_are_gone_cover_less_and_a_sample_of_which_nothing_is_know
     groups = stale(groups_for(loss, "phi", torch.float64))  # versions 0 … 4 are gone, 5 is the learner's own
     batch = Batch(tuple(groups), UPDATE)
 
-    async def work() -> list[Weighed]:
+    async def work() -> list[SampleFreshness]:
         learner = learner_of(moved(), loss, fresh)
         found = await learner.accumulate(batch, total(await learner.prepare(batch)))
         learner.close()
@@ -404,9 +404,9 @@ def test_the_model_of_a_buffer_has_the_formula_of_the_estimator() -> None:
     assert buffer.modelled([], 3) == Level()
 
 
-def _worth(**given: Any) -> Weighed:
+def _worth(**given: Any) -> SampleFreshness:
     plain = {"lag": 0, "roll": 0.0, "sup": 0.0, "roll_coverage": 1.0, "sup_coverage": 1.0, "f": 1.0, "w": 1.0}
-    return Weighed(**plain | given)
+    return SampleFreshness(**plain | given)
 
 
 @pytest.mark.parametrize(

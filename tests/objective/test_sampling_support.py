@@ -34,13 +34,13 @@ from slipstream.records import (
     Batch,
     Group,
     Handle,
-    Kept,
     Prompt,
     Rollout,
+    SamplingSupport,
     Scored,
     header_of,
-    kept_of,
     one_turn,
+    support_from_ids,
     total,
 )
 from slipstream.simulation import toy
@@ -73,7 +73,7 @@ def on_support(logits: Tensor, table_NK: Tensor) -> Tensor:
     return logits.masked_fill(out, -torch.inf).log_softmax(-1)
 
 
-def table(kept: Kept) -> Tensor:
+def table(kept: SamplingSupport) -> Tensor:
     """[N, K]"""
     return Support(kept.ids, kept.sizes, torch.device("cpu"))[0 : len(kept.sizes)]
 
@@ -121,9 +121,9 @@ def learned(learner: NativeLearner, batch: Batch, counts: Any = None) -> tuple[l
 
 
 def test_a_table_has_a_row_for_each_trained_token() -> None:
-    kept = kept_of([np.array([4, 2]), np.array([7]), np.array([1, 0, 3])])
+    kept = support_from_ids([np.array([4, 2]), np.array([7]), np.array([1, 0, 3])])
     assert table(kept).tolist() == [[4, 2, -1], [7, -1, -1], [1, 0, 3]]
-    assert table(Kept(np.zeros(0, np.int32), np.zeros(0, np.int32))).shape == (0, 1)
+    assert table(SamplingSupport(np.zeros(0, np.int32), np.zeros(0, np.int32))).shape == (0, 1)
 
 
 def test_a_support_is_cut_where_its_tables_would_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +157,9 @@ def test_what_was_drawn_is_among_what_could_be(ids: list[int], sizes: list[int],
         "finish": "eos",
     }
     prompt = make_prompts(1)[0]
-    assert one_turn(prompt, 0, kept=Kept(np.array([5, 6, 5, 7]), np.array([2, 2])), **fields)
+    assert one_turn(prompt, 0, kept=SamplingSupport(np.array([5, 6, 5, 7]), np.array([2, 2])), **fields)
     with pytest.raises(ValueError, match=f"^rollout p0/0: {said}$"):
-        one_turn(prompt, 0, kept=Kept(np.array(ids), np.array(sizes)), **fields)
+        one_turn(prompt, 0, kept=SamplingSupport(np.array(ids), np.array(sizes)), **fields)
 
 
 # --- samplers ---------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_stale_truncated_draws_give_the_gradient_of_the_divergence_of_what_is_le
     rng = torch.Generator().manual_seed(3)
     theta, behind, teacher = (torch.randn(4, 7, generator=rng, dtype=DTYPE) for _ in range(3))
     behavior = process(behind, sampling(**CUTS[cut]))
-    support = table(kept_of(kept_ids(behavior)))
+    support = table(support_from_ids(kept_ids(behavior)))
     logits, found = theta.requires_grad_(), torch.zeros((), dtype=DTYPE)
     for actions in product(range(7), repeat=draws):
         ids = torch.tensor(actions).expand(len(theta), -1)
@@ -234,7 +234,7 @@ def test_the_learner_is_exact_on_stale_truncated_draws(cut: str) -> None:
     )
     with torch.no_grad():
         behavior = process(logits_of(behind, start), asked)
-    kept, learner = kept_of(kept_ids(behavior)), make_learner(student, Method(loss=ReverseKLMC(m=1)))
+    kept, learner = support_from_ids(kept_ids(behavior)), make_learner(student, Method(loss=ReverseKLMC(m=1)))
     found: list[Tensor] = []
     for token in kept.ids.tolist():
         logp = behavior[:, token].numpy()
@@ -270,7 +270,7 @@ def test_the_toy_learner_is_exact_on_stale_truncated_draws() -> None:
     behind, student, teacher = (toy.random_table(7, seed=seed) for seed in range(3))
     asked, state = sampling(top_p=0.7), 3
     behavior = process(behind[state][None], asked)
-    kept, learner = kept_of(kept_ids(behavior)), toy.ToyLearner(student)
+    kept, learner = support_from_ids(kept_ids(behavior)), toy.ToyLearner(student)
     prompt, found = Prompt(id="p", number=0, tokens=np.array([state], np.int32)), torch.zeros(7, 7, dtype=DTYPE)
     for token in kept.ids.tolist():
         logp = behavior[:, token].numpy()[:, None]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.errors import ConfigError
-from slipstream.pipeline.admission import Admission, Standing
+from slipstream.pipeline.admission import Admission, AdmissionState
 from slipstream.pipeline.schedules import Schedule, schedule_of
 
 GROUPS = st.integers(1, 4)
@@ -146,7 +146,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
 
 def gone_on_with(before: Admission, source: Any) -> Admission:
     """From a checkpoint: what was being scored or learned from is so anew, and what is trained has been published."""
-    standing = Standing(**json.loads(json.dumps(asdict(before.standing)), object_hook=with_numbers))
+    standing = AdmissionState(**json.loads(json.dumps(asdict(before.standing)), object_hook=with_numbers))
     assert standing == before.standing
     after = Admission(before.schedule, updates=before.updates, source=source, standing=standing)
     assert after.live == before.live and after.batches == before.batches
@@ -362,7 +362,7 @@ def test_admission_goes_on_from_where_it_stood() -> None:
     admit(admission, 2)
     update(admission)
     standing = admission.standing
-    assert standing == Standing(
+    assert standing == AdmissionState(
         version=1,
         submitted=7,
         dropped={"broken": 1},
@@ -490,7 +490,9 @@ def test_what_was_in_flight_keeps_its_source_when_the_data_has_changed() -> None
 
 
 def test_what_stood_must_fit_the_schedule_and_the_updates() -> None:
-    standing = Standing(version=2, submitted=16, dropped={}, restarted=0, in_flight=dict.fromkeys(range(4, 16), 0))
+    standing = AdmissionState(
+        version=2, submitted=16, dropped={}, restarted=0, in_flight=dict.fromkeys(range(4, 16), 0)
+    )
     with pytest.raises(ConfigError, match="12 groups were in flight and this schedule has 4 credits"):
         Admission(schedule_of(Async(tau=1), 2), updates=9, standing=standing)
     with pytest.raises(ConfigError, match="updates = 7: groups of later updates are in flight, write at least 8"):

@@ -22,7 +22,7 @@ from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.control import canary
 from slipstream.pipeline.control.canary import difference, distrusted, limit_of, prompts_of, reference_of, texts_of
 from slipstream.pipeline.run import Run
-from slipstream.protocols import Engines, Follower, Graded, Loaded, Mode, Said, Sampling, WeightsRef
+from slipstream.protocols import Engines, Follower, Graded, Loaded, Mode, Sampling, TextScores, WeightsRef
 from slipstream.records import Group, Handle, Prompt, graded
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import toy
@@ -74,9 +74,9 @@ def test_only_prompts_of_the_teacher_are_taken() -> None:
 # --- how answers compare ----------------------------------------------------------------------------------------------
 
 
-def said(*logps: float, cause: str = "") -> list[Said]:
+def said(*logps: float, cause: str = "") -> list[TextScores]:
     """One text of as many tokens."""
-    return [Said(np.array([[x] for x in logps]), cause)]
+    return [TextScores(np.array([[x] for x in logps]), cause)]
 
 
 TEXT = texts(Sampling(max_tokens=2))[:1]
@@ -113,8 +113,8 @@ def test_honest_noise_of_any_size_is_within_the_limit(noise: float, exact: bool)
     some = texts(Sampling(max_tokens=6))
     honest = [rng.uniform(-8, 0, (6, 1)) for _ in some]
 
-    def answer() -> list[Said]:
-        return [Said(logp + noise * rng.standard_normal(logp.shape)) for logp in honest]
+    def answer() -> list[TextScores]:
+        return [TextScores(logp + noise * rng.standard_normal(logp.shape)) for logp in honest]
 
     for _ in range(200):
         asked = [answer() for _ in range(canary.ASKED)]
@@ -369,7 +369,7 @@ def test_200_honest_runs_alarm_nobody(tmp_path: Path) -> None:
 
 def test_a_teacher_that_does_not_answer_its_canary_is_asked_again(tmp_path: Path) -> None:
     class Absent(Liar):
-        async def probe(self, *given: Any) -> list[Said]:
+        async def probe(self, *given: Any) -> list[TextScores]:
             self.times = getattr(self, "times", 0) + 1
             if self.times == 4:
                 raise EndpointError("teacher main at http://x answers 503")

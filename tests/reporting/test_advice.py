@@ -383,7 +383,7 @@ def run_of(
     return where
 
 
-class Said:
+class TextScores:
     """What `slipstream advise` prints of it."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], *argv: object) -> None:
@@ -393,7 +393,7 @@ class Said:
 
 def test_a_person_is_told_what_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path / "run", {"drift/k3_kl": after(1, 0.1), **GETS_WORSE})
-    said = Said(capsys, run)
+    said = TextScores(capsys, run)
     assert (said.code, said.err) == (0, "")
     lines = said.out.splitlines()
     assert lines[:2] == [f"{run}: 60 of 100 updates", "first problem to solve: staleness"]
@@ -403,7 +403,7 @@ def test_a_person_is_told_what_to_write(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_run_that_is_well_and_one_that_is_young(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def verdict(name: str, updates: int) -> str:
-        return Said(capsys, run_of(tmp_path / name, {}, updates=updates)).out.splitlines()[1]
+        return TextScores(capsys, run_of(tmp_path / name, {}, updates=updates)).out.splitlines()[1]
 
     assert verdict("well", 60) == "nothing is wrong"
     assert verdict("young", 3).startswith("nothing is wrong; too few updates")
@@ -411,18 +411,18 @@ def test_a_run_that_is_well_and_one_that_is_young(tmp_path: Path, capsys: pytest
 
 
 def test_a_machine_is_told_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(Said(capsys, run_of(tmp_path / "run", {"truncated": 0.6}), "--json").out)
+    found = json.loads(TextScores(capsys, run_of(tmp_path / "run", {"truncated": 0.6}), "--json").out)
     (answer,) = found["answers"]
     assert (found["wrong"], found["updates"], answer["name"]) == (True, 60, "truncated answers")
     assert answer["cli"] == "--sampler.max_tokens 100" and answer["toml"] == "[sampler]\nmax_tokens = 100"
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = Said(capsys, tmp_path)
+    said = TextScores(capsys, tmp_path)
     assert (said.code, said.err) == (2, f"error: {tmp_path} holds no run: there is no config.toml in it\n")
     run = run_of(tmp_path / "run", {})
     (run / "metrics.jsonl").write_text("[\n[\n")
-    said = Said(capsys, run)
+    said = TextScores(capsys, run)
     assert said.err.startswith(f"error: {run}/metrics.jsonl is damaged: ") and said.err.count("\n") == 1
 
 

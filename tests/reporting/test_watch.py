@@ -20,7 +20,7 @@ from slipstream.errors import RunDirError
 from slipstream.reporting.terminal.events import Event, of_ledger, of_updates
 from slipstream.reporting.terminal.state import SILENT, Signs, state_of
 from slipstream.reporting.terminal.watch import KEPT, Watched
-from slipstream.run_dir.atomic_files import LOCK, alone_in, held, writer
+from slipstream.run_dir.atomic_files import LOCK, directory_lock, held, writer
 from slipstream.run_dir.writing import METRICS, SOCKET, read_lines
 from support.toy_runs import go
 
@@ -120,7 +120,7 @@ def test_one_that_has_not_begun_is_waited_for(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     for name in ("ledger.jsonl", "samples.jsonl"):
         (run / name).unlink()
-    with alone_in(run):
+    with directory_lock(run):
         os.utime(run / METRICS)
         view = Watched(run).view()
         assert (view.state, view.doing, view.quotes, view.left) == ("waiting", "for the first update", [], None)
@@ -131,7 +131,7 @@ def test_time_goes_on_between_two_updates(run: Path) -> None:
     part(run, updates=12)
     now = [1000.0]
     os.utime(run / METRICS, (500.0, 500.0))
-    with alone_in(run):
+    with directory_lock(run):
         os.utime(run / LOCK, (400.0, 400.0))
         watched = Watched(run, clock=lambda: now[0], now=lambda: 502.0)
         lines = read_lines(run / METRICS)
@@ -216,7 +216,7 @@ def test_a_lock_says_whether_somebody_writes(run: Path) -> None:
     """And who looks does not keep out who writes."""
     assert held(run) is False and writer(run) == ""
     part(run, updates=12)
-    with alone_in(run):
+    with directory_lock(run):
         assert held(run) is True and writer(run).startswith(f"{os.getpid()} on ")
         os.utime(run / METRICS)
         watched = Watched(run)

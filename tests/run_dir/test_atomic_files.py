@@ -25,7 +25,7 @@ from slipstream.cli import main
 from slipstream.config.schedule import Sync
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints, newest
-from slipstream.run_dir.atomic_files import Lines, alone_in, damage, held, writer
+from slipstream.run_dir.atomic_files import Lines, damage, directory_lock, held, writer
 from slipstream.run_dir.writing import RunLog, check_lines, read_lines
 from support.toy_runs import ends, go
 
@@ -391,18 +391,18 @@ def test_a_directory_that_disappears_stops_a_run_and_is_not_made_again(
 
 
 def test_a_directory_has_one_writer_who_lets_go_when_it_is_killed(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from slipstream.run_dir.atomic_files import alone_in\n"
-    code += "with alone_in(pathlib.Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    code = "import sys, pathlib; from slipstream.run_dir.atomic_files import directory_lock\n"
+    code += "with directory_lock(pathlib.Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], text=True, **pipes) as holder:
         assert holder.stdout and holder.stdout.readline() == "mine\n"
         with pytest.raises(RunDirError, match=f"is in use by process {holder.pid} on .*: stop that first"):
-            alone_in(tmp_path).__enter__()
+            directory_lock(tmp_path).__enter__()
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    with alone_in(tmp_path), pytest.raises(RunDirError, match=f"in use by process {os.getpid()} on"):
-        alone_in(tmp_path).__enter__()
-    with alone_in(tmp_path):
+    with directory_lock(tmp_path), pytest.raises(RunDirError, match=f"in use by process {os.getpid()} on"):
+        directory_lock(tmp_path).__enter__()
+    with directory_lock(tmp_path):
         pass
     assert not (tmp_path / "lock").exists(), "no run came about here"
 
@@ -422,7 +422,7 @@ def test_who_only_looks_whether_somebody_writes_keeps_nobody_out(tmp_path: Path)
     flock = fcntl.flock
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fcntl, "flock", tried)
-        with alone_in(tmp_path):
+        with directory_lock(tmp_path):
             patch.undo()
             assert held(tmp_path) is True
             assert writer(tmp_path).startswith(f"{os.getpid()} on ")
@@ -562,7 +562,7 @@ def test_what_was_changed_by_hand_is_refused_in_one_line_and_nothing_is_lost(
 
 
 def test_a_run_that_is_going_on_is_left_alone(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with alone_in(home / "run"):
+    with directory_lock(home / "run"):
         assert main(["resume", str(home / "run"), "--updates", "6"]) == 2
     assert f"run is in use by process {os.getpid()} on " in capsys.readouterr().err
 

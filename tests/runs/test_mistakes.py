@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.models.resolve import model_path
-from slipstream.run_dir.atomic_files import alone_in
+from slipstream.run_dir.atomic_files import directory_lock
 from slipstream.testing.endpoint import FakeEndpoint, Fault, model
 from support.illegal_configs import BASE, ILLEGAL, SCHEMA
 from support.model_files import FAULTS
@@ -381,7 +381,7 @@ def none_whole(run: Path) -> None:
         os.truncate(run / "checkpoints" / number / "learner.safetensors", 100)
 
 
-def as_it_is(run: Path) -> None:
+def unchanged(run: Path) -> None:
     pass
 
 
@@ -390,16 +390,20 @@ def without_text(name: str) -> Callable[[Path], object]:
 
 
 RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "finished": (as_it_is, "resume run", "run is finished: the student is in run/final; to extend, write --updat"),
-    "no more updates": (as_it_is, "resume run --updates 2", "write --updates above 2"),
-    "fewer updates": (as_it_is, "resume run --updates 1", "write --updates above 2"),
+    "finished": (unchanged, "resume run", "run is finished: the student is in run/final; to extend, write --updat"),
+    "no more updates": (unchanged, "resume run --updates 2", "write --updates above 2"),
+    "fewer updates": (unchanged, "resume run --updates 1", "write --updates above 2"),
     "too many updates": (
-        as_it_is,
+        unchanged,
         "resume run --updates 100000000000000000000000",
         "run/config.toml: updates: input should be less than or equal to 1000000000, got 1000000",
     ),
-    "no such checkpoint": (as_it_is, "resume run --from 7", "run has no checkpoint 7: write --from with one of 1, 2"),
-    "nothing changed": (as_it_is, "resume run --updates 3 --change learner.lr", "does not change that; edit it there"),
+    "no such checkpoint": (unchanged, "resume run --from 7", "run has no checkpoint 7: write --from with one of 1, 2"),
+    "nothing changed": (
+        unchanged,
+        "resume run --updates 3 --change learner.lr",
+        "does not change that; edit it there",
+    ),
     "no checkpoint": (
         lost("checkpoints"),
         "resume run --updates 3",
@@ -443,7 +447,7 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         'student = "builtin:teacher" (it was "builtin:student") cannot change in a run: ',
     ),
     "samples of another update": (
-        as_it_is,
+        unchanged,
         "samples run --update 7",
         "run has no samples of update 7: it has samples of updates 1",
     ),
@@ -451,19 +455,19 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "samples without a config": (lost("config.toml"), "samples run", "run holds no run: there is no config.toml in it"),
     "samples that are none": (rewritten("samples.jsonl", "{", "["), "samples run", "run/samples.jsonl is damaged: "),
     "scaled when it has ended": (
-        as_it_is,
+        unchanged,
         "scale run sampler=+1",
         "run: no run is active there, or it is loading",
     ),
-    "scaled by nonsense": (as_it_is, "scale run sampler", "run: no run is active there, or it is loading"),
+    "scaled by nonsense": (unchanged, "scale run sampler", "run: no run is active there, or it is loading"),
     "trained again": (
-        as_it_is,
+        unchanged,
         "train run.toml",
         "run already holds a run: choose another with --output, or remove it",
     ),
-    "checked again": (as_it_is, "config run.toml --check", "run already holds a run: choose another with --output"),
+    "checked again": (unchanged, "config run.toml --check", "run already holds a run: choose another with --output"),
     "evaluated without a reward": (
-        as_it_is,
+        unchanged,
         "eval run",
         "has no task.reward, which grading needs: write --rew",
     ),
@@ -473,7 +477,7 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "run has no student to evaluate, neither",
     ),
     "evaluated without a config": (lost("config.toml"), "eval run", "run holds no run: there is no config.toml in it"),
-    "a misspelt run": (as_it_is, "eval ./rum --reward exact", "./rum: no such directory"),
+    "a misspelt run": (unchanged, "eval ./rum --reward exact", "./rum: no such directory"),
 }
 
 # --- endpoints --------------------------------------------------------------------------------------------------------
@@ -626,7 +630,7 @@ def test_a_run_that_goes_on_costs_who_would_go_on_with_it_too_one_line(
     typed: Typed, finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    with alone_in(tmp_path / "run"):
+    with directory_lock(tmp_path / "run"):
         one_line(typed, tmp_path, "resume run --updates 3", f"run is in use by process {os.getpid()} on ")
 
 

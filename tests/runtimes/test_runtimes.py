@@ -32,7 +32,7 @@ from slipstream.plan.engines import EnginesPlan, engines_of
 from slipstream.plan.plan import plan
 from slipstream.protocols import Engines, Loaded, Sampling
 from slipstream.records import Batch, Handle, total, unfinished
-from slipstream.run_dir.atomic_files import LOCK, alone_in
+from slipstream.run_dir.atomic_files import LOCK, directory_lock
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs.planner_process import planned as planned_there
 from slipstream.runtimes import inline, local
@@ -168,7 +168,7 @@ def test_what_a_killed_run_left_of_ray_is_removed_by_the_next_and_what_is_in_use
     for name in ("ray-killed", "ray-used", "ray-of-somebody-else"):
         (tmp_path / name / "session_1").mkdir(parents=True)
     (tmp_path / "ray-killed" / LOCK).write_text("1 on here")
-    with alone_in(tmp_path / "ray-used"), on_ray.directory() as path:
+    with directory_lock(tmp_path / "ray-used"), on_ray.directory() as path:
         assert {each.name for each in tmp_path.iterdir()} == {"ray-used", "ray-of-somebody-else", Path(path).name}
     assert {each.name for each in tmp_path.iterdir()} == {"ray-used", "ray-of-somebody-else"}, (
         "nor does a run leave any"

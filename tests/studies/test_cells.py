@@ -19,7 +19,7 @@ import tomli_w
 
 from slipstream.cli import main
 from slipstream.commands.sweep import PRELOAD
-from slipstream.run_dir.atomic_files import alone_in
+from slipstream.run_dir.atomic_files import directory_lock
 from slipstream.run_dir.reading import RunDir
 from slipstream.studies.cells import Job, run
 from slipstream.studies.results import Sweep
@@ -263,7 +263,7 @@ def test_a_directory_is_of_one_study_and_of_one_writer(tmp_path: Path, capsys: p
     (tmp_path / "study.toml").write_text(STUDY)
     (tmp_path / "out").mkdir()
     words = ["sweep", str(tmp_path / "study.toml"), "--output", str(tmp_path / "out")]
-    with alone_in(tmp_path / "out"):
+    with directory_lock(tmp_path / "out"):
         assert main(words) == 2
     told = f"error: {tmp_path}/out is in use by process {os.getpid()} on {socket.gethostname()}: stop that first\n"
     assert capsys.readouterr().err == told

@@ -14,7 +14,7 @@ from pathlib import Path
 from slipstream.config.schedule import Sync
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import newest
-from slipstream.run_dir.atomic_files import alone_in
+from slipstream.run_dir.atomic_files import directory_lock
 from slipstream.run_dir.writing import RunLog, read_lines
 from support.toy_runs import ends, go
 
@@ -41,7 +41,7 @@ def tried(disk: Path, pages: int) -> dict[str, object]:
             found["table"] = newest(path).path.joinpath("table.npy").read_bytes().hex()
             found["ends"] = ends(path)
             subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-            found["closed"] = [refused(lambda: alone_in(path).__enter__()), refused(lambda: again(path))]
+            found["closed"] = [refused(lambda: directory_lock(path).__enter__()), refused(lambda: again(path))]
             found["updates"] = [line["update"] for line in read_lines(path / "metrics.jsonl")]
         return found
     finally:

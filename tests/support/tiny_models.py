@@ -25,7 +25,7 @@ from transformers import (
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.protocols import Loaded
-from slipstream.records import Finish, Kept, Prompt, Rollout, Scored, derive_seed, one_turn
+from slipstream.records import Finish, Prompt, Rollout, SamplingSupport, Scored, derive_seed, one_turn
 
 T = TypeVar("T")
 VOCAB, EOS = 31, 1
@@ -98,7 +98,7 @@ def masked(rollout: Rollout, mask: np.ndarray) -> Rollout:
     """The same tokens, of which fewer are trained."""
     kept, support = mask[rollout.loss_mask], rollout.kept
     if support is not None:
-        support = Kept(support.ids[np.repeat(kept, support.sizes)], support.sizes[kept])
+        support = SamplingSupport(support.ids[np.repeat(kept, support.sizes)], support.sizes[kept])
     return replace(
         rollout,
         versions=np.where(mask, rollout.versions, -1),
@@ -194,7 +194,11 @@ def stitched(prompt: Prompt, index: int, parts: Sequence[Rollout | np.ndarray]) 
             values.append(value)
     joined: dict[str, Any] = {name: np.concatenate(values) for name, values in fields.items()}
     kept = [call.kept for call in calls if call.kept is not None]
-    support = Kept(*(np.concatenate([getattr(k, name) for k in kept]) for name in ("ids", "sizes"))) if kept else None
+    support = (
+        SamplingSupport(*(np.concatenate([getattr(k, name) for k in kept]) for name in ("ids", "sizes")))
+        if kept
+        else None
+    )
     return Rollout(
         prompt=prompt,
         index=index,

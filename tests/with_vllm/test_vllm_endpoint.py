@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
-from slipstream.engines.http.check import Wanted, check
+from slipstream.engines.http.check import Requirements, check
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
@@ -114,7 +114,7 @@ def test_vllm_scores_as_the_model_does_here(cache: Any, k: int, server: str) -> 
             assert (a.body.teacher_ids == b.body.teacher_ids).mean() > 0.99, "but for near ties"
 
 
-NEED = Wanted(tokens=[5, 6, 7, 8], highest=38, longest=CONTEXT - 1, k=MAX_LOGPROBS)
+NEED = Requirements(tokens=[5, 6, 7, 8], highest=38, longest=CONTEXT - 1, k=MAX_LOGPROBS)
 
 
 def test_vllm_passes_the_check(server: str) -> None:
@@ -136,6 +136,6 @@ def test_vllm_passes_the_check(server: str) -> None:
 def test_what_vllm_refuses_is_told_with_what_to_write(
     changes: dict[str, Any], need: dict[str, Any], message: str, server: str
 ) -> None:
-    wanted = Wanted(**{name: getattr(NEED, name) for name in ("tokens", "highest", "longest", "k")} | need)
+    wanted = Requirements(**{name: getattr(NEED, name) for name in ("tokens", "highest", "longest", "k")} | need)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(check(endpoint(server, **changes), wanted))

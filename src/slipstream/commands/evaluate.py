@@ -20,7 +20,7 @@ from rich.table import Table
 
 from slipstream.config.file import data_section
 from slipstream.config.schema import REWARDS, DataConfig, name_of
-from slipstream.data.prompts import check_told, load_rows
+from slipstream.data.prompts import check_columns_used, load_rows
 from slipstream.data.sources import has_splits
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.config import check_there
@@ -199,7 +199,9 @@ def settings_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callab
     if "split" in options and not any(map(has_splits, settings.data.values())):
         source = next(iter(settings.data.values()))
         raise ConfigError(f"--split {settings.split} does nothing: {source} has no splits; drop it")
-    check_told(data_section({name: options[name] for name in COLUMNS & options.keys()}), *settings.data.values())
+    check_columns_used(
+        data_section({name: options[name] for name in COLUMNS & options.keys()}), *settings.data.values()
+    )
     if subject.run is not None:
         if not settings.reward:
             raise ConfigError(

@@ -17,7 +17,7 @@ from rich.live import Live
 
 from slipstream.console import Screen
 from slipstream.errors import ConfigError, printable
-from slipstream.run_dir.atomic_files import alone_in, private
+from slipstream.run_dir.atomic_files import directory_lock, private
 from slipstream.runs.display import is_live
 from slipstream.runs.start import Caller, line_printer, train, warn
 from slipstream.studies.board import Board, summary
@@ -65,7 +65,7 @@ def sweep(
         say(f"ok: {len(results.cells)} cells, {len(results.finished)} of them finished, in {directory}")
         return True
     try:
-        with private(), alone_in(directory):
+        with private(), directory_lock(directory):
             words = [word for key, text in changes for word in (f"--{key}", text)]
             words += ["--jobs", str(jobs)] if jobs else []
             return run_study(results, console, jobs, shlex.join(["slipstream", "sweep", str(path), *words]))

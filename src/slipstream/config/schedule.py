@@ -40,7 +40,7 @@ class ScheduleSection(Section):
         return 1.0
 
     @property
-    def finds_tau(self) -> bool:
+    def adapts_tau(self) -> bool:
         """Return whether the run itself adapts tau (tau = "auto")."""
         return False
 
@@ -117,7 +117,7 @@ class Async(ScheduleSection):
         return (self.max_tau + 1) * self.min_publish_every
 
     @property
-    def finds_tau(self) -> bool:
+    def adapts_tau(self) -> bool:
         return self.tau == "auto"
 
     @property

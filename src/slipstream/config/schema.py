@@ -670,7 +670,7 @@ class Config(Section):
 
     def _check_guards(self) -> None:
         guards, tau = self.guards, self.schedule.max_tau
-        if guards.kl is not None and self.schedule.finds_tau:
+        if guards.kl is not None and self.schedule.adapts_tau:
             raise ValueError('[guards.kl] lowers schedule.tau, and so does tau = "auto": drop one of them')
         if guards.kl is not None and tau < 1:
             raise ValueError(

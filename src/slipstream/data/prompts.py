@@ -60,7 +60,7 @@ def check_there(source: str, split: str) -> None:
         sources.check_there(source)
 
 
-def check_told(data: DataConfig, *given: str) -> None:
+def check_columns_used(data: DataConfig, *given: str) -> None:
     """Raise ConfigError if the config names columns, but all sources are built-in tasks, which have no columns."""
     if all(source.startswith("builtin:") for source in given):
         for name in ("prompt", "answer", "template"):

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from slipstream.errors import RunDirError, first_line
-from slipstream.records import Attempts, Group, Handle, Header, Kept, Prompt, Rollout, Scored, is_json
+from slipstream.records import Attempts, Group, Handle, Header, Prompt, Rollout, SamplingSupport, Scored, is_json
 from slipstream.run_dir.atomic_files import writing
 
 ARRAYS, REST = "groups.safetensors", "groups.json"
-NESTED: dict[str, type[Any]] = {"rollout": Rollout, "kept": Kept}
+NESTED: dict[str, type[Any]] = {"rollout": Rollout, "kept": SamplingSupport}
 """Fields that are records themselves. Prompts are stored in a separate list, and records hold the position in it."""
 
 
@@ -64,7 +64,7 @@ class Writer:
             match value := getattr(source, name):
                 case np.ndarray():
                     found.setdefault("arrays", {})[name] = self.array(value)
-                case Rollout() | Kept():
+                case Rollout() | SamplingSupport():
                     found[name] = self.record(value)
                 case Prompt():
                     found[name] = self.prompt(value)

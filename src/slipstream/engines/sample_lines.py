@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from slipstream.protocols import Quote
-from slipstream.records import Header, Scored, said_and_seen, version_runs
+from slipstream.records import Header, Scored, turns_of, version_runs
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -16,7 +16,7 @@ def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
     """Return a line of samples.jsonl: texts include special tokens, and lists have one entry per trained token."""
     rollout, teacher = sample.rollout, sample.teacher_logp
     trained = rollout.loss_mask
-    turns = [("said" if said else "seen", decode(tokens.tolist())) for said, tokens in said_and_seen(rollout)]
+    turns = [("said" if said else "seen", decode(tokens.tolist())) for said, tokens in turns_of(rollout)]
     return {
         "update": update,
         "number": header.number,

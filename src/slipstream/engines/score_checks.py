@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.records import Attempts, Group, Handle, Ints, Rollout, Said, Scored, graded, header_of
+from slipstream.records import Attempts, Group, Handle, Ints, Rollout, Scored, TextScores, graded, header_of
 
 FLOOR = -100.0
 """Lowest log-prob of a record. Lower values are mostly rounding error, and would dominate the gradient."""
@@ -77,16 +77,16 @@ class Probed:
     async def score(self, group: Group) -> list[Handle]:
         raise NotImplementedError
 
-    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[TextScores]:
         group = [Handle(replace(header_of(text), attempts=attempts), text) for text in texts]
         return [said_of(handle) for handle in await self.score(group)]
 
 
-def said_of(handle: Handle) -> Said:
+def said_of(handle: Handle) -> TextScores:
     if not isinstance(handle.body, Scored):
-        return Said(np.zeros((0, 0)), handle.header.cause)
+        return TextScores(np.zeros((0, 0)), handle.header.cause)
     found = [getattr(handle.body, name) for name in IDS]
-    return Said(np.concatenate([columns(logp) for logp in found if logp is not None], 1))
+    return TextScores(np.concatenate([columns(logp) for logp in found if logp is not None], 1))
 
 
 def failed(handle: Handle, cause: str, *, teacher: str) -> Handle:

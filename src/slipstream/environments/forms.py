@@ -283,6 +283,6 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: ends[0]]}\n… ({len(text) - most} characters left out)\n{text[len(text) - ends[1] :]}"
 
 
-def told_of(kind: Kind, error: BaseException) -> str:
+def failure_text(kind: Kind, error: BaseException) -> str:
     """Describe an exception in one line, with the line number in the file of the user's class."""
     return describe_error(error, inspect.getsourcefile(kind.made) or file_of(kind.made))

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from slipstream.environments import Reply, Start, Step
-from slipstream.environments.forms import Acting, Kind, kind_of, told_of
+from slipstream.environments.forms import Acting, Kind, failure_text, kind_of
 from slipstream.errors import ConfigError, EnvironmentFailed, Suspected
 from slipstream.processes import kill_group
 from slipstream.sandbox import sandbox_of
@@ -40,7 +40,7 @@ APART = 4
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HostSettings:
     """Settings of host processes: environment class, sandbox, and maximum characters of an observation."""
 
     spec: str
@@ -52,7 +52,7 @@ class Wanted:
 
 
 def serve(parent: Connection) -> None:
-    wanted: Wanted = begun(parent)
+    wanted: HostSettings = begun(parent)
     try:
         kind = kind_of(wanted.spec)
         if "sandbox" in kind.asks and wanted.sandbox is None:
@@ -106,7 +106,7 @@ class Host:
         except EnvironmentFailed as error:
             answer = error
         except BaseException as error:  # user code may raise anything; only this environment fails
-            answer = EnvironmentFailed("error", f"{method} raised {told_of(self.kind, error)}")
+            answer = EnvironmentFailed("error", f"{method} raised {failure_text(self.kind, error)}")
         self.parent.send((call, answer))
 
     async def _start(self, number: int, arguments: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class NotStarted(ConfigError):
 
 
 class HostProcess(Child):
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: HostSettings) -> None:
         super().__init__("slipstream.environments.hosts", wanted)
         self.wanted = wanted
         self.live = set[int]()
@@ -231,7 +231,7 @@ class HostProcess(Child):
 class Hosts:
     """Host processes, over which the environments of one class are distributed."""
 
-    def __init__(self, wanted: Wanted, processes: int = 1) -> None:
+    def __init__(self, wanted: HostSettings, processes: int = 1) -> None:
         self.wanted, self.numbers = wanted, count()
         self.processes = [HostProcess(wanted) for _ in range(processes)]  # now, while models load
         self.retired: list[HostProcess] = []
@@ -342,7 +342,7 @@ class Episode:
             self.hosts.drop(self.host, self.number)
 
 
-def schemas(wanted: Wanted) -> list[dict[str, Any]]:
+def schemas(wanted: HostSettings) -> list[dict[str, Any]]:
     """Start a host to get the schemas of the tools, and return these; ConfigError if the class cannot be used."""
     hosts = Hosts(wanted)
     try:

@@ -95,7 +95,7 @@ def behavior_of(sample: Scored) -> Tensor:
     return torch.from_numpy(np.where(rollout.loss_mask, rollout.logp, 0))
 
 
-def as_it_is(sample: Scored) -> Frozen:
+def unrejected(sample: Scored) -> Frozen:
     """Return decisions for a sample that reject no token and have no weights."""
     return Frozen(mask_T=torch.tensor(sample.rollout.loss_mask), behavior_T=behavior_of(sample))
 

@@ -30,7 +30,7 @@ from slipstream.metric_names import extreme
 from slipstream.objective.distillation import Distillation, LossOfRows
 from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.method import Method
-from slipstream.objective.sample_weights import Judged, episode_of
+from slipstream.objective.sample_weights import SampleWeight, episode_of
 from slipstream.objective.sampling_support import support_of
 from slipstream.records import Counts, Scored
 
@@ -58,7 +58,7 @@ class Objective:
         samples: Sequence[Scored],
         frozen: Sequence[Frozen],
         counts: Counts,
-        judged: Sequence[Judged] = (),
+        judged: Sequence[SampleWeight] = (),
         slope_N: Tensor | None = None,
     ) -> tuple[Tensor, Metrics, Tensor]:
         """Return the differentiable loss, its metrics, and the emitted tokens' log-probs at sampling temperature.
@@ -104,7 +104,7 @@ class Objective:
         frozen: Sequence[Frozen],
         logp: Sequence[Tensor],
         counts: Counts,
-        judged: Sequence[Judged] = (),
+        judged: Sequence[SampleWeight] = (),
     ) -> tuple[Tensor, Metrics, Sequence[Tensor]]:
         """Return the policy loss of whole episodes, its metrics, and its gradient in the log-probs of each sample.
 
@@ -191,7 +191,7 @@ class Terms:
         frozen: Sequence[Frozen],
         counts: Counts,
         like: Tensor,
-        judged: Sequence[Judged] = (),
+        judged: Sequence[SampleWeight] = (),
         *,
         divisor: float = 1.0,
     ) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.estimators.freshness import aligned_mean, rollout_kl_from_cache, score, weight
 from slipstream.objective.frozen import Frozen, padded
-from slipstream.protocols import Weighed
+from slipstream.protocols import SampleFreshness
 from slipstream.records import Scored
 
 Key = tuple[int, int]
@@ -35,10 +35,10 @@ Totals = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class SampleWeight:
     """Weight of a sample, and the resulting factor of each trained token in distillation and in the anchor."""
 
-    weighed: Weighed
+    weighed: SampleFreshness
     distill_N: Tensor
     anchor_N: Tensor
 
@@ -72,7 +72,7 @@ def means(drift: Sequence[Drifted]) -> tuple[Tensor, list[float]]:
     return mean_B, [float(each.known_N.sum()) / max(len(each.known_N), 1) for each in drift]
 
 
-class Judge:
+class FreshnessWeights:
     """Freshness weights of the samples of one update, which are stored until the next update begins."""
 
     def __init__(self, freshness: FreshnessConfig) -> None:
@@ -81,7 +81,7 @@ class Judge:
 
     def begin(self) -> None:
         """Delete all data of the previous update."""
-        self.judged: dict[Key, Judged] = {}
+        self.judged: dict[Key, SampleWeight] = {}
         self.drifted: dict[Key, Drifted] = {}
         """Student drift of each sample for which it is known."""
         self.supervised, self.replayed = Counter[Key](), Counter[Key]()
@@ -108,7 +108,7 @@ class Judge:
         *,
         version: int,
         draws: Callable[[], Sequence[Tensor]],
-    ) -> list[Judged]:
+    ) -> list[SampleWeight]:
         """Return weights of samples. `draws` returns the learner's log-probs of the draws, [N, M] for each sample."""
         keys = [key_of(sample) for sample in samples]
         if new := [i for i, key in enumerate(keys) if key not in self.judged]:
@@ -142,7 +142,7 @@ class Judge:
             case "variance":
                 return math.sqrt(squares / samples)
 
-    def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
+    def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[SampleFreshness]:
         """Return the freshness weights that these samples have now."""
         freshness = self.freshness
         (roll_B, rolls), (sup_B, sups) = means(drift), means([supervision(sample) for sample in samples])
@@ -157,19 +157,19 @@ class Judge:
                 w_B = torch.ones_like(f_B)
         columns = (x_B.tolist() for x_B in (lag_B, roll_B, sup_B, f_B, w_B))
         return [
-            Weighed(lag=int(lag), roll=roll, sup=sup, f=f, w=w, roll_coverage=of_roll, sup_coverage=of_sup)
+            SampleFreshness(lag=int(lag), roll=roll, sup=sup, f=f, w=w, roll_coverage=of_roll, sup_coverage=of_sup)
             for lag, roll, sup, f, w, of_roll, of_sup in zip(*columns, rolls, sups, strict=True)
         ]
 
-    def _judge(self, samples: Sequence[Scored], frozen: Sequence[Frozen], version: int) -> list[Judged]:
+    def _judge(self, samples: Sequence[Scored], frozen: Sequence[Frozen], version: int) -> list[SampleWeight]:
         drift, anchor = [self.drifted[key_of(sample)] for sample in samples], self.freshness.anchor
-        weights, found = self.weigh(samples, drift, version=version), list[Judged]()
+        weights, found = self.weigh(samples, drift, version=version), list[SampleWeight]()
         for sample, each, its_drift, weighed in zip(samples, frozen, drift, weights, strict=True):
             episode, left_N = episode_of(sample), left_of(sample, each)
             w = 1.0 if self.freshness.weight == "common" else weighed.w
             distill_N = self._factor(w, left_N & supervision(sample).known_N, self.supervised[episode])
             anchor_N = self._factor(anchor * w, left_N & its_drift.known_N, self.replayed[episode])
-            found.append(Judged(weighed, distill_N, anchor_N))
+            found.append(SampleWeight(weighed, distill_N, anchor_N))
         return found
 
     def _factor(self, w: float, known_N: Tensor, count: int) -> Tensor:

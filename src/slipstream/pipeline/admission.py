@@ -44,7 +44,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AdmissionState:
     """The saved state of admission at the end of an update, from which a run continues."""
 
     version: int
@@ -72,14 +72,14 @@ class Admission:
         *,
         updates: int,
         source: Callable[[int], str] = lambda _: "",
-        standing: Standing | None = None,
+        standing: AdmissionState | None = None,
     ) -> None:
         """Create the state of a new run, or continue from `standing`; `source` returns the source of a group number."""
         self.schedule, self.updates = schedule, updates
         self.credits, self.publish_every = schedule.credits, schedule.publish_every
         """Current limits: groups in flight (at most the schedule's credits), and updates between two publishes."""
         self.source = source if schedule.order == "mixture" else lambda _: ""
-        saved = standing or Standing(version=0, submitted=0, dropped={}, restarted=0, in_flight={})
+        saved = standing or AdmissionState(version=0, submitted=0, dropped={}, restarted=0, in_flight={})
         self.version = self.published_version = saved.version
         """Number of updates made, and the last update whose weights are in every sampler."""
         self.submitted, self.restarted, self.dropped = saved.submitted, saved.restarted, Counter[str](saved.dropped)
@@ -190,9 +190,9 @@ class Admission:
         return [number for number in rolled if self.live[number].version < oldest]
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> AdmissionState:
         """State to save; a resumed run repeats the scoring and the learning that are not finished."""
-        return Standing(
+        return AdmissionState(
             version=self.version,
             submitted=self.submitted,
             dropped=dict(self.dropped),

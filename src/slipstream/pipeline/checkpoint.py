@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import RunDirError
-from slipstream.pipeline.admission import Standing
+from slipstream.pipeline.admission import AdmissionState
 from slipstream.protocols import Learner
 from slipstream.records import Group
 from slipstream.run_dir.atomic_files import beside_of, damage, reading, remove, remove_unfinished, seal, sync, writing
 from slipstream.run_dir.formats import SUSPECT, format_of, object_of, resumable, upgraded, written_by
-from slipstream.run_dir.writing import Mark
+from slipstream.run_dir.writing import LogPosition
 
 STANDING = "standing.json"
 SMALL = 1 << 24
@@ -34,8 +34,8 @@ class Checkpoint:
     """A saved state from which a run continues."""
 
     path: Path
-    standing: Standing
-    mark: Mark
+    standing: AdmissionState
+    mark: LogPosition
     """Sizes and checksums of the run's files at the checkpoint."""
     attempts: Mapping[str, Any]
     """Attempts remembered for each prompt; empty if no teacher is shown attempts."""
@@ -61,9 +61,9 @@ class Checkpoints:
     async def save(
         self,
         learner: Learner,
-        standing: Standing,
+        standing: AdmissionState,
         groups: Sequence[Group],
-        mark: Mark,
+        mark: LogPosition,
         *,
         attempts: Mapping[str, Any] | None = None,
         canaries: Mapping[str, Any] | None = None,
@@ -200,7 +200,7 @@ def read(path: Path) -> Checkpoint:
     saved = state["admission"]
     for by_number in ("in_flight", "versions", "sources"):
         saved[by_number] = {int(number): value for number, value in saved.get(by_number, {}).items()}
-    return Checkpoint(path, Standing(**saved), state["log"], state.get("attempts", {}), state.get("canaries", {}))
+    return Checkpoint(path, AdmissionState(**saved), state["log"], state.get("attempts", {}), state.get("canaries", {}))
 
 
 def _wrong(path: Path) -> str | None:

@@ -23,7 +23,7 @@ from slipstream.metrics import (
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
-from slipstream.protocols import Quote, Weighed
+from slipstream.protocols import Quote, SampleFreshness
 from slipstream.records import Batch, Group, Header, Prompt
 from slipstream.run_dir.writing import RunLog
 
@@ -67,7 +67,7 @@ class Ledger:
         """Tokens of each stage until the last update."""
 
     def trained(
-        self, groups: Iterable[Group], *, update: int, version: int, size: int, weighed: Iterable[Weighed] = ()
+        self, groups: Iterable[Group], *, update: int, version: int, size: int, weighed: Iterable[SampleFreshness] = ()
     ) -> None:
         """Write a ledger entry for each trained group; `size` is the number of members of a complete group."""
         freshness, entries = iter(weighed), list[dict[str, Any]]()
@@ -226,7 +226,7 @@ class Ledger:
         return found
 
 
-def freshness_columns(weighed: Sequence[Weighed]) -> dict[str, list[float | None]]:
+def freshness_columns(weighed: Sequence[SampleFreshness]) -> dict[str, list[float | None]]:
     """Return the freshness columns of a group, one value per member; None for unknown values."""
     names = ("f", "w", "roll", "sup", "roll_coverage", "sup_coverage")
     columns = {name: [getattr(each, name) for each in weighed] for name in names}

@@ -25,7 +25,7 @@ from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
 from slipstream.metrics import Metrics
 from slipstream.models.model_card import card
-from slipstream.pipeline.admission import Admission, Standing
+from slipstream.pipeline.admission import Admission, AdmissionState
 from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.canary_rounds import Canaries, Watched
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
@@ -48,7 +48,7 @@ from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.protocols import Engines, Sampler, Sampling, of_teacher
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.run_dir.formats import resumable
-from slipstream.run_dir.writing import Mark, RunLog
+from slipstream.run_dir.writing import LogPosition, RunLog
 
 T = TypeVar("T")
 HANDING_OVER = 30.0
@@ -81,7 +81,7 @@ class Run:
         log: RunLog,
         *,
         held_out: Mapping[str, Sequence[Prompt]] | None = None,
-        standing: Standing | None = None,
+        standing: AdmissionState | None = None,
         groups: Sequence[Group] = (),
         attempts: Mapping[str, Any] | None = None,
         canaries: Mapping[str, Any] | None = None,
@@ -123,10 +123,10 @@ class Run:
             with rare_garbage_collection():
                 await self._update_all()
             if self.checkpoints.at_end:
-                await in_time(self._checkpoint()(), self.patience, "writing a checkpoint")
+                await with_timeout(self._checkpoint()(), self.patience, "writing a checkpoint")
             final, model_card = self.log.path / "final", card(self.config.model_dump(mode="json"), self.log.path)
             writing = save_whole(self.engines.learner, final, {"README.md": model_card.encode()})
-            await in_time(writing, self.patience, "writing the final student")
+            await with_timeout(writing, self.patience, "writing the final student")
             return final
         except BaseExceptionGroup as group:
             await self._stopped(_cause(group))
@@ -350,7 +350,7 @@ class Run:
         limit = STALLED_SAVE if isinstance(cause, Stalled) else self.patience
         suspect = isinstance(cause, NonFiniteError) or (isinstance(cause, Unhealthy) and cause.harmful)
         try:
-            path = await in_time(self._checkpoint(mark, stopping=True, suspect=suspect)(), limit, "saving")
+            path = await with_timeout(self._checkpoint(mark, stopping=True, suspect=suspect)(), limit, "saving")
         except Exception as error:  # the learner itself may have failed; `cause` must still be raised
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
@@ -368,10 +368,10 @@ class Run:
         version = self.admission.version
         return version < self.config.updates and self.checkpoints.due(version, now)
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> LogPosition:
         return self.log.mark(time=self.pipeline.trace.now() if self.pipeline else self.log.time)
 
-    def _checkpoint(self, mark: Mark | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
+    def _checkpoint(self, mark: LogPosition | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
         groups = [self.responses[number] for number in self.admission.live if self.responses.get(number)]
         standing, attempts, mark = self.admission.standing, self.memory.state, mark or self._mark()
         references = self.pipeline.canaries.state if self.pipeline else self.references
@@ -413,7 +413,7 @@ class Run:
         pipeline.groups.ledger.evaluated(pipeline.trace.now() - began)
 
 
-def admission_of(config: Config, prompts: Prompts, standing: Standing | None) -> Admission:
+def admission_of(config: Config, prompts: Prompts, standing: AdmissionState | None) -> Admission:
     """Return the admission state of a run, new or continued; its updates keep the mixture of prompt sources."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     return Admission(schedule, updates=config.updates, source=prompts.source, standing=standing)
@@ -430,7 +430,7 @@ def rare_garbage_collection() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-async def in_time(work: Coroutine[Any, Any, T], seconds: float | None, doing: str) -> T:
+async def with_timeout(work: Coroutine[Any, Any, T], seconds: float | None, doing: str) -> T:
     """Await work by the learner; raise Stalled after `seconds` (None: no limit). No watchdog runs at this time."""
     try:
         return await asyncio.wait_for(work, seconds)

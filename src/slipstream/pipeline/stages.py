@@ -40,10 +40,10 @@ from slipstream.protocols import (
     Fingerprint,
     Learner,
     Relabeller,
+    SampleFreshness,
     Sampler,
     Sampling,
     Scorer,
-    Weighed,
     WeightsRef,
     of_teacher,
 )
@@ -331,7 +331,7 @@ class Update:
     groups: list[Group] = field(default_factory=list)
     counts: list[Counts] = field(default_factory=list)
     """Loss denominators of each group (numbers of tokens and episodes), after the rejection of tokens."""
-    weighed: dict[tuple[int, int], Weighed] = field(default_factory=dict)
+    weighed: dict[tuple[int, int], SampleFreshness] = field(default_factory=dict)
     """Freshness of each sample, by group number and index; empty if the config has no freshness weights."""
     ahead: deque[tuple[Batch, Counts]] = field(default_factory=deque)
     """Mini-batches whose gradients are still to be computed, each for its own optimizer step."""
@@ -482,10 +482,10 @@ class Learning:
             update.weighed |= {(h.number, h.index): each for h, each in zip(batch.headers, weighed, strict=True)}
 
     async def _refresh_reason(
-        self, buffer: Buffer, batch: Batch, weighed: Sequence[Weighed], metrics: Metrics
+        self, buffer: Buffer, batch: Batch, weighed: Sequence[SampleFreshness], metrics: Metrics
     ) -> str | None:
         """Add freshness metrics to `metrics`; return the reason for a refresh (rollouts are then paused) or None."""
-        admission, measured = self.groups.admission, list[Weighed]()
+        admission, measured = self.groups.admission, list[SampleFreshness]()
         ready = Batch(tuple(self.groups.responses[number] for number in admission.ready), batch.update)
         if ready.groups and buffer.measures(batch.update):
             # lost records are handled when their groups are learned from

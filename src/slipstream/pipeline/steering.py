@@ -31,7 +31,7 @@ class Steering:
         self.schedule, self.admission, self.say = schedule, admission, say
         self.guards = Guards(guards, tau=schedule.max_tau, batches=schedule.max_batches)
         self.autopilot: Autopilot | None = None
-        if isinstance(schedule, Async) and schedule.finds_tau:
+        if isinstance(schedule, Async) and schedule.adapts_tau:
             self.autopilot = Autopilot(
                 schedule.tau_max, schedule.drift, often=schedule.min_publish_every, rarest=schedule.max_publish_every
             )

@@ -61,11 +61,11 @@ def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str])
 
 def check_adapter(model: str) -> None:
     """Raise an error if `model` is an adapter, and its base model lacks some of the adapted layers."""
-    from slipstream.engines.native.adapters import check_stands_on
+    from slipstream.engines.native.adapters import check_base
     from slipstream.engines.native.files import empty_model
 
     if adapter := adapter_of(model):
-        check_stands_on(adapter, empty_model(model))
+        check_base(adapter, empty_model(model))
 
 
 def adapted(student: str, lora: LoraConfig) -> dict[str, nn.Linear]:

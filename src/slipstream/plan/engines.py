@@ -22,7 +22,7 @@ from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.vllm.core import Settings
 from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agent_processes import Agent
-from slipstream.environments.hosts import Wanted
+from slipstream.environments.hosts import HostSettings
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method
 from slipstream.pipeline.schedules import schedule_of
@@ -63,7 +63,7 @@ class GatewayPlan:
 class EnvironmentPlan:
     """An environment of the user (`wanted` is set), or a gateway for agents (`gateway` is set)."""
 
-    wanted: Wanted | None
+    wanted: HostSettings | None
     """Settings of the host processes that run the environment; None for a gateway."""
     gateway: GatewayPlan | None
     processes: int
@@ -221,7 +221,7 @@ def environment_of(config: Config) -> EnvironmentPlan | None:
         return None
     use, gateway, sandbox = environment.use, environment.gateway, environment.sandbox
     return EnvironmentPlan(
-        wanted=None if use is None else Wanted(use, sandbox, environment.observation),
+        wanted=None if use is None else HostSettings(use, sandbox, environment.observation),
         gateway=None if gateway is None else gateway_of(config, gateway, walled=sandbox == "bubblewrap"),
         processes=environment.processes,
         limits=Limits(**{each.name: getattr(environment, each.name) for each in fields(Limits)}),

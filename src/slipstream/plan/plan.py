@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.config.costs import load as load_costs
 from slipstream.config.engines import ENGINES
 from slipstream.config.schema import Config, DataConfig, most_replicas
-from slipstream.data.prompts import Prompts, Row, check_there, check_told, load_rows
+from slipstream.data.prompts import Prompts, Row, check_columns_used, check_there, load_rows
 from slipstream.data.sources import has_splits
 from slipstream.data.teacher_context import check_function
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
@@ -156,7 +156,7 @@ def fast_checks(config: Config) -> None:
         if teacher.tokenizer is not None:
             model_path(teacher.tokenizer)
     evaluated = config.data.held_out.values() if config.eval.every else ()
-    check_told(config.data, config.data.train, *evaluated)
+    check_columns_used(config.data, config.data.train, *evaluated)
     check_split(config.data, "split", config.data.train)
     check_there(config.data.train, config.data.split)
     for held_out in evaluated:

@@ -13,7 +13,7 @@ from slipstream.data.layouts import told
 from slipstream.data.prompts import Prompts, Row
 from slipstream.data.teacher_context import TemplateContext
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
-from slipstream.engines.http.check import Wanted, check
+from slipstream.engines.http.check import Requirements, check
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
@@ -161,7 +161,7 @@ def longest_answer(config: Config, teacher: TeacherConfig) -> int:
 def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:
     """Send a small request to every endpoint; raise ConfigError if it cannot serve what the loss needs."""
 
-    async def ask(endpoint: Endpoint, need: Wanted) -> str:
+    async def ask(endpoint: Endpoint, need: Requirements) -> str:
         with ResponseWatch(f"teacher {endpoint.teacher}", say).waiting():
             return await check(endpoint, need)
 
@@ -171,5 +171,5 @@ def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say:
             tokens = [tokens for _, tokens in prompts_seen_by(config, name, tokenizer, prompts)]
             longest = max(map(len, tokens)) + longest_answer(config, teacher)
             some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
-            need = Wanted(tokens=some, highest=highest, longest=longest, k=config.loss.spec.k)
+            need = Requirements(tokens=some, highest=highest, longest=longest, k=config.loss.spec.k)
             say(asyncio.run(ask(endpoint, need)))

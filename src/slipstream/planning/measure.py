@@ -19,7 +19,7 @@ from typing import Any
 
 from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost, quantiles
 from slipstream.config.schema import Config
-from slipstream.engines.native.config import ENOUGH, PASSES_APART
+from slipstream.engines.native.config import ENOUGH, PASS_INTERVAL
 from slipstream.errors import ConfigError
 from slipstream.pipeline.run import Run
 from slipstream.plan import checks
@@ -167,7 +167,7 @@ class Bench:
             paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(call)}, str(len(call))))
         native = self.made.engines.scorers
         budget = next(iter(native.values())).token_budget if native else 0
-        return ScoreCost(**fitted_to_fastest(paid), apart=PASSES_APART, enough=max(1, budget // ENOUGH))
+        return ScoreCost(**fitted_to_fastest(paid), apart=PASS_INTERVAL, enough=max(1, budget // ENOUGH))
 
     async def learning(self, groups: Sequence[Group]) -> LearnCost:
         """Return the cost of learning, measured on batches of a full update and on smaller batches."""

@@ -19,11 +19,11 @@ from slipstream.config.engines import ENGINES
 from slipstream.config.schedule import ScheduleConfig
 from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.data.prompts import Prompts, Row
-from slipstream.engines.native.config import GATHERED
+from slipstream.engines.native.config import ADMISSION_SHARE
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.protocols import Engines, Fingerprint, Metrics, Sampling, Weighed, WeightsRef
+from slipstream.protocols import Engines, Fingerprint, Metrics, SampleFreshness, Sampling, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
@@ -78,7 +78,7 @@ class Work:
             group=sampler.group,
             max_tokens=sampler.max_tokens,
             slots=sampler.slots,
-            gather=sampler.slots // GATHERED if ENGINES[sampler.engine].gathers_prompts else 0,
+            gather=sampler.slots // ADMISSION_SHARE if ENGINES[sampler.engine].gathers_prompts else 0,
             minibatches=learner.minibatches,
             epochs=learner.epochs,
             rebuilds=sampler.on_publish == "rebuild",
@@ -260,7 +260,7 @@ class Ranks(SleepLearner):
         async with self.turn:
             await self.cores.work(self.cost(tokens), wide=self.ranks)
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
         await self.work(sum(map(sequence, batch.headers)))
         self.update = batch.update
         return []

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from slipstream.errors import ConfigError, EngineError
-from slipstream.records import Group, Handle, Rollout, Ungraded, said_and_seen
+from slipstream.records import Group, Handle, Rollout, Ungraded, turns_of
 from slipstream.rewards.functions import Answer, Grades, Reward, check_installed, grade, is_own, reward_of
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Sandbox
@@ -177,7 +177,7 @@ class PoolGrader:
         prompt = rollout.prompt
         messages = [
             {"role": "assistant" if sampled else "observation", "content": self.decode(tokens)}
-            for sampled, tokens in said_and_seen(rollout)
+            for sampled, tokens in turns_of(rollout)
         ]
         return Answer(
             text=next(message["content"] for message in reversed(messages) if message["role"] == "assistant"),

@@ -77,7 +77,7 @@ def reading(path: Path) -> Iterator[BufferedReader]:
 
 
 @contextmanager
-def alone_in(path: Path) -> Iterator[None]:
+def directory_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a directory, so that it has one writer; the system releases it when the process ends.
 
     Fork child processes before this call: children that are forked later also hold the lock.

@@ -43,7 +43,7 @@ AHEAD = 1 << 16
 """Bytes of the trace that are buffered before a write."""
 FIXED = ("student", "seed", "sampler.group", "learner.batch_size", "learner.lora", "schedule.kind")
 """Settings that cannot change within a run, because the meaning of its data depends on them."""
-Mark = Mapping[str, Any]
+LogPosition = Mapping[str, Any]
 """The state of the log at a checkpoint: sizes and checksums of the files, and the last metrics."""
 Quotes = Sequence[Mapping[str, Any]]
 """Lines of samples.jsonl."""
@@ -64,7 +64,13 @@ class Sink(Protocol):
 
 class RunLog(AbstractContextManager["RunLog"]):
     def __init__(
-        self, path: Path, sinks: list[Sink], *, samples: bool = True, trace: bool = True, mark: Mark | None = None
+        self,
+        path: Path,
+        sinks: list[Sink],
+        *,
+        samples: bool = True,
+        trace: bool = True,
+        mark: LogPosition | None = None,
     ) -> None:
         """Open the files for writing; if `mark` is given, truncate them to their size at that checkpoint."""
         self.path, self.sinks = path, sinks
@@ -107,7 +113,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace)
 
     @classmethod
-    def reopen(cls, config: Config, path: Path, mark: Mark, *, prompts: str | None = None) -> RunLog:
+    def reopen(cls, config: Config, path: Path, mark: LogPosition, *, prompts: str | None = None) -> RunLog:
         """Open a run directory to resume from a checkpoint; `final` of a finished run is renamed to `final-N`."""
         check_trackers(config.log.to)
         meta = read_meta(path)
@@ -121,7 +127,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         sinks = start_trackers(config, path)
         return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace, mark=mark)
 
-    def mark(self, *, time: float = 0.0) -> Mark:
+    def mark(self, *, time: float = 0.0) -> LogPosition:
         """Sync all files to disk and return their state, which a checkpoint saves."""
         ends = {name: file.end() for name, file in self.files.items()}
         return {"files": ends, "last": self.last, "evaluated": self.evaluated, "time": time}
@@ -195,13 +201,13 @@ def for_sinks(kind: str, numbers: Mapping[str, float], of: str = "") -> dict[str
     return {name if kind == "train" and "/" in name else f"{prefix}/{name}": value for name, value in numbers.items()}
 
 
-def check_lines(path: Path, mark: Mark) -> None:
+def check_lines(path: Path, mark: LogPosition) -> None:
     """Raise RunDirError if a file no longer begins with its content at the checkpoint."""
     for name, end in ends_of(path, mark).items():
         begins_with(path / name, end)
 
 
-def ends_of(path: Path, mark: Mark) -> dict[str, Extent]:
+def ends_of(path: Path, mark: LogPosition) -> dict[str, Extent]:
     """Return size and checksum of each file at the checkpoint, except deleted files that are in `LOOKED_AT`."""
     return {name: end for name, end in mark["files"].items() if name not in LOOKED_AT or (path / name).exists()}
 

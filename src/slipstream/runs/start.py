@@ -22,7 +22,7 @@ from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Sta
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.run import Run, admission_of, in_time
+from slipstream.pipeline.run import Run, admission_of, with_timeout
 from slipstream.plan.checks import PROMPTS, raise_fatal, start_checks
 from slipstream.plan.engines import EnvironmentPlan
 from slipstream.plan.plan import Plan, check_sizes, fast_checks, plan
@@ -30,7 +30,7 @@ from slipstream.processes import leave_closed_terminal
 from slipstream.protocols import Engines
 from slipstream.records import Group
 from slipstream.reporting.terminal.metric_formats import from_to
-from slipstream.run_dir.atomic_files import alone_in, private
+from slipstream.run_dir.atomic_files import directory_lock, private
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import (
@@ -100,7 +100,7 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True, c
             with opened(start.plan, launcher, console) as engines:
                 if checks:
                     run_start_checks(start.plan, engines, console)
-                lock.enter_context(alone_in(path))
+                lock.enter_context(directory_lock(path))
                 with RunLog.create(start.plan.config, path, prompts=start.plan.prompts.digest) as log:
                     start.loop(engines, log)
 
@@ -150,7 +150,7 @@ def resume(
         config, accepted = RunDir(path).config_with(("updates", str(updates))), (*accepted, "updates")
     check_unchanged(path, config, accepted=accepted)  # before user code is imported
     fast_checks(config)
-    with private(), process_launcher(config) as launcher, alone_in(path):
+    with private(), process_launcher(config) as launcher, directory_lock(path):
         checkpoint = newest(path, number, proof=config.health.proof, say=line_printer(console))
         check_lines(path, checkpoint.mark)
         made = planned_on(console, config, launcher)
@@ -204,7 +204,7 @@ class Start:
             with opened(self.plan, self.launcher, self.console) as engines:
                 reading = engines.learner.restore(checkpoint.path)
                 with waiting(self.console, f"reading {checkpoint.path}"):
-                    groups = asyncio.run(in_time(reading, config.runtime.patience, f"reading {checkpoint.path}"))
+                    groups = asyncio.run(with_timeout(reading, config.runtime.patience, f"reading {checkpoint.path}"))
                 in_flight = len(checkpoint.standing.in_flight)
                 self.say(f"continuing from {checkpoint.path}; {in_flight} groups in flight continue")
                 # before log lines are deleted, because later checkpoints need those lines

@@ -23,12 +23,12 @@ from slipstream.protocols import (
     Metrics,
     Mode,
     Quote,
+    SampleFreshness,
     Sampling,
     Unscored,
-    Weighed,
     WeightsRef,
 )
-from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Prompt, Rollout, Said
+from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Prompt, Rollout, TextScores
 from slipstream.runtimes.exchange import REMINDER, RemoteWorker
 from slipstream.runtimes.ranked import RankedLearner
 
@@ -52,7 +52,7 @@ class RemoteScorer(RemoteWorker):
     async def score(self, group: Group) -> list[Handle]:
         return await self.call("score", group)
 
-    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[TextScores]:
         return await self.call("probe", list(texts), attempts)
 
     async def relabel(self, group: Group) -> list[Handle]:
@@ -66,7 +66,7 @@ class RemoteLearner(RemoteWorker):
     async def prepare(self, batch: Batch) -> list[Counts]:
         return await self.call("prepare", batch)
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
         return await self.call("accumulate", without_bodies(batch), counts)
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
@@ -75,7 +75,7 @@ class RemoteLearner(RemoteWorker):
     async def quote(self, batch: Batch) -> list[Quote]:
         return await self.call("quote", without_bodies(batch))
 
-    async def weigh(self, batch: Batch) -> list[Weighed]:
+    async def weigh(self, batch: Batch) -> list[SampleFreshness]:
         return await self.call("weigh", batch)
 
     async def compare(self, batch: Batch, teacher: str = "") -> Metrics:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from slipstream.engines.native.packing import cost
 from slipstream.errors import EngineError, RecordsLost, SlipstreamError, WorkerDied
-from slipstream.protocols import Fingerprint, Learner, Metrics, Quote, Weighed, WeightsRef
+from slipstream.protocols import Fingerprint, Learner, Metrics, Quote, SampleFreshness, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class RankedLearner:
         counts = [iter(found) for found in await self._all(lambda rank: self.ranks[rank].prepare(parts[rank]))]
         return [next(counts[self.homes[number_of(group)]]) for group in batch.groups]
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
         parts = self._split(batch)
         found = await self._all(lambda rank: self.ranks[rank].accumulate(parts[rank], counts))
         weighed = [iter(each) for each in found]
@@ -66,7 +66,7 @@ class RankedLearner:
         parts = self._split(batch)
         return [each for found in await self._all(lambda rank: self.ranks[rank].quote(parts[rank])) for each in found]
 
-    async def weigh(self, batch: Batch) -> list[Weighed]:
+    async def weigh(self, batch: Batch) -> list[SampleFreshness]:
         return (await self._all(lambda rank: self.ranks[rank].weigh(batch)))[0]
 
     async def compare(self, batch: Batch, teacher: str = "") -> Metrics:

@@ -28,7 +28,7 @@ from slipstream.data.tokenizers import Tokenizer
 from slipstream.errors import AllDied, ConfigError, first_line
 from slipstream.plan.engines import EnginesPlan
 from slipstream.protocols import Engines
-from slipstream.run_dir.atomic_files import alone_in, held, writer
+from slipstream.run_dir.atomic_files import directory_lock, held, writer
 from slipstream.runtimes.actor import RayLink
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, RemoteWorker
 from slipstream.runtimes.places import Place, Say, Staff, engines_from, gpus_each, loading_message, places
@@ -107,7 +107,7 @@ def directory() -> Iterator[str]:
             shutil.rmtree(left, ignore_errors=True)
     path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
     with (
-        alone_in(Path(path)),
+        directory_lock(Path(path)),
         Popen(["sh", "-c", JANITOR, path], stdin=PIPE, start_new_session=True) as janitor,
     ):
         try:

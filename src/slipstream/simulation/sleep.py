@@ -18,8 +18,20 @@ from operator import itemgetter
 from pathlib import Path
 
 from slipstream.engines.record_files import read_groups, write_groups
-from slipstream.protocols import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, Weighed, WeightsRef
-from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Prompt, Rollout, Said, counts_of
+from slipstream.protocols import Fingerprint, Loaded, Metrics, Mode, Quote, SampleFreshness, Sampling, WeightsRef
+from slipstream.records import (
+    ONE,
+    Attempts,
+    Batch,
+    Counts,
+    Group,
+    Handle,
+    Header,
+    Prompt,
+    Rollout,
+    TextScores,
+    counts_of,
+)
 from slipstream.simulation.cores import Cores, Work
 
 Length = Callable[[Prompt, int], int]
@@ -294,9 +306,9 @@ class SleepScorer(Server):
         await self.work(sum(handle.header.tokens for handle in group))
         return list(group)
 
-    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[TextScores]:
         await self.work(sum(len(text.tokens) for text in texts))
-        return [Said(text.action_logp) for text in texts]
+        return [TextScores(text.action_logp) for text in texts]
 
 
 class SleepLearner(Server):
@@ -305,7 +317,7 @@ class SleepLearner(Server):
     async def prepare(self, batch: Batch) -> list[Counts]:
         return [counts_of(group) for group in batch.groups]
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
         await self.work(sum(header.tokens for header in batch.headers))
         return [by_lag(batch.update - 1 - header.oldest) for header in batch.headers]
 
@@ -317,7 +329,7 @@ class SleepLearner(Server):
     async def quote(self, batch: Batch) -> list[Quote]:
         return []  # responses have no tokens to show
 
-    async def weigh(self, batch: Batch) -> list[Weighed]:
+    async def weigh(self, batch: Batch) -> list[SampleFreshness]:
         return [by_lag(self.steps - header.oldest) for header in batch.headers]
 
     async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
@@ -335,7 +347,7 @@ class SleepLearner(Server):
         return read_groups(path)
 
 
-def by_lag(lag: int) -> Weighed:
+def by_lag(lag: int) -> SampleFreshness:
     """Return the freshness weight of a sample if student and teacher have not drifted: 1 / (lag + 1)."""
     f = 1 / (max(0, lag) + 1)
-    return Weighed(lag=lag, roll=0.0, sup=0.0, roll_coverage=1.0, sup_coverage=1.0, f=f, w=f)
+    return SampleFreshness(lag=lag, roll=0.0, sup=0.0, roll_coverage=1.0, sup_coverage=1.0, f=f, w=f)

@@ -29,8 +29,8 @@ from slipstream.errors import NonFiniteError
 from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.logprobs.sampling_support import conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.objective.frozen import as_it_is, present
-from slipstream.objective.sample_weights import Judge, Judged, drifted
+from slipstream.objective.frozen import present, unrejected
+from slipstream.objective.sample_weights import FreshnessWeights, SampleWeight, drifted
 from slipstream.objective.sampling_support import support_of
 from slipstream.protocols import (
     Fingerprint,
@@ -39,9 +39,9 @@ from slipstream.protocols import (
     Metrics,
     Mode,
     Quote,
+    SampleFreshness,
     Sampling,
     TensorSpec,
-    Weighed,
     WeightsRef,
 )
 from slipstream.records import (
@@ -60,8 +60,8 @@ from slipstream.records import (
     graded,
     handed_over,
     header_of,
-    kept_of,
     one_turn,
+    support_from_ids,
 )
 from slipstream.simulation.sleep import Cost
 
@@ -195,7 +195,7 @@ class ToySampler:
             action_logp=np.stack(row.logps),
             versions=np.array(row.versions, np.int32),
             finish=finish if ended(row, sampling) else "released",
-            kept=kept_of(row.kept) if row.kept else None,
+            kept=support_from_ids(row.kept) if row.kept else None,
         )
 
 
@@ -250,7 +250,7 @@ class ToyLearner:
         freshness: FreshnessConfig | None = None,
     ) -> None:
         self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
-        self.judge = Judge(freshness) if freshness is not None else None
+        self.judge = FreshnessWeights(freshness) if freshness is not None else None
         self.loss = 0.0
         """Sum of the losses since the last step."""
         self.update = self.made = 0
@@ -271,10 +271,10 @@ class ToyLearner:
         self.samples |= {(handle.header.number, handle.header.index): handle.body for handle in batch.handles}
         if self.judge is not None:
             samples = [handle.body for handle in batch.handles]
-            self.judge.take(samples, [as_it_is(sample) for sample in samples])
+            self.judge.take(samples, [unrejected(sample) for sample in samples])
         return [counts_of(group) for group in batch.groups]
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
         await asyncio.sleep(self.cost(sum(header.tokens for header in batch.headers)))
         samples = [self.samples[header.number, header.index] for header in batch.headers]
         behavior_NM, logq_NM = (
@@ -283,7 +283,7 @@ class ToyLearner:
         )
         logp_NM = self._logp(samples)
         loss_N, _ = mc_reverse_kl(logp_NM, behavior_NM, logq_NM)
-        judged = list[Judged]()
+        judged = list[SampleWeight]()
         if self.judge is None:
             loss = loss_N.sum() / max(counts.n_tokens, 1)
         else:
@@ -308,8 +308,8 @@ class ToyLearner:
             logp_NM = conditioned(logp_NM, logp_NV.gather(1, support_NK.clamp(min=0)), support_NK)
         return logp_NM
 
-    def _judged(self, judge: Judge, samples: Sequence[Scored], logp_NM: Tensor) -> list[Judged]:
-        frozen = [as_it_is(sample) for sample in samples]
+    def _judged(self, judge: FreshnessWeights, samples: Sequence[Scored], logp_NM: Tensor) -> list[SampleWeight]:
+        frozen = [unrejected(sample) for sample in samples]
         parts = torch.split(logp_NM.detach(), [sample.rollout.trained_tokens for sample in samples])
         return judge.of(samples, frozen, version=self.update - 1, draws=lambda: parts)
 
@@ -333,7 +333,7 @@ class ToyLearner:
     async def quote(self, batch: Batch) -> list[Quote]:
         return [quote(h, self.samples[h.number, h.index], self.update, as_numbers) for h in batch.headers]
 
-    async def weigh(self, batch: Batch) -> list[Weighed]:
+    async def weigh(self, batch: Batch) -> list[SampleFreshness]:
         samples = [handle.body for handle in batch.handles]
         parts = torch.split(self._logp(samples).detach(), [sample.rollout.trained_tokens for sample in samples])
         drift = [drifted(sample, logp_NM) for sample, logp_NM in zip(samples, parts, strict=True)]

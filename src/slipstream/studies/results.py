@@ -81,7 +81,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Tried:
+class ClaimResult:
     """A tested claim, the difference `less` − `than`, and the verdict."""
 
     claim: Claim
@@ -178,13 +178,13 @@ class Sweep:
             found.setdefault(point.series, []).append(point)
         return found
 
-    def claims(self) -> list[Tried]:
+    def claims(self) -> list[ClaimResult]:
         claims = self.study.sweep.claims
         measures = [claim.measure or self.measures[0] for claim in claims]
         found = [difference(*self._sides(*each)) for each in zip(claims, measures, strict=True)]
         corrected = holm([p_value(each) for each in found])
         columns = zip(claims, measures, found, map(verdict, found), corrected, strict=True)
-        return [Tried(*each) for each in columns]
+        return [ClaimResult(*each) for each in columns]
 
     def _sides(self, claim: Claim, measure: str) -> tuple[BySeed, BySeed]:
         """Return the values of `less` and of `than` by seed, at all common x or at the x that the claim names."""

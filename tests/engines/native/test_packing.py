@@ -228,8 +228,8 @@ def test_neighbours_change_neither_hidden_states_nor_gradients(
     exact = without_rounding(make_model(name, dtype=torch.float64))
     assert max(errors(exact, mode, make_rollouts())) < 1e-13
     assert max(errors(make_model(name), mode, make_rollouts())) < 3e-6
-    as_it_is = make_model(name, dtype=torch.float64)
-    assert max(errors(as_it_is, mode, make_rollouts())) < (1e-13 if name == "phi" else 1e-6)
+    unrejected = make_model(name, dtype=torch.float64)
+    assert max(errors(unrejected, mode, make_rollouts())) < (1e-13 if name == "phi" else 1e-6)
 
 
 @settings(max_examples=10)

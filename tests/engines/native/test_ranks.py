@@ -43,7 +43,7 @@ from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import optimizer_steps
 from slipstream.plan.engines import engines_of
-from slipstream.protocols import Fingerprint, Follower, Learner, Metrics, Sampling, Weighed, WeightsRef
+from slipstream.protocols import Fingerprint, Follower, Learner, Metrics, SampleFreshness, Sampling, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes.places import cpu_seconds
@@ -142,8 +142,8 @@ class Rank:
         counts: list[Counts] = await self.call("prepare", batch)
         return counts
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
-        weighed: list[Weighed] = await self.call("accumulate", batch, counts)
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
+        weighed: list[SampleFreshness] = await self.call("accumulate", batch, counts)
         return weighed
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
@@ -643,7 +643,7 @@ def test_every_step_is_balanced_and_gradients_are_made_where_the_groups_are() ->
             self.prepared += map(number_of, batch.groups)
             return [Counts(number_of(group)) for group in batch.groups]
 
-        async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+        async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
             self.accumulated.append([number_of(group) for group in batch.groups])
             return []
 

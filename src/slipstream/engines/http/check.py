@@ -21,7 +21,7 @@ NOT_THERE = (404, 405, 501)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirements:
     """Requirements of a run for a teacher."""
 
     tokens: Sequence[int]
@@ -33,7 +33,7 @@ class Wanted:
     k: int = 0
 
 
-async def check(endpoint: Endpoint, need: Wanted) -> str:
+async def check(endpoint: Endpoint, need: Requirements) -> str:
     """Check an endpoint and return a line that describes it; raise ConfigError with advice if it cannot be used."""
     client, where = Client(endpoint), f"teachers.{endpoint.teacher}"
     try:
@@ -84,7 +84,7 @@ async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
     return length if isinstance(length, int) else None
 
 
-async def _gives(client: Client, endpoint: Endpoint, need: Wanted, where: str) -> None:
+async def _gives(client: Client, endpoint: Endpoint, need: Requirements, where: str) -> None:
     """Raise ConfigError unless the endpoint returns `k` log-probs per token and can score the highest token id."""
     try:
         if need.k:

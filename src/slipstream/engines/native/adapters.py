@@ -52,7 +52,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {n: part for n, part in linear.items() if part.weight is not shared and uses[id(part.weight)] == 1}
 
 
-def check_stands_on(adapter: Adapter, model: nn.Module) -> None:
+def check_base(adapter: Adapter, model: nn.Module) -> None:
     """Raise a ModelError unless the base model has every layer of the adapter, with the same input and output sizes."""
     linear = linear_layers(model)
     for layer, (inputs, outputs) in adapter.layers.items():
@@ -69,7 +69,7 @@ def check_stands_on(adapter: Adapter, model: nn.Module) -> None:
 @torch.no_grad()
 def merge(model: nn.Module, adapter: Adapter) -> None:
     """Add an adapter to the weights of its base model, in place."""
-    check_stands_on(adapter, model)
+    check_base(adapter, model)
     for layer, (down, up) in weights_of(adapter).items():
         weight = model.get_submodule(layer).get_parameter("weight")
         weight.copy_(add_adapter(weight, down, up, adapter.scale))

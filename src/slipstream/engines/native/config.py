@@ -21,10 +21,10 @@ SIZES = (
     "head_dim",
 )
 """Fields of config.json that must be positive if their value is an integer."""
-PASSES_APART, ENOUGH = 0.05, 8
-"""A scorer waits PASSES_APART seconds between two passes, unless more than token_budget / ENOUGH tokens wait."""
-GATHERED = 8
-"""A native sampler admits new requests only when at least 1 / GATHERED of all slots are free."""
+PASS_INTERVAL, ENOUGH = 0.05, 8
+"""A scorer waits PASS_INTERVAL seconds between two passes, unless more than token_budget / ENOUGH tokens wait."""
+ADMISSION_SHARE = 8
+"""A native sampler admits new requests only when at least 1 / ADMISSION_SHARE of all slots are free."""
 
 
 def depends_on_length(kind: Any) -> bool:

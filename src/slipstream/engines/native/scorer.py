@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config.losses import Cache
-from slipstream.engines.native.config import ENOUGH, PASSES_APART
+from slipstream.engines.native.config import ENOUGH, PASS_INTERVAL
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
@@ -123,7 +123,7 @@ class NativeScorer(Probed):
             # a small pass costs almost as much as a larger one: wait a short time for further calls
             since = max(0.0, loop.time() - self.ended)  # 0 if another loop, with another clock, ran the last pass
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, PASSES_APART - since))
+                await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, PASS_INTERVAL - since))
             taken, self.waiting = [call for call in self.waiting if not call.answer.cancelled()], []
             self.enough.clear()
             for again in (False, True):

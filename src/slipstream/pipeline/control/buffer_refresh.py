@@ -14,7 +14,7 @@ from statistics import fmean
 
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.metrics import Metrics
-from slipstream.protocols import Weighed
+from slipstream.protocols import SampleFreshness
 from slipstream.records import Header
 
 RATE = 0.1
@@ -53,7 +53,7 @@ class Level:
     sup_coverage: float = 1.0
 
 
-def level_of(weighed: Sequence[Weighed]) -> Level:
+def level_of(weighed: Sequence[SampleFreshness]) -> Level:
     return Level(
         fmean(each.f for each in weighed),
         fmean(each.roll_coverage for each in weighed),
@@ -77,7 +77,7 @@ class Buffer:
         self.tokens = round(last.get("freshness/refreshed_tokens", 0))
         """Tokens discarded by refreshes."""
 
-    def look(self, weighed: Sequence[Weighed]) -> Metrics:
+    def look(self, weighed: Sequence[SampleFreshness]) -> Metrics:
         """Record the drift of the samples of an update, and return the freshness metrics of the update."""
         known = [each for each in weighed if isfinite(each.roll)]
         by_lag: dict[int, list[float]] = {}
@@ -119,7 +119,9 @@ class Buffer:
         every = freshness.measure or (1 if freshness.buffer == "measured" else 20)
         return freshness.refresh == "adaptive" and update % every == 0
 
-    def level(self, headers: Sequence[Header], measured: Sequence[Weighed], version: int) -> tuple[Level, Metrics]:
+    def level(
+        self, headers: Sequence[Header], measured: Sequence[SampleFreshness], version: int
+    ) -> tuple[Level, Metrics]:
         """Return the means over the buffer and their metrics; `measured` is empty without a pass over the buffer."""
         modelled = found = self.modelled(headers, version)
         numbers: Metrics = {}

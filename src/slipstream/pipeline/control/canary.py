@@ -20,7 +20,7 @@ import numpy as np
 
 from slipstream.data.prompts import Prompts
 from slipstream.protocols import Metrics, Sampling
-from slipstream.records import Floats, Group, Prompt, Rollout, Said, one_turn
+from slipstream.records import Floats, Group, Prompt, Rollout, TextScores, one_turn
 
 TEXTS, TOKENS, END = 4, 24, 4
 """Number of texts per teacher, tokens of each text after its prompt, and interval of end tokens among them."""
@@ -85,7 +85,7 @@ class Difference:
     said: str = ""
 
 
-def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[Said]) -> Difference:
+def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[TextScores]) -> Difference:
     gaps, worst = list[Floats](), Difference(0.0)
     for i, (text, was_NX, said) in enumerate(zip(texts, reference, answer, strict=True)):
         if was_NX is None:
@@ -101,7 +101,7 @@ def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[
     return Difference(float(np.sqrt(np.mean(np.concatenate(gaps) ** 2))) if gaps else 0.0, worst.said)
 
 
-def reference_of(answers: Sequence[Sequence[Said]]) -> Reference:
+def reference_of(answers: Sequence[Sequence[TextScores]]) -> Reference:
     """Return the median log-probs of each text over all answers; None for a text that failed in any answer."""
     return [
         None if any(said.cause for said in of_text) else np.median([said.logps for said in of_text], 0)
@@ -109,7 +109,7 @@ def reference_of(answers: Sequence[Sequence[Said]]) -> Reference:
     ]
 
 
-def limit_of(texts: Sequence[Rollout], by_replica: Sequence[Sequence[Sequence[Said]]], *, exact: bool) -> float:
+def limit_of(texts: Sequence[Rollout], by_replica: Sequence[Sequence[Sequence[TextScores]]], *, exact: bool) -> float:
     """Return the largest allowed distance from the reference, by the noise between the answers of each replica."""
     noise = [difference(texts, reference_of(its), answer).apart for its in by_replica for answer in its]
     return max(EXACT if exact else ROUNDED, NOISE * max(noise))

@@ -10,7 +10,7 @@ from slipstream.reporting.report.page import Html, Page, Part, Section, folded, 
 from slipstream.reporting.report.panels import panel_of
 from slipstream.reporting.report.sections import made_by, written
 from slipstream.reporting.report.titles import duration, estimate
-from slipstream.studies.results import STUDY_FILE, Aggregate, Sweep, Tried
+from slipstream.studies.results import STUDY_FILE, Aggregate, ClaimResult, Sweep
 from slipstream.studies.statistics import Estimate
 from slipstream.studies.study import is_number
 
@@ -91,7 +91,7 @@ def claims(sweep: Sweep) -> Html:
     return table(["claim", "claimed to be below 0", "difference", "seeds", "p (Holm)", "verdict"], rows)
 
 
-def compared(tried: Tried) -> str:
+def compared(tried: ClaimResult) -> str:
     claim, of = tried.claim, panel_of(tried.measure).label
     less, than = written(claim.less), written(claim.than)
     if claim.slope:

@@ -39,12 +39,12 @@ from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
 from slipstream.metric_names import extreme
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
-from slipstream.objective.frozen import Frozen, as_it_is, freeze, present
+from slipstream.objective.frozen import Frozen, freeze, present, unrejected
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
-from slipstream.objective.sample_weights import Drifted, Judge, Judged, drifted, episode_of
+from slipstream.objective.sample_weights import Drifted, FreshnessWeights, SampleWeight, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
-from slipstream.protocols import Fingerprint, Follower, Metrics, Quote, Weighed, WeightsRef
+from slipstream.protocols import Fingerprint, Follower, Metrics, Quote, SampleFreshness, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed, graded
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class NativeLearner:
         self.passes = Passes(lm, config, self.ranks, temperature=method.temperature, snapshots=snapshots)
         self.snapshots = self.passes.snapshots
         self.objective = Objective(method, teacher_head)
-        self.judge = Judge(method.freshness) if method.freshness is not None else None
+        self.judge = FreshnessWeights(method.freshness) if method.freshness is not None else None
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.first_passes = FirstPasses(method, self.passes)
         self.noise = Noise(self.ranks)
@@ -124,7 +124,7 @@ class NativeLearner:
     async def prepare(self, batch: Batch) -> list[Counts]:
         return await self._run(self._prepare, batch)
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[SampleFreshness]:
         return await self._run(self._accumulate, [key_of(header) for header in batch.headers], counts)
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
@@ -135,7 +135,7 @@ class NativeLearner:
             lambda: [quote(each, self.samples[key_of(each)], self.update, self.decode) for each in batch.headers]
         )
 
-    async def weigh(self, batch: Batch) -> list[Weighed]:
+    async def weigh(self, batch: Batch) -> list[SampleFreshness]:
         return await self._run(self._weigh, [scored(handle) for handle in batch.handles])
 
     async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
@@ -180,7 +180,7 @@ class NativeLearner:
 
     def _freeze(self, samples: dict[Key, Scored], version: int, distances: Distances) -> None:
         if not self.method.looks_first:
-            self.frozen |= {key: as_it_is(sample) for key, sample in samples.items()}
+            self.frozen |= {key: unrejected(sample) for key, sample in samples.items()}
             return
         own = list(samples.values())
         keys, evidence = list(samples), self.first_passes.evidence(own, version, distances)
@@ -203,7 +203,7 @@ class NativeLearner:
         found = zip(distances.kl["reverse"], distances.known, masks, strict=True)
         return [Drifted(kl_T[mask_T], known_T[mask_T]) for kl_T, known_T, mask_T in found]
 
-    def _weigh(self, samples: Sequence[Scored]) -> list[Weighed]:
+    def _weigh(self, samples: Sequence[Scored]) -> list[SampleFreshness]:
         """Return the freshness weights that samples have under the current weights; every rank gets all samples."""
         drift = self._drifted(samples, self.made)
         return present(self.judge).weigh(samples, drift, version=self.made)
@@ -227,13 +227,13 @@ class NativeLearner:
             logp = self.passes.log_probs(seen, snapshot_of(teacher), temperature=self.method.loss.temperature)
             return against_teachers(samples, logp)
         logp = self.passes.log_probs(samples)
-        own = [Seen.of(sample, as_it_is(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
+        own = [Seen.of(sample, unrejected(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
         version = max(int(v) for sample in samples for v in sample.rollout.versions[sample.rollout.loss_mask])
         return drift_metrics(own, version=version) | sharpness(own) | against_teachers(samples, logp)
 
     # --- gradients and steps ---------------------------------------------------------------------------------
 
-    def _accumulate(self, keys: Sequence[Key], counts: Counts) -> list[Weighed]:
+    def _accumulate(self, keys: Sequence[Key], counts: Counts) -> list[SampleFreshness]:
         self.weighed += keys
         if self.judge is not None and not self.method.weighs_all:
             self._judged([self.samples[key] for key in keys])
@@ -317,7 +317,7 @@ class NativeLearner:
 
         return self.objective(hidden_NH, head, samples, frozen, counts, self._judged(samples, draws), slope_N)
 
-    def _judged(self, samples: Sequence[Scored], draws: Callable[[], Sequence[Tensor]] = list) -> list[Judged]:
+    def _judged(self, samples: Sequence[Scored], draws: Callable[[], Sequence[Tensor]] = list) -> list[SampleWeight]:
         frozen = [self.frozen[key_of_sample(each)] for each in samples]
         return present(self.judge).of(samples, frozen, version=self.update - 1, draws=draws)
 

@@ -13,7 +13,7 @@ from slipstream.engines.native.sampling.parking import Lineage
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Ints, Prompt, Rollout, handed_over, header_of
 
-Told = tuple[asyncio.Future[Any], Any]
+FutureResult = tuple[asyncio.Future[Any], Any]
 """A caller's future, and the result to set in this future."""
 
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
-from slipstream.engines.native.config import GATHERED
+from slipstream.engines.native.config import ADMISSION_SHARE
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.sampling.arrivals import admit, prefix_reads
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, compacted, prove
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
-from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told, new_request
+from slipstream.engines.native.sampling.requests import FutureResult, Publish, Request, Row, new_request
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
@@ -146,12 +146,12 @@ class NativeSampler:
                     answer.get_loop().call_soon_threadsafe(settle, answer, result)
 
     @torch.inference_mode()
-    def _step(self) -> list[Told]:
+    def _step(self) -> list[FutureResult]:
         """Release groups, else load weights, else draw one token for each row; return the callers' results."""
         self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
         return self._release() or self._publish() or self._draw()
 
-    def _release(self) -> list[Told]:
+    def _release(self) -> list[FutureResult]:
         """Remove released requests, running or waiting; return their groups with the tokens drawn so far."""
         if not self.releasing:
             return []
@@ -168,9 +168,9 @@ class NativeSampler:
                 self.waiting.remove(request)
         return [(request.answer, request.group()) for request in leaving]
 
-    def _publish(self) -> list[Told]:
+    def _publish(self) -> list[FutureResult]:
         """Load all published weights in order; stop at one with mode "drain" while rows are running."""
-        results: list[Told] = []
+        results: list[FutureResult] = []
         while self.publishing and not (self.publishing[0].mode == "drain" and self.rows):
             publish = self.publishing.popleft()
             if not publish.answer.cancelled():
@@ -210,7 +210,7 @@ class NativeSampler:
     def _admit(self) -> list[Read]:
         """Give slots to waiting groups if enough slots are free; return the reads (prompt prefills) of the new rows."""
         free = self.count - len(self.rows)
-        if not self.waiting or free < self.count // GATHERED:
+        if not self.waiting or free < self.count // ADMISSION_SHARE:
             return []
         admitted = admit(self.waiting, self.publishing, self.parking, free=free, room=PASS_TOKENS)
         stop = len(self.rows) + admitted.rows
@@ -241,7 +241,7 @@ class NativeSampler:
             self.rows[slot].kept = list(rollout.kept.rows()) if rollout.kept is not None else []
         return slots
 
-    def _draw(self) -> list[Told]:
+    def _draw(self) -> list[FutureResult]:
         """Admit requests, then draw one token for each running and new row; return the callers' results."""
         reads = self._admit()
         if not self.rows:
@@ -254,7 +254,7 @@ class NativeSampler:
             logits_NV = logits_NV.repeat_interleave(counts, 0)
         return self._emit(logits_NV)
 
-    def _emit(self, logits_NV: Tensor) -> list[Told]:
+    def _emit(self, logits_NV: Tensor) -> list[FutureResult]:
         """Draw the next token of every row from its logits and record it; return the results of complete groups."""
         tape, rows, n = self.tape, self.rows, len(self.rows)
         next_N = tape.last_S[:n] + 1
@@ -291,9 +291,9 @@ class NativeSampler:
         ended = (stopped_N | (next_N >= tape.limit_S[:n])).nonzero()[:, 0].tolist()
         return self._end(ended, stopped_N.tolist()) if ended else []
 
-    def _end(self, ended: list[int], stopped: list[bool]) -> list[Told]:
+    def _end(self, ended: list[int], stopped: list[bool]) -> list[FutureResult]:
         """Remove ended rows, park the sequences that may continue, and return the results of complete groups."""
-        results, parked = list[Told](), dict[int, tuple[Lineage, Ints]]()
+        results, parked = list[FutureResult](), dict[int, tuple[Lineage, Ints]]()
         finished = self._read({slot: "eos" if stopped[slot] else "length" for slot in ended})
         for slot, (row, rollout) in zip(ended, finished, strict=True):
             row.request.done[row.index] = rollout

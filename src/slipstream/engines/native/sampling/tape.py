@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.engines.native.sampling.requests import Request, Row
 from slipstream.protocols import Sampling
-from slipstream.records import Finish, Floats, Ints, Rollout, derive_seed, kept_of, one_turn
+from slipstream.records import Finish, Floats, Ints, Rollout, derive_seed, one_turn, support_from_ids
 
 
 class Tape:
@@ -104,7 +104,7 @@ def _rollout(
         best_logp=best_logp_TK[:, :best].copy() if best else None,
         versions=version_T.copy(),
         finish=finish,
-        kept=kept_of(row.kept) if row.kept else None,
+        kept=support_from_ids(row.kept) if row.kept else None,
     )
 
 
