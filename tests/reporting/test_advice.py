@@ -36,6 +36,7 @@ from support.advice_examples import (
     Value,
     after,
     config_of,
+    drifting,
     engines,
     lines_of,
     rising,
@@ -86,6 +87,16 @@ def test_of_thresholds_those_are_suggested_that_do_something(freshness: Mapping[
     advice = advise(Case(config, lines_of({"freshness/buffer_f": 0.3}), ledger=worth(0.1)))
     found = [answer.change for answer in advice.answers if answer.name == "freshness thresholds"]
     assert [set(change) for change in found] == ([keys] if keys else [])
+
+
+def test_coefficients_of_freshness_follow_from_the_measured_drift() -> None:
+    """At √D = 0.2, alpha = ln 2 / 0.2 halves the weight of the median sample; the anchor is a tenth of the loss."""
+    lines = lines_of({"freshness/roll": 0.04, "distill/loss": -0.8, "freshness/buffer_f": 0.05})
+    config = config_of({"freshness": {}, "schedule": {"kind": "async", "tau": 2}})
+    advice = advise(Case(config, lines, ledger=drifting(0.04)))
+    [change] = [answer.change for answer in advice.answers if answer.name == "freshness coefficients"]
+    assert change == {"freshness.alpha": 3.5, "freshness.anchor": 2.0, "freshness.cooldown": 6}
+    assert not [answer for answer in advise(Case(config_of(SYNC), lines)).answers if "freshness" in answer.name]
 
 
 # --- what is well, and what is young ----------------------------------------------------------------------------------

@@ -172,12 +172,18 @@ GETS_WORSE: dict[str, Value] = {"teacher/kl": rising(0.4, 0.8), "reward/exact": 
 WEIGHED = {**POLICY, "correction": {"preset": "decoupled_token_is"}}
 REJECTS = {**POLICY, "correction": {"preset": "decoupled_geo_rs"}}
 SUMS = {**POLICY, "correction": {"preset": "decoupled_seq_is_rs"}}
-FRESHNESS = {"freshness": {}, "schedule": {"kind": "async", "tau": 2}}
+FRESHNESS = {"freshness": {"cooldown": 6}, "schedule": {"kind": "async", "tau": 2}}
+COOLED = {"freshness": {"anchor": 0.0, "cooldown": 6}, "schedule": {"kind": "async", "tau": 2}}
 STUCK: dict[str, Value] = {"teacher/kl": 0.5, "reward/exact": 0.3}
 
 
 def worth(f: float) -> tuple[dict[str, Any], ...]:
     return tuple({"f": [f], "lag": [2]} for _ in range(60))
+
+
+def drifting(kl: float) -> tuple[dict[str, Any], ...]:
+    """Samples of lag 2 with this drift of the student; their freshness is that of the default settings."""
+    return tuple({"f": [0.02], "lag": [2], "roll": [kl], "sup": [0.0]} for _ in range(60))
 
 
 EXAMPLES = [
@@ -258,6 +264,7 @@ EXAMPLES = [
     Example("small support", {"distill/student_mass": 0.88}, {"distill/student_mass": 0.92},
             {"loss": {"kind": "reverse_kl_topk", "k": 16}}),
     Example("gated samples", {"freshness/gated": 0.3, **STUCK}, {"freshness/gated": 0.2, **STUCK}, FRESHNESS),
+    Example("freshness coefficients", {}, {}, COOLED, weight="tune", ledger=(drifting(0.04), drifting(0.48))),
     Example("freshness thresholds", {"freshness/buffer_f": 0.3}, {"freshness/buffer_f": 0.05}, FRESHNESS, weight="tune",
             ledger=(worth(0.1), worth(0.02))),
     Example("truncated answers", {"truncated": 0.6}, {"truncated": 0.08}),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
-from statistics import median, quantiles
+from math import log, sqrt
+from statistics import fmean, median, quantiles
 
 from slipstream.reporting.advice.drift import KL_LIMIT, KL_WARNING, fresher, risen, slower, worse
 from slipstream.reporting.advice.measurements import WINDOW, Case, Level, level, values_of
@@ -31,6 +31,8 @@ MANY = 50
 """Smallest number of samples for a 10% quantile; half as many updates are enough."""
 NEAR = 0.2
 """Relative difference between a setting and the suggestion, up to which no change is suggested."""
+HALF, ANCHORED = 0.5, 0.1
+"""Suggested factor of the median sample's drift, and suggested anchor as a share of the distillation loss."""
 KAPPAS = {"kappa_f": "buffer_f", "kappa_roll": "buffer_roll_coverage", "kappa_sup": "buffer_sup_coverage"}
 """Thresholds of a refresh, and the metrics that they apply to (freshness/...)."""
 COLD = 0.5
@@ -179,6 +181,41 @@ def gated(case: Case) -> Found | None:
     return found_above(case, "freshness/gated", GATED, [*fresher(case.config), *lower], error=not case.gained)
 
 
+def freshness_coefficients(case: Case) -> Found | None:
+    """Suggest alpha and beta from the drift of this run, an anchor from its losses, and a cooldown from its schedule.
+
+    With a suggested coefficient c, the factor exp(−c·√D) of the median sample is `HALF` at the lag that drifts most.
+    """
+    fresh, learner = case.config.freshness, case.config.learner
+    if fresh is None:
+        return None
+    change = dict[str, float]()
+    for name, drift in (("alpha", "roll"), ("beta", "sup")) if fresh.weight == "freshness" else ():
+        if (most := largest_median(case, drift)) > 0:
+            change[f"freshness.{name}"] = rounded(-log(HALF) / sqrt(most))
+    loss, kl = (values_of(case.lines, name) for name in ("distill/loss", "freshness/roll"))
+    if fresh.anchor and loss and kl and fmean(kl) > 0:
+        change["freshness.anchor"] = rounded(ANCHORED * abs(fmean(loss)) / fmean(kl))
+    if fresh.refresh == "adaptive":
+        change["freshness.cooldown"] = 2 * (case.config.schedule.max_tau + 1) * learner.minibatches * learner.epochs
+    given = {key: getattr(fresh, key.rpartition(".")[2]) for key in change}
+    change = {key: value for key, value in change.items() if abs(value - given[key]) > NEAR * max(value, given[key])}
+    if len(case.lines) < MANY or not change:
+        return None
+    first = next(iter(change))
+    return Found("freshness/roll", change[first], given[first], [change])
+
+
+def largest_median(case: Case, drift: str) -> float:
+    """Return the largest median of a drift (roll or sup in the ledger) over the lags up to tau; 0 if it is unknown."""
+    by_lag: dict[int, list[float]] = {}
+    for line in case.ledger:
+        for value, lag in zip(line.get(drift, ()), line.get("lag", ()), strict=False):
+            if value is not None and 0 < lag <= case.config.schedule.max_tau:
+                by_lag.setdefault(lag, []).append(value)
+    return max((median(values) for values in by_lag.values() if len(values) >= MANY), default=0.0)
+
+
 def freshness_thresholds(case: Case) -> Found | None:
     """Suggest active thresholds: 10% quantiles of freshness at lag tau (the lag limit), and of buffer metrics."""
     fresh = case.config.freshness
@@ -206,4 +243,8 @@ def freshness_thresholds(case: Case) -> Found | None:
 
 def tenth(values: Sequence[float]) -> float:
     """Return the 10% quantile, rounded to two digits."""
-    return float(f"{quantiles(values, n=10, method='inclusive')[0]:.2g}")
+    return rounded(quantiles(values, n=10, method="inclusive")[0])
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.2g}")

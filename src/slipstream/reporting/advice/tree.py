@@ -295,6 +295,19 @@ RULES: tuple[Rule, ...] = (
         find=learning.gated,
     ),
     Rule(
+        name="freshness coefficients",
+        reads="ledger.jsonl: roll, sup, lag; distill/loss freshness/roll",
+        when=f"a setting differs from the suggestion by more than {learning.NEAR:.0%}, after {learning.MANY} updates",
+        cause="This run measured how far student and teacher drift at each lag up to tau. With the suggested alpha and "
+        f"beta, drift lowers the weight of the median sample to {learning.HALF} at the lag that drifts most. The "
+        f"suggested anchor is {learning.ANCHORED:.0%} of the distillation loss, and the cooldown two fillings of the "
+        "buffer.",
+        change="`freshness.alpha`, `beta`, `anchor`, `cooldown`",
+        watch="freshness/ess, freshness/f",
+        find=learning.freshness_coefficients,
+        weight="tune",
+    ),
+    Rule(
         name="freshness thresholds",
         reads="ledger.jsonl: f, lag; freshness/buffer_f freshness/buffer_roll_coverage freshness/buffer_sup_coverage",
         when=f"the 10% quantile differs from the setting by more than {learning.NEAR:.0%}, over {learning.MANY} "
