@@ -38,7 +38,7 @@ def mean_lag(header: Header, version: int) -> float:
 
 
 def sample_metrics(headers: Sequence[Header]) -> Metrics:
-    """Return metrics of lengths, truncation and rewards; an episode's reward counts once, even with branches."""
+    """Return metrics of samples and episodes; an episode's reward counts once, even with branches."""
     episodes = {(header.number, header.episode): header for header in headers}.values()
     lengths = [header.tokens for header in headers]
     numbers: Metrics = {
@@ -114,7 +114,7 @@ def trust_metrics(headers: Sequence[Header]) -> Metrics:
 
 
 def relabel_metrics(headers: Sequence[Header]) -> Metrics:
-    """Return the number of samples scored again, and mean KL(new ‖ first) of their teacher scores where known."""
+    """Return the number of samples scored again, mean KL(new ‖ first) of their scores, and token share with a KL."""
     asked = [header for header in headers if header.moved is not None and header.trained_tokens]
     if not asked:
         return {}
@@ -138,7 +138,7 @@ def throughput(tokens: Sequence[float], finished: Sequence[float], *, warmup: in
 
 
 def merged(intervals: Iterable[Interval]) -> float:
-    """Return the seconds covered by at least one of these intervals."""
+    """Return the seconds that at least one interval covers."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -201,7 +201,7 @@ COUNTED += ("seconds/update", "seconds/data", "seconds/turn", "seconds/weights")
 def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     """Summarise the metrics lines of a run after warm-up; return {} for fewer than two updates after update `since`.
 
-    Only `overlap/stages` includes the warm-up, from the first rollout to the last update, as in AsyncOPD.
+    `overlap/stages` (as in AsyncOPD), `lag/max`, `seconds` and counters include the warm-up.
     """
     made = [line for line in lines if line["kind"] == "train" and line["update"] > since]
     lines = [{**dict.fromkeys(COUNTED, 0.0), **line} for line in made]
@@ -230,7 +230,7 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
 
 
 def summary(run: Mapping[str, float]) -> list[str]:
-    """Return a run's digest as text: speed, overlap, staleness, and what the learner waited for."""
+    """Describe a run in lines of text, from its digest; [] for an empty digest."""
     if not run:
         return []
     found = [

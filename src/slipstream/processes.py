@@ -29,7 +29,6 @@ ROUNDS = 1000
 
 
 def set_process_name(name: str) -> None:
-    """Set the name of this process in ps and top."""
     _prctl(PR_SET_NAME, name.encode())
 
 
@@ -44,7 +43,7 @@ def die_with_parent() -> None:
 
 
 def wake_with_parent() -> None:
-    """Send SIGCONT on the parent's death, so that a stopped child can clean up."""
+    """Continue this process (SIGCONT) when its parent dies, so that it can clean up even if it was stopped."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
@@ -123,7 +122,6 @@ async def start_program(
 
 
 def exit_text(code: int) -> str:
-    """Describe how a process ended: by its exit status, or by a signal if `code` is negative."""
     return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
@@ -184,7 +182,6 @@ def close_pipes(process: asyncio.subprocess.Process) -> None:
 
 
 async def end_program(process: asyncio.subprocess.Process) -> None:
-    """Kill a program with all descendants, wait for its end, and close its pipes."""
     kill_program(process)
     await exited(process)
     close_pipes(process)
@@ -203,7 +200,6 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of all descendants of a process, level by level."""
     found = children(pid)
     for descendant in found:  # the loop also reaches those that it appends
         found += children(descendant)

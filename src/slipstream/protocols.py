@@ -290,7 +290,6 @@ class Graded:
 
 
 def with_grade(handle: Handle, graded: Header | None) -> Handle:
-    """Copy the grade of the episode to this handle; return the handle unchanged if there is no grade."""
     if graded is None:
         return handle
     return handle.with_header(rewards=graded.rewards, ungraded=graded.ungraded, said=graded.said)

@@ -99,7 +99,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingSupport:
-    """Sampling support: for each trained token, the ids that top-p, top-k and min-p left to sample from."""
+    """For each trained token, the ids that top-p, top-k and min-p left to sample from."""
 
     ids: Ints
     """Ids of all trained tokens, concatenated."""
@@ -468,7 +468,6 @@ class Handle:
     body: Any
 
     def with_header(self, **changes: Any) -> Handle:
-        """Return this handle with some fields of its header changed."""
         return Handle(replace(self.header, **changes), self.body)
 
 
@@ -476,7 +475,7 @@ Group = Sequence[Handle]
 
 
 def handed_over(rollouts: Iterable[Rollout]) -> list[Handle]:
-    """Return handles for a group that will be continued; every header has `finish="released"`, even complete ones."""
+    """Return handles for a group that will be continued; even complete responses get `finish="released"`."""
     return [Handle(replace(header_of(rollout), finish="released"), rollout) for rollout in rollouts]
 
 

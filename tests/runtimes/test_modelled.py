@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -43,21 +45,13 @@ LOOKUP = {
 
 
 @contextmanager
-def busy_thread() -> Iterator[None]:
-    """Keep a thread of this process busy, so that real times differ from those of a quiet machine."""
-    over = threading.Event()
-
-    def work() -> None:
-        while not over.is_set():
-            sum(range(10_000))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def busy_process() -> Iterator[None]:
+    """Keep a core busy, so that real times differ from those of a quiet machine."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def lines_of(tree: dict[str, Any], path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -69,7 +63,7 @@ def lines_of(tree: dict[str, Any], path: Path) -> tuple[list[dict[str, Any]], li
 @pytest.mark.parametrize("change", [{}, LOOKUP], ids=["answers", "episodes"])
 def test_two_runs_of_one_seed_are_equal(tmp_path: Path, change: dict[str, Any]) -> None:
     first = lines_of(TREE | change, tmp_path / "first")
-    with busy_thread():
+    with busy_process():
         second = lines_of(TREE | change, tmp_path / "second")
     assert first == second
     assert max(line["lag/max"] for line in first[0]) >= 2, "samples are stale"

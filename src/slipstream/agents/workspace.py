@@ -19,7 +19,7 @@ TAKE = ("/bin/sh", "-c", "tar --ignore-failed-read -cf - . 2>/dev/null | base64 
 
 
 async def put(session: Session, directory: Path, limits: Limits) -> None:
-    """Copy a directory into a new sandbox; raise SandboxError on failure, which no program of a model has caused."""
+    """Copy a directory into a new sandbox; raise SandboxError if this fails, which no model's program can cause."""
     ran = await session.run(PUT, stdin=packed(directory), limits=limits)
     if ran.status != "ok" or ran.err:
         raise SandboxError(f"{directory} cannot be copied into the sandbox: {why(ran)}")

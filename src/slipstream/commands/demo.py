@@ -82,7 +82,7 @@ def demo(config: Config, console: Console) -> None:
 
 
 def configs_to_compare(config: Config) -> list[Config]:
-    """Return two configs: a synchronous one in one process (fastest for tiny models), and the given one."""
+    """Return the given config, preceded by a synchronous one in one process unless it is synchronous itself."""
     if config.schedule.kind == "sync":
         return [config]
     serial = {"schedule": Sync(), "runtime": config.runtime.model_copy(update={"kind": "inline", "address": None})}
@@ -92,7 +92,6 @@ def configs_to_compare(config: Config) -> list[Config]:
 
 
 def number_table(title: str, *columns: str) -> Table:
-    """Return a table with a column of names, then columns of numbers."""
     numbers = [Column(name, justify="right") for name in columns]
     return Table("", *numbers, title=f"\n{title}", title_justify="left")
 
@@ -107,7 +106,6 @@ def speed_table(paths: dict[str, Path]) -> Table:
 
 
 def marked_answer(answer: str, truth: str) -> str:
-    """Return the answer as markup: characters that equal the truth in green, others in red."""
     return (
         "".join(f"[green]{char}[/]" if truth[i : i + 1] == char else f"[red]{char}[/]" for i, char in enumerate(answer))
         or "[red](nothing)[/]"

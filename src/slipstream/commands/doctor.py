@@ -75,13 +75,11 @@ def versions() -> str:
 
 
 def memory_findings(made: Plan) -> list[Finding]:
-    """Return findings on memory: the need of every process, and shortages for which the plan raised no error."""
     needed = [Finding("memory", True, str(need)) for need in made.needs]
     return needed + [Finding("memory", False, text) for text in check_room(made.engines)]
 
 
 def with_large_step(made: Plan) -> Plan:
-    """Return the plan, changed so that the learner makes one large step per update."""
     learner = made.engines.learner
     settings = learner.settings.model_copy(update={"lr": LR, "warmup": 0, "minibatches": 1, "epochs": 1})
     return replace(made, engines=replace(made.engines, learner=replace(learner, settings=settings)))

@@ -128,7 +128,7 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
 
 def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
-    """Measure a model and print the results; `given` are the command-line options, by field of `EvalSettings`."""
+    """Measure a model and print the results; `options` are the command-line options, by field of `EvalSettings`."""
     notes: list[str] = []
     subject = evaluated_model(model)
     settings = settings_of(subject, options, notes.append)
@@ -213,7 +213,6 @@ def settings_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callab
 
 
 def settings_line(subject: EvaluatedModel, settings: EvalSettings, options: Mapping[str, Any]) -> str:
-    """Return one line that lists settings taken from the run, and settings given on the command line."""
     texts = {name: f"{name} {option_text(value)}".strip() for name, value in chosen_settings(settings).items()}
     if settings.environment is not None:
         wanted = settings.environment.wanted
@@ -254,7 +253,6 @@ def option_text(value: Any) -> str:
 def line_of(
     subject: EvaluatedModel, settings: EvalSettings, name: str, found: Measured, ks: Sequence[int]
 ) -> dict[str, Any]:
-    """Return settings and results of one set as an object for one line of JSON."""
     rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

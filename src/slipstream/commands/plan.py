@@ -27,7 +27,6 @@ HOW_TO_GIVE_COSTS = "write --measure to measure its engines, or --costs FILE, or
 def plan_ahead(
     args: Namespace, console: Console, changes: Sequence[tuple[str, str]], note: Callable[[str], None]
 ) -> None:
-    """Simulate a config or run; `args` are the options of the command line."""
     from slipstream.planning.planner import PlannedConfig, numbers
 
     subject = PlannedConfig.of(args.source, changes, note)

@@ -19,7 +19,6 @@ SHOWN = 5
 
 
 def samples(path: Path, console: Console, *, update: int | None, count: int) -> None:
-    """Print the last `count` samples of the run, or of one update if `update` is given."""
     for quote in samples_of(path, update)[-count:]:
         console.print(Text(head(quote), style="bold"), soft_wrap=True)
         for name, text in [("prompt", quote["prompt"]), *(quote.get("turns") or [("response", quote["response"])])]:
@@ -45,7 +44,6 @@ def samples_of(path: Path, update: int | None) -> list[Line]:
 
 
 def head(quote: dict[str, Any]) -> str:
-    """Return one line about a sample: update, prompt, length, versions, finish and rewards."""
     versions = [version for version, _ in quote["versions"]] or [0]
     drawn = f"version {versions[0]}" if len(set(versions)) == 1 else f"versions {min(versions)} to {max(versions)}"
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())

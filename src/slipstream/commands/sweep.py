@@ -171,7 +171,6 @@ def run_cells(
 
 
 def write_results(results: Sweep, say: Callable[[str], None]) -> None:
-    """Write the result rows as CSV and Parquet, if any cell is finished, and print the paths."""
     if not results.finished:
         return
     say(f"results: {write_csv(results)}")

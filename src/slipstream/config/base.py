@@ -42,7 +42,6 @@ def template_fields(template: str) -> list[tuple[str, str | None, str | None]]:
 
 
 def as_tuple(given: Any) -> Any:
-    """Convert one name, or a list of names, to a tuple of names. Return other values unchanged."""
     names = [given] if isinstance(given, str) else given
     return tuple(names) if isinstance(names, list) else names
 

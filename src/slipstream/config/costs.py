@@ -47,7 +47,6 @@ class PassCost(Section):
     """Additional seconds for each token, prompts included."""
 
     def seconds(self, tokens: float) -> float:
-        """Return the seconds of a pass over this many tokens; 0 if there are none."""
         return self.call + self.token * tokens if tokens else 0.0
 
 
@@ -115,7 +114,7 @@ class Costs(Section):
     lengths: Lengths
 
     def scaled(self, factor: float) -> Costs:
-        """Return costs of engines for which all work takes `factor` times as long."""
+        """Return the costs of engines whose work takes `factor` times as long; waiting times stay the same."""
         changes = dict[str, Any]()
         for name in ("decode", "read", "score", "learn", "publish"):
             section = getattr(self, name)
@@ -124,7 +123,6 @@ class Costs(Section):
         return self.model_copy(update=changes)
 
     def to_toml(self) -> str:
-        """Return the costs as TOML, with a comment on every number."""
         return "\n".join(written(self))
 
 

@@ -95,7 +95,6 @@ def _add_kinds(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace_verl_names(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which verl's name of a loss is replaced by the name used here."""
     match tree.get("loss"):
         case {"kind": str(kind), **options} if kind in ALIASES:
             return {**tree, "loss": {**options, "kind": ALIASES[kind]}}

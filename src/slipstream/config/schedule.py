@@ -104,7 +104,6 @@ class Async(ScheduleSection):
 
     @property
     def min_publish_every(self) -> int:
-        """Return the smallest possible number of updates between two publishes."""
         return 1 if self.publish_every == "auto" else self.publish_every
 
     @property

@@ -391,7 +391,6 @@ class RuntimeConfig(Section):
 
 
 def most_replicas(workers: SamplerConfig | TeacherConfig) -> int:
-    """Return the largest number of samplers, or of copies of a teacher, in a run."""
     return workers.replicas_max if workers.replicas == "auto" else workers.replicas
 
 

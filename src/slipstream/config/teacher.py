@@ -113,13 +113,12 @@ class TeacherConfig(Section):
 
     @property
     def exact(self) -> bool:
-        """Return whether the teacher runs locally in full precision."""
         return self.base_url is None and self.dtype != "bfloat16"
 
     @field_validator("base_url")
     @classmethod
     def _check_url(cls, url: str | None) -> str | None:
-        """Reject URLs with a password. No message repeats the URL, which would be printed and saved."""
+        """Reject URLs with a password, query or wrong scheme. No message repeats the URL, which would be saved."""
         if url is None:
             return None
         form = "write http://HOST:PORT/v1, and nothing else"
@@ -214,7 +213,7 @@ class TeacherConfig(Section):
 
 
 def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
-    """Return a map from each value of data_source to the name of the teacher that scores its prompts."""
+    """Return the name of the teacher for each value of the data column that data.teacher_key names."""
     return {name if teacher.key is None else teacher.key: name for name, teacher in teachers.items()}
 
 

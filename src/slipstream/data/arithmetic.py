@@ -46,7 +46,7 @@ def problems(split: str, count: int) -> Iterator[tuple[str, str]]:
 
 
 def numbered(split: str, index: int) -> tuple[str, str]:
-    """Return prompt and answer of problem number ``index`` of a split; no other problem is computed."""
+    """Return prompt and answer of problem number ``index`` of a split; earlier problems are not computed."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     rng = random.Random(f"{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs

@@ -66,7 +66,6 @@ def layout_of(rows: Sequence[Any]) -> Layout:
 
 
 def with_configured_paths(layout: Layout, data: DataConfig) -> Layout:
-    """Return the layout with the paths that the config sets in place of its own."""
     prompt = data.prompt or (data.template and f"data.template = {data.template!r}")
     if prompt is not None:
         layout = replace(layout, prompt=(prompt,))
@@ -122,7 +121,7 @@ def _paths(fields: Mapping[str, Any], before: str = "") -> list[str]:
 
 
 def filled(where: str, template: str, fields: Mapping[str, Any]) -> str:
-    """Fill the placeholders {path} of a template with values of a row; raise DataError for values that are not text."""
+    """Fill placeholders {path} of a template with a row's values; raise DataError for None, NaN, lists and objects."""
     parts = []
     for text, path, _, _ in Formatter().parse(template):
         parts.append(text)

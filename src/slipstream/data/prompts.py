@@ -48,7 +48,6 @@ class Row:
 
     @property
     def place(self) -> str:
-        """File and line of the row, or the row's id if unknown, for error messages."""
         return self.where or self.id
 
 
@@ -153,7 +152,6 @@ def fault_of(value: Any, depth: int = 0) -> str:
 
 
 def _prompt(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig) -> Any:
-    """Return the value of the prompt column without checks, or `data.template` filled with the row's values."""
     if data.template is not None:
         return filled(where, data.template, fields)
     if data.prompt is not None:
@@ -258,7 +256,7 @@ class Prompts:
         return self.row(self._index(number), number)
 
     def source(self, number: int) -> str:
-        """Return the mixture component of prompt `number`, by which updates keep the shares of the data."""
+        """Return the mixture component of prompt `number`; updates keep the share of each component."""
         return self.sources[self._index(number)]
 
     def _index(self, number: int) -> int:

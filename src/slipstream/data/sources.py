@@ -178,4 +178,3 @@ def _why(error: BaseException) -> str:
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-"""Function that reads a file, by file extension."""

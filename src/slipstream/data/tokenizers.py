@@ -139,7 +139,6 @@ def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tupl
 
 
 def stop_ids(tokenizer: Tokenizer, generation_config: Any) -> set[int]:
-    """Return the ids of tokens that end a response, from the tokenizer and the model's generation config."""
     found = getattr(generation_config, "eos_token_id", None)
     ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}
     ids.discard(None)

@@ -13,7 +13,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
-    """Return a line of samples.jsonl: texts include special tokens, and lists have one entry per trained token."""
+    """Return a line of samples.jsonl: texts include special tokens, and log-probs have one entry per trained token."""
     rollout, teacher = sample.rollout, sample.teacher_logp
     trained = rollout.loss_mask
     turns = [("said" if said else "seen", decode(tokens.tolist())) for said, tokens in turns_of(rollout)]

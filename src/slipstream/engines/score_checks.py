@@ -2,7 +2,7 @@
 
 A log-prob is checked in float32, the lowest precision of a learner. Invalid log-probs are NaN, infinite, above 0, or
 placeholders that servers write for unknown tokens. A response with an invalid log-prob becomes a failed member of its
-group, whose header names the cause. A valid log-prob below FLOOR is raised to FLOOR, only in this file, and counted.
+group, whose header names the cause. A valid log-prob below FLOOR is raised to FLOOR and counted.
 
 If a response was scored before, the header of the new record holds the difference of the two scores.
 
@@ -72,8 +72,6 @@ def scored(
 
 
 class Probed:
-    """Base class that implements `Scorer.probe` by `score`."""
-
     async def score(self, group: Group) -> list[Handle]:
         raise NotImplementedError
 
@@ -135,7 +133,6 @@ def columns(logp: NDArray[Any]) -> NDArray[Any]:
 
 
 def first_invalid(logp_NX: NDArray[np.float32]) -> tuple[int, int] | None:
-    """Return the row and column of the first invalid log-prob, or None if all are valid."""
     wrong_NX = ~((logp_NX <= TOLERANCE) & (logp_NX > PLACEHOLDER))  # NaN fails both comparisons
     return tuple(np.argwhere(wrong_NX)[0].tolist()) if wrong_NX.any() else None
 

@@ -1,7 +1,7 @@
 """Weights as flat bytes, which the learner publishes to other engines, and fingerprints of weights.
 
-A fingerprint is one hash over the CRC-32 of each tensor. An engine that loads weights returns the fingerprint of the
-tensors that it runs.
+A fingerprint is one hash over the CRC-32 of each tensor that `fingerprinted` names. An engine that loads weights
+returns the fingerprint of the tensors that it runs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def view_of(spec: TensorSpec, flat: Tensor) -> Tensor:
 
 
 def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> None:
-    """Raise ModelError unless published weights and model have the same tensors in the same shapes."""
     if missing := set(shapes.items()) ^ {(spec.name, spec.shape) for spec in weights.manifest}:
         names = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(missing)[:3])
         raise ModelError(f"weights do not fit the model: {names} on one side only")

@@ -68,8 +68,6 @@ class Environment(Protocol):
 
 
 class Policy(Sampler, Protocol):
-    """Sampler (of student responses) that generates single turns."""
-
     def close(self) -> None: ...
 
 
@@ -125,8 +123,6 @@ class Call:
 
 
 class Calls:
-    """Running calls of `generate`. Each call generates the members of its group concurrently."""
-
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.open: list[Call] = []
@@ -191,7 +187,6 @@ class Episode:
         self.tokens += len(part.tokens) if isinstance(part, Rollout) else len(part)
 
     def next_prompt(self) -> Prompt:
-        """Return the prompt of the next turn: the episode's prompt and all its later tokens."""
         prompt = self.call.prompt
         tokens = [part.tokens if isinstance(part, Rollout) else part for part in self.parts]
         return replace(

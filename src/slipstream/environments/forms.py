@@ -79,7 +79,7 @@ def without_titles(schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """Environment class of the user, with its tools found."""
+    """Environment class, with the tools found in the class."""
 
     spec: str
     made: type[Any]
@@ -199,7 +199,6 @@ class Acting:
         return self._limited(Step((*[await self._called(call) for call in reply.calls], *faults)))
 
     def _limited(self, step: Step) -> Step:
-        """Add the counters to a step's metrics, and shorten observations that are too long."""
         counted = {name: float(count) for name, count in self.counts.items()}
         reported = (getattr(self.instance, "metrics", None) or {}) | dict(step.metrics)
         metrics = counted | {f"own/{name}": number(value) for name, value in reported.items()}
@@ -276,7 +275,6 @@ def plain(value: Any) -> Any:
 
 
 def shortened(text: str, most: int) -> str:
-    """Shorten a text to about `most` characters: keep its beginning and its end."""
     if len(text) <= most:
         return text
     ends = most * 2 // 3, most - most * 2 // 3
@@ -284,5 +282,4 @@ def shortened(text: str, most: int) -> str:
 
 
 def failure_text(kind: Kind, error: BaseException) -> str:
-    """Describe an exception in one line, with the line number in the file of the user's class."""
     return describe_error(error, inspect.getsourcefile(kind.made) or file_of(kind.made))

@@ -169,7 +169,7 @@ class HostProcess(Child):
         self.reader = threading.Thread(target=self._receive, daemon=True)
 
     def ready(self) -> list[dict[str, Any]]:
-        """Wait until the host is ready; return the schemas of the tools. ConfigError if the class cannot be used."""
+        """Wait until the host is ready; return the tools' schemas. Raise ConfigError if the class cannot be used."""
         with self.starting:  # several threads may wait here, but only one thread may read the connection
             if self.schemas is None:
                 try:
@@ -229,8 +229,6 @@ class HostProcess(Child):
 
 
 class Hosts:
-    """Host processes, over which the environments of one class are distributed."""
-
     def __init__(self, wanted: HostSettings, processes: int = 1) -> None:
         self.wanted, self.numbers = wanted, count()
         self.processes = [HostProcess(wanted) for _ in range(processes)]  # now, while models load
@@ -253,7 +251,7 @@ class Hosts:
         return Episode(self, next(self.numbers), alone)
 
     async def host(self, *, alone: bool) -> HostProcess:
-        """Return the host with the fewest environments, or for `alone` a new host (when suspects are below `APART`)."""
+        """Return the host with the fewest environments; for `alone`, start a new host once fewer than `APART` run."""
         for host in [host for host in self.processes if host.ended]:
             self.retire(host)
         if not alone:
@@ -343,7 +341,7 @@ class Episode:
 
 
 def schemas(wanted: HostSettings) -> list[dict[str, Any]]:
-    """Start a host to get the schemas of the tools, and return these; ConfigError if the class cannot be used."""
+    """Return the tools' schemas, from a host started for this; raise ConfigError if the class cannot be used."""
     hosts = Hosts(wanted)
     try:
         return hosts.ready()

@@ -9,7 +9,7 @@ SHOWN = 4000
 
 
 class Python:
-    """Environment with one tool, `python`. Results are reproducible: fixed hash seed, no network, no times."""
+    """Environment `python`. Results are reproducible: fixed hash seed, no network, no durations in the text."""
 
     limits = Limits()
 

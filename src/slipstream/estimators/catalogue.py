@@ -1,4 +1,4 @@
-"""Descriptions of all estimators, made from the tables that the code uses.
+"""Descriptions of all estimators, made from the tables and docstrings of the code.
 
 docs/estimators.md and `slipstream estimators` show these descriptions.
 """

@@ -184,7 +184,6 @@ def _kl(loga: Tensor, logb: Tensor) -> Tensor:
 
 
 def _completed(logp_NK: Tensor, *, tail: bool, renormalise: bool) -> Tensor:
-    """Return log-probs unchanged, conditioned on the support, or with the remaining mass as one more column."""
     if tail and renormalise:
         raise ValueError("tail and renormalise exclude each other: keep one of them")
     if renormalise:

@@ -36,7 +36,6 @@ def bounded(x: Tensor, least: float, most: float | None = None) -> Tensor:
 
 
 def with_gradient(value: Tensor, by: Tensor) -> Tensor:
-    """Return `value` with the gradient of `by`."""
     return value.detach() + (by - by.detach())
 
 
@@ -51,7 +50,6 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def same_shape(**tensors: Tensor) -> torch.Size:
-    """Return the common shape of the arguments. Raise a ValueError that names all shapes if they differ."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1:
         raise ValueError(f"shapes differ: {', '.join(f'{name} {shape}' for name, shape in shapes.items())}")
@@ -59,7 +57,6 @@ def same_shape(**tensors: Tensor) -> torch.Size:
 
 
 def same_matrix(**tensors: Tensor) -> None:
-    """Raise a ValueError unless all arguments are matrices of one shape, positions by actions."""
     if len(shape := same_shape(**tensors)) != 2:
         raise ValueError(f"{', '.join(tensors)} must have two dimensions, positions by actions, got {tuple(shape)}")
 
@@ -78,5 +75,4 @@ def zeroed(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def joined(arrays: Sequence[NDArray[Any]], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the per-token arrays of several samples as one tensor."""
     return torch.from_numpy(np.concatenate(arrays)).to(device, dtype)

@@ -50,7 +50,6 @@ def only(given: Options, function: Function) -> Options:
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
-    """Return the error for an unknown name, with the choices and the most similar one."""
     names = list(choices)
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

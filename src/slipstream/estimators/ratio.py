@@ -109,7 +109,7 @@ def weight_metrics(
 
 
 def share(hit_BT: Tensor, valid_BT: Tensor, *, of_rows: bool = False) -> Tensor:
-    """Return the share of valid tokens with `hit`; with `of_rows` the share of non-empty rows with any such token."""
+    """Return the share of valid tokens in `hit_BT`; with `of_rows` the share of non-empty rows with any such token."""
     if of_rows:
         hit_BT, valid_BT = (hit_BT & valid_BT).any(-1, keepdim=True), valid_BT.any(-1, keepdim=True)
     return token_mean(hit_BT.double(), valid_BT)

@@ -57,7 +57,6 @@ def is_adapter(name: str) -> bool:
 
 
 def base_of(name: str) -> str:
-    """Return the name of the base model that an adapter directory names."""
     base = _config(Path(name)).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"{name}: {CONFIG} names no base (base_model_name_or_path)")
@@ -116,7 +115,6 @@ def _layers(path: Path, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _shapes(path: Path) -> dict[str, Shape]:
-    """Read the shape of every tensor from the header of a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -152,7 +152,6 @@ def misread(student: str, targets: str | Sequence[str]) -> bool:
 
 
 def section(title: str, names: Sequence[str], rows: Iterable[Row]) -> list[str]:
-    """Return a heading and a table, or an empty list if there are no rows."""
     found = list(rows)
     return [f"## {title}", table(names, found)] if found else []
 

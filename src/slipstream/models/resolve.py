@@ -16,7 +16,7 @@ KNOCK = 10.0
 
 
 def model_path(name: str) -> str:
-    """Return the directory or hub name of a model, for an adapter that of its base; ModelError if none can exist."""
+    """Return the directory or hub name of a model or of an adapter's base; raise ModelError if none can exist."""
     if not name.strip():
         raise ModelError(f"{name!r} names no model: write an HF directory or a hub name")
     if is_adapter(name):
@@ -49,7 +49,7 @@ def file_of(name: str, file: str) -> Path | None:
 
 @cache
 def check_reachable(name: str) -> None:
-    """Raise ModelError if a model is not local and the hub does not answer; the hub's library retries for a minute."""
+    """Raise ModelError if a model is not local and the hub does not answer; its library would retry for a minute."""
     path = model_path(name)
     if Path(path).is_dir():
         return

@@ -23,8 +23,7 @@ from slipstream.records import Scored
 
 Metrics = dict[str, Tensor]
 LossOfRows = Callable[..., tuple[Tensor, Metrics]]
-"""Function from (student's log-probs at the ids, slice of rows, best_ids of the student) to (loss per row, metrics per
-row)."""
+"""Function from (student's log-probs, slice of rows, student's best_ids) to (loss per row, metrics per row)."""
 COLUMNS: dict[Cache, dict[str, Callable[[Scored], NDArray[Any] | None]]] = {
     "sampled": {
         "ids": lambda sample: sample.rollout.actions,
@@ -53,8 +52,7 @@ class Distillation:
         self.on_draws = self.spec.cache == "sampled"
         """True if the loss is computed at the draws (tokens sampled at each position)."""
         self.on_kept = self.on_draws and "behavior" in self.spec.takes
-        """True if the formula compares with the sampling policy. Log-probs are then conditioned on the sampling
-        support."""
+        """True if the formula uses the sampling policy. Log-probs are then conditioned on the sampling support."""
         self.best = self.spec.k if self.spec.cache == "teacher_topk" else 0
         """Number of the student's most likely ids that metrics compare with the teacher's top-k; 0 for none."""
 

@@ -72,7 +72,7 @@ Pair = tuple[Tensor, Tensor, int]
 
 
 def first_new_row(sample: Scored, prefixes: set[int]) -> int:
-    """Return the index of the first trained token whose prefix no earlier response had; token count if none."""
+    """Return the index of the first trained token that no earlier response has at this prefix; token count if none."""
     prefix = hash((sample.teacher, sample.rollout.prompt.tokens.tobytes()))
     new_T = []
     for token in sample.rollout.tokens.tolist():

@@ -214,7 +214,7 @@ def _current(batch: Sequence[Evidence]) -> Tensor:
 
 
 def _evidence(batch: Sequence[Evidence], method: Method, rewards: Rewards, mask_BT: Tensor) -> dict[str, Any]:
-    """Return the inputs of corrections other than log-probs. Advantages are computed before any rejection."""
+    """Return the additional inputs of corrections. Advantages are computed before any rejection."""
     found: dict[str, Any] = {}
     if method.correction.is_level == "turn":
         found["turns"] = padded([sample.turn_T for sample in batch])
@@ -258,7 +258,6 @@ class Rewards:
         return advantage_BT
 
     def _evidence(self, mask_BT: Tensor, weight_BT: Tensor | None) -> dict[str, Any]:
-        """Return the additional inputs of the configured advantage estimator."""
         assert self.method.policy is not None
         found: dict[str, Any] = {}
         for name in ADVANTAGES[self.method.policy.advantage].evidence:
@@ -284,7 +283,6 @@ class Rewards:
         return torch.tensor([sample.rewards[name] for sample in self.batch], dtype=torch.float64)
 
     def _summed(self, by_name: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted sum of the rewards, [B]."""
         zero_B = torch.zeros(len(self.batch), dtype=torch.float64)
         return sum((weight * by_name[name] for name, weight in self.method.rewards.items()), start=zero_B)
 
@@ -292,7 +290,6 @@ class Rewards:
         return padded([present(sample.squares_T) for sample in self.batch])
 
     def metrics(self, advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
-        """Return metrics of rows with tokens left: mean rewards, and the share of rows with a non-zero advantage."""
         left_B = (mask_BT != 0).any(-1)
         moved_B = ((advantage_BT != 0) & (mask_BT != 0)).any(-1)
         rows = max(int(left_B.sum()), 1)

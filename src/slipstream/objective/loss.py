@@ -225,7 +225,6 @@ class Terms:
             self.drawn_logp_NM = joined([sample.rollout.action_logp for sample in samples], device, dtype)
 
     def _of_mask(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
-        """Return the values of trained tokens, joined over the samples."""
         return joined([array[mask_T] for array, mask_T in zip(arrays, self.masks, strict=True)], self.device, dtype)
 
     def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -322,7 +321,6 @@ class Terms:
         return _summed_parts(parts)
 
     def _evidence(self, known: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the additional inputs that some policy losses need."""
         found: dict[str, Any] = {}
         if self.method.chooses:
             found["chosen"] = known["chosen_T"]
@@ -334,7 +332,6 @@ class Terms:
 
 
 def _summed_parts(parts: Sequence[tuple[Tensor, Metrics]]) -> tuple[Tensor, Metrics]:
-    """Return the sum of the losses, and all metrics."""
     loss = torch.stack([part for part, _ in parts]).sum()
     return loss, {name: value for _, metrics in parts for name, value in metrics.items()}
 

@@ -135,7 +135,6 @@ class Method:
 
     @property
     def steers(self) -> bool:
-        """Return whether the coefficient of the KL to the reference is adaptive."""
         return self.reference is not None and self.reference.control == "adaptive"
 
     def beta_after(self, beta: float, *, kl: float, samples: int) -> float:

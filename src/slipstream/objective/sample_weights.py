@@ -143,7 +143,6 @@ class FreshnessWeights:
                 return math.sqrt(squares / samples)
 
     def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[SampleFreshness]:
-        """Return the freshness weights that these samples have now."""
         freshness = self.freshness
         (roll_B, rolls), (sup_B, sups) = means(drift), means([supervision(sample) for sample in samples])
         lag_B = torch.tensor([version - oldest(sample, version) for sample in samples], dtype=roll_B.dtype)

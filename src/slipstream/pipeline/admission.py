@@ -45,7 +45,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionState:
-    """The saved state of admission at the end of an update, from which a run continues."""
+    """The saved state of admission, from which a run continues."""
 
     version: int
     submitted: int
@@ -119,7 +119,6 @@ class Admission:
 
     @property
     def coming(self) -> bool:
-        """Return whether any group is being rolled out, waits to be scored, or is being scored."""
         return bool(self.rolling or self.waiting or self.scoring)
 
     @property
@@ -172,7 +171,6 @@ class Admission:
 
     @property
     def full(self) -> bool:
-        """Return whether enough groups are in learning to complete the update."""
         return len(self.learning) == self.size
 
     @property
@@ -233,7 +231,6 @@ class Admission:
         self.live[number].version = version
 
     def take(self) -> list[int]:
-        """Move all waiting groups to scoring if they may be scored now; return their numbers, or an empty list."""
         numbers = list(self.waiting) if self.scorable() else []
         for number in numbers:
             _move(number, self.waiting, self.scoring)

@@ -18,7 +18,7 @@ LIMIT = 1 << 27
 
 
 @dataclass
-class ClaimResult:
+class PromptAttempts:
     """The attempts at one prompt."""
 
     best: str = ""
@@ -35,7 +35,7 @@ class Memory:
     def __init__(self, reward: str = "", *, before: Mapping[str, Any] | None = None, limit: int = LIMIT) -> None:
         """Create a memory, empty or from the saved state `before`; `reward` names the reward that ranks attempts."""
         self.reward, self.limit = reward, limit
-        self.prompts = OrderedDict((prompt, ClaimResult(**tried)) for prompt, tried in (before or {}).items())
+        self.prompts = OrderedDict((prompt, PromptAttempts(**tried)) for prompt, tried in (before or {}).items())
         self.size = sum(tried.size for tried in self.prompts.values())
 
     @property
@@ -45,7 +45,7 @@ class Memory:
     def note(self, group: Group) -> list[Handle]:
         """Remember the attempts of a rolled-out group, and return its handles without their texts."""
         headers = [handle.header for handle in group]
-        tried = self.prompts.pop(headers[0].prompt, None) or ClaimResult()
+        tried = self.prompts.pop(headers[0].prompt, None) or PromptAttempts()
         self.size -= tried.size
         for header in headers:
             reward = header.rewards.get(self.reward)
@@ -63,7 +63,7 @@ class Memory:
 
     def shown(self, header: Header, names: Collection[str]) -> Attempts:
         """Return the attempts for the teacher of this response; fields that are not in `names` stay empty."""
-        tried = self.prompts.get(header.prompt, ClaimResult())
+        tried = self.prompts.get(header.prompt, PromptAttempts())
         others = [(text, reward) for number, text, reward in tried.newest if number != header.number]
         last, last_reward = others[-1] if others else ("", None)
         known = Attempts(tried.best, tried.best_reward, last, last_reward)

@@ -44,7 +44,6 @@ class Watched:
 
     @property
     def attempts(self) -> Attempts | None:
-        """Return empty attempts for a teacher that is shown attempts, else None."""
         return Attempts() if self.teacher.shows else None
 
     @property
@@ -102,14 +101,12 @@ class Canaries:
         return {f"canary/{name}": float(value) for name, value in found.items()}
 
     async def begin(self, update: int) -> None:
-        """Check all workers, before the first rollout."""
         if self.every:
             self.last_scored = self.last_sampled = update
             await self._ask_all(update, canary.ASKED)
             await self._draw_all(update)
 
     def after_update(self, update: int, tasks: asyncio.TaskGroup) -> None:
-        """Start a check of the fixed teachers, if one is due."""
         idle = self.task is None or self.task.done()
         if (
             self.fixed
@@ -120,7 +117,6 @@ class Canaries:
             self.task = tasks.create_task(self._ask_all(update, 1))
 
     async def after_publish(self, version: int) -> None:
-        """Check the samplers and the teachers that follow the student, if a check is due."""
         if self._due(version, self.last_sampled, self.samplers, *(watched.teacher.pool for watched in self.following)):
             self.last_sampled = version
             await self._draw_all(version)

@@ -31,8 +31,6 @@ SMALL = 1 << 24
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved state from which a run continues."""
-
     path: Path
     standing: AdmissionState
     mark: LogPosition
@@ -107,7 +105,6 @@ class Checkpoints:
                 remove(self.directory / str(old))
 
     def proven(self, version: int) -> list[int]:
-        """Return the existing checkpoints that are at least `proof` updates older than this version."""
         return [number for number in self.existing() if number <= version - self.proof]
 
     def existing(self) -> list[int]:

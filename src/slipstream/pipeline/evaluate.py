@@ -14,8 +14,6 @@ Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]
 
 
 async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampling) -> list[list[Handle]]:
-    """Generate and return a group of responses for every prompt, in the order of the prompts."""
-
     async def one(prompt: Prompt) -> list[Handle]:
         return await generate(prompt, sampling)
 

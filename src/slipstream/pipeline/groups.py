@@ -56,7 +56,6 @@ class Groups:
         self.progress.note_change()
 
     def end_stage(self, number: int) -> None:
-        """Record that a rollout or scoring has ended; start what may start now."""
         self.tasks.pop(number, None)
         self.advance()
 

@@ -43,7 +43,6 @@ def names(kind: str, number: int) -> list[str]:
 
 
 def scorer_name(teacher: str, teachers: Collection[str]) -> str:
-    """Return the name of the scorers of a teacher; `teachers` are the names of all teachers."""
     return f"scorer-{teacher}" if len(teachers) > 1 else "scorer"
 
 
@@ -108,7 +107,6 @@ class Pool(Generic[E]):
                 self._shift(worker, -1)
 
     async def _wait_for_worker(self) -> None:
-        """Wait until a worker is ready; raise EngineError if none is starting."""
         if not self.coming:
             raise EngineError(f"no {self.name} is left")
         self.waiting += 1
@@ -120,7 +118,6 @@ class Pool(Generic[E]):
             self.waiting -= 1
 
     def report(self) -> list[str]:
-        """Return a line for each problem: failed calls, starting or leaving workers, waiting calls."""
         missing = [f"{worker.name} is being started" for worker in self.coming]
         missing += [f"{worker.name} is about to leave" for worker in self.leaving]
         waiting = [f"{self.waiting} calls wait for a {self.name}"] if self.waiting else []
@@ -223,7 +220,6 @@ class Pool(Generic[E]):
 
     @property
     def names_by_state(self) -> dict[str, list[str]]:
-        """Names of all workers, by state: working, starting or leaving."""
         states: dict[str, Collection[Worker[E]]]
         states = {"working": self.workers, "starting": self.coming, "leaving": self.leaving}
         return {state: [worker.name for worker in workers] for state, workers in states.items()}

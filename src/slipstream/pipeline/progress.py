@@ -58,7 +58,6 @@ class Progress:
                 raise Stalled(f"nothing has moved for {patience:.0f} s (runtime.patience)\n{self.report()}")
 
     def report(self) -> str:
-        """Describe the groups in flight, and what the learner and every worker are doing."""
         now, admission = self.trace.now(), self.admission
         states = ("rolling", "waiting", "scoring", "ready", "learning", "trained")
         counts = ", ".join(f"{len(getattr(admission, state))} {state}" for state in states)

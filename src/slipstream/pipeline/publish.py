@@ -32,7 +32,6 @@ async def load_teacher(scorer: MovingScorer, name: str, weights: WeightsRef, exp
 
 
 def with_fingerprint(loaded: Loaded, expected: Fingerprint, name: str, version: int, consequence: str) -> Loaded:
-    """Return `loaded`; raise ModelError if its fingerprint is not the expected one."""
     if loaded.fingerprint != expected:
         raise ModelError(
             f"publish of version {version}: {name} runs weights {loaded.fingerprint}, the learner exported "
@@ -99,7 +98,6 @@ class Samplers(Newest[Sampler]):
         return await load(worker.engine, worker.name, weights, expected, mode=mode)
 
     async def release_work(self, worker: Worker[Sampler]) -> None:
-        """Make a sampler return its partial rollouts, which any sampler can continue."""
         try:
             await worker.engine.release()
         except WorkerDied as error:
@@ -116,7 +114,6 @@ class MovingTeacher(Newest[MovingScorer]):
 
 
 def publish_metrics(results: list[Loaded]) -> Metrics:
-    """Return the metrics of a publish: longest wait, load and rebuild time of a sampler, and tokens thrown away."""
     return {
         "publish/wait": max((loaded.wait for loaded in results), default=0.0),
         "publish/load": max((loaded.load for loaded in results), default=0.0),

@@ -27,11 +27,7 @@ class GivenUp(Exception):
 
 
 class Retries:
-    """Retries, with growing pauses, of the calls to one stage or one teacher.
-
-    After the last failed try, a call raises GivenUp, and its group is dropped. After `DOWN` failed tries without a
-    success in between, it raises EngineError, which stops the run.
-    """
+    """Retries, with growing pauses, of the calls to one stage or one teacher."""
 
     def __init__(self, stage: str, *, say: Callable[[str], None] = print) -> None:
         self.stage, self.say, self.in_vain = stage, say, 0
@@ -64,7 +60,6 @@ class Retries:
         raise AssertionError("the last try returns or raises")
 
     def report(self) -> list[str]:
-        """Return a line about the current failures; the list is empty if the last try succeeded."""
         if not self.failures:
             return []
         seconds = asyncio.get_running_loop().time() - self.since

@@ -113,7 +113,6 @@ class Run:
         self.steering = Steering(config.schedule, config.guards, config.health, self.admission, log, say)
         self.pipeline: Pipeline | None = None
         self.task: asyncio.Task[Any] | None = None
-        """The task that `stop` cancels."""
         self.at_once = False
         """True if the run must stop without saving a checkpoint."""
 
@@ -414,7 +413,6 @@ class Run:
 
 
 def admission_of(config: Config, prompts: Prompts, standing: AdmissionState | None) -> Admission:
-    """Return the admission state of a run, new or continued; its updates keep the mixture of prompt sources."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     return Admission(schedule, updates=config.updates, source=prompts.source, standing=standing)
 

@@ -7,8 +7,8 @@
 | learn     | scored groups    | updates         | a batch, its turn, the publish  | score, drop, deliver    |
 | deliver   | one update       | new weights     | samplers                        | –                       |
 
-`Groups.advance` starts every `roll` and `score` that may start. Before a checkpoint, `Rollouts.pause` collects partial
-rollouts from the samplers. `Groups.resume` sends them back to be continued under the new weights.
+`Groups.advance` starts every `roll` and `score` that may start. `Rollouts.pause` collects partial rollouts from the
+samplers, before a checkpoint or a refresh of the buffer. `Groups.resume` sends them back to be continued.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ Save = Callable[[], Coroutine[Any, Any, Path]]
 
 @dataclass
 class Rollouts:
-    """The stage that generates the responses of a group."""
-
     groups: Groups
     samplers: Samplers
     sampling: Sampling
@@ -158,8 +156,6 @@ def gradable_members(group: Group) -> list[Handle]:
 
 @dataclass
 class Scoring:
-    """The stage in which the teacher of a group scores its responses."""
-
     groups: Groups
     teachers: Mapping[str, Teacher]
     memory: Memory
@@ -259,7 +255,6 @@ def is_rechecked(number: int, share: float, seed: int) -> bool:
 
 
 def teacher_versions(group: Group) -> set[int]:
-    """Return the versions of the teacher weights that scored a group."""
     return {handle.header.teacher_version for handle in group}
 
 
@@ -268,8 +263,6 @@ def teacher_versions(group: Group) -> set[int]:
 
 @dataclass
 class Publishing:
-    """The publish of the learner's weights: to the samplers, and to teachers that follow the student."""
-
     learner: Learner
     track: Track
     samplers: Samplers
@@ -360,14 +353,12 @@ class Learning:
     after_update: Callable[[Metrics], None]
     """Called with the metrics of each update, to check them and to decide about the next one."""
     checkpoint_due: Callable[[], bool]
-    """Return whether a checkpoint is due at the end of this update."""
     capture: Callable[[], Save]
     """Capture the state now, and return the function that saves it later."""
     torn: bool = False
     """True while an update may have made only some of its optimizer steps: its weights belong to no version."""
 
     async def learn(self) -> None:
-        """Make all updates of the run."""
         admission, until = self.groups.admission, self.groups.progress.until
         while not admission.finished:
             update = Update(admission.version + 1)

@@ -73,7 +73,6 @@ class Steering:
         self._apply()
 
     def _decide(self, line: Mapping[str, Any]) -> list[str]:
-        """Pass the metrics of an update to guards and autopilot; return a message for each new decision."""
         messages = self.guards.look(line)
         if self.autopilot and "tau" in line and (change := self.autopilot.look(line)):
             messages.append(f"schedule: {change}")

@@ -26,5 +26,4 @@ class Teacher:
 
     @property
     def follows(self) -> bool:
-        """Return whether the teacher's weights follow the student's."""
         return isinstance(self.pool, MovingTeacher)

@@ -4,7 +4,7 @@ trace.json is in Chrome's format (a list of events that need not be closed) and 
 track per worker and one slice per busy interval. An arrow leads from each group's rollout to the update that learned
 from it. Every episode in an environment has its own row with its turns and steps.
 
-Guarantor of invariant 8: all code in the pipeline reads the time by `Trace.now`, which uses the event loop's clock.
+Guarantor of invariant 8: the pipeline reads time only from the event loop's clock, which `Trace` gets as `clock`.
 """
 
 from __future__ import annotations
@@ -190,5 +190,4 @@ class Trace:
             self.file.write(json.dumps(event) + ",\n")
 
     def report(self) -> list[str]:
-        """Return a line for each worker that is there: its oldest calls, or that it is idle."""
         return [track.report() for track in self.tracks if track.there]

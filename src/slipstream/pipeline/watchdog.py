@@ -21,7 +21,6 @@ class ResponseWatch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count a request as open while its answer is awaited."""
         if not self.open_requests:
             self._start_timer()
         self.open_requests += 1

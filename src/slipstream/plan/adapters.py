@@ -1,4 +1,4 @@
-"""LoRA adapters: layers that get an adapter, and checks that adapters fit models and settings. It loads no weights."""
+"""LoRA adapters: layers that get an adapter, and checks that adapters fit models and settings. Loads no weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lora_of_student(student: str, requested: LoraConfig | None, say: Callable[[s
 
 
 def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str]) -> None:
-    """Check that the layers of [learner.lora] exist, and that every model that is an adapter fits its base model."""
+    """Check that [learner.lora] fits the student, and that every model that is an adapter fits its base model."""
     for model in models:
         check_adapter(model)
     if lora is None:

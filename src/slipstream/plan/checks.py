@@ -67,7 +67,6 @@ class Limits:
 
     @classmethod
     def of(cls, plan: EnginesPlan) -> Limits:
-        """Return wide limits if any engine computes in bfloat16, else narrow limits."""
         half = "bfloat16" in plan.precisions
         return cls(0.99, 2e-2, 0.05, 0.5) if half else cls(0.999, 1e-3, 0.01, 2e-2)
 
@@ -159,12 +158,10 @@ async def sample_groups(
 
 
 async def compared(engines: Engines, groups: Sequence[Group], *, update: int) -> Metrics:
-    """Let teachers score the samples; return metrics that compare the learner with samplers and teachers."""
     return await engines.learner.compare(Batch(tuple(await scored(engines, groups)), update))
 
 
 def without_failed(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups without failed episodes; groups in which all episodes failed are left out."""
     complete: list[Group] = [[handle for handle in group if handle.header.finish != "error"] for group in groups]
     return [group for group in complete if group]
 
@@ -234,7 +231,6 @@ def reward_finding(groups: Sequence[Group]) -> Finding:
 
 
 def mismatch_cause(numbers: Metrics) -> str:
-    """Return the probable cause of a disagreement between sampler and learner, and advice."""
     if numbers["drift/probs_pearson"] < 0.8:
         return "these are different models: check that weights arrive, and that sampler and learner load one student"
     if abs(numbers["drift/sharpness"] - 1) > 0.05:

@@ -62,8 +62,7 @@ def end_probes(
 ) -> dict[str, EndProbe]:
     """Return the probe of each teacher, by name. `stops`: end tokens of the student. `ends`: end tokens by teacher.
 
-    A teacher gets no probe if all its end tokens are end tokens of the student. A teacher also gets no probe if its
-    prompts have no right answers of fewer than `max_tokens` tokens.
+    A teacher gets no probe if the student stops at all its end tokens, or if no right answer fits into `max_tokens`.
     """
     found = {}
     for name, teacher_ends in ends.items():
@@ -104,8 +103,7 @@ def check_same_end(
     """Raise ModelError if the student does not stop at the token with which the teacher ends answers.
 
     Returns two sets: end tokens of the student, and end tokens of the teacher and the template. `template` is the token
-    with which the chat template ends turns; None if prompts are plain text. The teacher's token is `template` if the
-    teacher has it as an end token. If not, the teacher's token is the `eos_token` of its tokenizer.
+    with which the chat template ends turns; None if prompts are plain text.
     """
     (student, teacher), (ours, theirs) = names, tokenizers
     stops = stop_ids(ours, generation_of(student))

@@ -94,8 +94,6 @@ class SamplerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerPlan:
-    """The scorers of one teacher."""
-
     name: str
     runs: ModelPlan | Settings | Endpoint
     """Model and engine: `ModelPlan` for the native engine, `Settings` for vLLM, `Endpoint` for a remote server."""
@@ -117,7 +115,7 @@ class ScorerPlan:
 
     @property
     def here(self) -> str:
-        """Name of the model that this run loads; empty for an endpoint."""
+        """Return the name of the model that this run loads; empty for an endpoint."""
         match self.runs:
             case ModelPlan(name=name) | Settings(model=name):
                 return name
@@ -170,7 +168,6 @@ class EnginesPlan:
 
     @property
     def precisions(self) -> set[str]:
-        """Return the dtypes in which sampler, learner and teachers compute, endpoints excluded."""
         learner = self.learner.settings
         models = [self.sampler.runs, *(scorer.runs for scorer in self.scorers.values())]
         here = {model.dtype for model in models if not isinstance(model, Endpoint)}
@@ -327,7 +324,7 @@ def followers_of(config: Config) -> dict[str, Follower]:
 
 
 def versions_in_flight(config: Config, teacher: TeacherConfig) -> int:
-    """Return how many versions of a teacher may have scored groups in flight; 0 if scores are never computed again."""
+    """Return the number of a teacher's versions that may have scored groups in flight; 0 if none is needed again."""
     if teacher.follow is None or teacher.relabel == "never":
         return 0
     schedule = schedule_of(config.schedule, config.groups_per_update)
@@ -335,7 +332,7 @@ def versions_in_flight(config: Config, teacher: TeacherConfig) -> int:
 
 
 def snapshots_of(config: Config, method: Method) -> int:
-    """Return `learner.snapshots`; if unset, the number of versions in flight, or 0 if the method needs no snapshots."""
+    """Return `learner.snapshots`; if unset, the number of versions in flight, or 0 if nothing reads snapshots."""
     needed = config.learner.exact_drift or method.reads_snapshots
     if config.learner.snapshots is not None or not needed:
         return config.learner.snapshots or 0

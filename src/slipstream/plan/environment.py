@@ -37,7 +37,7 @@ def tools_of(env: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, say:
 
 
 def check_agent(agent: Agent) -> None:
-    """Raise ConfigError unless the agent's programs and workspace exist."""
+    """Raise ConfigError unless this machine has the agent's programs and sandbox, and a workspace that fits."""
     if agent.walled:
         AgentSandbox.new()
     if agent.workspace is not None and not Path(agent.workspace).is_dir():

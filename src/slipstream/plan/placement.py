@@ -55,7 +55,7 @@ class Need:
 
     @property
     def counted(self) -> float:
-        """Sum of the bytes that are computed exactly; parts that are only estimated are left out."""
+        """Return the sum of the bytes that are computed exactly, without estimated parts."""
         return sum(value for name, value in self.parts.items() if not name.startswith("~"))
 
     def __str__(self) -> str:
@@ -89,7 +89,6 @@ def shape_of(model: str) -> Shape:
 
 
 def needs(plan: EnginesPlan) -> list[Need]:
-    """Return the memory that each process needs on its device."""
     import torch
 
     runtime = plan.runtime
@@ -109,7 +108,7 @@ def needs(plan: EnginesPlan) -> list[Need]:
 
 
 def check_room(plan: EnginesPlan) -> list[str]:
-    """Raise ConfigError if the exact parts exceed the memory; return warnings if they do so with the estimates."""
+    """Raise ConfigError if the exact parts exceed the memory; return warnings if exact and estimated parts do."""
     if plan.runtime.address is not None:  # the devices are on a cluster
         return []
     needed, (each, available) = needs(plan), memory(plan.runtime)
@@ -141,7 +140,6 @@ LESS_MEMORY_OF = {
 
 
 def host_memory() -> int:
-    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -58,13 +58,11 @@ class Plan:
     method: Method
     tokenizer: Tokenizer
     end_ids: tuple[int, ...]
-    """Ids of the student's end tokens."""
     prompts: Prompts
     held_out: Mapping[str, Sequence[Prompt]]
     """Held-out prompts, by the name of their set; empty if the run does not evaluate."""
     engines: EnginesPlan
     sampling: Sampling
-    """Sampling options of rollouts."""
     notes: tuple[str, ...]
     """Lines to print about decisions that the config leaves open."""
     warnings: tuple[str, ...]
@@ -73,7 +71,6 @@ class Plan:
 
     @property
     def needs(self) -> list[Need]:
-        """Return the device and memory that every process needs."""
         return needs(self.engines)
 
 
@@ -211,7 +208,6 @@ def changed(made: Plan, config: Config) -> Plan:
 
 
 def check_runtime(config: Config) -> None:
-    """Check runtime and device settings, and that this machine can hold the processes and samples in flight."""
     runtime, device = config.runtime, config.runtime.device
     if runtime.clock == "modelled":
         load_costs(runtime.costs)
@@ -224,7 +220,6 @@ def check_runtime(config: Config) -> None:
 
 
 def on_cpu(config: Config) -> bool:
-    """Return True if device is "cpu", or "auto" on a machine without GPU; "auto" on a cluster gives False."""
     if config.runtime.device != "auto" or config.runtime.address is not None:
         return config.runtime.device == "cpu"
     from torch import cuda
@@ -241,7 +236,7 @@ def check_device(config: Config) -> None:
 
 
 def check_processes(config: Config) -> None:
-    """Raise ConfigError if engines on this machine need more processes, threads or open files than it allows."""
+    """Raise ConfigError if engines on this machine need more processes, threads or open files than allowed."""
     runtime, samplers = config.runtime, most_replicas(config.sampler)
     if runtime.address is not None:
         return
@@ -295,7 +290,7 @@ def check_in_flight(config: Config) -> None:
 
 
 def check_effects(config: Config) -> None:
-    """Raise ConfigError for settings that the student's model cannot follow: its vocabulary, its dropout."""
+    """Raise ConfigError if loss.k exceeds the student's vocabulary, or if learner.dropout has no effect."""
     student, k, vocabulary = config.student, config.loss.spec.k, vocabulary_of(config.student)
     if config.loss.weight and k > vocabulary:
         raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
@@ -306,7 +301,6 @@ def check_effects(config: Config) -> None:
 
 
 def models_here(config: Config) -> list[str]:
-    """Return the names of models that run here, without duplicates: the student and teachers without an endpoint."""
     return list(dict.fromkeys(model for model, _ in engines_here(config)))
 
 
@@ -341,7 +335,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
 
 
 def check_prompts(config: Config, rows: Sequence[Row] | Sequence[Prompt], tokens: Sequence[Ints]) -> None:
-    """Raise DataError for a prompt that with a response exceeds the student's context, or has ids it does not know."""
+    """Raise DataError for a prompt that with a response exceeds the student's context, or has unknown token ids."""
     student, context = config.student, sampler_context(config)
     check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
     check_ids(rows, tokens, student, vocabulary_of(student))
@@ -386,7 +380,6 @@ def held_out_prompts(
 
 
 def prompt_preview(made: Plan) -> list[str]:
-    """Return two lines to print: the first prompt as the student sees it, and the prompt's answer, both shortened."""
     seen = str(made.tokenizer.decode(made.prompts.tokens[0]))
     answer = made.prompts.rows[0].ground_truth
     return [f"first prompt: {shortened(seen)}", f"its answer: {'none' if answer is None else shortened(answer)}"]
@@ -402,7 +395,6 @@ def shortened(value: Any, width: int = 120) -> str:
 
 
 def model_notes(config: Config) -> list[str]:
-    """Return notes on positions that depend on the length of a sequence, on additional answers, and on many draws."""
     models = {config.student: config.sampler.longest}
     models |= {config.model_of(t): t.longest for t in config.teachers.values() if t.base_url is None}
     notes = {name: position_note(load_config(name), longest) for name, longest in models.items() if longest}
@@ -423,7 +415,6 @@ def model_notes(config: Config) -> list[str]:
 
 
 def running_notes(config: Config) -> list[str]:
-    """Return notes on workers that are added, on checkpoints, and on the limits of the sandbox."""
     found = [f"{kind}: one at first, up to {n} as the run needs them" for kind, n in config.most_workers.items()]
     checkpoint = config.checkpoint
     times = [f"every {checkpoint.every} updates"] if checkpoint.every else []
@@ -434,7 +425,6 @@ def running_notes(config: Config) -> list[str]:
 
 
 def sandbox_notes(config: Config) -> list[str]:
-    """Return a note on how this machine enforces sandbox limits, if the config uses bubblewrap."""
     env = config.environment
     judged = env is not None and env.gateway is not None and env.gateway.verify is not None
     named = [config.task.sandbox, env.sandbox if env is not None and env.gateway is None else None]
@@ -458,7 +448,6 @@ def clip_notes(config: Config) -> list[str]:
 
 
 def freshness_notes(config: Config) -> list[str]:
-    """Return notes on [freshness]: that it has no effect, or that supervision drift is not fully measured."""
     if config.freshness is None:
         return []
     if schedule_of(config.schedule, config.groups_per_update).bound == 0:

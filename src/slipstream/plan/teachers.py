@@ -153,7 +153,7 @@ def prompts_seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Pr
 
 
 def longest_answer(config: Config, teacher: TeacherConfig) -> int:
-    """Return the maximum tokens that a teacher sees in addition to the prompt: responses, also those in its context."""
+    """Return the largest number of tokens that a teacher sees besides its prompt: responses, scored or in context."""
     held = teacher.context_fields & {"response", "best", "last"}
     return config.sampler.max_tokens * (1 + len(held))
 

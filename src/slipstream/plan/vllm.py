@@ -56,7 +56,7 @@ def sampler_devices(config: Config) -> int:
 
 
 def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
-    """Return the config with the native engine for teachers that vLLM cannot run; ConfigError for other conflicts."""
+    """Replace settings that vLLM does not support: loss.m, and engines of teachers. ConfigError for other conflicts."""
     config = with_draws(config, say)
     teachers = dict(config.teachers)
     for name, teacher in config.teachers.items():

@@ -18,8 +18,8 @@ FIRST = 2
 def costs_of(run: RunDir) -> Costs:
     """Return the costs of a run's stages, in wall-clock seconds for each token of a response.
 
-    If all samples of an update rolled out together, its longest response and its tokens separate costs of steps and
-    rows. Otherwise all cost is assigned to rows, which is right only for the same number of rows.
+    If all samples of an update are decoded together, its longest response separates the cost of steps from that of
+    rows. Otherwise rows get all the cost, which is right only for the same number of rows.
     """
     config, lines, ledger = run.config, run.metrics[FIRST:], run.ledger
     if len(lines) < 2:

@@ -16,7 +16,6 @@ Terms = dict[str, float]
 class Paid:
     seconds: float
     terms: Terms
-    """Number of times that each cost was paid, by cost term."""
     kind: str = ""
     """Name shared by repeats of the same measurement; empty if there are none."""
 

@@ -58,8 +58,6 @@ def measured(made: Plan, engines: Engines, *, say: Callable[[str], None]) -> Cos
 
 
 class Bench:
-    """Measurement of stages on the engines of a plan, in CPU seconds or wall-clock seconds."""
-
     def __init__(self, made: Plan, engines: Engines) -> None:
         self.made, self.config, self.engines = made, made.config, engines
         self.by_cpu = shared_cores(made.config) is not None
@@ -133,10 +131,7 @@ class Bench:
         return coordinator / samples, spent / samples, lengths
 
     async def decoding(self) -> tuple[list[Paid], list[Group]]:
-        """Time waves (groups decoded together) of several sizes, with one token or full length.
-
-        Return the times, and the groups of full length.
-        """
+        """Time waves (groups decoded together) of several sizes and lengths; also return the full-length groups."""
         full, slots = self.made.sampling, self.made.engines.sampler.slots
         counts = sorted({max(1, rows // full.group) for rows in (full.group, slots // 8, slots // 2, slots)})
         waves, full_groups, number = list[Paid](), list[Group](), 0
@@ -158,7 +153,6 @@ class Bench:
         return await self.timed("sampler", roll)
 
     async def scoring(self, groups: Sequence[Group]) -> ScoreCost:
-        """Return the cost of scoring, measured by calls with many groups and by calls with a single group."""
         some = groups[-self.config.groups_per_update :]
         one = replace(self.engines, scorers={name: scorers[:1] for name, scorers in self.engines.scorers.items()})
         paid = list[Paid]()
@@ -170,7 +164,6 @@ class Bench:
         return ScoreCost(**fitted_to_fastest(paid), apart=PASS_INTERVAL, enough=max(1, budget // ENOUGH))
 
     async def learning(self, groups: Sequence[Group]) -> LearnCost:
-        """Return the cost of learning, measured on batches of a full update and on smaller batches."""
         learner, count = self.engines.learner, self.config.groups_per_update
         scored = await checks.scored(self.engines, groups)
         paid, steps = list[Paid](), list[float]()

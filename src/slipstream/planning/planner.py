@@ -29,7 +29,7 @@ SAMPLES, LEAST_UPDATES, MOST_UPDATES = 2500, 10, 25
 
 
 def splits(devices: int, scorers: int | None = None) -> Iterator[Split]:
-    """Yield all splits of the devices, with one for each stage at least.
+    """Yield all splits of the devices that give every stage at least one device.
 
     `scorers` is the number of scorers that need no device: endpoints, or 0 without teachers. If it is None, each scorer
     needs a device.
@@ -69,7 +69,6 @@ class Outlook:
 
 
 def fastest(offers: Sequence[Offer]) -> dict[str, Offer]:
-    """Return the fastest offer of each schedule; the first one if several are equal."""
     best = dict[str, Offer]()
     for offer in offers:
         other = best.setdefault(offer.schedule, offer)
@@ -110,7 +109,6 @@ def outlook(
 def promising_splits(
     costs: Costs, work: Work, splits: Sequence[Split], schedule: ScheduleConfig, *, teacher: bool = True
 ) -> list[Split]:
-    """Return the splits with the highest estimates, in descending order."""
     estimates = {split: estimate(costs, work, split, schedule, teacher=teacher) for split in splits}
     best = max(estimates.values())
     return sorted((s for s in splits if estimates[s] >= WITHIN * best), key=lambda s: -estimates[s])[:MOST]
@@ -149,8 +147,6 @@ def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -
 
 @dataclass(frozen=True)
 class PlannedConfig:
-    """The config to plan for, and the run that this config was read from, if any."""
-
     config: Config
     run: RunDir | None = None
 
@@ -176,7 +172,7 @@ class PlannedConfig:
 
     @property
     def schedules(self) -> list[ScheduleConfig]:
-        """Usual schedules that are valid for the config, then its own one."""
+        """Usual schedules that are valid for the config, then its own one unless its tau is "auto"."""
         learner, own = self.config.learner, self.config.schedule
         several = learner.minibatches * learner.epochs > 1
         usual = [each for each in USUAL if not (several and isinstance(each, Periodic))]
@@ -203,7 +199,7 @@ class PlannedConfig:
 
 
 def numbers(outlook: Outlook) -> dict[str, Any]:
-    """Return an outlook as plain data, for figures and JSON."""
+    """Return an outlook as plain data, for JSON."""
 
     def plain(offer: Offer) -> Mapping[str, Any]:
         return {

@@ -31,13 +31,11 @@ from slipstream.simulation.cores import Cores
 from slipstream.simulation.sleep import Length, Server, SleepLearner, SleepSampler, SleepScorer
 
 WARMUP = 5
-"""Number of first updates that are left out of a forecast."""
+"""Number of first updates that speed, mean lag and idle shares of a forecast leave out."""
 
 
 @dataclass(frozen=True, order=True)
 class Split:
-    """Split of devices: the number of devices of each stage."""
-
     samplers: int
     scorers: int
     ranks: int
@@ -55,11 +53,11 @@ class Work:
     """Work of an update, independent of devices and costs."""
 
     batch: int
-    """Samples of an update."""
+    """Number of samples of an update."""
     group: int = 1
     max_tokens: int
     slots: int
-    """Rows of a sampler."""
+    """Number of rows of a sampler."""
     gather: int = 0
     """Number of rows of a sampler that must be free before it starts new responses."""
     minibatches: int = 1
@@ -88,8 +86,6 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Predicted speed and lag of a run, after its first updates."""
-
     samples_per_s: float
     tokens_per_s: float
     """Response tokens per second."""
@@ -139,7 +135,7 @@ def ahead(schedule: ScheduleConfig, work: Work) -> int:
 
 
 def told(lines: Sequence[dict[str, Any]], work: float, *, updates: int) -> Forecast:
-    """Compute a forecast from metrics of `updates` after warm-up; `work` is device seconds of the whole run."""
+    """Compute a forecast from the `updates` updates after warm-up; `work` is device seconds of the whole run."""
     samples = sum(line["samples"] for line in lines)
     lines = lines[: WARMUP + updates]
     times, late = [line["time"] for line in lines], lines[WARMUP:]
@@ -266,7 +262,7 @@ class Ranks(SleepLearner):
         return []
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
-        """Make one optimizer step; with several mini-batches, all steps of an update have its version."""
+        """Make one optimizer step; all steps of an update get the same version: the number of the update."""
         learn = self.costs.learn
         await self.cores.work(learn.step + learn.exchange * (self.ranks - 1), wide=self.ranks)
         self.steps = self.update

@@ -92,7 +92,6 @@ def exact(text: str, ground_truth: Any) -> float:
 
 
 def each_of(truth: Any) -> list[Any]:
-    """Return the list of accepted answers: a list as given, and any other value as a list of one."""
     return truth if isinstance(truth, list) else [truth]
 
 

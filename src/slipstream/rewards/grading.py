@@ -53,7 +53,7 @@ def serve(parent: Connection) -> None:
 
 
 def sandbox_for(rewards: Sequence[Reward], name: str | None) -> Sandbox | None:
-    """Return the sandbox that task.sandbox names, or None; ConfigError if the setting and the rewards disagree."""
+    """Return the sandbox that task.sandbox names, or None; raise ConfigError if setting and rewards disagree."""
     if name is None:
         for reward in rewards:
             if "sandbox" in inspect.signature(reward.function).parameters:  # **kwargs alone does not ask for a sandbox
@@ -151,7 +151,7 @@ class PoolGrader:
         tells: bool = False,
         sandbox: str | None = None,
     ) -> None:
-        """Start the processes. `tells`: write the text of each response into its header, too."""
+        """Start the processes. `tells`: also store the text of each response in its header."""
         check_installed(rewards)
         self.rewards, self.decode, self.timeout, self.tells = tuple(rewards), decode, timeout, tells
         self.closed, self.sandbox = False, sandbox

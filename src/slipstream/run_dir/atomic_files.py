@@ -1,7 +1,7 @@
 """Atomic files: complete or absent, readable by their owner only, written by one process at a time.
 
-Every file is written under a temporary name, synced and renamed. If the process is killed or the disk is full, the
-previous version stays. A file with its final name has all its bytes on disk.
+Files are written under a temporary name, synced and renamed. If the process is killed or the disk is full, the previous
+version stays. `Lines` and `append` instead add lines to a file in place.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def opened(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
 
 
 def check_regular(path: Path) -> None:
-    """Raise RunDirError if the path is a link, a device, a pipe or a socket."""
     if path.is_symlink() or not (path.is_file() or path.is_dir() or not path.exists()):
         what = "a link" if path.is_symlink() else "a device, a pipe or a socket"
         raise RunDirError(f"{path} is {what}, not a regular file: move it away, or name another path")

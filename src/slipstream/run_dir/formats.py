@@ -85,7 +85,6 @@ def format_of(path: Path, data: Mapping[str, Any]) -> int:
 
 
 def upgraded(name: str, data: Line, number: int) -> Line:
-    """Convert an object of the file `name` from format `number` to the current one."""
     for step in range(number, FORMAT):
         data = UPGRADES[step].get(name, dict)(data)
     return data
@@ -149,7 +148,6 @@ def misfit(data: Mapping[str, Any], shape: Mapping[str, Any]) -> str:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Return whether a value fits a shape of `SHAPES`."""
     match shape:
         case tuple():
             return any(fits(value, each) for each in shape)

@@ -182,7 +182,6 @@ def run_path(config: Config, name: str) -> Path:
 
 
 def check_free(path: Path) -> None:
-    """Raise RunDirError if a run cannot begin in this directory."""
     with writing(path):
         if any((path / name).exists() for name in ("config.toml", METRICS, LEDGER, "checkpoints", "final")):
             raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
@@ -332,7 +331,6 @@ ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "
 
 
 def heading(quote: Mapping[str, Any]) -> str:
-    """Return a sample's update, lag, rewards, length and finish reason as one line."""
     lags = [quote["update"] - 1 - version for version, _ in quote["versions"]]
     lag = f", lag {min(lags)}" + (f" to {max(lags)}" if len(set(lags)) > 1 else "") if lags else ""
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())

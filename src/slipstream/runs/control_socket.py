@@ -44,6 +44,31 @@ def address(path: Path) -> Iterator[str]:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+class Conversation:
+    def __init__(self, connection: socket.socket, answer: Answering, active: set[Conversation]) -> None:
+        self.connection, self.answer, self.active, self.heard = connection, answer, active, b""
+        self.loop = asyncio.get_running_loop()
+        connection.setblocking(False)
+        self.loop.add_reader(connection, self.read)
+        self.limit = self.loop.call_later(PATIENCE, self.end)
+        active.add(self)
+
+    def read(self) -> None:
+        with suppress(OSError):  # the client has disconnected
+            data = self.connection.recv(LONGEST)
+            self.heard += data
+            if data and b"\n" not in self.heard and len(self.heard) <= LONGEST:
+                return
+            self.connection.sendall(json.dumps(answer_of(self.heard, self.answer)).encode() + b"\n")
+        self.end()
+
+    def end(self) -> None:
+        self.limit.cancel()
+        self.loop.remove_reader(self.connection)
+        self.connection.close()
+        self.active.discard(self)
+
+
 def answer_of(line: bytes, answer: Answering) -> dict[str, Any]:
     try:
         changes = json.loads(line)
@@ -60,42 +85,27 @@ def answer_of(line: bytes, answer: Answering) -> dict[str, Any]:
 @asynccontextmanager
 async def scale_server(path: Path, answer: Answering, say: Callable[[str], None]) -> AsyncIterator[None]:
     """Answer requests of `slipstream scale` in this context; if there can be no socket, print a note and continue."""
-    conversations = set[asyncio.Task[Any]]()
-
-    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(TimeoutError, OSError):  # the client is silent, or has disconnected
-            async with asyncio.timeout(PATIENCE):
-                try:
-                    line = await reader.readline()
-                except ValueError:  # it is longer than LONGEST
-                    line = b""
-                writer.write(json.dumps(answer_of(line, answer)).encode() + b"\n")
-                await writer.drain()
-
-    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        conversation = asyncio.create_task(converse(reader, writer))
-        conversations.add(conversation)
-        conversation.add_done_callback(conversations.discard)
-        conversation.add_done_callback(lambda _: writer.close())
-
-    file = path / SOCKET
-    try:
-        file.unlink(missing_ok=True)  # may be left from a run that was killed
-        with address(file) as name:
-            server = await asyncio.start_unix_server(connected, name, limit=LONGEST)
-        file.chmod(0o600)
-    except OSError as error:
-        say(f"slipstream scale cannot reach this run: {file}: {error.strerror or error}")
-        yield
-        return
-    try:
-        yield
-    finally:
-        server.close()
-        for conversation in conversations:
-            conversation.cancel()
-        with suppress(OSError):  # the disk is read-only, or the directory was removed
-            file.unlink()
+    file, active, loop = path / SOCKET, set[Conversation](), asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            file.unlink(missing_ok=True)  # may be left from a run that was killed
+            with address(file) as name:
+                listener.bind(name)
+            file.chmod(0o600)
+            listener.listen()
+        except OSError as error:
+            say(f"slipstream scale cannot reach this run: {file}: {error.strerror or error}")
+            yield
+            return
+        loop.add_reader(listener, lambda: Conversation(listener.accept()[0], answer, active))
+        try:
+            yield
+        finally:
+            loop.remove_reader(listener)
+            for conversation in list(active):
+                conversation.end()
+            with suppress(OSError):  # the disk is read-only, or the directory was removed
+                file.unlink()
 
 
 # --- the client -------------------------------------------------------------------------------------------------------

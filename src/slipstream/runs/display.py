@@ -93,7 +93,6 @@ class Progress:
         )
 
     def doing(self) -> str:
-        """Return the number of groups in each stage as text, or the first activity while there are no groups."""
         where = listed(self.stages())
         if self.update > self.start:
             return f"groups: {where or 'none'}"

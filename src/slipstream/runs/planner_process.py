@@ -19,8 +19,6 @@ from slipstream.runtimes.places import Place
 
 
 class Planner:
-    """Worker that makes plans, in a process forked from the process launcher, which has imported model libraries."""
-
     async def plan(self, make: Callable[[], Plan], keys: Mapping[str, str]) -> tuple[Plan, bytes]:
         """Return the plan without its tokenizer, and the pickled tokenizer; `keys` are the API keys of endpoints."""
         TAKEN.update(keys)

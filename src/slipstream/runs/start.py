@@ -89,7 +89,6 @@ NOBODY = Caller()
 
 
 def train(config: Config, console: Console, *, name: str, checks: bool = True, caller: Caller = NOBODY) -> Path:
-    """Train a student from the beginning and return the run directory."""
     path = run_path(config, name)
     check_free(path)
     fast_checks(config)
@@ -297,7 +296,6 @@ def process_launcher(config: Config) -> AbstractContextManager[Home]:
 
 @contextmanager
 def opened(made: Plan, launcher: Home, console: Console) -> Iterator[Engines]:
-    """Print warnings and notes of the plan, start its engines and yield them; close them at the end."""
     engines = open_engines(made, launcher, console)
     try:
         yield engines

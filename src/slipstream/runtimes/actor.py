@@ -34,7 +34,7 @@ TICK = 0.02
 
 
 class Actor:
-    """Host of one engine. It imports nothing heavy before `start` unpickles the function that builds the engine.
+    """Host of one engine. It imports nothing heavy before the call `START` unpickles the engine's builder.
 
     Ctrl-C in a terminal does not reach this process, because Ray starts its processes with SIGINT blocked. The
     coordinator can therefore still save a checkpoint.
@@ -50,7 +50,6 @@ class Actor:
         self.early: dict[int, Sequence[Call]] = {}
         self.answers: list[Answer] = []
         self.bodies: list[list[Any]] = []
-        """Bodies of each answer."""
         self.changed = asyncio.Event()
         self.answered = 0.0
         """Time at which an exchange last returned with answers."""

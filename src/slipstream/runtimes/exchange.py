@@ -261,7 +261,6 @@ class RemoteWorker:
         self.beat = loop.call_later(self.heartbeat / BEATS, self._on_beat, loop)
 
     def _on_beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ping the process while callers wait; end it if it has been silent for a whole heartbeat."""
         self.beat = None
         if self.gone or not self.waiting:
             return
@@ -277,7 +276,6 @@ class RemoteWorker:
         asyncio.get_running_loop().call_soon(self.link.send)  # sends all calls that are posted until then
 
     def take_outbox(self) -> list[Call]:
-        """Return the calls in the outbox and empty it."""
         calls, self.outbox = self.outbox, []
         return calls
 
@@ -298,13 +296,11 @@ class RemoteWorker:
                 waiting.set_exception(copy(error))  # every caller adds its own traceback
 
     def mark_gone(self, why: str) -> None:
-        """Mark the process as gone, and fail all pending calls."""
         if not self.gone:
             self.gone = f"{self.name} (pid {self.pid}) is gone: {why}"
             self.fail(self.waiting, WorkerDied(self.gone))
 
     def end(self, why: str) -> None:
-        """Kill the process, unless it is already gone."""
         if not self.gone:
             self.mark_gone(why)
             self.link.kill()

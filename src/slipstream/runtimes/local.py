@@ -79,7 +79,6 @@ class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
         return ProcessLauncher(self.secrets, self.heartbeat)
 
     def start_engine(self, settings: ProcessSettings) -> LocalLink:
-        """Start an engine's process, and return the link to it."""
         self.bare = False
         ours, theirs = socketpair()
         try:

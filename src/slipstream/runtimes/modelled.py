@@ -140,9 +140,9 @@ class ModelledLearner(NativeLearner):
         await self.time.work(self.costs.publish.export)
         return found
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[..., T], *args: Any) -> T:
         before = self._passed
-        found = await super()._run(work)
+        found = await super()._run(work, *args)
         await self.time.work(self.costs.learn.seconds(self._passed - before))
         return found
 

@@ -99,8 +99,6 @@ def without_bodies(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class Place:
-    """An engine to be started: name, resources, and the function that builds the engine in its process."""
-
     kind: type[RemoteWorker]
     name: str
     threads: int
@@ -220,7 +218,6 @@ class Staff:
                 task.result()
 
     async def replace(self, worker: Any) -> RemoteWorker:
-        """End a worker, start another one in its place, and return it."""
         if isinstance(worker, RemoteWorker):
             worker.end("another takes its place")
         place = self.places[worker]

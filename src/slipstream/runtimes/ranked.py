@@ -2,7 +2,7 @@
 
     prepare     the groups of each optimizer step are assigned to ranks by cost, and stay there
     accumulate  each rank computes the gradient of its groups; a rank without groups computes a dummy batch
-    all else    the same call goes to every rank, and the first rank's answer counts (`quote`: all answers)
+    all else    the same call goes to every rank, and the first answer counts (`quote`: each answers for its groups)
 
 Ranks compute together, so all must receive the same calls in the same order and no call may be withdrawn. If a caller
 is cancelled, its call continues and the next call waits for it. When a single rank fails or dies, the state of the

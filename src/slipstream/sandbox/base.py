@@ -66,7 +66,6 @@ class Runner(ABC):
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
     ) -> Ran:
-        """Run a program in a working directory with these files."""
         program = Program(argv, stdin, files, limits)
         return unrunnable(program) or await self.execute(program)
 

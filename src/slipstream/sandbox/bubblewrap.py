@@ -182,8 +182,8 @@ def _ended_by_itself(status: int) -> bool:
 class KeeperSession(Session):
     """Session whose calls share a working directory and a /tmp, both in memory and with one common size limit.
 
-    Both directories are mounted in the namespaces of a keeper process, which only sleeps. If the keeper ends, they are
-    lost. It ends with the process that opened the session. Each call runs in a new sandbox in these namespaces.
+    Both directories are mounted in the namespaces of a keeper process, which only sleeps. The directories are lost when
+    the keeper ends, which is when its parent ends at the latest. Each call runs in a new sandbox in these namespaces.
     """
 
     def __init__(self, sandbox: Bubblewrap, keeper: asyncio.subprocess.Process, user: int | None) -> None:

@@ -62,14 +62,13 @@ def enter(made: Path, pid: int) -> None:
 
 
 def out_of_memory(made: Path) -> bool:
-    """Return True if Linux has killed a process of the cgroup because memory ran out."""
     events = made / "memory.events"
     counts = dict(line.split() for line in events.read_text("utf-8").splitlines()) if events.exists() else {}
     return counts.get("oom_kill", "0") != "0"
 
 
 def in_force(parent: Path | None) -> str:
-    """Return a log line that states whether a cgroup limits memory and processes. None: no cgroup can be made."""
+    """Return a log line about the limits of memory and processes. `parent` is None if no cgroup can be made."""
     if parent is not None:
         return f"sandbox: Linux bounds memory and processes by a cgroup for each program, below {parent}"
     measured = "memory, page tables and sockets of a program are measured every 0.1 s"

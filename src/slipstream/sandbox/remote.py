@@ -146,6 +146,5 @@ def _text(value: Any) -> str:
 
 
 def shown(content: bytes | bytearray) -> str:
-    """Return the beginning of a server's answer in one line, for error messages."""
     line = " ".join(bytes(content[: 10 * SHOWN]).decode(errors="replace").split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"

@@ -44,7 +44,7 @@ SET_PDEATHSIG = 1
 """Option of prctl that would let a program survive its parent."""
 SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
 SOL_SOCKET, SO_SNDBUF = 1, 7
-"""Setting of the send buffer; the filter ignores it, so that the number of sockets bounds their memory."""
+"""Option for the send buffer's size. The filter skips it, so that the number of sockets bounds their memory."""
 FAMILIES = (1, 2, 10)
 """Allowed socket families: Unix, IPv4, IPv6."""
 X32 = 0x40000000

@@ -55,7 +55,6 @@ class Cores:
         return self.served
 
     def begin(self, seconds: float, done: Callable[[], None], *, wide: float = 1.0) -> Work:
-        """Start work, and call `done` when this many seconds of work are completed."""
         now = self.time()
         work = Work(now + seconds, self.number, done, wide, now)
         self.number += 1

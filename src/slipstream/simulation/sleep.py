@@ -61,7 +61,6 @@ class Request:
         return self.lengths[index] - (self.begun[index].tokens if index in self.begun else 0)
 
     def whole(self, index: int) -> int:
-        """Return the number of tokens of this member's complete sequence, including its prompt."""
         return len(self.prompt.tokens) + self.lengths[index]
 
     def unread(self) -> int:
@@ -140,7 +139,7 @@ class SleepSampler:
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         clock = asyncio.get_running_loop().time
         began, thrown = clock(), 0
-        self.paused = True  # waiting requests get no slots
+        self.paused = True
         if mode == "drain" and self.running:
             self.drained = asyncio.Event()
             await self.drained.wait()

@@ -1,6 +1,6 @@
 """Engines for a tabular model whose distributions are all known: the next token depends only on the last token.
 
-Tests of the pipeline and studies of estimators use these engines. They share the records, protocols and estimators of
+Tests of the pipeline and studies of estimators use these engines, which share the records, protocols and estimators of
 the real engines. A row of the table holds the logits after one token. Durations pass on the event loop's clock.
 
 Shapes: V vocabulary, N trained tokens, M draws (tokens sampled at the same position, the emitted token first).
@@ -382,7 +382,5 @@ class ToyLearner:
 
 
 class ToyGrader:
-    """Grader that gives reward 1 to a response that ends with EOS, and 0 to any other."""
-
     async def grade(self, group: Group) -> list[Handle]:
         return [Handle(replace(h.header, rewards={"ended": float(h.header.finish == "eos")}), h.body) for h in group]

@@ -133,7 +133,6 @@ def digits(value: float, count: int) -> str:
 
 
 def summary(sweep: Sweep) -> Iterator[RenderableType]:
-    """Yield tables of means, of differences to the first arm, and of slopes, then the verdict on each claim."""
     lone = [point for point in sweep.table() if point.n == 1]
     for measure in sweep.measures:
         yield Text(f"\n{measure}, mean ± standard error over seeds", style="bold")

@@ -1,7 +1,7 @@
 """Jobs that run in separate processes, a fixed number in parallel; the failure of one job does not end other jobs.
 
-Jobs are forked from a process that has already imported slow libraries. Output of a job goes to its
-log. All jobs end when this process ends.
+Jobs are forked from a process that has already imported slow libraries. Output of a job goes to its log. All jobs end
+when this process ends.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ class Running:
     def stop(self, number: int) -> None:
         """Send a signal to the job and to all processes that it started."""
         assert self.process.pid is not None
-        if not kill_group(self.process.pid, number):  # it has not made its own session yet
+        if not kill_group(self.process.pid, number):  # the job has not made its own session yet
             kill(self.process.pid, number)
 
 
 def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Generator[Event | None, None, None]:
     """Run jobs in order, `at_a_time` in parallel, and yield their events; closing the generator stops all jobs.
 
-    While jobs run, yields None at least every `TICK` seconds. A job is read from `jobs` only when it can start.
+    None is yielded after each check of all running jobs. A job is taken from `jobs` only when that job can start.
     """
     make = multiprocessing.get_context("forkserver")
     make.set_forkserver_preload(list(preload))
@@ -143,7 +143,6 @@ def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Gener
 
 
 def start_job(job: Job, make: Any) -> Running:
-    """Start a job, and retry if the forkserver was killed, until multiprocessing has replaced it."""
     messages, job_end = make.Pipe(duplex=False)
     with job_end:
         process = make.Process(target=run_job, args=(job, job_end), name=job.name, daemon=False)

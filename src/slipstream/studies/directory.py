@@ -119,7 +119,6 @@ def cores_of_cell(config: Config) -> int:
 
 
 def clear_cell(cell: SweepCell) -> None:
-    """Delete the files of an unfinished cell, and create its directory again."""
     with writing(cell.path):
         shutil.rmtree(cell.path, ignore_errors=True)
         cell.path.mkdir(parents=True)

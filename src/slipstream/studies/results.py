@@ -39,8 +39,6 @@ COSTS = ("updates", "tokens", "seconds", "cpu_seconds", "finished", "version")
 
 @dataclass(frozen=True)
 class SweepCell(Cell):
-    """A cell of a study in the directory `path`."""
-
     path: Path
 
     @property
@@ -53,7 +51,7 @@ class SweepCell(Cell):
 
     @cached_property
     def done(self) -> dict[str, Any]:
-        """Content of cell.json: config, seconds, cpu_seconds, time."""
+        """Content of cell.json: the values of `COSTS`, and the config."""
         path = self.path / DONE
         try:
             found: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -210,7 +208,7 @@ class Sweep:
         return combine_by_seed(self.by_seed(points, measure), lambda ys: slope(xs, ys, self.shift))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per finished cell: arm, settings, seed, measures, seconds and path."""
+        """Return one row per finished cell: arm, settings, seed, measures, costs and path."""
         found = []
         for cell in self.finished:
             point, config, done = cell.point, flat(cell.config.model_dump(mode="json")), cell.done

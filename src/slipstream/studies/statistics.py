@@ -19,11 +19,9 @@ BySeed = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds."""
-
     n: int
     mean: float | None
-    """Mean of the values; None if there are no values."""
+    """Mean over seeds; None if there are no values."""
     se: float | None
     """Standard error; None if there are fewer than two seeds."""
 
@@ -50,7 +48,7 @@ def slope(xs: Sequence[float], ys: Sequence[float], shift: int = 1) -> float:
 def p_value(found: Estimate) -> float | None:
     """Return the two-sided p-value of a mean against 0, by Student's t; None without a standard error.
 
-    With n − 1 degrees of freedom, integer by nature, the distribution has a closed form: a finite sum of powers of the
+    The n − 1 degrees of freedom are an integer, so the distribution has a closed form: a finite sum of powers of the
     cosine of atan(|t| / √(n − 1)).
     """
     if found.mean is None or found.se is None:

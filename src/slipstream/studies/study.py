@@ -38,8 +38,6 @@ OF_SAMPLES = ("reward/", "teacher/kl")
 
 @dataclass(frozen=True)
 class Point:
-    """An arm (alternative to compare) with one combination of the grid's values."""
-
     arm: str
     settings: Mapping[str, Any]
     """Values of the grid's settings, and the name of the condition, if any."""
@@ -57,8 +55,6 @@ class Point:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study."""
-
     point: Point
     seed: int
 

@@ -5,7 +5,7 @@
         ...                                          # base_url = fake.url, model = fake.name
 
 The endpoint serves until the block ends. `python -m slipstream.testing.endpoint builtin:teacher 8000` serves from a
-terminal until Ctrl-C, or until IDLE seconds after the last request; without a port it uses a free one.
+terminal until Ctrl-C, or until IDLE seconds after the last completion; without a port it uses a free one.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -34,7 +34,7 @@ Scores = Callable[[Sequence[int]], NDArray[np.floating[Any]]]
 LOGPROBS = {"nan": float("nan"), "null": None, "positive": 0.5, "clamp": -9999.0, "narrow": -1e300}
 """Log-prob of the last token by fault; "narrow" is finite, but not in float32."""
 IDLE = 600.0
-"""Seconds without a request after which a server started from a terminal ends."""
+"""Seconds without a completion request after which a server started from a terminal ends."""
 
 
 def table(logq_VV: NDArray[np.floating[Any]]) -> Scores:
@@ -83,7 +83,6 @@ class FakeEndpoint(Loopback):
         """Bytes sent by the faults "endless" and "trickle"."""
         self.retry_after: str | None = "0.05"
         self.requests: list[dict[str, Any]] = []
-        """Bodies of all completion requests."""
         self.most, self.running = 0, 0
         """Highest and current number of concurrent requests."""
         self.asked = time.monotonic()
@@ -94,7 +93,6 @@ class FakeEndpoint(Loopback):
         return f"{super().url}/v1"
 
     def tell(self, *faults: Fault) -> None:
-        """Queue faults, one for each of the next completions."""
         self.faults.extend(faults)
 
     # --- answers ---------------------------------------------------------------------------------------------
@@ -183,7 +181,6 @@ class FakeEndpoint(Loopback):
         return True
 
     def _pour(self, to: BaseHTTPRequestHandler, part: bytes, pause: float) -> None:
-        """Send the part again and again until the client disconnects."""
         to.send_response(200)
         to.send_header("Content-Type", "application/json")
         to.end_headers()

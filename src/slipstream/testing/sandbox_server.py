@@ -45,7 +45,6 @@ class FakeSandboxFusion(Loopback):
         self.requests: list[dict[str, Any]] = []
 
     def tell(self, *faults: Fault) -> None:
-        """Set the faults of the next calls, one per call."""
         self.faults.extend(faults)
 
     def post(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -86,7 +85,6 @@ class FakeSandboxFusion(Loopback):
 
 
 def told(ran: Ran) -> dict[str, Any]:
-    """Return the server's JSON answer for the result of a program."""
     late = ran.status == "timeout"
     result = {
         "status": "TimeLimitExceeded" if late else "Finished",

@@ -1,9 +1,9 @@
 """Parser for an endpoint's answer, which compares the answer with the tokens that were sent.
 
-`prompt_logprobs` has a row for each sent token except the first. A row holds the log-prob of this token and of the k
-most likely tokens, which may include this token. Some servers return no rows, rows of another request, or rows shifted
-by one. Therefore each row must hold the sent token, and the requested number of other tokens. `engines/score_checks`
-checks the log-probs.
+`prompt_logprobs` has a row for each sent token; the first row is empty. A row holds the log-prob of this token and of
+the k most likely tokens, which may include this token. Some servers return no rows, rows of another request, or rows
+shifted by one. Therefore each row must hold the sent token, and each requested row k or k + 1 tokens.
+`engines/score_checks` checks the log-probs.
 
 Shapes: N requested positions, K top-k.
 """
@@ -32,7 +32,7 @@ class WrongAnswer(Exception):
 @dataclass(frozen=True)
 class LogProbs:
     logp_N: NDArray[np.float32]
-    """Log-probs of the sent tokens."""
+    """Log-probs of the sent tokens at the requested positions."""
     ids_NK: NDArray[np.int32]
     logp_NK: NDArray[np.float32]
     """Log-probs of the k most likely tokens, in descending order."""

@@ -24,7 +24,7 @@ PAUSES = (1.0, 30.0)
 OUTAGE = 120.0
 """Maximum seconds that a call waits for the end of an outage."""
 SPREAD = 0.2
-"""Seconds over which calls that waited for the same time are randomly spread."""
+"""Seconds over which all calls that wait for `Breaker.earliest` are randomly spread."""
 
 
 class Unavailable(Exception):

@@ -22,8 +22,6 @@ NOT_THERE = (404, 405, 501)
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements of a run for a teacher."""
-
     tokens: Sequence[int]
     """At least two tokens of the run's data."""
     highest: int

@@ -179,7 +179,7 @@ OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[AsyncGenerator[None]]] =
 
 
 def retry_after(header: str | None) -> float:
-    """Return the seconds until the time in a Retry-After header, a number or a date; 0 if it is missing or invalid."""
+    """Return the seconds to wait by a Retry-After header (number or date); 0 if the header is missing or invalid."""
     if header is None:
         return 0.0
     if re.fullmatch(r"\d{1,6}(\.\d+)?", header):

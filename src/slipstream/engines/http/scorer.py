@@ -2,9 +2,6 @@
 
 The answer's `prompt_logprobs` hold the teacher's log-prob of each sent token, and if `k` is not 0, those of the k
 best tokens. The log-prob of the emitted token is always included.
-
-When a response is scored again, the KL between both scores is computed from these tokens. It is a lower bound of the KL
-over the vocabulary.
 """
 
 from __future__ import annotations
@@ -86,7 +83,7 @@ class HttpScorer(Probed):
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, Handle]]) -> list[Handle]:
-    """Run calls concurrently; cancel the others if one fails. A TaskGroup would lose a cancellation that comes then."""
+    """Run calls concurrently; if one fails, cancel the rest. A TaskGroup would lose a cancellation at that moment."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -22,7 +22,6 @@ from slipstream.models.resolve import model_path
 
 
 def adapted_layers(model: nn.Module) -> list[str]:
-    """Return the names of the layers that have an adapter."""
     return [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
@@ -53,7 +52,6 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def check_base(adapter: Adapter, model: nn.Module) -> None:
-    """Raise a ModelError unless the base model has every layer of the adapter, with the same input and output sizes."""
     linear = linear_layers(model)
     for layer, (inputs, outputs) in adapter.layers.items():
         part = linear.get(layer)
@@ -68,7 +66,6 @@ def check_base(adapter: Adapter, model: nn.Module) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module, adapter: Adapter) -> None:
-    """Add an adapter to the weights of its base model, in place."""
     check_base(adapter, model)
     for layer, (down, up) in weights_of(adapter).items():
         weight = model.get_submodule(layer).get_parameter("weight")

@@ -48,7 +48,6 @@ KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 
 
 def check_arguments(module: nn.Module, mask: Tensor | None, extra: Mapping[str, Any]) -> None:
-    """Raise a ModelError if the model passes a mask or an unknown tensor to its attention."""
     kind = type(module).__name__
     if mask is not None:
         raise ModelError(f"{kind} passes its own mask, which is not supported")
@@ -67,7 +66,7 @@ def attend(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return the attention output [N, H, Q, D]; the mask is added to the scores, sinks are logits for [N, H, Q, 1]."""
+    """Return the attention output [N, H, Q, D]; the mask is added to the scores; sinks are logits [1, H, 1 or Q, 1]."""
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(
             query_NHQD, key_NJLD, value_NJLD, attn_mask=mask_N1QL, scale=scaling, dropout_p=dropout, enable_gqa=True

@@ -34,7 +34,7 @@ def depends_on_length(kind: Any) -> bool:
 
 
 def check_there(name: str) -> None:
-    """Raise a ModelError if a local directory holds neither a model nor an adapter; hub names are not checked."""
+    """Raise a ModelError if a local directory holds neither model nor adapter, or the hub does not answer."""
     check_reachable(name)
     path = Path(model_path(name))
     if path.is_dir() and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):

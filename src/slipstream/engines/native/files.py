@@ -105,7 +105,6 @@ def shapes_in(name: str, file: Path) -> dict[str, Shape]:
 
 
 def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and memory-mapped tensors of a pickled weight file."""
     try:
         tensors: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # unpickling a damaged file can raise any exception
@@ -114,7 +113,6 @@ def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_through(name: str) -> int:
-    """Read all weights and return the number of values; raise a ModelError if a value is not finite."""
     own = [Path(name, ADAPTER)] if is_adapter(name) else []  # an adapter: check its weights and its base
     return check_numbers(name, (part for file in (*weights_of(name), *own) for part in read_chunks(name, file)))
 

@@ -72,7 +72,7 @@ def _scale_before(model: PreTrainedModel, layer: nn.Linear, ids: Tensor, hidden:
 
 
 def _bend_after(model: PreTrainedModel, layer: nn.Linear, ids: Tensor) -> Bend | None:
-    """Return the scale and the soft cap that the model applies to the linear layer's output; None if anything else."""
+    """Return scale and soft cap that the model applies to the linear layer's output; None if it does anything else."""
     ladder = torch.tensor([*LADDER, *(-x for x in LADDER)], device=model.device)
     x_V = ladder.repeat(-(-layer.out_features // len(ladder)))[: layer.out_features]
     rungs = min(len(LADDER), layer.out_features)

@@ -44,7 +44,7 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
 
 @torch.no_grad()
 def _layers(lm: LanguageModel) -> list[str]:
-    """Return names of linear layers whose module is called, without the head; Mamba uses some weights directly."""
+    """Return the linear layers that a pass calls, except the head; Mamba uses some weights without calling a layer."""
     named = linear_layers(lm.model)
     called: set[nn.Module] = set()
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in named.values()]

@@ -126,7 +126,6 @@ def widened(model: nn.Module) -> Iterator[None]:
 
 
 def _fits_in_memory(halves: Sequence[Tensor]) -> bool:
-    """Return True if float32 copies of these tensors fit into half of the free memory."""
     if halves and halves[0].is_cuda:
         free = torch.cuda.mem_get_info(halves[0].device)[0]
     else:

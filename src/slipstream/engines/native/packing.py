@@ -1,6 +1,6 @@
 """Plan which samples are computed in one forward pass; works on lengths only, without tensors.
 
-A micro-batch is a few rows of similar length. A row is a sequence of items. An item is a prompt and one response. With
+A micro-batch is a few rows. A row is a sequence of items. An item is a prompt and one response. With
 shared prompts an item has as many responses of the group as fit, and the prompt is computed once. Attention never
 crosses items (rows.py), so every plan gives the same results. This file searches for a cheap plan.
 
@@ -10,8 +10,6 @@ micro-batches by cost and not by length, because a long row costs mostly attenti
 
 A model that cannot separate items gets one sample per row, padded on the right. Because attention is causal, no real
 token sees a pad, and no mask is needed.
-
-Shapes: B rows, L positions.
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
 
 
 def fill(items: Sequence[Item], budget: int, hidden: int) -> list[tuple[Item, ...]]:
-    """Return rows of items, whose length is the cheapest candidate."""
+    """Return rows of items; the maximum length of a row is the cheaper one of ROW_LENGTHS."""
     sizes = [item.tokens for item in items]
     longest = max(sizes, default=0)
     lengths = [min(budget, times * longest, sum(sizes)) for times in ROW_LENGTHS]

@@ -57,8 +57,6 @@ class Block(NamedTuple):
 
 
 class Rows:
-    """One micro-batch as tensors for the model."""
-
     def __init__(self, rollouts: Sequence[Rollout], batch: MicroBatch, device: torch.device) -> None:
         shape = len(batch.rows), batch.length
         ids_RL, position_RL, branch_RL = (np.zeros(shape, np.int64) for _ in range(3))
@@ -101,7 +99,7 @@ class Rows:
         return {*self.block_masks, *(reach for reach, _ in self.blocks)}
 
     def sees(self, reach: Reach) -> Callable[..., Tensor]:
-        """Return a mask function for FlexAttention, which returns True if a query sees a key."""
+        """Return a mask function with FlexAttention's arguments, which returns True if a query sees a key."""
         tree_RL, branch_RL, position_RL = self.tree_RL, self.branch_RL, self.position_RL
 
         def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

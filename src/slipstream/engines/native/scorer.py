@@ -163,7 +163,6 @@ class NativeScorer(Probed):
 
     @contextlib.contextmanager
     def _under(self, version: int) -> Iterator[None]:
-        """Give the model the weights of a stored version within this context."""
         if version != self.version:
             load_weights(self.lm.model, self.stored[version])
         try:
@@ -292,7 +291,6 @@ class NativeScorer(Probed):
 
 
 def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:
-    """Return the rollout with its prompt tokens replaced by `tokens`."""
     same = tokens is rollout.prompt.tokens
     return rollout if same else replace(rollout, prompt=replace(rollout.prompt, tokens=tokens))
 

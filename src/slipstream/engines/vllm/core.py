@@ -1,6 +1,6 @@
 """vLLM's engine on a separate event loop in a thread, which callers on any event loop can use.
 
-This file sets the arguments on which the protocols depend: sampling, log-probs and weight transfer. The user sets all
+Slipstream sets the arguments on which the protocols depend: sampling, log-probs and weight transfer. The user sets all
 others by `engine_args`.
 """
 
@@ -45,7 +45,7 @@ OURS = {
 """Arguments that engine_args may not hold, with the config key that sets them; "" if they cannot be changed."""
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = 4 << 30
-"""Maximum bytes of a KV cache on a CPU, unless engine_args.kv_cache_memory_bytes is set."""
+"""Bytes of a KV cache on a CPU, at most; two full sequences may need more. engine_args can set another size."""
 BLOCK = 128
 """Tokens of a block of the KV cache on a CPU."""
 IMPLIED = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
@@ -133,7 +133,6 @@ class Core:
             raise self.translated(error) from error
 
     async def request(self, tokens: list[int], name: str, **params: Any) -> Any:
-        """Send a request for these tokens; return vLLM's output when the request has ended."""
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 

@@ -3,7 +3,7 @@
 A learner publishes weights under the names of transformers' modules, and vLLM's loaders use the names of checkpoints.
 The names differ where transformers fuses weights that checkpoints hold separately, for example of experts.
 
-Shapes: E experts, F their inner width, H hidden, K inputs of a linear layer.
+Shapes: K inputs of a linear layer.
 """
 
 from __future__ import annotations

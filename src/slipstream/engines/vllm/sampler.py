@@ -75,7 +75,6 @@ class Open:
 
     @property
     def left(self) -> list[int]:
-        """Indices of the members that are not complete."""
         found = self.begun
         return [i for i in self.indices if i not in found or found[i].finish == "released"]
 
@@ -279,7 +278,7 @@ class VllmSampler:
 
 
 async def finished(task: asyncio.Future[Any]) -> Any:
-    """Return a task's result; if the caller is cancelled, wait for the task's end before the cancellation."""
+    """Return a task's result; if the caller is cancelled, raise the cancellation only after the task has ended."""
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -32,7 +32,7 @@ class VllmScorer(Probed):
         vocabulary: int,
         context: Context | None = None,
     ) -> None:
-        """Score the teacher's `k` best tokens, or the draws if `k` is 0; `vocabulary` is the student's size."""
+        """Start vLLM to score the `k` best tokens, or the draws if `k` is 0; `vocabulary` is the student's size."""
         self.name, self.model, self.vocabulary = name, settings.model, vocabulary
         self.k, self.draws = k, draws
         self.context = context or SamePrompt()

@@ -9,7 +9,7 @@ loads its part by vLLM's loaders. They write into the existing tensors, so CUDA 
 returns; `logprobs = M − 1` requests them. Draws are sampled in the V1 runner's sampler, from its log-probs after
 temperature and truncation. Separate random numbers leave the emitted tokens unchanged.
 
-Shapes: N requests of a step, M draws, V vocabulary, K inputs of a linear layer.
+Shapes: N requests of a step, M draws.
 """
 
 from __future__ import annotations

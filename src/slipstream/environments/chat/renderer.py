@@ -131,7 +131,6 @@ class Renderer:
         return np.array(tokens, np.int32)
 
     def text(self, ids: Ints) -> str:
-        """Decode token ids to text, special tokens included."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _check(self, message: Message) -> None:

@@ -125,7 +125,7 @@ class Reading:
         return [Call(name, arguments)], at + len("</function>")
 
     def _typed(self, tool: str, key: str, text: str) -> Any:
-        """Convert a parameter's text to the schema's type; return text that does not fit unchanged."""
+        """Parse a parameter as JSON unless the schema's type is string; return text that is not JSON unchanged."""
         kind = self.schemas.get(tool, {}).get("properties", {}).get(key, {}).get("type", "string")
         if kind == "string":
             return text

@@ -49,7 +49,7 @@ class Template:
         self.as_text: bool | None = None
         """Form of call arguments: JSON text (True) or objects (False). None: calls are part of the turn's text."""
         self.calling: dict[bool, bool] = {}
-        """True if the assistant's turn before a tail must have calls. Key: does the tail begin with a tool message?"""
+        """True if the turn before a tail must have calls. The key is True if the tail begins with a tool message."""
 
     def render(self, messages: Sequence[Message], header: bool, **args: Any) -> str:
         options = self.args | ({"tools": self.tools} if self.tools else {}) | args
@@ -186,7 +186,6 @@ class Template:
             yield "the date", [ASKED, last], {"strftime_now": lambda form: "another day"}
 
     def strips_thinking(self) -> bool:
-        """Return True if the template removes the thinking from earlier turns."""
         try:
             return "Perhaps that." not in self.render([ASKED, THINKING, ASKED], True)
         except Refused:

@@ -46,7 +46,7 @@ class Agent:
     verify: tuple[str, ...] | None
     """Command of the judge, which runs after the agent. None: the agent writes its own rewards."""
     walled: bool = False
-    """Run agent and judge in separate sandboxes. The agent's sandbox can reach only the gateway."""
+    """True: agent and judge run in separate sandboxes. The agent's sandbox can reach only the gateway."""
 
 
 class Programs:
@@ -158,7 +158,6 @@ class Program:
         self.reading = [asyncio.create_task(_read(stream, into)) for stream, into in streams]
 
     def _environment(self) -> dict[str, str]:
-        """Return the agent's environment variables that describe its session."""
         return {
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_BASE": self.url,
@@ -170,7 +169,6 @@ class Program:
         }
 
     async def ended(self) -> str:
-        """Wait until the program ends; return the reason if it failed, else an empty string."""
         assert self.process is not None
         code = await self.process.wait()
         await self.end()
@@ -179,14 +177,12 @@ class Program:
         return f"{processes.exit_text(code)}{self._last_line()}"
 
     def _last_line(self) -> str:
-        """Return the last line of standard error, or of standard output if that is empty, after a colon."""
         for output in reversed(self.output):
             if text := output.decode(errors="replace").strip():
                 return ": " + text.split("\n")[-1].strip()[:200]
         return ""
 
     async def end(self) -> None:
-        """End the program and all its child processes."""
         if self.process is None:
             return
         processes.kill_program(self.process)
@@ -233,7 +229,7 @@ class Program:
 
 
 def environment_of(place: Path) -> dict[str, str]:
-    """Return the environment variables of every program; this process's own may hold keys and are not passed on."""
+    """Return the environment variables of every program. Only PATH comes from this process; others may hold keys."""
     return {
         "PATH": os.environ.get("PATH", processes.PATH),
         "LANG": "C.UTF-8",
@@ -272,7 +268,6 @@ def rewards_in(file: Path, source: str, *, missing: dict[str, float] | None) -> 
 
 
 async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
-    """Read a stream to its end, and keep the last OUTPUT_BYTES bytes."""
     while part := await stream.read(1 << 16):
         into += part
         del into[:-OUTPUT_BYTES]

@@ -44,9 +44,7 @@ class Player(Protocol):
 
 
 class Players(Protocol):
-    def playing(self, row: dict[str, Any], base_url: str, session: str) -> AbstractAsyncContextManager[Player]:
-        """Start an agent for this row, and yield it."""
-        ...
+    def playing(self, row: dict[str, Any], base_url: str, session: str) -> AbstractAsyncContextManager[Player]: ...
 
     def close(self) -> None: ...
 

@@ -41,7 +41,7 @@ HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("prediction", "request_id", "priority", "cache_salt", "stream_options", "model"),
 }
-"""Parameters that are accepted and ignored."""
+"""Parameters that are accepted and do not change what is sampled."""
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Sampling parameters that the run's config sets; values of an agent are ignored."""
 CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stream"}
@@ -89,7 +89,7 @@ def loaded(body: bytes | str) -> dict[str, Any]:
 
 
 def check_options(given: dict[str, Any], served: set[str], section: str = "") -> tuple[str, ...]:
-    """Refuse parameters that are not supported, unless they have their default value; return the ignored ones."""
+    """Refuse unsupported parameters that differ from their default; return the names of ignored sampling parameters."""
     for name, value in given.items():
         nothing = NOTHING.get(name)
         if value is None or name in served or name in HARMLESS or name in IMPOSED:

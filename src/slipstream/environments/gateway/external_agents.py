@@ -47,10 +47,7 @@ class ExternalAgent:
 
 class ExternalAgents:
     def __init__(self, token: str, grace: float = 0.0) -> None:
-        """Require `token` as the bearer token of requests that start or close an episode.
-
-        `grace`: seconds after an episode's time limit in which a program may still send rewards.
-        """
+        """Require `token` as the bearer token of requests that start or close an episode."""
         self.token, self.grace = token, grace
         self.waiting = deque[ExternalAgent]()
         self.playing_now: dict[str, ExternalAgent] = {}
@@ -81,7 +78,6 @@ class ExternalAgents:
         self.waiting.append(guest)
 
     def check(self, authorization: str) -> None:
-        """Refuse a request whose Authorization header does not hold the token."""
         if not secrets.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
             why = "write the header Authorization: Bearer TOKEN, with the token in gateway.token of the run's directory"
             raise Refused(401, why, code="invalid_api_key")

@@ -96,7 +96,6 @@ class Server:
         return str(self.place / "socket") if self.place is not None else ""
 
     def open(self, session: Session) -> str:
-        """Register a session, and return its secret name."""
         name = secrets.token_urlsafe(24)
         self.sessions[name] = session
         return name
@@ -165,7 +164,6 @@ class Server:
         return as_json(wire.generated(await while_there(request, answer)))
 
     async def _parsed(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Session, bytes, Any]:
-        """Return the session of a request, its body, and the parsed body."""
         session = self._session(request)
         most = min(BODY, ROUND + 6 * session.max_bytes)  # JSON may need six bytes for one byte of text
         body = await web.read(request, most, partial(over, session, status=413))

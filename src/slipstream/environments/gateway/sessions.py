@@ -263,7 +263,6 @@ class Session:
         self.running += more
 
     def close(self) -> None:
-        """Cancel running calls, and refuse all further requests."""
         self.closed = True
         for task in chain.from_iterable(self.answers.values()):
             task.cancel()

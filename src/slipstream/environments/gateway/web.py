@@ -155,7 +155,7 @@ async def listening(app: ASGIApp, sockets: Sequence[socket.socket]) -> uvicorn.S
 
 
 async def abort_with_loop(server: uvicorn.Server) -> None:
-    """Close all connections when this task is cancelled: at the latest the event loop does so as it ends."""
+    """Close all connections when this task is cancelled; the event loop cancels it at the latest when the loop ends."""
     try:
         await asyncio.get_running_loop().create_future()
     finally:

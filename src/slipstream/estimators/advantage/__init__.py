@@ -22,11 +22,7 @@ from slipstream.estimators.tables.advantage import ADVANTAGES
 
 
 def advantage(name: str, rewards_BT: Tensor, mask_BT: Tensor, *, groups: Tensor, **kw: Any) -> Tensor:
-    """Return the advantages [B, T] by an estimator of `ADVANTAGES`.
-
-    `kw` are the options of the estimator. Raise a ValueError for options that are unknown, missing or of the wrong
-    shape.
-    """
+    """Return the advantages [B, T] by an estimator of `ADVANTAGES`, with its options `kw`."""
     if name not in ADVANTAGES:
         raise unknown("advantage", name, ADVANTAGES)
     function = ADVANTAGES[name].function

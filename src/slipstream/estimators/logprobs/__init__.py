@@ -121,7 +121,6 @@ def merge_metrics(into: Metrics, new: Metrics) -> None:
 
 
 def reduced(name: str, values_N: Tensor) -> Tensor:
-    """Reduce several values of a metric to one: maximum or minimum if the name is that of an extreme, else the sum."""
     match extreme(name):
         case "max":
             return values_N.amax()

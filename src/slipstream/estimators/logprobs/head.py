@@ -30,7 +30,6 @@ class Head:
 
     @property
     def bend(self) -> dict[str, Any]:
-        """Return scale and cap as keyword arguments of the log-prob estimators."""
         return {"scale": self.scale, "cap": self.cap}
 
     def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

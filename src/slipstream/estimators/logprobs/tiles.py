@@ -43,7 +43,6 @@ class Bend(NamedTuple):
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """Return float32, or the dtype of the tensor if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -1,8 +1,7 @@
 """Policy losses by name.
 
 `policy_loss` floors log-probs, zeroes masked positions, applies importance weights and reduces to one number. The
-formula for the loss of each token is in `token`, `row` or `batch`. `tables.policy` lists the losses and when to use
-them.
+formula for the loss of each token is in `token`, `row` or `batch`. `tables.policy` lists the losses.
 
 Shapes: B rows, T positions.
 """

@@ -1,1 +1,1 @@
-"""Tables of policy losses, advantages and corrections with their options, without formulas."""
+"""Tables of losses, advantages and corrections, with options or descriptions, without formulas."""

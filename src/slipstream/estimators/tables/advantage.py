@@ -13,8 +13,6 @@ Scope = Literal["row", "group", "batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """Advantage estimator and the description for users."""
-
     formula: str
     """Formula as module.function under slipstream.estimators.advantage."""
     settings: tuple[str, ...] = ()
@@ -32,7 +30,6 @@ class Estimator:
 
     @property
     def options(self) -> Options:
-        """Return the options with defaults; `options.REQUIRED` marks options without a default."""
         return options_of(self.function)
 
     @property

@@ -14,8 +14,6 @@ Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Policy loss: formula, inputs and aggregation, and a description for users."""
-
     formula: str
     """Formula as scope.function: scopes are modules under slipstream.estimators.policy."""
     takes: tuple[str, ...] = ()
@@ -41,7 +39,6 @@ class PolicyLoss:
 
     @property
     def options(self) -> Options:
-        """Return the options with defaults; `options.REQUIRED` marks options without a default."""
         if self.choose is None:
             return options_of(self.loss)
         return {name: default for name, default in options_of(self.choose, self.loss).items() if name != "chosen"}

@@ -1,1 +1,1 @@
-"""Decisions that steer a run: health, guards, autopilot, scaling, buffer refresh."""
+"""Decisions that steer a run: health, guards, autopilot, scaling, buffer refresh, canaries."""

@@ -136,7 +136,6 @@ class Buffer:
         }
 
     def why(self, level: Level, update: int) -> str | None:
-        """Return the reason for a refresh after this update, or None."""
         freshness, since = self.freshness, update - self.refreshed
         match freshness.refresh:
             case "never":

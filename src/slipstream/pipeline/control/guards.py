@@ -49,10 +49,8 @@ class Guards:
         """Create the configured guards; `tau` is the schedule's largest, with `batches` batches in flight."""
         self.guards = create_guards(config, tau, batches)
         self.acts = {name: Act() for name in self.guards}
-        """Action of each guard after the last update."""
 
     def look(self, line: Line) -> list[str]:
-        """Pass the metrics of an update to all guards, and return a text for each changed action."""
         self.acts = {name: guard.look(line) for name, guard in self.guards.items()}
         return [f"guards.{name}: {act.message}" for name, act in self.acts.items() if act.message]
 

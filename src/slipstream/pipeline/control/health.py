@@ -52,8 +52,6 @@ class History:
 
 
 class Health:
-    """The check of every update, which reports a new finding or stops the run."""
-
     def __init__(self, health: HealthConfig, say: Callable[[str], None]) -> None:
         self.health, self.say = health, say
         self.first = list[Line]()
@@ -178,7 +176,6 @@ def collapsed(how: str) -> Trouble:
 
 
 def mean_kl(lines: Sequence[Line]) -> float | None:
-    """Return the mean reverse KL to the teachers, or None if no line has one."""
     values = [line[name] for line in lines for name in kl_names(line)]
     return fmean(values) if values else None
 

@@ -144,7 +144,6 @@ def aligned(config: Config) -> list[Change]:
 
 
 def agreement_unknown(case: Case) -> Found | None:
-    """Find drift in a run that has no tokens on which to check that the engines agree."""
     if case.agreement or not case.drift.over(KL_LIMIT) or case.same_kl.error < 1:
         return None
     return Found("drift/k3_kl", case.drift.mean, KL_LIMIT, run=case.doctor)
@@ -154,10 +153,6 @@ def agreement_unknown(case: Case) -> Found | None:
 
 
 def stale(case: Case) -> Found | None:
-    """Find drift on stale tokens.
-
-    It is an error if the student gets worse, or if it does not improve and the effective sample size is low.
-    """
     if not case.drift.over(KL_LIMIT):
         return None
     low_ess = compares(case.config) and case.now("drift/ess").under(LOW_ESS)
@@ -178,7 +173,6 @@ def worse(case: Case) -> bool:
 
 
 def wrong_weights(case: Case) -> Found | None:
-    """Find stale draws (sampled extra tokens) without correct importance weights: the loss is not the reverse KL."""
     loss, lag = case.config.loss, case.now("lag/mean")
     if not isinstance(loss, ReverseKLMC) or not loss.weight or not lag.mean >= 0.5 or not worse(case):
         return None
@@ -245,7 +239,6 @@ def rejects_too_much(case: Case) -> Found | None:
 
 
 def by_sequence(case: Case) -> Found | None:
-    """Find weights or rejection by products over a sequence, which grow exponentially with its length."""
     preset, given = PRESETS[case.config.correction.preset], case.config.correction
     name, ess = ess_of(case)
     if (given.is_level or preset.is_level) == "sequence" and ess.under(LOW_ESS):
@@ -257,7 +250,6 @@ def by_sequence(case: Case) -> Found | None:
 
 
 def tails(case: Case) -> Found | None:
-    """Find extreme importance ratios of draws, unless the student improves in spite of them."""
     if not case.config.loss.weight or case.gained:
         return None
     return found_above(
@@ -282,7 +274,6 @@ DEFAULT_CLIP = {"clip": 0.2, "clip_low": 0.2, "clip_high": 0.28}
 
 
 def widened(case: Case) -> Found | None:
-    """Find a high clip fraction with a clip range that is wider than the default."""
     given = case.config.policy.options if case.config.policy is not None else {}
     for name, default in DEFAULT_CLIP.items():
         if given.get(name, default) > default:

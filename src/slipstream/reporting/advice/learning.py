@@ -43,7 +43,6 @@ COLD = 0.5
 
 
 def too_large(case: Case) -> Found | None:
-    """Find steps that are too large: by drift within one update, or by a student that gets worse without drift."""
     moved, harm = case.moved, worse(case)
     leaps = moved.over(KL_LIMIT)
     # the KL of a step grows with the square of its size; without a measured KL, try a tenth of the learning rate
@@ -62,7 +61,6 @@ def too_large(case: Case) -> Found | None:
 
 
 def poor_samples(case: Case) -> Found | None:
-    """Find a small batch or a low temperature in a run whose student has not improved."""
     if case.gained or len(case.lines) < 2 * WINDOW:
         return None
     learner, sampler = case.config.learner, case.config.sampler
@@ -75,7 +73,6 @@ def poor_samples(case: Case) -> Found | None:
 
 
 def spikes(case: Case) -> Found | None:
-    """Find repeated gradient norms far above their median."""
     norms = values_of(case.lines, "grad_norm")
     if len(norms) < 2 * WINDOW:
         return None

@@ -85,7 +85,6 @@ class Case:
 
     @property
     def doctor(self) -> str:
-        """Command that compares the engines."""
         return f"slipstream doctor {self.at}/config.toml"
 
     @property
@@ -94,7 +93,6 @@ class Case:
 
     @property
     def moving_teacher(self) -> bool:
-        """True if a teacher follows the student."""
         return any(teacher.follow is not None for teacher in self.config.teachers.values())
 
     # --- windows of updates -------------------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ class Case:
 
     @property
     def kl_first(self) -> Level:
-        """Largest KL to a teacher at the first update, so the KL of the initial student."""
+        """Largest KL to a teacher at the first update: that of the initial student."""
         line = self.lines[0]
         known = [Level(line[name], line.get(f"{name}_error", inf)) for name in kls(line)]
         return max(known, key=lambda kl: kl.mean, default=UNKNOWN)
@@ -272,7 +270,7 @@ def kls(line: Line) -> list[str]:
 
 
 def same_version(line: Line, steps: int) -> Line | None:
-    """Return the drift metrics of an update at the same version, without name prefix; None if tokens are stale."""
+    """Return an update's drift metrics at the same version, without name prefix; None if tokens cannot be compared."""
     if line.get("old_logp_missing") == 0.0:
         return {name.removeprefix("mismatch/"): value for name, value in line.items() if name.startswith("mismatch/")}
     if line.get("lag/max") == 0.0 and steps == 1 and "drift/kl" in line:
@@ -293,7 +291,7 @@ def same_version_kl(line: Line, steps: int) -> tuple[float, float]:
 
 
 def accuracy_of(evaluations: Sequence[Line]) -> dict[str, list[Level]]:
-    """Return accuracies and binomial errors by held-out set; the error is an upper bound for rewards in [0, 1]."""
+    """Return accuracies by held-out set, with binomial errors as if all samples were independent."""
     found: dict[str, list[Level]] = {}
     for line in evaluations:
         mean, count = line.get("accuracy", 0.0), line.get("samples", 0.0)

@@ -51,7 +51,6 @@ def found_above(
 def found_below(
     case: Case, metric: str, limit: float, changes: Sequence[Change] = (), *, error: bool = True
 ) -> Found | None:
-    """Return evidence if a metric is significantly below its limit now."""
     now = case.now(metric)
     return Found(metric, now.mean, limit, changes, error=error) if now.under(limit) else None
 
@@ -91,12 +90,12 @@ class Answer:
 
     @property
     def cli(self) -> str:
-        """Return the change as options to append to `slipstream train CONFIG`."""
+        """Change as options to append to `slipstream train CONFIG`."""
         return " ".join(f"--{key} {shlex.quote(as_text(value))}" for key, value in self.change.items())
 
     @property
     def toml(self) -> str:
-        """Return the change as TOML to paste into a config."""
+        """Change as TOML to paste into a config."""
         lines = list[str]()
         for section, settings in groupby(self.change.items(), key=lambda setting: setting[0].rpartition(".")[0]):
             lines += [f"[{section}]"] if section else []

@@ -35,7 +35,6 @@ def dropped_groups(case: Case) -> Found | None:
 
 
 def failed_responses(case: Case) -> Found | None:
-    """Find responses that an engine could not produce, or that have no reward."""
     trained = sum(values_of(case.lines, "samples"))
     names = {name for line in case.lines for name in line if name.startswith("ungraded/") or name == "failed_samples"}
     for name in sorted(names):
@@ -108,7 +107,6 @@ def slow_sampler(case: Case) -> Found | None:
 
 
 def slow_learner(case: Case) -> Found | None:
-    """Find a learner that hardly waits while a full batch is ready."""
     waited = case.share("seconds/data") + case.share("seconds/turn")
     if case.too_short or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
         return None

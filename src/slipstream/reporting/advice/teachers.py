@@ -29,7 +29,6 @@ PATIENCE = 50
 
 
 def negative_kl(case: Case) -> Found | None:
-    """Find a KL to a teacher below 0, which is impossible for log-probs of the sampled tokens."""
     for name in sorted({name for line in case.late for name in kls(line)}):
         lines = [line for line in case.late if name in line]
         mean, error = fmean(values_of(lines, name)), hypot(*values_of(lines, f"{name}_error")) / len(lines)
@@ -39,7 +38,6 @@ def negative_kl(case: Case) -> Found | None:
 
 
 def fails(case: Case) -> Found | None:
-    """Find a teacher with many unusable scores, or with other scores when it scores a group again."""
     invalid, samples, differed, rechecked = (
         sum(values_of(case.late, name))
         for name in ("teacher/invalid", "samples", "teacher/differed", "teacher/rechecked")
@@ -84,10 +82,6 @@ def pairs_of(sample: Line) -> list[tuple[float, float]]:
 
 
 def another_prompt(case: Case) -> Found | None:
-    """Find a teacher that sees another prompt format than the one it was trained on.
-
-    Its log-prob gap is larger at the first tokens of a response than later. A diverged student is not comparable.
-    """
     if case.diverged_early:
         return None
     first = [pairs_of(sample) for sample in case.first_samples]
@@ -104,7 +98,6 @@ def another_prompt(case: Case) -> Found | None:
 
 
 def other_end(case: Case) -> Found | None:
-    """Find a teacher that disagrees with the student only about the end token of early responses."""
     ended = [sample for sample in case.first_samples if sample.get("finish") == "eos"]
     gaps = [[ours - theirs for ours, theirs in pairs_of(sample)] for sample in ended]
     ends, rest = level([each[-1] for each in gaps if each]), [gap for each in gaps for gap in each[:-1]]
@@ -115,7 +108,6 @@ def other_end(case: Case) -> Found | None:
 
 
 def lowers_rewards(case: Case) -> Found | None:
-    """Find a reward that falls while the KL to the teacher falls to its best value."""
     if case.fall is None or not case.kl_then.above(case.kl_now) or case.kl_now.above(case.kl_best):
         return None
     return Found(*case.fall, run=case.show_samples)

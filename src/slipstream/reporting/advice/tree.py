@@ -463,7 +463,6 @@ BY_NAME = {rule.name: rule for rule in RULES}
 @dataclass(frozen=True)
 class Advice:
     answers: Sequence[Answer]
-    """Answers, sorted by severity; for the same severity, causes come before symptoms."""
     updates: int
     needs: int = 2 * WINDOW
     """Minimum number of updates for a comparison of the last updates with the first."""

@@ -36,7 +36,6 @@ GROUPS = {
 
 
 def accuracy(runs: Sequence[Reading]) -> Iterator[Figure]:
-    """Draw the accuracy on every held-out set, over updates and over wall-clock time."""
     note = "Error bars: one standard error over the held-out prompts, at most."
     for name in held_out_sets(runs):
         label = f"Accuracy on {name}" if name else "Held-out accuracy"

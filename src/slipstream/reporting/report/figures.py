@@ -35,7 +35,6 @@ class Figure:
     legend: bool = False
     """True if the figure has its own legend. If False, the legend of the page explains the colours."""
     zoom: bool = False
-    """True if the reader can zoom and pan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,6 @@ def figures(seen: Outlook) -> Iterator[Figure]:
 
 
 def splits(seen: Outlook) -> Html:
-    """Return a table of all simulated splits, the fastest first."""
     idle = [f"{label} idle" for label in STAGES.values()]
     head = ["schedule", "split", "samples/s", "tokens/s", "lag", "max lag", *idle, "time"]
     rows = []

@@ -87,7 +87,7 @@ def shell(title: str, body: str, figures: Mapping[str, Figure]) -> str:
 
 
 def drawn(figure: Figure) -> Json:
-    """Return the fields of a figure that page.js needs; the page itself contains the text."""
+    """Return the fields of a figure that page.js needs; the HTML itself contains the note and the width."""
     kept = {name: value for name, value in asdict(figure).items() if name not in ("note", "wide")}
     return kept | {"title": "<br>".join(wrap(plain(figure.title), LINE))}
 
@@ -148,7 +148,6 @@ def paragraph(text: str) -> Html:
 
 
 def folded(title: str, text: str) -> Html:
-    """Return a long text that is folded behind its title."""
     return Html(
         f'<details><summary>{visible(title)}</summary><div class="box"><pre>{visible(text)}</pre></div></details>'
     )

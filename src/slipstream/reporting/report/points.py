@@ -10,13 +10,13 @@ from statistics import fmean
 from slipstream.metric_names import Band
 
 MOST = 400
-"""Largest number of points of a curve; a longer curve keeps the smallest and largest point of each bin."""
+"""Largest number of points of a curve."""
 SMOOTH = 150
 """Largest number of points of a moving mean."""
 
 
 def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST) -> tuple[list[float], list[float]]:
-    """Return at most `most` points, with the smallest and the largest of every bin."""
+    """Return at most `most` points of a curve: the smallest and the largest of every bin."""
     if len(x) <= most:
         return list(x), list(y)
     kept: list[int] = []

@@ -66,7 +66,6 @@ class Reading:
 
     @cached_property
     def case(self) -> Case:
-        """Return the input of the advice rules."""
         return case_of(self.run, self.config, self.metrics, self.evaluations)
 
     def at(self, update: float) -> float:
@@ -96,12 +95,11 @@ def seconds_at(metrics: Sequence[Line], update: float) -> float:
 
 
 def standard_error(mean: float, count: float) -> float | None:
-    """Return the largest possible standard error of a mean of numbers in [0, 1]; None for other means."""
+    """Return the largest possible standard error of a mean of numbers in [0, 1]; None for other means or no numbers."""
     return sqrt(mean * (1 - mean) / count) if 0 <= mean <= 1 and count else None
 
 
 def read(paths: Sequence[Path]) -> list[Reading]:
-    """Read runs, each under a unique name."""
     runs = [RunDir(path) for path in paths]
     found = list[Reading]()
     for name, run in zip(distinguished(paths), runs, strict=True):
@@ -147,5 +145,4 @@ def changed(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def in_use(config: Config) -> dict[str, str]:
-    """Return the optional sections that the config has."""
     return {f"[{name}]": "in use" for name in OPTIONAL if getattr(config, name) is not None}

@@ -124,5 +124,4 @@ def cut(text: str) -> str:
 
 
 def cut_end(text: str) -> str:
-    """Keep only the end of a prompt that is too long."""
     return text if len(text) <= MOST else f"({len(text) - MOST:,} more characters) …{text[-MOST:]}"

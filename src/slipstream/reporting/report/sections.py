@@ -141,7 +141,6 @@ def accuracy_of(run: Reading, name: str) -> str:
 
 
 def advice(runs: Sequence[Reading]) -> Iterator[Part]:
-    """Yield a table of findings with metric, cause and proposed change, and a line for runs without errors."""
     found = [(run.name, advise(run.case)) for run in runs]
     rows = [
         [name, each.name, f"{each.metric} = {shown(each.value)}", each.cause, each.cli or each.run]

@@ -30,7 +30,7 @@ BARS = 5
 TOLD = 5
 """Largest number of claims in a title."""
 CURVE = 30
-"""Number of points of a learning curve; each is a mean over consecutive updates."""
+"""Largest number of points of a learning curve; each is a mean over consecutive updates."""
 AXES = {
     "schedule.k": "age of rollouts, updates",
     "schedule.tau": "updates that rollouts may run ahead",
@@ -78,7 +78,7 @@ def main(sweep: Sweep, measure: str) -> Figure:
 
 
 def drawn(sweep: Sweep) -> dict[str, Figure]:
-    """Return the result figures by file: NAME.svg for the first measure, NAME-MEASURE.svg for the others."""
+    """Return result figures by file: NAME.svg for the first measure, NAME-MEASURE.svg for others, NAME-clock.svg."""
     name = sweep.path.resolve().name
     found = {
         f"{name}-{measure.replace('/', '-')}.svg" if i else f"{name}.svg": main(sweep, measure)
@@ -147,7 +147,7 @@ def curves(sweep: Sweep) -> Iterator[Figure]:
 
 
 def by_clock(sweep: Sweep) -> Figure | None:
-    """Draw the first reward over time for series of equal length; None if the study does not measure time."""
+    """Draw the first reward over time for series of equal length; None without a reward, time or runs, or with an x."""
     measure = next((each for each in sweep.measures if each.startswith("reward/")), None)
     if measure is None or CLOCK not in sweep.measures or sweep.study.x is not None:
         return None
@@ -182,7 +182,6 @@ def learning(sweep: Sweep, measure: str, x: Any, found: Sequence[Series], *, clo
 
 
 def lines_of(sweep: Sweep) -> Runs:
-    """Read all finished runs."""
     found: Runs = {}
     for cell in sweep.finished:
         point = cell.point

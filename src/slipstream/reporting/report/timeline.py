@@ -27,7 +27,7 @@ EPISODES, EVENTS = 14, 40
 SLICE, NAME, NESTED = b'{"ph": "X"', b'{"ph": "M"', (b'{"ph": "b", "cat": "episode"', b'{"ph": "e", "cat": "episode"')
 """First bytes of the trace events to read, in the format of pipeline/trace.py."""
 WHOLE = b'"name": "episode '
-"""Name of the event of a whole episode."""
+"""Part of the line of a whole episode's event, which no line of a turn or step has."""
 ORDER = ("rollout", "score", "update", "export", "turn", "step")
 """Activities in the order of their colours; other activities follow."""
 
@@ -106,7 +106,6 @@ def gantt(runs: Sequence[Reading], found: Sequence[list[Slice]]) -> Figure:
 
 
 def activities(title: str, note: str, rows: Sequence[str], bars: Sequence[Slice], x: str) -> Figure:
-    """Draw bars, with a colour for each kind of activity."""
     data = []
     for slot, kind in enumerate(kinds(bars)):
         own = [bar for bar in bars if bar.kind == kind]
@@ -136,7 +135,6 @@ def rank(worker: str) -> tuple[int, str]:
 
 
 def busy(run: Reading, found: Sequence[Slice], *, named: bool) -> Figure:
-    """Draw the busy share of every worker over the whole run."""
     end = max(each.start + each.seconds for each in found)
     steps = min(STEPS, max(1, len(run.metrics)))
     width = end / steps
@@ -201,7 +199,7 @@ def episodes(run: Reading) -> Figure | None:
 
 
 def stamp(line: bytes) -> float:
-    """Return the time of an event without parsing the whole line; −1 if unknown."""
+    """Return the time of an event in µs without parsing the whole line; −1 if unknown."""
     found = re.search(rb'"ts": (\d+)', line)
     return float(found[1]) if found else -1.0
 

@@ -18,8 +18,6 @@ SURE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of a metric from the first updates to the last."""
-
     first: float
     last: float
     error: float

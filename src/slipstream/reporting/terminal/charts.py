@@ -40,7 +40,7 @@ class Row:
 
 
 def watched_rows(course: RunProgress) -> list[Row]:
-    """Return a row for each displayed metric: its name, newest value and curve."""
+    """Return a row for each displayed metric that has a curve, and a last one for the recent speed."""
     rows = []
     for name in displayed(course.numbers):
         if name in course.curves:

@@ -90,7 +90,6 @@ def page(view: View, width: int) -> Lines:
 
 
 def columns(left: Block, right: list[Block], width: int) -> Block:
-    """Return a block of two columns, as high as the higher column."""
     least, good, most = (
         max(getattr(left, what), sum(getattr(block, what) for block in right)) for what in ("least", "good", "most")
     )
@@ -148,7 +147,6 @@ def outer(view: View, width: int) -> Block:
 
 
 def news(view: View, width: int) -> Block:
-    """Return the block of events, newest last; events that do not fit are left out."""
     events = [textwrap.wrap(printable(text), width, subsequent_indent="  ") for text in view.news[-8:]]
 
     def draw(room: int) -> Lines:
@@ -172,8 +170,6 @@ def wrapped(rank: int, text: str, width: int, style: str) -> Block:
 
 
 def sample(view: View, width: int, most: int) -> Block:
-    """Return the block of the current sample, with further samples below if there is room."""
-
     def draw(room: int) -> Lines:
         lines: Lines = []
         each = max(SAMPLE, room // max(1, min(3, len(view.quotes))))

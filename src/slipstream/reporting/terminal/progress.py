@@ -13,7 +13,6 @@ from slipstream.run_dir.writing import for_sinks
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 POINTS = 128
-"""Largest number of points of a curve."""
 TURN = 4.0
 """Seconds for which each sample is shown."""
 Numbers = Mapping[str, float]
@@ -51,12 +50,11 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 class RunProgress:
-    """Newest numbers, curves and recent updates. Other threads read them, so they are replaced and never mutated."""
+    """Newest numbers, curves and recent updates. Other threads read them: collections are replaced, never mutated."""
 
     def __init__(self) -> None:
         self.curves = dict[str, Curve]()
         self.numbers: Numbers = {}
-        """Newest value of each metric."""
         self.lately: Sequence[Numbers] = ()
         """Metric values of the last updates, at most LATELY of them."""
 

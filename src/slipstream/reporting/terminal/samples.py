@@ -18,10 +18,7 @@ SEEN = "│ "
 
 
 def sample_lines(quote: Mapping[str, Any], width: int, most: int, *, beside: str = "") -> list[Text]:
-    """Return a sample in at most `most` lines: heading, end of the prompt, start and end of the response.
-
-    `beside` is text at the right of the heading.
-    """
+    """Return a sample in at most `most` lines: heading, end of the prompt, start and end of the response."""
     first, room = title(quote, width, beside), most - 1
     if room < 2:
         return [first][:most]

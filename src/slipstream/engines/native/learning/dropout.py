@@ -37,7 +37,6 @@ def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bo
 
 
 def _silence(module: nn.Module) -> None:
-    """Set all attributes of a module that are dropout probabilities to 0."""
     for name, value in vars(module).items():
         if "drop" in name and isinstance(value, float):
             setattr(module, name, 0.0)

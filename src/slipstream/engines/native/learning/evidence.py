@@ -33,7 +33,7 @@ class Distances:
 
 
 class FirstPasses:
-    """Passes before an update's first gradient; `version` is the learner's current one. All ranks must call them."""
+    """Passes before an update's first gradient, made by all ranks together; `version` is the learner's current one."""
 
     def __init__(self, method: Method, passes: Passes) -> None:
         self.method, self.passes, self.ranks = method, passes, passes.ranks
@@ -87,7 +87,7 @@ class FirstPasses:
         return sorted(set().union(*self.ranks.gathered(mine)))
 
     def _stored(self, samples: Sequence[Scored], version: int) -> Iterator[tuple[int, dict[int, Tensor]]]:
-        """Yield each stored version except `version` that drew tokens, and masks [T] of its tokens by sample index."""
+        """Yield each stored version that drew tokens, except `version`, and masks [T] of its tokens by sample index."""
         for drew in self._versions(samples):
             if drew != version and drew in self.passes.snapshots:
                 masks = {i: drawn_by(drew, sample) for i, sample in enumerate(samples)}

@@ -49,7 +49,7 @@ from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored
 
 T = TypeVar("T")
 PER_STEP = ("policy/loss", "loss", "freshness/anchor")
-"""Metrics that are divided like the loss; all other metrics are divided by the number of tokens."""
+"""Metrics that are divided like the loss; all other sums are divided by the number of tokens."""
 
 
 class NativeLearner:
@@ -209,7 +209,6 @@ class NativeLearner:
         return present(self.judge).weigh(samples, drift, version=self.made)
 
     def _begin(self, update: int) -> None:
-        """Begin an update and drop the samples of the previous update."""
         self.beta, self.kl, self.size = self._next_beta(), [], 0
         self.samples, self.frozen, self.notes, self.update = {}, {}, [], update
         if self.judge is not None:
@@ -367,7 +366,6 @@ class NativeLearner:
         return found | averaged(self.notes) | drift_metrics(seen, version=self.update - 1)
 
     def _drop(self) -> None:
-        """Drop the gradients and metrics that were collected since the last step."""
         self.optimizer.zero_grad()
         self.sums, self.seen, self.noise.sums, self.age_metrics, self.weighed = {}, [], {}, {}, []
 

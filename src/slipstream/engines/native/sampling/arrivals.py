@@ -16,7 +16,7 @@ Member = tuple[Request, list[int]]
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Requests that start now. Slot order: members begun elsewhere, new members, continued parked sequences."""
+    """Requests that start now. Slot order: members that earlier calls began, new members, parked sequences."""
 
     requests: Sequence[Request]
     """All admitted requests. Members in `Request.begun` continue from their last token."""

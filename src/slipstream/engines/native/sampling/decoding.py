@@ -150,8 +150,7 @@ def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
 def compacted(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return the old slots of the remaining rows in their new order, after rows `ended` are removed; few rows move.
 
-    The last row moves into a free slot, or the longest row of the next block if that row is much longer. Then the slot
-    of the moved row is compacted in the same way. So long rows move in front of short rows.
+    Much longer rows move in front of shorter rows, so that blocks keep rows of similar length.
     """
     order = list(range(len(lengths)))
     for hole in sorted(ended, reverse=True):
@@ -217,7 +216,6 @@ def prove(lm: LanguageModel) -> None:
 
 
 def _texts(lm: LanguageModel, continued: int) -> list[Tensor]:
-    """Return the token ids of each test prompt and of the tokens that continue it."""
     return [
         (torch.arange(length + continued, device=lm.device) * (2 * i + 3) + 5 * i + 1) % lm.vocab_size
         for i, length in enumerate(PROMPTS)

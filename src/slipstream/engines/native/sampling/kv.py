@@ -50,7 +50,6 @@ class Slots:
         return self.layers[index]
 
     def copy(self, source_M: Tensor, target_M: Tensor, *, length: int) -> None:
-        """Copy the first `length` positions and all states of the slots `source` to the slots `target`."""
         for layer in self.layers:
             for buffer in (layer.keys, layer.values):
                 if buffer is not None:

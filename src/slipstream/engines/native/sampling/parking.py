@@ -1,9 +1,9 @@
 """Parking: leave the KV cache of ended turns in unused slots, so that the next turn need not read its prompt again.
 
-When a row ends, the keys and values of all its tokens except the newest stay in the cache. The next request of the same
-lineage continues from them if its prompt begins with exactly these tokens. Rows use the first slots, and parked
-sequences use later slots. New rows evict the oldest parked sequences if they need slots. So parking needs no extra
-memory and delays no request.
+When a row with `Sampling.park` ends, keys and values of all its tokens except the newest stay in the cache. The next
+request of the same lineage continues from them if its prompt begins with exactly these tokens. Rows use the first
+slots, and parked sequences use later slots. New rows evict the oldest parked sequences if they need slots. So parking
+needs no extra memory and delays no request.
 
 This file only plans moves. Copy all moves of a returned list at once, because two slots may be exchanged.
 """
@@ -87,7 +87,6 @@ class Parking:
         self.parked.clear()
 
     def _free(self, rows: int, taken: set[int]) -> list[int]:
-        """Return the slots with number `rows` or higher that are not in `taken`."""
         return [slot for slot in range(rows, self.slots) if slot not in taken]
 
 

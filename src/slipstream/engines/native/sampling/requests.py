@@ -45,7 +45,6 @@ class Request:
 
     @property
     def left(self) -> list[int]:
-        """Indices of the responses that are not complete."""
         return [place for place in range(self.sampling.group) if place not in self.done]
 
     def lineage(self, place: int) -> Lineage:

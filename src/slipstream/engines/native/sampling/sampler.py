@@ -49,10 +49,9 @@ class NativeSampler:
         threads: int = 1,
         on_publish: Literal["rebuild", "reuse"] = "rebuild",
     ) -> None:
-        """Prepare a model for sampling.
+        """Prepare a model; if `on_publish` is "reuse", running sequences keep keys and values of older weights.
 
-        If `on_publish` is "reuse", running sequences keep keys and values of older weights. The recorded log-probs are
-        exact for the drawn tokens, but no single version of the weights reproduces them.
+        Recorded log-probs are then exact for the drawn tokens, but no single version of the weights reproduces them.
         """
         prove(lm)
         self.rebuilds = on_publish == "rebuild"
@@ -65,7 +64,6 @@ class NativeSampler:
         self.publishing: deque[Publish] = deque()
         self.releasing = False
         self.open: set[Request | Publish] = set()
-        """Requests and publishes that are not answered yet."""
         self.thread = ThreadPoolExecutor(1, "sampler", initializer=torch.set_num_threads, initargs=(threads,))
         self.driver: asyncio.Task[None] | None = None
 
@@ -122,7 +120,6 @@ class NativeSampler:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Raise the error in every waiting caller, and forget all requests."""
         for item in self.open:
             if not item.answer.done():
                 item.answer.set_exception(error)
@@ -139,7 +136,6 @@ class NativeSampler:
     # --- on the engine's thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Repeat steps until no request, row or publish is left; send results to callers after each step."""
         while self.busy:
             for answer, result in self._step():
                 with suppress(RuntimeError):  # the caller's event loop is closed
@@ -147,7 +143,6 @@ class NativeSampler:
 
     @torch.inference_mode()
     def _step(self) -> list[FutureResult]:
-        """Release groups, else load weights, else draw one token for each row; return the callers' results."""
         self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
         return self._release() or self._publish() or self._draw()
 
@@ -305,7 +300,6 @@ class NativeSampler:
         return results
 
     def _read(self, finishes: Mapping[int, Finish]) -> list[tuple[Row, Rollout]]:
-        """Return, for each slot in `finishes`, its row and its rollout with that finish reason."""
         rows = [self.rows[slot] for slot in finishes]
         return list(zip(rows, self.tape.read(finishes, rows), strict=True))
 

@@ -23,7 +23,7 @@ class Tape:
         """Create empty tensors; `dtype` is that of the log-probs."""
         self.known_S5 = torch.zeros(slots, 5, dtype=torch.int64, device=device)
         self.seed_S, self.offset_S, self.prompt_S, self.last_S, self.limit_S = self.known_S5.unbind(1)
-        """`seed`: seed of the draws. `offset`: number of tokens that earlier calls drew. `prompt`: prompt length.
+        """`seed`: seed of the draws. `offset`: number of drawn tokens in the prompt. `prompt`: prompt length.
         `last`: position of the newest token, which is not cached yet. `limit`: largest allowed position."""
         self.ids_SL = torch.zeros(slots, 0, dtype=torch.int64, device=device)
         self.version_ST = torch.zeros(slots, 0, dtype=torch.int32, device=device)
@@ -44,7 +44,6 @@ class Tape:
         self.seed_S[at], self.offset_S[at] = torch.tensor(seeds, device=device), prompt.offset
 
     def write(self, slot: int, begun: Rollout) -> None:
-        """Write the tokens and records of an unfinished response to this slot, where it continues."""
         t, q, (_, m) = len(begun.tokens), int(self.prompt_S[slot]), begun.actions.shape
         self.ids_SL[slot, q : q + t] = torch.from_numpy(begun.tokens.astype(np.int64))
         self.last_S[slot] = q + t - 1
