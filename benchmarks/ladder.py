@@ -20,10 +20,7 @@ from slipstream.studies.statistics import estimate as over_seeds
 WINDOW = 10
 END, LOW, LASTS = 0.6, 0.9, 0.1
 """Collapsed: it ends below the first share of its best, and was below the second for the last part of all updates."""
-TEXT = """# How far freshness lets a run fall back (superseded)
-
-**Superseded**, as the study that it reads ([this one](fopd.md)): the weighted arms were ruined by the scale of their
-gradients, and not by freshness.
+TEXT = """# How far freshness lets a run fall back
 
 f-OPD reports that three of five runs collapse at lag 8 (for a coding agent), and that none does with freshness. The
 table reads the runs of [the freshness study](fopd.md). `best less end` is the best mean reward of ten updates minus
@@ -53,7 +50,7 @@ def main() -> None:
     print(TEXT.format(path=args.sweep))
     found, collapsed = dict[str, list[tuple[float, float, bool]]](), dict[str, int]()
     for cell in Sweep(args.sweep).finished:
-        found.setdefault(cell.arm, []).append(fall([line["reward/exact"] for line in cell.run.metrics]))
+        found.setdefault(cell.point.arm, []).append(fall([line["reward/exact"] for line in cell.run.metrics]))
     for arm, runs in found.items():
         best, fell = (over_seeds([each[i] for each in runs]) for i in (0, 1))
         cells = [estimate(each.mean, each.se, share=True) for each in (best, fell)]
