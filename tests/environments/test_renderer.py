@@ -541,6 +541,8 @@ def test_tags_give_text_where_the_schema_says_text() -> None:
     assert arguments("what", "a\n\n</parameter> b\n") == {"what": "a\n\n</parameter> b\n"}
     assert arguments("count", "3") == {"count": 3}
     assert arguments("count", "three") == {"count": "three"}
+    assert arguments("count", "12 apples") == {"count": "12 apples"}
+    assert arguments("count", "2024-01-01") == {"count": "2024-01-01"}
     assert arguments("deep", "True") == {"deep": True}
     assert arguments("unknown", "{}") == {"unknown": "{}"}
 

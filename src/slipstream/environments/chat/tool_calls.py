@@ -129,10 +129,12 @@ class Reading:
         kind = self.schemas.get(tool, {}).get("properties", {}).get(key, {}).get("type", "string")
         if kind == "string":
             return text
+        given = {"True": "true", "False": "false", "None": "null"}.get(text, text)
         try:
-            return value_at({"True": "true", "False": "false", "None": "null"}.get(text, text), 0)[0]
+            value, end = value_at(given, 0)
         except Fault:
             return text
+        return text if given[end:].strip() else value
 
     def _bare(self) -> None:
         """Parse a turn in the format without marks: either the whole turn consists of calls, or it has no calls."""
