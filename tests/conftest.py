@@ -36,6 +36,7 @@ collect_ignore = ([] if find_spec("vllm") else ["with_vllm"]) + ([] if HAS_AGENT
 PROOFS = {
     "test_decoding",
     "test_dropout",
+    "test_head",
     "test_model_files",
     "test_model_runs",
     "test_moving_teachers",

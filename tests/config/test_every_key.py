@@ -241,7 +241,7 @@ READ_BY = {
     "guards.kl.low": "pipeline/control/guards.py",
     "guards.gac.below": "pipeline/control/guards.py",
     "guards.gac.factor": "pipeline/control/guards.py",
-    "teachers.NAME.recheck": "pipeline/run.py",
+    "teachers.NAME.recheck": "pipeline/stages.py",
     "freshness.beta": "objective/sample_weights.py",
     "freshness.refresh": "pipeline/control/buffer_refresh.py",
     "freshness.every": "pipeline/control/buffer_refresh.py",
@@ -255,7 +255,7 @@ READ_BY = {
     "log.project": "run_dir/writing.py",
     "log.samples": "pipeline/run.py",
     "log.trace": "run_dir/writing.py",
-    "schedule.drift": "pipeline/run.py",
+    "schedule.drift": "pipeline/steering.py",
     "schedule.publish_max": "config/schedule.py",
     "runtime.kind": "runs/start.py",
     "runtime.address": "runtimes/ray.py",
@@ -387,7 +387,12 @@ def graded(group: Sequence[Handle]) -> list[Handle]:
 
 def reads(path: str, name: str) -> bool:
     """Whether a file has `….section.key`, or that of the section itself `self.key`."""
-    section, _, key = name.replace("teachers.NAME", "teacher").replace("guards.", "").rpartition(".")
+    section, _, key = (
+        name.replace("teachers.NAME.recheck", "teacher.settings.recheck")
+        .replace("teachers.NAME", "teacher")
+        .replace("guards.", "")
+        .rpartition(".")
+    )
     tree = ast.parse((SOURCE / path).read_text("utf-8"))
     found = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return any(each.endswith((f"{section or 'config'}.{key}", f"self.{key}")) for each in found)

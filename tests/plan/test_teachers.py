@@ -28,7 +28,7 @@ from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.sampling_options import rollout_sampling
-from slipstream.engines.score_checks import name_of
+from slipstream.engines.score_checks import context_name
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
 from slipstream.pipeline.run import Run
 from slipstream.plan.plan import warnings_of
@@ -333,8 +333,8 @@ def test_a_template_goes_through_the_tokenizer_once_with_its_special_tokens(toke
     assert tokenizer.decode(told.before(prompt)) == "<bos><system>{it is 5}<eos><bos><user>2+3<eos><assistant>"
     again = TemplateContext("{prompt}{response} wrong. Again:", tokenizer)
     assert tokenizer.decode(again(rollout(prompt, "4", tokenizer), None)).endswith("<assistant>4 wrong. Again:")
-    ids = {name_of(each.before(prompt)) for each in (same, told, again)}
-    assert len(ids | {name_of(None)}) == 4 and name_of(None) == "prefix"
+    ids = {context_name(each.before(prompt)) for each in (same, told, again)}
+    assert len(ids | {context_name(None)}) == 4 and context_name(None) == "prefix"
 
 
 def test_a_context_needs_what_it_names(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -383,7 +383,7 @@ def test_the_response_is_scored_behind_the_context_and_aligned_to_its_tokens(
     logq = AutoModelForCausalLM.from_pretrained(name)(ids).logits[0].log_softmax(-1)
     expected = logq[-3:-1].gather(1, torch.from_numpy(given.tokens).long()[:, None])[:, 0].detach()
     np.testing.assert_allclose(scored.body.teacher_logp, expected, atol=2e-5)
-    assert scored.body.context_id == name_of(context.before(prompt))
+    assert scored.body.context_id == context_name(context.before(prompt))
     np.testing.assert_array_equal(scored.body.context, context.before(prompt))
     assert scored.body.rollout.prompt is given.prompt
     assert scored.header.prompt_tokens == len(prompt.tokens)

@@ -22,7 +22,7 @@ from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.engines.draws import process
 from slipstream.engines.native.adapters import merge
 from slipstream.engines.native.learning.passes import Passes
-from slipstream.engines.native.learning.storage import save
+from slipstream.engines.native.learning.storage import State, save
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, is_recurrent, split
 from slipstream.engines.native.packing import pack
@@ -206,9 +206,7 @@ def saved(model: PreTrainedModel) -> float:
 def reloaded(lm: LanguageModel, *, base: PreTrainedModel | None = None) -> float:
     """What is saved is the same, and so is, of adapters, what they are on their base."""
     with TemporaryDirectory() as folder:
-        save(
-            Path(folder), lm, None, Ranks(), update=1, optimizer=None, previous={}, beta=None, versions={}, teachers={}
-        )
+        save(Path(folder), lm, None, Ranks(), State(1, {}, None, {}, {}, ()), optimizer=None)
         saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
         found = [apart(saved)]
         if base is not None:

@@ -175,8 +175,9 @@ def _answer(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig
     if layout.take == "after mark" and answer is not None:
         _, mark, answer = str(answer).rpartition(MARK)
         if not mark:
-            why = "unlike other rows; set data.answer to another column"
-            raise DataError(f"{where}: no {MARK} before the answer, {why}")
+            raise DataError(
+                f"{where}: no {MARK} before the answer, unlike other rows; set data.answer to another column"
+            )
         return answer.strip().replace(",", "")
     return answer
 

@@ -106,8 +106,13 @@ class Run:
         self.responses = {group[0].header.number: group for group in groups}
         """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
         assert self.responses.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
-        saving = config.checkpoint.model_dump()
-        self.checkpoints = Checkpoints(log.path / "checkpoints", **saving, proof=config.health.proof)
+        self.checkpoints = Checkpoints(
+            log.path / "checkpoints",
+            every=config.checkpoint.every,
+            minutes=config.checkpoint.minutes,
+            keep=config.checkpoint.keep,
+            proof=config.health.proof,
+        )
         self.memory = Memory(next(iter(config.task.names), ""), before=attempts)
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.steering = Steering(config.schedule, config.guards, config.health, self.admission, log, say)

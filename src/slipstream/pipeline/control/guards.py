@@ -154,9 +154,12 @@ class Brake:
 
 def create_guards(config: GuardsConfig, tau: float, batches: float) -> dict[str, Slower | Ess | Brake]:
     guards: dict[str, Slower | Ess | Brake] = {}
-    if (surge := config.length_surge) is not None:  # it precedes a collapse by tens of updates (2602.01826)
-        latch, text = Latch(surge.ratio, (1 + surge.ratio) / 2), "responses are {:.2f} times as long as 100 updates ago"
-        guards["length_surge"] = Slower("length/trend", latch, surge.factor, text, looks=1)
+    if (length_surge := config.length_surge) is not None:  # it precedes a collapse by tens of updates (2602.01826)
+        latch, text = (
+            Latch(length_surge.ratio, (1 + length_surge.ratio) / 2),
+            "responses are {:.2f} times as long as 100 updates ago",
+        )
+        guards["length_surge"] = Slower("length/trend", latch, length_surge.factor, text, looks=1)
     if config.ess is not None:
         guards["ess"] = Ess(config.ess)
     if (entropy := config.entropy) is not None:
