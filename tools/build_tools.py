@@ -2,8 +2,9 @@
 
 Both are fine-tuned on scripted episodes of the tasks `table` and `lookup`. The teacher calls the tools as it should,
 and mends a call that went wrong. The student learns from careless episodes: it knows what a call looks like and what it
-is good for, but leaves out braces, takes the wrong tool or key, and answers too soon. On one machine the same command
-gives the same bytes.
+is good for, but leaves out braces, takes the wrong tool or key, and answers too soon. The reader is the student that
+has also learned the task `doors`, where a wrong key costs the episode. It is careless there, unless the answer stands
+before the question, and so it can teach itself. On one machine the same command gives the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import build_arithmetic as build
 from build_arithmetic import GROUP, IGNORE, Example, Recipe
-from slipstream.data.builtin import TOOL_TASKS, tool_problem
+from slipstream.data.builtin import tool_problem
 from slipstream.models.resolve import model_path
 from tool_episodes import act, episode, opened
 
@@ -49,7 +50,7 @@ TEMPLATE = """\
 POSITIONS = 512
 LONGEST = 256
 """Tokens of an episode; longer ones are left out."""
-TURNS = 10
+TURNS = 14
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class ToolRecipe(Recipe):
     """By which its logits are multiplied in the end: what it finds unlikely it then hardly ever says."""
     careful: int = 0
     """So many episodes of either task come first that have no slips."""
+    tasks: tuple[str, ...] = ("table", "lookup")
     positions: int = POSITIONS
     dtype: torch.dtype = torch.bfloat16
 
@@ -77,6 +79,11 @@ RECIPES = {
     "tool_student": ToolRecipe(
         layers=2, width=64, heads=4, head_width=32, mlp_width=96, rope_theta=50.0,
         steps=800, learning_rate=4e-3, slips=0.2, hurry=0.6, seed=12, careful=10_000,
+    ),
+    "tool_reader": ToolRecipe(
+        layers=2, width=64, heads=4, head_width=32, mlp_width=96, rope_theta=50.0,
+        steps=700, learning_rate=3e-3, slips=0.2, seed=13,
+        begins="tool_student", hints=0.5, tasks=("doors",),
     ),
 }  # fmt: skip
 
@@ -107,8 +114,11 @@ def example(task: str, index: int, recipe: ToolRecipe, tokenizer: PreTrainedToke
     """Only what the assistant says is learned, and that it ends."""
     rng = random.Random(f"{recipe.seed}/{task}/{index}")
     habits = (recipe.slips, recipe.hurry) if index >= recipe.careful else (0.0, 0.0)
-    tokens, labels = [], []
-    for role, text, learned in episode(task, tool_problem(task, "train", index), rng, *habits, heeds=recipe.heeds):
+    problem = tool_problem(task, "train", index)
+    told = rng.random() < recipe.hints if recipe.hints else False
+    tokens = tokenizer(problem[1])["input_ids"] if told else []
+    labels = [IGNORE] * len(tokens)
+    for role, text, learned in episode(task, problem, rng, *habits, heeds=recipe.heeds or told):
         (opening,), said = tokenizer([f"<|{role}|>", f"{text}{END}"])["input_ids"]
         tokens += [opening, *said]
         labels += [IGNORE, *(said if learned else [IGNORE] * len(said))]
@@ -116,8 +126,8 @@ def example(task: str, index: int, recipe: ToolRecipe, tokenizer: PreTrainedToke
 
 
 def batches(recipe: ToolRecipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, torch.Tensor]]:
-    """Training batches of similar lengths, half of them of either task."""
-    examples = (example(task, index, recipe, tokenizer) for index in count() for task in TOOL_TASKS)
+    """Training batches of similar lengths, with equal shares of the recipe's tasks."""
+    examples = (example(task, index, recipe, tokenizer) for index in count() for task in recipe.tasks)
     short = (each for each in examples if len(each[0]) <= LONGEST)
     while group := sorted(islice(short, GROUP), key=lambda each: len(each[0])):
         yield from build.packed(group, tokenizer.pad_token_id)
@@ -125,13 +135,22 @@ def batches(recipe: ToolRecipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[
 
 @torch.no_grad()
 def plays(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: str, number: int = 300, *, sampled: bool = True
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: str,
+    number: int = 300,
+    *,
+    sampled: bool = True,
+    told: bool = False,
 ) -> dict[str, float]:
-    """Shares of held-out episodes with the right answer and with at least one call that was none."""
+    """Shares of held-out episodes with the right answer and with at least one call that was none.
+
+    `told`: the answer stands before the question.
+    """
     model.eval()
     problems = [tool_problem(task, "eval", index) for index in range(number)]
     environments = [opened(task, table) for _, _, table in problems]
-    texts = [f"<|user|>{question}{END}<|assistant|>" for question, _, _ in problems]
+    texts = [f"{answer if told else ''}<|user|>{question}{END}<|assistant|>" for question, answer, _ in problems]
     live, right, invalid = set(range(number)), set(), set()
     for _ in range(TURNS):
         turn = sorted(live)
@@ -172,17 +191,20 @@ def main() -> None:
     for name in args.model:
         recipe = RECIPES[name]
         model = build.build_model(recipe, tokenizer)
+        if recipe.begins:
+            model.load_state_dict(Qwen3ForCausalLM.from_pretrained(args.out / recipe.begins).state_dict())
         print(f"{name}: {model.num_parameters():,} parameters")
         build.train(model, recipe, batches(recipe, tokenizer))
         model.model.norm.weight.data.mul_(recipe.sharpness)
         model.to(recipe.dtype)
         build.save(model, tokenizer, args.out / name)
         model.to(torch.float32)
-        for task in TOOL_TASKS:
-            for sampled in (False, True):
-                shares = plays(model, tokenizer, task, sampled=sampled)
-                said = ", ".join(f"{what} {share:.1%}" for what, share in shares.items())
-                print(f"  {task}, {'drawn' if sampled else 'greedy'}: {said}")
+        for task in recipe.tasks:
+            for told in (False, True) if recipe.hints else (False,):
+                for sampled in (False, True):
+                    shares = plays(model, tokenizer, task, sampled=sampled, told=told)
+                    said = ", ".join(f"{what} {share:.1%}" for what, share in shares.items())
+                    print(f"  {task}{', told' if told else ''}, {'drawn' if sampled else 'greedy'}: {said}")
 
 
 if __name__ == "__main__":

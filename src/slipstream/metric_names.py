@@ -88,6 +88,13 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("loss", "total loss: the weighted sum of all parts", "falls; stays level with RL", LOSS, "loss"),
         Term("grad_norm", "gradient norm before clipping", "mostly below learner.clip_norm", LEARNER, "gradient norm"),
         Term(
+            "step_rms",
+            "root mean square of AdamW's step divided by `lr`, without weight decay: near 1 if gradients keep their "
+            "direction, less if they are noisy or shrink",
+            "level after the first updates",
+            "engines/native/learning/optimizer.py",
+        ),
+        Term(
             "gradient/signal",
             "‖ḡ‖²: ḡ is the gradient of a vector added to every last hidden state, averaged over a step's N groups",
             "–",

@@ -769,6 +769,28 @@ def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> Non
     assert not torch.equal(mixed, exact)
 
 
+@pytest.mark.parametrize("moments", ["float32", "float64"])
+def test_the_measured_step_is_the_change_of_the_weights(moments: str) -> None:
+    from slipstream.engines.native.learning.optimizer import make_optimizer, squared_step
+
+    lr, generator = 1e-2, torch.Generator().manual_seed(1)
+    weights = [torch.nn.Parameter(torch.randn(shape, dtype=DTYPE, generator=generator)) for shape in ((5, 7), (3,))]
+    config = LearnerConfig(lr=lr, weight_decay=0.0, dtype="float64", optimizer_dtype=moments)
+    optimizer, measured = make_optimizer(weights, config), []
+    assert squared_step(optimizer) == (0.0, 0), "there was no step"
+    for _ in range(6):
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, dtype=DTYPE, generator=generator)
+        optimizer.step()
+        moved = sum(float((weight.detach() - old).square().sum()) for weight, old in zip(weights, before, strict=True))
+        squares, count = squared_step(optimizer)
+        assert squares == pytest.approx(moved / lr**2, rel=1e-5) and count == 38
+        measured.append(squares / count)
+    assert measured[0] == pytest.approx(1.0, rel=1e-5), "the first step of AdamW is lr for every weight"
+    assert measured[-1] < 0.5, "gradients without a common direction make small steps"
+
+
 def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> None:
     learner = make_learner(case, method(SOME), exact_drift=True, token_budget=60)
     run(learner.prepare(Batch(tuple(case.groups), 3)))

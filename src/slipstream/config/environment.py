@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from slipstream.config.base import Section, check_own
 
-ENVIRONMENTS = ("table", "lookup", "python")
+ENVIRONMENTS = ("table", "lookup", "doors", "python")
 """Names of the built-in environments."""
 
 

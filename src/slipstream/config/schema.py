@@ -42,7 +42,7 @@ REWARDS = ("exact", "math", "environment")
 class DataConfig(Section):
     train: str = "builtin:arithmetic"
     """Training prompts: a .jsonl, .json, .csv (each also .gz) or .parquet file; a HF dataset, saved or on the hub, with
-    its subset (openai/gsm8k:main); or builtin:arithmetic, builtin:table, builtin:lookup."""
+    its subset (openai/gsm8k:main); or builtin:arithmetic, builtin:table, builtin:lookup, builtin:doors."""
     split: str = "train"
     """Split of `train`, for a HF dataset or a built-in task (train, eval)."""
     eval: str | dict[str, str] | None = None
@@ -361,7 +361,8 @@ class RuntimeConfig(Section):
     address: str | None = None
     """Address of a Ray cluster, or auto; implies kind = "ray". None starts Ray on this machine and stops it later."""
     patience: float = Field(1800.0, gt=0)
-    """Seconds without any progress after which the run stops and reports which worker waits for which."""
+    """Seconds without any progress after which the run stops and reports which worker waits for which. On modelled
+    time a run whose workers all wait stops at once."""
     heartbeat: float = Field(60.0, gt=0)
     """Seconds without an answer after which an engine's process counts as hanging and is killed. Engines answer while
     they compute, except inside a call that blocks Python, such as writing part of a checkpoint to a slow disk."""

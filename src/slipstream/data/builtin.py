@@ -3,7 +3,8 @@
 `arithmetic` has its own file. In the other tasks the answer depends on a table that only tools can read
 (`slipstream.environments.builtin`), so that a student without tools can only guess. `table`: the table maps keys to
 numbers; the question is a sum or difference of two or three of these. `lookup`: the table maps each key to a next key;
-the question is which key follows a start key after some hops.
+the question is which key follows a start key after some hops. `doors`: the table maps the key of each door to what lies
+behind it, in the order of the doors: the next key, and at last a number, which is the answer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ def lookup(rng: random.Random) -> Problem:
     return f"Start at {circle[0]} and follow {hops} hops.", circle[hops], dict(sorted(after.items()))
 
 
-TOOL_TASKS: dict[str, Callable[[random.Random], Problem]] = {"table": table, "lookup": lookup}
+def doors(rng: random.Random) -> Problem:
+    number = str(rng.randrange(10, 100))
+    keys = rng.sample(string.ascii_lowercase, rng.randrange(6, 10))
+    return f"Start at {keys[0]}.", number, dict(zip(keys, [*keys[1:], number], strict=True))
+
+
+TOOL_TASKS: dict[str, Callable[[random.Random], Problem]] = {"table": table, "lookup": lookup, "doors": doors}
 
 
 def tool_problem(task: str, split: str, index: int) -> Problem:

@@ -36,6 +36,7 @@ SHIPPED = "slipstream.environments"
 BUILT_IN = {
     "table": f"{SHIPPED}.builtin:Table",
     "lookup": f"{SHIPPED}.builtin:Lookup",
+    "doors": f"{SHIPPED}.builtin:Doors",
     "python": f"{SHIPPED}.python:Python",
 }
 """Import paths of built-in environments, by their names in a config."""

@@ -10,7 +10,7 @@ from slipstream.models.adapters import base_of, is_adapter
 
 HERE = Path(__file__).parent / "builtin"
 DEMO = HERE / "demo.toml"
-MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher")
+MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher", "tool_reader")
 KNOCK = 10.0
 """Timeout in seconds of the test request to the hub."""
 

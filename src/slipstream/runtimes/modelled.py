@@ -78,6 +78,7 @@ class ModelledSampler(NativeSampler):
             try:
                 results = await asyncio.get_running_loop().run_in_executor(self.thread, self._step)
             except Exception as error:
+                self.owed = 0.0
                 self._fail(error)
                 continue
             owed, self.owed = self.owed, 0.0

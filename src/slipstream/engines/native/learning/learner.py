@@ -24,7 +24,7 @@ from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.evidence import Distances, FirstPasses
 from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halves
 from slipstream.engines.native.learning.gradient_noise import Noise
-from slipstream.engines.native.learning.optimizer import make_optimizer
+from slipstream.engines.native.learning.optimizer import make_optimizer, squared_step
 from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, local
 from slipstream.engines.native.learning.storage import State, restore, save
@@ -340,12 +340,15 @@ class NativeLearner:
         if self.method.previous and self.made < self.update:
             self.snapshots.take(PREVIOUS, host=False)
         self.made = self.update
+        moved = dict[str, float]()
         if norm > 0:  # without any gradient, weight decay and momentum must not change the weights either
             self.optimizer.step()
+            squares, weights = zip(*self.ranks.gathered(squared_step(self.optimizer)), strict=True)
+            moved = {"step_rms": math.sqrt(sum(squares) / sum(weights))}
         found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1))
         if norm > 0 and "reference/kl" in found:
             self.kl.append(found["reference/kl"])
-        return found | {"grad_norm": norm, "lr": lr}
+        return found | moved | {"grad_norm": norm, "lr": lr}
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
         """Return the metrics since the last step over all ranks, and drop gradients and sums."""

@@ -1,4 +1,4 @@
-"""AdamW that can store its moments in another precision than the weights."""
+"""AdamW that can store its moments in another precision than the weights, and the size of its steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,47 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
+from slipstream.engines.native.learning.snapshots import local
+
+CHUNK = 2**24
+"""Number of weights whose step is measured at once, so that the largest matrix needs no copy of its size."""
+EPSILON = 1e-8
+"""Number that AdamW adds to the root of the second moment."""
 
 
 def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
-    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": EPSILON,
+        "weight_decay": config.weight_decay,
+    }
     if config.optimizer_dtype in (None, config.dtype):
         on_gpu = all(parameter.is_cuda for parameter in parameters)  # one kernel, and no temporary copies of weights
         return torch.optim.AdamW(parameters, fused=True if on_gpu else None, **options)
     return MixedAdamW(parameters, moments=getattr(torch, config.optimizer_dtype), **options)
+
+
+@torch.no_grad()
+def squared_step(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
+    """Return Σ (m̂ / (√v̂ + ε))² over this rank's weights, and their number.
+
+    This is the squared norm of AdamW's last step divided by the learning rate, without weight decay. m̂ and v̂ are the
+    moments corrected for their number of steps.
+    """
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for group in optimizer.param_groups:
+        low, high = group["betas"]
+        for parameter in group["params"]:
+            if not (state := optimizer.state.get(parameter)):
+                continue
+            step = float(state["step"])
+            moments = (local(state[name]).flatten().split(CHUNK) for name in ("exp_avg", "exp_avg_sq"))
+            for mean, square in zip(*moments, strict=True):
+                scale = (square.float() / (1 - high**step)).sqrt_().add_(EPSILON)
+                total += (mean.float() / (1 - low**step)).div_(scale).square_().sum().cpu()
+                count += mean.numel()
+    return total.item(), count
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -45,7 +78,7 @@ class MixedAdamW(torch.optim.Optimizer):
         state["exp_avg"].copy_(mean)
         state["exp_avg_sq"].copy_(square)
         step = state["step"].item()
-        scale = square.sqrt_().div_((1 - high**step) ** 0.5).add_(1e-8)
+        scale = square.sqrt_().div_((1 - high**step) ** 0.5).add_(EPSILON)
         parameter.mul_(1 - lr * group["weight_decay"])
         parameter.copy_(parameter.to(wide).addcdiv_(mean, scale, value=-lr / (1 - low**step)))
 
