@@ -425,7 +425,7 @@ def test_a_page_of_findings_tells_what_the_pages_of_its_chapters_say(tmp_path: P
     own, others = text.split(f"\n## [Something else]({there}/other.md)\n")
     assert f"\n## [Forward against reverse KL]({there}/study.md)\n" in own and f"]({there}/study.svg)" in own
     assert (
-        "| reverse KL falls faster | holds |" in own
+        "| reverse KL falls faster | 0 | holds |" in own
         and "\nThe conjecture fails here.\nIn short: nothing is left." in others
     )
 

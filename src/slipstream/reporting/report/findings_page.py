@@ -19,8 +19,8 @@ from slipstream.studies.results import STUDY_FILE, Sweep
 from slipstream.studies.statistics import Verdict
 
 STUDIES = Path("configs/lab")
-CLAIM = re.compile(rf"^\| (.*?) \| .* \| \*\*({'|'.join(get_args(Verdict))})\*\* \|$", re.MULTILINE)
-"""Pattern of a claim and verdict in the page of a study."""
+CLAIM = re.compile(rf"^\| (.*?) \| .* \| (.*?) \| \*\*({'|'.join(get_args(Verdict))})\*\* \|$", re.MULTILINE)
+"""Pattern of claim, p-value and verdict in the page of a study."""
 VERDICT = re.compile(r"^(?:In short: .*|.*\bconjecture [a-z ]*? here\b.*)$", re.MULTILINE)
 """Pattern of the conclusion in a page written by a script."""
 FIGURE = re.compile(r"^!\[(.*)\]\((.*)\)$", re.MULTILINE)
@@ -39,7 +39,8 @@ study ([how they work](lab.md)), or the output of a script. This command collect
 Numbers are means over seeds ± one standard error. A claim is a statement of a paper, or an expectation. It *holds* if
 the difference by seed has the claimed sign and is more than two standard errors from 0. It *does not hold* if it is as
 far from 0 with the other sign, and is *not visible* in between. With five seeds, one of nine claims about nothing would
-be visible by chance. Scripts say whether a conjecture *fails*.
+be visible by chance. The p-value is Student's t, two-sided, corrected for all claims of the page by Holm's method: read
+a verdict with p above 0.05 as open. Scripts say whether a conjecture *fails*.
 """
 
 
@@ -49,8 +50,8 @@ def index(pages: Sequence[Path]) -> Iterator[str]:
         text, there = path.read_text("utf-8"), path.parent.name
         yield f"\n## [{text.splitlines()[0].removeprefix('# ')}]({there}/{path.name})\n"
         if claims := CLAIM.findall(text):
-            yield "| claim | |\n| --- | --- |"
-            yield from (f"| {says} | {verdict} |" for says, verdict in claims)
+            yield "| claim | p (Holm) | |\n| --- | --- | --- |"
+            yield from (f"| {says} | {p} | {verdict} |" for says, p, verdict in claims)
             yield ""
         yield from VERDICT.findall(text)
         if figure := FIGURE.search(text):
