@@ -181,9 +181,13 @@ def worth(f: float) -> tuple[dict[str, Any], ...]:
     return tuple({"f": [f], "lag": [2]} for _ in range(60))
 
 
-def drifting(kl: float) -> tuple[dict[str, Any], ...]:
-    """Samples of lag 2 with this drift of the student; their freshness is that of the default settings."""
-    return tuple({"f": [0.02], "lag": [2], "roll": [kl], "sup": [0.0]} for _ in range(60))
+def drifting(kl: float, *, later: float | None = None) -> tuple[dict[str, Any], ...]:
+    """Samples of lag 2 with this drift of the student, or another one after 20 of 60 updates."""
+    drifts = [kl if later is None or update < 20 else later for update in range(60)]
+    return tuple(
+        {"f": [0.02], "lag": [2], "roll": [drift], "sup": [0.0], "update": update}
+        for update, drift in enumerate(drifts)
+    )
 
 
 EXAMPLES = [

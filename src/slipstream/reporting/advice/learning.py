@@ -181,7 +181,9 @@ def gated(case: Case) -> Found | None:
 def freshness_coefficients(case: Case) -> Found | None:
     """Suggest alpha and beta from the drift of this run, an anchor from its losses, and a cooldown from its schedule.
 
-    With a suggested coefficient c, the factor exp(−c·√D) of the median sample is `HALF` at the lag that drifts most.
+    With a suggested coefficient c, the factor exp(−c·√D) of the median sample is never below `HALF`: at no lag up to
+    tau, and in no `WINDOW` updates. Drift is largest while lag grows after the start. A coefficient for the later,
+    smaller drift would leave hardly any weight to the samples of the start.
     """
     fresh, learner = case.config.freshness, case.config.learner
     if fresh is None:
@@ -204,19 +206,25 @@ def freshness_coefficients(case: Case) -> Found | None:
 
 
 def largest_median(case: Case, drift: str) -> float:
-    """Return the largest median of a drift (roll or sup in the ledger) over the lags up to tau; 0 if it is unknown."""
-    by_lag: dict[int, list[float]] = {}
+    """Return the largest median of a drift (roll or sup in the ledger); 0 if it is unknown.
+
+    A median is over the samples of one lag, up to tau, in `WINDOW` updates; there must be at least `WINDOW` of them.
+    """
+    found: dict[tuple[int, int], list[float]] = {}
     for line in case.ledger:
         for value, lag in zip(line.get(drift, ()), line.get("lag", ()), strict=False):
             if value is not None and 0 < lag <= case.config.schedule.max_tau:
-                by_lag.setdefault(lag, []).append(value)
-    return max((median(values) for values in by_lag.values() if len(values) >= MANY), default=0.0)
+                found.setdefault((lag, line["update"] // WINDOW), []).append(value)
+    return max((median(values) for values in found.values() if len(values) >= WINDOW), default=0.0)
 
 
 def freshness_thresholds(case: Case) -> Found | None:
-    """Suggest active thresholds: 10% quantiles of freshness at lag tau (the lag limit), and of buffer metrics."""
-    fresh = case.config.freshness
-    if fresh is None:
+    """Suggest active thresholds: 10% quantiles of freshness at lag tau (the lag limit), and of buffer metrics.
+
+    Other coefficients make other freshness, so they come first.
+    """
+    fresh, coefficients = case.config.freshness, freshness_coefficients(case)
+    if fresh is None or (coefficients and {"freshness.alpha", "freshness.beta"} & coefficients.changes[0].keys()):
         return None
     aged = [(f, lag) for line in case.ledger for f, lag in zip(line.get("f", ()), line.get("lag", ()), strict=False)]
     known = [(f, lag) for f, lag in aged if f is not None]

@@ -299,7 +299,7 @@ RULES: tuple[Rule, ...] = (
         reads="ledger.jsonl: roll, sup, lag; distill/loss freshness/roll",
         when=f"a setting differs from the suggestion by more than {learning.NEAR:.0%}, after {learning.MANY} updates",
         cause="This run measured how far student and teacher drift at each lag up to tau. With the suggested alpha and "
-        f"beta, drift lowers the weight of the median sample to {learning.HALF} at the lag that drifts most. The "
+        f"beta, drift lowers the weight of the median sample at most to {learning.HALF}, at every lag and time. The "
         f"suggested anchor is {learning.ANCHORED:.0%} of the distillation loss, and the cooldown two fillings of the "
         "buffer.",
         change="`freshness.alpha`, `beta`, `anchor`, `cooldown`",
