@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from slipstream.metrics import Metrics as Metrics
 from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
@@ -154,6 +154,15 @@ class Follower:
     """Number of updates between two moves of the teacher."""
     dtype: str
     """Data type in which scorers run the teacher's weights."""
+
+
+class OneEnd(NamedTuple):
+    """Mapping of all end tokens of student and teacher to one of them, for every distribution of the teacher."""
+
+    token: int
+    """Token with which the student ends."""
+    ends: tuple[int, ...]
+    """All end tokens, `token` included."""
 
 
 class Context(Protocol):

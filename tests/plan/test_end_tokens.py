@@ -9,17 +9,20 @@ import shutil
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import slipstream
 from slipstream.cli import main
 from slipstream.config.file import parse
 from slipstream.models.resolve import model_path
 from slipstream.plan.checks import PROMPTS, Finding, judged_ends, start_checks
 from slipstream.plan.ends import EndProbe, template_end
 from slipstream.plan.plan import plan
+from slipstream.protocols import OneEnd
 from slipstream.runtimes.inline import open_engines
 from support.model_directories import build_tokenizer, save_model
 
@@ -75,9 +78,8 @@ def test_a_pair_with_different_ends_is_refused_with_both_ids_by_check_and_train(
     assert said[0] == said[1]
     assert said[0] == (
         f"error: teachers.main: {tmp_path}/teacher ends an answer with '<system>' (id 4), {tmp_path}/student stops "
-        "only at '<eos>' (id 1): training would teach it not to stop; write a student that stops at '<system>' (id 4), "
-        "or a teacher that ends with '<eos>' (id 1): an instruct model beside an instruct model, a base model beside a "
-        "base model"
+        "only at '<eos>' (id 1): training would teach it not to stop; write sampler.stop = [\"<system>\"], so that the "
+        'student stops there, too, or teachers.main.ends = "map", so that the teacher teaches the student\'s end token'
     )
     assert not (tmp_path / "run").exists()
 
@@ -108,6 +110,24 @@ def test_only_pairs_whose_teacher_ends_where_the_student_does_not_stop_are_refus
     config(tmp_path, chat=chat)
     assert main(["config", str(tmp_path / "run.toml"), "--check"]) == (0 if legal else 2)
     assert ("ends an answer with" in capsys.readouterr().err) != legal
+    if not legal:
+        remedies = ["--teachers.main.ends", "map"], ["--sampler.stop", '["<eos>"]' if OTHER in stops else "[4]"]
+        for remedy in remedies:
+            assert main(["config", str(tmp_path / "run.toml"), "--check", *remedy]) == 0
+
+
+def test_the_student_s_end_is_that_of_the_template_if_it_stops_there(tmp_path: Path) -> None:
+    def one_end(student: str, stops: list[int], *, chat: bool, teacher: str = "<system>") -> OneEnd | None:
+        for name, eos, ends in (("student", student, stops), ("teacher", teacher, [OTHER, EOS])):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+            model(tmp_path / name, eos=eos, ends=ends)
+        text = config(tmp_path, chat=chat)
+        return plan(parse(tomllib.loads(text), [("teachers.main.ends", "map")])).engines.scorers["main"].one_end
+
+    assert one_end("<eos>", [EOS], chat=False) == OneEnd(EOS, (EOS, OTHER))
+    assert one_end("<system>", [OTHER], chat=True, teacher="<eos>") == OneEnd(OTHER, (EOS, OTHER))
+    assert one_end("<system>", [OTHER, EOS], chat=True) == OneEnd(EOS, (EOS, OTHER))
+    assert one_end("<system>", [OTHER, EOS], chat=False) == OneEnd(OTHER, (EOS, OTHER))
 
 
 def test_the_end_of_a_template_is_read_off_a_conversation() -> None:
@@ -182,7 +202,7 @@ def test_a_teacher_that_says_another_end_than_its_files_is_found_at_the_start(
         return next(each for each in found if each.name == "teacher main ends answers as the student does")
 
     ends = said(widened(ends_with_another_token(tmp_path / "teacher")))
-    assert not ends.ok and ends.fatal and "write a student that stops at '<pad>' (id 0)" in ends.fix
+    assert not ends.ok and ends.fatal and ends.fix.startswith('write sampler.stop = ["<pad>"], ')
     between = r"with '<eos>' \(id 1\) at probability .*, with '<pad>' \(id 0\), at which the student does not stop, at"
     assert re.search(between, ends.detail)
     assert said(widened(tmp_path / "honest")).ok
@@ -208,3 +228,67 @@ def test_answers_with_an_end_travel_to_engines_in_other_processes(
 def test_an_end_is_judged_by_its_probability_beside_the_teachers_own(stop: float, other: float, ok: bool) -> None:
     probe = EndProbe((), {1: "<eos>"}, {0: "<pad>"})
     assert judged_ends("main", probe, {1: stop, 0: other}).ok == ok
+
+
+# --- remedies ---------------------------------------------------------------------------------------------------------
+
+
+def ends_with_pad(path: Path) -> Path:
+    """A teacher whose weights and files end answers with `<pad>`, which is no end of the student."""
+    ends_with_another_token(path)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<pad>", "pad_token": "<eos>"}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+    return path
+
+
+TRAIN: dict[str, Any] = {
+    "student": "builtin:student",
+    "updates": 8,
+    "data": {"train": "builtin:arithmetic"},
+    "sampler": {"max_tokens": 80},
+    "learner": {"batch_size": 16, "lr": 3e-3},
+    "schedule": {"kind": "sync"},
+    "task": {"reward": "exact"},
+    "runtime": {"kind": "inline", "device": "cpu"},
+}
+
+
+def trained(output: Path, teacher: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
+    config = TRAIN | {"teachers": {"main": teacher}, "output": str(output)} | changes
+    return slipstream.train(config, quiet=True, checks=False).metrics
+
+
+@pytest.mark.parametrize("loss", [{}, {"kind": "forward_kl", "k": 8}, {"kind": "reverse_kl"}], ids=str)
+def test_lengths_under_a_mapped_end_are_those_under_equal_ends(loss: dict[str, Any], tmp_path: Path) -> None:
+    """The student reads `<pad>` and `<eos>` of the planted teacher as the other teacher's `<eos>` (and its `<pad>`)."""
+    planted = {"model": str(ends_with_pad(tmp_path / "teacher")), "ends": "map"}
+    control = trained(tmp_path / "control", {"model": "builtin:teacher"}, loss=loss)
+    mapped = trained(tmp_path / "mapped", planted, loss=loss)
+    for name in ("length/mean", "loss"):
+        assert mapped[0][name] == pytest.approx(control[0][name], rel=0.02)
+    last = [fmean(line["length/mean"] for line in lines[-4:]) for lines in (control, mapped)]
+    assert last[1] == pytest.approx(last[0], rel=0.1)
+
+
+def test_a_student_with_a_further_stop_keeps_it_in_its_saved_files(tmp_path: Path) -> None:
+    """The stop is given as the text of a token, and is the teacher's end."""
+    teacher = {"model": str(ends_with_pad(tmp_path / "teacher"))}
+    sampler = {"max_tokens": 100, "stop": ["<pad>"]}
+    lines = trained(tmp_path / "run", teacher, sampler=sampler, updates=2, checkpoint={"every": 1})
+    assert lines[-1]["truncated"] < 0.5
+    saved = json.loads((tmp_path / "run" / "final" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [0, 1]
+    again = TRAIN | {"student": str(tmp_path / "run" / "final"), "teachers": {"main": teacher}}
+    assert plan(parse(again)).end_ids == (0, 1)
+
+
+def test_a_run_with_both_remedies_goes_on_to_the_bit(tmp_path: Path) -> None:
+    teacher = {"model": str(ends_with_pad(tmp_path / "teacher")), "ends": "map"}
+    changes = {"sampler": {"max_tokens": 40, "stop": [2]}, "loss": {"kind": "forward_kl", "k": 8}}
+    whole = trained(tmp_path / "whole", teacher, updates=4, **changes)
+    trained(tmp_path / "cut", teacher, updates=2, **changes)
+    resumed = slipstream.resume(tmp_path / "cut", updates=4, quiet=True).metrics
+    weights = [load_file(tmp_path / run / "final" / "model.safetensors") for run in ("whole", "cut")]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    assert [line["loss"] for line in whole] == [line["loss"] for line in resumed]

@@ -270,6 +270,15 @@ loss.kind=forward_kl loss.cache=hidden loss.k=4
 teachers.main.engine=vllm teachers.main.token_budget=2048
 teachers.main.engine=vllm teachers.main.packing=false
 teachers.main.engine=vllm teachers.main.longest=512
+teachers.main.engine=vllm teachers.main.ends=map
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl teachers.main.ends=map
+teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.ends=map
+teachers.main.ends=map
+sampler.stop=<eos>
+sampler.stop=[1]
+sampler.stop=[5000]
+sampler.stop=[""]
+sampler.stop=["12"]
 learner.dropout=true
 data.train=rows.jsonl data.split=test
 eval.every=1 task.reward=exact data.eval=rows.jsonl data.eval_split=test

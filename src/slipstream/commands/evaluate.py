@@ -31,7 +31,7 @@ from slipstream.plan.adapters import check_adapter
 from slipstream.plan.environment import tools_of
 from slipstream.plan.evaluation import EvalSettings, Evaluation, eval_prompts, evaluation, graded_rows
 from slipstream.plan.placement import check_alone
-from slipstream.plan.plan import check_ends
+from slipstream.plan.plan import end_ids
 from slipstream.plan.subject import EvaluatedModel, check_known, evaluated_model
 from slipstream.protocols import Graded, Sampling
 from slipstream.records import Handle
@@ -143,8 +143,8 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
         sets[name] = graded_rows(rows, settings.reward, settings.sandbox)
     check_adapter(subject.model)
     tokenizer = load_tokenizer(subject.model)
-    check_ends(subject.model, tokenizer)
-    tools = tools_of(settings.environment, tokenizer, subject.model, notes.append)
+    ends = end_ids(subject.model, tokenizer)
+    tools = tools_of(settings.environment, tokenizer, ends, notes.append)
     with_text = settings.environment is not None and settings.environment.gateway is not None
     prompts = {
         name: eval_prompts(rows, tokenizer, data, seed=settings.seed, tools=tools, tells=with_text)

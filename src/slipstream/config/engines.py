@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 NATIVE_PASSES = 'is for engine = "native": drop one of them, as vLLM makes its own passes'
+MAPPED_ENDS = (
+    'ends = "map" needs the log-probs of all end tokens at every position, and {} returns only those of the emitted '
+    "token and the best: {}, or write sampler.stop = [...] with the token at which the teacher ends"
+)
 USER_CONTEXT = 'a context that a function writes is for engine = "native": write a template'
 
 
@@ -58,8 +62,15 @@ ENGINES: dict[str, Engine] = {
             "user_context": USER_CONTEXT,
             "relabel": 'relabel is for engine = "native", or an endpoint: drop it',
             "follow": 'follow is for engine = "native": no weights are published to a teacher in vLLM',
+            "ends": MAPPED_ENDS.format("vLLM", 'write engine = "native"'),
         },
         loads_adapters=False,
     ),
-    "http": Engine(teacher_refuses={"user_context": USER_CONTEXT}, loads_adapters=False),
+    "http": Engine(
+        teacher_refuses={
+            "user_context": USER_CONTEXT,
+            "ends": MAPPED_ENDS.format("an endpoint", "run the teacher here (no base_url)"),
+        },
+        loads_adapters=False,
+    ),
 }

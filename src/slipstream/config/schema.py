@@ -139,6 +139,9 @@ class SamplerConfig(Section):
     keep_mask: bool = False
     """Record the sampling support of each token: ids that top_p, top_k and min_p kept. Ratios and KLs are then
     exact."""
+    stop: Annotated[tuple[int | str, ...], BeforeValidator(as_tuple)] = ()
+    """Further tokens at which a response stops, each as an id or as the text of one token, for example
+    ["<|im_end|>"]. The trained student is saved with them. Empty: only the end tokens in the student's files."""
     longest: int | None = Field(None, ge=2)
     """Largest number of tokens of a prompt with its response. None uses the longest sequence that the data allow. For
     models with several sets of position factors (longrope, dynamic) this length selects one set for the whole run."""

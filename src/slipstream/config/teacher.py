@@ -81,6 +81,9 @@ class TeacherConfig(Section):
     {response}, and of earlier attempts at this prompt {best}, {best_reward}, {last}, {last_reward}. A user function,
     "./file.py:function" or "module:function", can return the text instead. The function receives the fields that its
     parameters name. None shows the student's prompt."""
+    ends: Literal["same", "map"] = "same"
+    """End tokens of the teacher. same: those of the student, and others are refused. map: in every distribution of the
+    teacher the student's end token has the probability of all end tokens of both, and the other ends have none."""
     follow: FollowConfig | None = None
     """Schedule by which the weights of a teacher with model = "self" follow the student: { ema = 0.99, every = 5 } is a
     moving average, { copy_every = 20 } is a copy. None keeps the weights of the start."""
@@ -177,7 +180,7 @@ class TeacherConfig(Section):
     @property
     def features(self) -> set[str]:
         """Return names of the features that this teacher needs from its engine, in addition to scoring."""
-        changed = self.changed(*LOCAL_OPTIONS, "relabel", "follow")
+        changed = self.changed(*LOCAL_OPTIONS, "relabel", "follow", "ends")
         return {*changed, "user_context"} if self.own_context else set(changed)
 
     @property
@@ -198,6 +201,8 @@ class TeacherConfig(Section):
             raise ValueError('replicas = "auto" is for a model that runs here: for an endpoint, set concurrency')
         if self.model == SELF and endpoint:
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
+        if self.model == SELF and self.ends == "map":
+            raise ValueError('ends = "map" does nothing with model = "self", which ends as the student does: drop it')
         if self.model == SELF and self.context is None and self.follow is None:
             raise ValueError('model = "self" has nothing to teach before it sees more than the student: add a context')
         if self.own_context and self.longest is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,8 @@ def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tupl
             )
 
 
-def stop_ids(tokenizer: Tokenizer, generation_config: Any) -> set[int]:
+def stop_ids(tokenizer: Tokenizer, generation_config: Any, stop: Sequence[int | str] = ()) -> set[int]:
+    """Return the ids at which a model stops: those of its files, and the tokens `stop` of `sampler.stop`."""
     found = getattr(generation_config, "eos_token_id", None)
     ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}
     ids.discard(None)
@@ -146,4 +147,19 @@ def stop_ids(tokenizer: Tokenizer, generation_config: Any) -> set[int]:
         raise ModelError(
             f"{tokenizer.name_or_path} names no end-of-sequence token: set eos_token in its tokenizer config"
         )
-    return {int(index) for index in ids}
+    own = {int(index) for index in ids}
+    return own | {_further_stop(tokenizer, each, own) for each in stop}
+
+
+def _further_stop(tokenizer: Tokenizer, stop: int | str, own: Collection[int]) -> int:
+    where, vocabulary = f"sampler.stop: {stop!r}", tokenizer.get_vocab()
+    ids = [vocabulary[stop]] if stop in vocabulary else [stop]
+    if isinstance(stop, str) and stop not in vocabulary:
+        ids = tokenizer(stop, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) != 1:
+        raise ConfigError(f"{where} is {len(ids)} tokens of {tokenizer.name_or_path}: write one token, or its id")
+    if ids[0] not in vocabulary.values():
+        raise ConfigError(f"{where} is no token of {tokenizer.name_or_path}: write an id below {len(tokenizer)}")
+    if ids[0] in own:
+        raise ConfigError(f"{where} does nothing: {tokenizer.name_or_path} stops there already; drop it")
+    return int(ids[0])

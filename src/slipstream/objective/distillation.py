@@ -16,9 +16,11 @@ from torch import Tensor
 from slipstream.config.losses import Cache, DistillationLoss
 from slipstream.estimators.divergence import clamped, overlap_ratio, overlap_token_advantage, raised, support_mass
 from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.one_end import all_read_as_one
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.options import formula
 from slipstream.objective.frozen import Frozen, present
+from slipstream.protocols import OneEnd
 from slipstream.records import Scored
 
 Metrics = dict[str, Tensor]
@@ -44,8 +46,9 @@ COLUMNS: dict[Cache, dict[str, Callable[[Scored], NDArray[Any] | None]]] = {
 
 
 class Distillation:
-    def __init__(self, loss: DistillationLoss, teacher_head: Head | None = None) -> None:
+    def __init__(self, loss: DistillationLoss, teacher_head: Head | None = None, one_end: OneEnd | None = None) -> None:
         self.spec, self.temperature, self.teacher_head = loss.spec, loss.temperature, teacher_head
+        self.one_end = one_end
         self.formula = formula(self.spec.formula)
         self.dense = self.spec.cache == "hidden"
         """True if the formula needs distributions over the whole vocabulary."""
@@ -103,8 +106,10 @@ class Distillation:
 
         def on_vocabulary(logp_CV: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
             with torch.no_grad():
-                logits_CV = head(hidden_ND[rows]).to(dtype)[:, : logp_CV.shape[1]]
-                logq_CV = (logits_CV / self.temperature).log_softmax(-1)
+                logits_CV = head(hidden_ND[rows]).to(dtype) / self.temperature
+                if self.one_end is not None:
+                    logits_CV = all_read_as_one(logits_CV.log_softmax(-1), **self.one_end._asdict())
+                logq_CV = logits_CV[:, : logp_CV.shape[1]].log_softmax(-1)
             return self._loss({"student": logp_CV, "teacher": logq_CV})
 
         return on_vocabulary

@@ -116,7 +116,7 @@ def judged_ends(teacher: str, probe: EndProbe, chance: Mapping[int, float]) -> F
     if chance[other] < LIKELY or chance[other] < PREFERRED * chance[stop]:
         return Finding(name, True, detail)
     detail += f", with {other_end}, at which the student does not stop, at {chance[other]:.2g}"
-    return Finding(name, False, detail, end_advice(other_end, student_end))
+    return Finding(name, False, detail, end_advice(f"teachers.{teacher}", probe.others[other]))
 
 
 async def sample_more(plan: Plan, engines: Engines, teacher: str, groups: Sequence[Group]) -> list[Group]:

@@ -6,19 +6,20 @@ end token a low probability, so training removes it. The student does not stop a
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from slipstream.data.prompts import Prompts
 from slipstream.data.tokenizers import Tokenizer, stop_ids
-from slipstream.engines.native.config import generation_of
+from slipstream.engines.native.config import generation_of, vocabulary_of
 from slipstream.environments.chat.turn_boundaries import ASKED, Refused, Template
-from slipstream.errors import ModelError
-from slipstream.protocols import Sampling
+from slipstream.errors import ConfigError, ModelError
+from slipstream.protocols import OneEnd, Sampling
 from slipstream.records import Handle, Ints, Prompt, header_of, lineage, one_turn
 
 MARK = "4f1d0c"
@@ -97,28 +98,59 @@ def template_end(tokenizer: Tokenizer, args: Mapping[str, Any]) -> int | None:
     return next((index for index in ids if index in tokenizer.added_tokens_decoder), None)
 
 
-def check_same_end(
-    where: str, *, names: tuple[str, str], tokenizers: tuple[Tokenizer, Tokenizer], template: int | None
-) -> tuple[set[int], set[int]]:
-    """Raise ModelError if the student does not stop at the token with which the teacher ends answers.
+class EndTokens(NamedTuple):
+    stops: set[int]
+    """Tokens at which the student stops."""
+    teacher: set[int]
+    """End tokens of the teacher and the template."""
+    one_end: OneEnd | None
+    """Mapping of the teacher's end tokens to the student's; None if they are the same."""
 
-    Returns two sets: end tokens of the student, and end tokens of the teacher and the template. `template` is the token
-    with which the chat template ends turns; None if prompts are plain text.
+
+def end_tokens(
+    where: str,
+    *,
+    names: tuple[str, str],
+    tokenizers: tuple[Tokenizer, Tokenizer],
+    template: int | None,
+    stop: Sequence[int | str] = (),
+    mapped: bool = False,
+) -> EndTokens:
+    """Raise ModelError if the student does not stop at the token with which the teacher ends answers, unless `mapped`.
+
+    `template` is the token with which the chat template ends turns; None if prompts are plain text. `stop` is
+    `sampler.stop`. `mapped`: read the teacher's end tokens as the token with which the student ends.
     """
     (student, teacher), (ours, theirs) = names, tokenizers
-    stops = stop_ids(ours, generation_of(student))
+    stops = stop_ids(ours, generation_of(student), stop)
     try:
         ends = stop_ids(theirs, generation_of(teacher))
     except ModelError:  # of a model behind an endpoint, only the tokenizer may be on this machine
         ends = set[int]() if theirs.eos_token_id is None else {theirs.eos_token_id}
+    every = ends if template is None else ends | {template}
+    if mapped:
+        return EndTokens(stops, every, one_end(where, names, template, stops, ours.eos_token_id, every))
     end = template if template in ends else theirs.eos_token_id
     if end is None or end in stops:
-        return stops, ends if template is None else ends | {template}
+        return EndTokens(stops, every, None)
     teacher_end, student_ends = names_of_ends(texts(theirs, [end])), names_of_ends(texts(ours, stops))
     raise ModelError(
         f"{where}: {teacher} ends an answer with {teacher_end}, {student} stops only at {student_ends}: training would "
-        f"teach it not to stop; {end_advice(teacher_end, student_ends)}"
+        f"teach it not to stop; {end_advice(where, theirs.convert_ids_to_tokens(end))}"
     )
+
+
+def one_end(
+    where: str, names: tuple[str, str], template: int | None, stops: set[int], eos: int | None, ends: set[int]
+) -> OneEnd:
+    """Return the mapping to the student's end token: that of the template if it stops there, else its eos_token."""
+    student, teacher = map(vocabulary_of, names)
+    possible = sorted(each for each in stops if each < student)
+    token = next((each for each in (template, eos) if each in possible), possible[0])
+    every = tuple(sorted(each for each in stops | ends if each < teacher))
+    if every == (token,):
+        raise ConfigError(f'{where}.ends = "map" does nothing: {names[1]} ends as {names[0]} does; drop it')
+    return OneEnd(token, every)
 
 
 def texts(tokenizer: Tokenizer, ids: Collection[int]) -> dict[int, str]:
@@ -129,8 +161,8 @@ def names_of_ends(ends: Mapping[int, str]) -> str:
     return " or ".join(f"{text!r} (id {index})" for index, text in ends.items())
 
 
-def end_advice(end: str, stops: str) -> str:
+def end_advice(where: str, end: str) -> str:
     return (
-        f"write a student that stops at {end}, or a teacher that ends with {stops}: an instruct model beside an "
-        "instruct model, a base model beside a base model"
+        f"write sampler.stop = [{json.dumps(end, ensure_ascii=False)}], so that the student stops there, too, or "
+        f'{where}.ends = "map", so that the teacher teaches the student\'s end token'
     )

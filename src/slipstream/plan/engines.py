@@ -27,7 +27,7 @@ from slipstream.errors import ConfigError
 from slipstream.objective.method import Method
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings
-from slipstream.protocols import Follower
+from slipstream.protocols import Follower, OneEnd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,8 @@ class SamplerPlan:
     runs: ModelPlan | Settings
     """Model and engine: a `ModelPlan` for the native engine, `Settings` for vLLM."""
     slots: int
+    stop: tuple[int | str, ...] = ()
+    """Tokens at which responses stop besides the end tokens in the student's files, as ids or texts."""
     draws: int = 1
     best: int = 0
     on_publish: Literal["rebuild", "reuse"] = "rebuild"
@@ -97,6 +99,8 @@ class ScorerPlan:
     name: str
     runs: ModelPlan | Settings | Endpoint
     """Model and engine: `ModelPlan` for the native engine, `Settings` for vLLM, `Endpoint` for a remote server."""
+    one_end: OneEnd | None = None
+    """Mapping of the teacher's end tokens to the student's; None if they are the same."""
     spec: LossSpec
     """Scores that the loss needs from the teacher."""
     temperature: float
@@ -132,8 +136,12 @@ class LearnerPlan:
     width: int
     """Hidden size of the student; the learner estimates the cost of sequences from it."""
     export_dtype: str
+    stop: tuple[int | str, ...] = ()
+    """Tokens at which the sampler stops besides the end tokens in the student's files; saved with the student."""
     teacher: ModelPlan | None
     """Teacher whose output layer the learner applies to cached hidden states; None if the loss caches none."""
+    one_end: OneEnd | None = None
+    """Mapping of this teacher's end tokens to the student's; None if they are the same."""
     snapshots: int
     """Number of published versions of the student whose weights are kept; 0 keeps none."""
     follow: Mapping[str, Follower]
@@ -174,11 +182,14 @@ class EnginesPlan:
         return here | {learner.compute_dtype or learner.dtype}
 
 
-def engines_of(config: Config, method: Method) -> EnginesPlan:
+def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None] | None = None) -> EnginesPlan:
+    """Return the specification of every engine; `one_ends` has the mapping of each teacher with ends = "map"."""
+    mapped = {name for name, teacher in config.teachers.items() if teacher.ends == "map"}
+    one_ends = {name: one_end for name, one_end in (one_ends or {}).items() if name in mapped}
     return EnginesPlan(
-        learner=learner_of(config, method),
+        learner=learner_of(config, method, one_ends),
         sampler=sampler_of(config),
-        scorers={name: scorer_of(config, name) for name in config.teachers},
+        scorers={name: scorer_of(config, name, one_ends.get(name)) for name in config.teachers},
         grader=GraderPlan(
             rewards=config.task.reward,
             processes=config.runtime.graders,
@@ -202,6 +213,7 @@ def sampler_of(config: Config) -> SamplerPlan:
     return SamplerPlan(
         runs=SAMPLERS[sampler.engine](config),
         slots=sampler.slots,
+        stop=sampler.stop,
         draws=drawn.draws,
         best=drawn.best,
         on_publish=sampler.on_publish,
@@ -257,11 +269,12 @@ def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
     )
 
 
-def scorer_of(config: Config, name: str) -> ScorerPlan:
+def scorer_of(config: Config, name: str, one_end: OneEnd | None = None) -> ScorerPlan:
     teacher = config.teachers[name]
     return ScorerPlan(
         name=name,
         runs=endpoint_of(config, name) or SCORERS[teacher.engine](config, name),
+        one_end=one_end,
         spec=config.loss.spec,
         temperature=config.loss.temperature,
         token_budget=teacher.token_budget,
@@ -297,7 +310,7 @@ def endpoint_of(config: Config, name: str) -> Endpoint | None:
     )
 
 
-def learner_of(config: Config, method: Method) -> LearnerPlan:
+def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None]) -> LearnerPlan:
     head = next(iter(config.teachers)) if config.teachers and config.loss.spec.cache == "hidden" else None
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
@@ -306,7 +319,9 @@ def learner_of(config: Config, method: Method) -> LearnerPlan:
         updates=config.updates,
         width=width_of(config.student),
         export_dtype=config.sampler.dtype,
+        stop=config.sampler.stop,
         teacher=None if head is None else teacher_of(config, head),
+        one_end=None if head is None else one_ends.get(head),
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
         cosine_every=config.guards.gac.every if config.guards.gac is not None else 0,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.data.tokenizers import Tokenizer, stop_ids
-from slipstream.engines.native.config import generation_of
+from slipstream.data.tokenizers import Tokenizer
 from slipstream.environments.gateway.agent_processes import Agent
 from slipstream.environments.gateway.agent_sandbox import AgentSandbox
 from slipstream.environments.gateway.judging import too_large
@@ -21,8 +20,10 @@ Tools = Sequence[dict[str, Any]] | None
 """JSON schemas of an environment's tools; None if there is no environment, or a gateway."""
 
 
-def tools_of(env: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, say: Callable[[str], object]) -> Tools:
-    """Check the environment and return its tools for the chat template; None for a gateway or no environment."""
+def tools_of(
+    env: EnvironmentPlan | None, tokenizer: Tokenizer, ends: Collection[int], say: Callable[[str], object]
+) -> Tools:
+    """Check the environment, and return its tools for the chat template. None for a gateway or no environment."""
     if env is None:
         return None
     from slipstream.environments.chat.renderer import Renderer
@@ -30,7 +31,6 @@ def tools_of(env: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, say:
     if env.gateway is not None and env.gateway.agent is not None:
         check_agent(env.gateway.agent)
     found = [] if env.wanted is None else schemas(env.wanted)
-    ends = stop_ids(tokenizer, generation_of(model))
     for note in Renderer(tokenizer, stop_ids=ends, tools=found, **env.renderer).notes:
         say(note)
     return found if env.wanted is not None else None

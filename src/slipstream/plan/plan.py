@@ -88,20 +88,20 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     method = method_of(config)
     tokenizer = load_tokenizer(config.student)
     check_weights(config)
-    check_ends(config.student, tokenizer)
-    tools = tools_of(environment_of(config), tokenizer, config.student, notes.append)
+    stops = end_ids(config.student, tokenizer, config.sampler.stop)
+    tools = tools_of(environment_of(config), tokenizer, stops, notes.append)
     prompts = training_prompts(config, tokenizer, tools, notes.append)
     check_adapters(config.student, config.learner.lora, models_here(config))
     check_effects(config)
-    scored, ends = check_teachers(config, tokenizer, prompts)
+    teachers = check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer, tools, notes.append) if config.eval.every else {}
     sequences = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
     longest = max(map(len, sequences))
-    config = with_lengths(config, longest + config.sampler.max_tokens, scored)
+    config = with_lengths(config, longest + config.sampler.max_tokens, teachers.longest)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config), *running_notes(config)]
-    engines = engines_of(config, method)
+    engines = engines_of(config, method, teachers.one_ends)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
     if config.environment is None:  # in an environment, rows with equal prompts may still differ
         warnings += copy_warnings(prompts, held_out)
@@ -111,14 +111,14 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
         config=config,
         method=method,
         tokenizer=tokenizer,
-        end_ids=tuple(sorted(stop_ids(tokenizer, generation_of(config.student)))),
+        end_ids=tuple(sorted(stops)),
         prompts=prompts,
         held_out=held_out,
         engines=engines,
         sampling=rollout_sampling(config),
         notes=tuple(notes),
         warnings=tuple(warnings),
-        ends=ends,
+        ends=teachers.probes,
     )
 
 
@@ -190,20 +190,22 @@ def read_weights(config: Config) -> list[str]:
     return found
 
 
-def check_ends(student: str, tokenizer: Tokenizer) -> None:
-    """Raise ModelError if the student cannot generate any end token, so that all responses would be truncated."""
-    ends, vocabulary = stop_ids(tokenizer, generation_of(student)), vocabulary_of(student)
+def end_ids(student: str, tokenizer: Tokenizer, stop: Sequence[int | str] = ()) -> set[int]:
+    """Return the tokens at which the student stops; raise ModelError if it cannot generate any of them."""
+    ends, vocabulary = stop_ids(tokenizer, generation_of(student), stop), vocabulary_of(student)
     if min(ends) >= vocabulary:
         raise ModelError(
             f"{student}: its end token {min(ends)} is beyond its {vocabulary} embeddings, so that no answer "
             "could end: use the tokenizer that it was trained with"
         )
+    return ends
 
 
 def changed(made: Plan, config: Config) -> Plan:
     """Return the plan for a changed config whose files (models, data) are the same, without reading them again."""
     method = method_of(config)
-    engines, sampling = engines_of(config, method), rollout_sampling(config)
+    one_ends = {name: scorer.one_end for name, scorer in made.engines.scorers.items()}
+    engines, sampling = engines_of(config, method, one_ends), rollout_sampling(config)
     return replace(made, config=config, method=method, engines=engines, sampling=sampling)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from slipstream.config.engines import ENGINES
 from slipstream.config.schedule import Async
@@ -18,8 +19,9 @@ from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.pipeline.watchdog import ResponseWatch
-from slipstream.plan.ends import EndProbe, check_same_end, end_probes, template_end
+from slipstream.plan.ends import EndProbe, end_probes, end_tokens, template_end
 from slipstream.plan.engines import endpoint_of
+from slipstream.protocols import OneEnd
 from slipstream.records import Ints
 
 PROBED = 16
@@ -71,25 +73,35 @@ def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> 
     return [f"{teacher} {value}" for teacher, value in zip(teachers, values, strict=True)]
 
 
-def check_teachers(
-    config: Config, tokenizer: Tokenizer, prompts: Prompts
-) -> tuple[dict[str, int], dict[str, EndProbe]]:
-    """Check vocabulary, end tokens and context length of teachers, and that token budgets fit the longest sequence.
+class CheckedTeachers(NamedTuple):
+    longest: dict[str, int]
+    """Longest sequence of every teacher that runs here."""
+    probes: dict[str, EndProbe]
+    one_ends: dict[str, OneEnd | None]
 
-    Returns the longest sequence of every teacher that runs here, and the end-token probes, both by teacher.
-    """
-    found, stops, ends = dict[str, int](), set[int](), dict[str, set[int]]()
+
+def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> CheckedTeachers:
+    """Check vocabulary, end tokens and context length of teachers, and that token budgets fit the longest sequence."""
+    found, stops, ends, one_ends = dict[str, int](), set[int](), dict[str, set[int]](), dict[str, OneEnd | None]()
     plain = isinstance(prompts.rows[0].prompt, str) and not config.data.chat
     template = None if plain else template_end(tokenizer, config.data.template_args)
     for name, teacher in config.teachers.items():
         theirs = check_vocabulary(config, name, tokenizer)
         names = config.student, teacher.tokenizer or config.model_of(teacher)
-        stops, ids = check_same_end(f"teachers.{name}", names=names, tokenizers=(tokenizer, theirs), template=template)
+        stops, ids, one_ends[name] = end_tokens(
+            f"teachers.{name}",
+            names=names,
+            tokenizers=(tokenizer, theirs),
+            template=template,
+            stop=config.sampler.stop,
+            mapped=teacher.ends == "map",
+        )
         if teacher.context is None:
             ends[name] = ids
         if teacher.base_url is None:
             found[name] = longest_of(config, name, tokenizer, prompts)
-    return found, end_probes(stops, ends, tokenizer, prompts, max_tokens=config.sampler.max_tokens)
+    probes = end_probes(stops, ends, tokenizer, prompts, max_tokens=config.sampler.max_tokens)
+    return CheckedTeachers(found, probes, one_ends)
 
 
 def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> Tokenizer:

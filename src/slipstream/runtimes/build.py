@@ -72,7 +72,7 @@ def build_sampler(
         stack.callback(hosts.close)
         policy = build_policy(plan, tokenizer, kind)
         stack.callback(policy.close)
-        ends = stop_ids(tokenizer, generation_of(plan.model))
+        ends = stop_ids(tokenizer, generation_of(plan.model), plan.stop)
         renderer = Renderer(tokenizer, stop_ids=ends, tools=hosts.ready(), **plan.environment.renderer)
         stack.pop_all()
         return Episodes(policy, renderer, hosts, plan.environment.limits)
@@ -91,7 +91,7 @@ def build_agents(plan: SamplerPlan, environment: EnvironmentPlan, gateway: Gatew
         stack.callback(server.close)
         policy = build_policy(plan, tokenizer)
         stack.callback(policy.close)
-        ends = stop_ids(tokenizer, generation_of(plan.model))
+        ends = stop_ids(tokenizer, generation_of(plan.model), plan.stop)
         agents = Agents(
             policy,
             Renderer(tokenizer, stop_ids=ends, **environment.renderer),
@@ -111,11 +111,11 @@ def build_policy(
     """Build the sampler of the student, which generates one turn per call."""
     match plan.runs:
         case Settings() as settings:
-            ends = stop_ids(tokenizer, generation_of(settings.model))
+            ends = stop_ids(tokenizer, generation_of(settings.model), plan.stop)
             return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
         case ModelPlan() as student:
             lm = build_model(student)
-            ends = stop_ids(tokenizer, lm.model.generation_config)
+            ends = stop_ids(tokenizer, lm.model.generation_config, plan.stop)
             return kind(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads, on_publish=plan.on_publish)
 
 
@@ -164,6 +164,7 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
                 token_budget=plan.token_budget,
                 packing=plan.packing,
                 vocabulary=plan.vocabulary,
+                one_end=plan.one_end,
                 context=context,
                 keep=plan.keep,
                 threads=plan.threads,
@@ -207,18 +208,22 @@ def build_learner(
     *,
     kind: Callable[..., NativeLearner] = NativeLearner,
 ) -> NativeLearner:
-    head = None
+    head, student = None, student or build_model(plan.student)
+    if plan.stop:  # so that the saved student stops there, too
+        generation = student.model.generation_config
+        generation.eos_token_id = sorted(stop_ids(tokenizer, generation, plan.stop))
     if plan.teacher is not None:
         # load on the CPU, because only the head is kept
         head = build_model(replace(plan.teacher, device="cpu")).head.to(pick_device(plan.teacher.device))
     return kind(
-        student or build_model(plan.student),
+        student,
         method=plan.method,
         config=plan.settings,
         updates=plan.updates,
         export_dtype=plan.export_dtype,
         tokenizer=tokenizer,
         teacher_head=head,
+        one_end=plan.one_end,
         snapshots=plan.snapshots,
         follow=plan.follow,
         cosine_every=plan.cosine_every,

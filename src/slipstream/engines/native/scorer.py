@@ -31,9 +31,10 @@ from slipstream.errors import ModelError, NoContext
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.one_end import all_read_as_one, read_as_one, with_ends
 from slipstream.estimators.logprobs.tiles import wide
 from slipstream.estimators.numerics import joined
-from slipstream.protocols import Context, Loaded, SamePrompt, WeightsRef
+from slipstream.protocols import Context, Loaded, OneEnd, SamePrompt, WeightsRef
 from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded
 
 GATHER_SECONDS = 0.002
@@ -65,18 +66,20 @@ class NativeScorer(Probed):
         token_budget: int = 16384,
         packing: bool = True,
         vocabulary: int | None = None,
+        one_end: OneEnd | None = None,
         context: Context | None = None,
         keep: int = 0,
         threads: int = 1,
     ) -> None:
         """Prepare a teacher; the last `keep` published versions are stored, so that `relabel` can recompute old scores.
 
-        `vocabulary` is the student's vocabulary size; larger ids of the teacher never occur in its top-k.
+        `vocabulary` is the student's vocabulary size; larger ids of the teacher never occur in its top-k. `one_end`
+        maps the teacher's end tokens to the student's in every distribution that is read.
         """
         self.vocabulary = vocabulary or lm.vocab_size
         if cache == "teacher_topk" and k > self.vocabulary:
             raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
-        self.lm, self.name, self.cache, self.k = lm, name, cache, k
+        self.lm, self.name, self.cache, self.k, self.one_end = lm, name, cache, k, one_end
         self.version = 0
         """Version of the weights; 0: the initial weights."""
         self.keep, self.stored = keep, dict[int, WeightsRef]()
@@ -243,13 +246,19 @@ class NativeScorer(Probed):
 
     def _log_softmax(self, head: Head, hidden_CD: Tensor) -> Tensor:
         logits_CV = head(hidden_CD.to(self.lm.device))
-        return (logits_CV.to(wide(logits_CV)) / self.temperature).log_softmax(-1)
+        logp_CV = (logits_CV.to(wide(logits_CV)) / self.temperature).log_softmax(-1)
+        return logp_CV if self.one_end is None else all_read_as_one(logp_CV, **self.one_end._asdict())
+
+    def _logprobs_at(self, hidden_ND: Tensor, ids_NM: Tensor) -> Tensor:
+        hidden, weight, bias = self.lm.head.inputs(hidden_ND)
+        asked = ids_NM if self.one_end is None else with_ends(ids_NM, ends=self.one_end.ends)
+        logp_NM = logprobs_at(hidden, weight, asked, bias=bias, temperature=self.temperature, **self.lm.head.bend)
+        return logp_NM if self.one_end is None else read_as_one(logp_NM, ids_NM, **self.one_end._asdict())
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
         """Return the values to cache for every sample of a micro-batch, as one dict per sample."""
         ids_NM = joined([self._scored_ids(rollout) for rollout in rollouts], hidden_ND.device, torch.int64)
-        hidden, weight, bias = self.lm.head.inputs(hidden_ND)
-        logp_NM = logprobs_at(hidden, weight, ids_NM, bias=bias, temperature=self.temperature, **self.lm.head.bend)
+        logp_NM = self._logprobs_at(hidden_ND, ids_NM)
         found = {"teacher_logp": logp_NM[:, 0]}
         match self.cache:
             case "sampled":
@@ -278,10 +287,9 @@ class NativeScorer(Probed):
     def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor) -> dict[str, Tensor]:
         ids, logps = [], []
         for hidden_CD in torch.split(hidden_ND, max(1, HELD // self.lm.vocab_size)):
-            logits_CV = self.lm.head(hidden_CD).to(logp_N.dtype) / self.temperature
-            best = logits_CV[:, : self.vocabulary].topk(self.k, -1)
+            best = self._log_softmax(self.lm.head, hidden_CD)[:, : self.vocabulary].topk(self.k, -1)
             ids.append(best.indices.int())
-            logps.append(best.values - logits_CV.logsumexp(-1, keepdim=True))
+            logps.append(best.values)
         ids_NK, logp_NK = torch.cat(ids), torch.cat(logps)
         # use the value in `logp_N` for the emitted token: two computations may differ by rounding
         return {

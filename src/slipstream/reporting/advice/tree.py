@@ -98,7 +98,7 @@ RULES: tuple[Rule, ...] = (
         when=f"In the first {WINDOW} updates, the end token of responses is {teachers.UNLIKELY:g} nats less likely to "
         "the teacher than to the student. The gap exceeds that of other tokens by as much.",
         cause="The teacher ends its responses with another token, so the student stops using its own end token.",
-        change="none: use a student and a teacher with the same end token (docs/teachers.md)",
+        change="none in a run: start one with `sampler.stop` or `teachers.NAME.ends` (docs/teachers.md)",
         watch="truncated",
         find=teachers.other_end,
         hides=("teacher lowers rewards", "step too large", *DRIFTING, "truncated answers", "length surge", "spikes"),

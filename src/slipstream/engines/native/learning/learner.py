@@ -44,7 +44,7 @@ from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
 from slipstream.objective.sample_weights import Drifted, FreshnessWeights, SampleWeight, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
-from slipstream.protocols import Fingerprint, Follower, Metrics, Quote, SampleFreshness, WeightsRef
+from slipstream.protocols import Fingerprint, Follower, Metrics, OneEnd, Quote, SampleFreshness, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed, graded
 
 T = TypeVar("T")
@@ -63,6 +63,7 @@ class NativeLearner:
         export_dtype: str | None = None,
         tokenizer: Any = None,
         teacher_head: Head | None = None,
+        one_end: OneEnd | None = None,
         snapshots: int = 0,
         follow: Mapping[str, Follower] | None = None,
         cosine_every: int = 0,
@@ -71,7 +72,8 @@ class NativeLearner:
     ) -> None:
         """Prepare the model for training; `follow` lists the teachers whose weights come from this learner.
 
-        The gradients of fresh and stale samples are compared every `cosine_every` updates (0: never).
+        With `one_end` the teacher's distribution is read with its end tokens mapped to the student's, as its scorer
+        reads it. The gradients of fresh and stale samples are compared every `cosine_every` updates (0: never).
         """
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
         self.cosine_every = cosine_every
@@ -81,7 +83,7 @@ class NativeLearner:
         self.ranks = ranks or Ranks()
         self.passes = Passes(lm, config, self.ranks, temperature=method.temperature, snapshots=snapshots)
         self.snapshots = self.passes.snapshots
-        self.objective = Objective(method, teacher_head)
+        self.objective = Objective(method, teacher_head, one_end)
         self.judge = FreshnessWeights(method.freshness) if method.freshness is not None else None
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.first_passes = FirstPasses(method, self.passes)
