@@ -67,7 +67,7 @@ def encode_rows(
         raise ConfigError("data.system_prompt needs prompts that are messages; these are plain text: write data.chat")
     if plain and tools is not None:
         raise ConfigError("[environment] needs prompts that are messages; these are plain text: write data.chat = true")
-    texts = [str(row.prompt) if plain else _render(row, tokenizer, data, tools) for row in rows]
+    texts = [str(row.prompt) if plain else rendered(row, tokenizer, data, tools) for row in rows]
     for name in data.template_args:
         if plain or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             template = f"the chat template of {tokenizer.name_or_path}"
@@ -91,7 +91,7 @@ def encode_rows(
     return [np.array(tokens, np.int32) for tokens in ids]
 
 
-def _render(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None) -> str:
+def rendered(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None) -> str:
     if tokenizer.chat_template is None:
         why = "data.chat needs one: drop it" if data.chat else f"{row.place} holds messages: use text prompts"
         raise ModelError(f"{tokenizer.name_or_path} has no chat template, and {why}")

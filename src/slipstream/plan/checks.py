@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from math import exp
+from math import exp, log
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.ends import EndProbe, end_advice, names_of_ends
 from slipstream.plan.engines import EnginesPlan
 from slipstream.plan.plan import Plan
+from slipstream.plan.templates import FAR, TemplateProbe, mean_logps
 from slipstream.protocols import Engines, Metrics, of_teacher
 from slipstream.records import Batch, Group, Header, Prompt
 
@@ -93,6 +94,7 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
         groups += without_failed(await sample_groups(plan, engines, [furthest]))
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
     ends = [await same_end(plan, engines, teacher) for teacher in plan.ends]
+    ends += [await known_template(plan, engines, teacher) for teacher in plan.templates]
     same = agreement(numbers, Limits.of(plan.engines), groups)
     return [*same, *teachers(numbers, headers), *ends, *returned, *failed]
 
@@ -117,6 +119,24 @@ def judged_ends(teacher: str, probe: EndProbe, chance: Mapping[int, float]) -> F
         return Finding(name, True, detail)
     detail += f", with {other_end}, at which the student does not stop, at {chance[other]:.2g}"
     return Finding(name, False, detail, end_advice(f"teachers.{teacher}", probe.others[other]))
+
+
+async def known_template(plan: Plan, engines: Engines, teacher: str) -> Finding:
+    """Let a teacher score prompts in the student's template and in its own form; return a finding, never fatal."""
+    probe, scorer = plan.templates[teacher], of_teacher(engines.scorers, teacher)[0]
+    logps = mean_logps(await scorer.probe(probe.texts(plan.sampling)))
+    return judged_template(teacher, probe, *logps, vocabulary=plan.engines.scorers[teacher].vocabulary)
+
+
+def judged_template(teacher: str, probe: TemplateProbe, seen: float, own: float, *, vocabulary: int) -> Finding:
+    """Return the finding about a teacher's mean log-probs per token of prompts as it sees them, and in its own form.
+
+    A teacher whose own form is less likely than random tokens never learned to predict prompts, and passes.
+    """
+    far = own - seen >= FAR and own > -log(vocabulary)
+    detail = f"log-prob per token of {len(probe.prompts)} prompts {seen:.2f}, of the same in {probe.own} {own:.2f}"
+    fix = f"write a teacher that was trained with this template, or its own prompt in teachers.{teacher}.context"
+    return Finding(f"teacher {teacher} knows the student's template", not far, detail, fix if far else "", fatal=False)
 
 
 async def sample_more(plan: Plan, engines: Engines, teacher: str, groups: Sequence[Group]) -> list[Group]:

@@ -34,6 +34,7 @@ from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import copy_warnings, eval_prompts, graded_rows, reward_warnings
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes, sources_of
+from slipstream.plan.templates import TemplateProbe
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt
@@ -68,6 +69,8 @@ class Plan:
     warnings: tuple[str, ...]
     ends: Mapping[str, EndProbe]
     """Tests of end tokens in the start checks, by teacher; teachers that need no test are absent."""
+    templates: Mapping[str, TemplateProbe]
+    """Tests of chat templates in the start checks, by teacher; teachers that need no test are absent."""
 
     @property
     def needs(self) -> list[Need]:
@@ -93,7 +96,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     prompts = training_prompts(config, tokenizer, tools, notes.append)
     check_adapters(config.student, config.learner.lora, models_here(config))
     check_effects(config)
-    teachers = check_teachers(config, tokenizer, prompts)
+    teachers = check_teachers(config, tokenizer, prompts, tools)
     held_out = held_out_prompts(config, tokenizer, tools, notes.append) if config.eval.every else {}
     sequences = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
     longest = max(map(len, sequences))
@@ -119,6 +122,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
         notes=tuple(notes),
         warnings=tuple(warnings),
         ends=teachers.probes,
+        templates=teachers.templates,
     )
 
 

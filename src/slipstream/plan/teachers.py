@@ -21,6 +21,8 @@ from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.plan.ends import EndProbe, end_probes, end_tokens, template_end
 from slipstream.plan.engines import endpoint_of
+from slipstream.plan.environment import Tools
+from slipstream.plan.templates import TemplateProbe, template_probe
 from slipstream.protocols import OneEnd
 from slipstream.records import Ints
 
@@ -78,11 +80,13 @@ class CheckedTeachers(NamedTuple):
     """Longest sequence of every teacher that runs here."""
     probes: dict[str, EndProbe]
     one_ends: dict[str, OneEnd | None]
+    templates: dict[str, TemplateProbe]
 
 
-def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> CheckedTeachers:
+def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts, tools: Tools = None) -> CheckedTeachers:
     """Check vocabulary, end tokens and context length of teachers, and that token budgets fit the longest sequence."""
     found, stops, ends, one_ends = dict[str, int](), set[int](), dict[str, set[int]](), dict[str, OneEnd | None]()
+    templates = dict[str, TemplateProbe]()
     plain = isinstance(prompts.rows[0].prompt, str) and not config.data.chat
     template = None if plain else template_end(tokenizer, config.data.template_args)
     for name, teacher in config.teachers.items():
@@ -98,10 +102,13 @@ def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> Ch
         )
         if teacher.context is None:
             ends[name] = ids
+            its = ((row, prompts.row(i)) for i, row in enumerate(prompts.rows) if prompts.teachers[i] == name)
+            probe = None if plain else template_probe(theirs, its, config.data, tools, more=config.sampler.max_tokens)
+            templates |= {} if probe is None else {name: probe}
         if teacher.base_url is None:
             found[name] = longest_of(config, name, tokenizer, prompts)
     probes = end_probes(stops, ends, tokenizer, prompts, max_tokens=config.sampler.max_tokens)
-    return CheckedTeachers(found, probes, one_ends)
+    return CheckedTeachers(found, probes, one_ends, templates)
 
 
 def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> Tokenizer:

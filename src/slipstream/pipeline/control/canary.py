@@ -20,7 +20,7 @@ import numpy as np
 
 from slipstream.data.prompts import Prompts
 from slipstream.protocols import Metrics, Sampling
-from slipstream.records import Floats, Group, Prompt, Rollout, TextScores, one_turn
+from slipstream.records import Floats, Group, Ints, Prompt, Rollout, TextScores, one_turn
 
 TEXTS, TOKENS, END = 4, 24, 4
 """Number of texts per teacher, tokens of each text after its prompt, and interval of end tokens among them."""
@@ -50,25 +50,29 @@ def prompts_of(prompts: Prompts, teacher: str | None, count: int) -> list[Prompt
 def texts_of(prompts: Sequence[Prompt], sampling: Sampling, ends: Sequence[int]) -> list[Rollout]:
     """Return a text for each prompt: the tokens of all the prompts as its response, with end tokens among them."""
     words, n = np.concatenate([prompt.tokens for prompt in prompts]).astype(np.int32), min(TOKENS, sampling.max_tokens)
-    ids_NK = np.tile(np.arange(sampling.best, dtype=np.int32), (n, 1)) if sampling.best else None
     found = list[Rollout]()
     for i, prompt in enumerate(prompts):
         tokens_N = np.resize(np.roll(words, -i), n)
         if ends:
             tokens_N[END - 1 :: END] = np.resize(np.array(ends, np.int32), n // END)
-        found.append(
-            one_turn(
-                prompt,
-                0,
-                actions=np.stack([np.roll(tokens_N, m) for m in range(sampling.draws)], 1),
-                action_logp=np.zeros((n, sampling.draws), np.float32),
-                versions=np.zeros(n, np.int32),
-                finish="length",
-                best_ids=ids_NK,
-                best_logp=None if ids_NK is None else np.zeros(ids_NK.shape, np.float32),
-            )
-        )
+        found.append(text_of(prompt, 0, tokens_N, sampling))
     return found
+
+
+def text_of(prompt: Prompt, index: int, tokens_N: Ints, sampling: Sampling) -> Rollout:
+    """Return these tokens as a response with log-probs of 0; draws are its other tokens, best tokens the first ids."""
+    n = len(tokens_N)
+    ids_NK = np.tile(np.arange(sampling.best, dtype=np.int32), (n, 1)) if sampling.best else None
+    return one_turn(
+        prompt,
+        index,
+        actions=np.stack([np.roll(tokens_N, m) for m in range(sampling.draws)], 1),
+        action_logp=np.zeros((n, sampling.draws), np.float32),
+        versions=np.zeros(n, np.int32),
+        finish="length",
+        best_ids=ids_NK,
+        best_logp=None if ids_NK is None else np.zeros(ids_NK.shape, np.float32),
+    )
 
 
 def drawn_by(sampling: Sampling) -> Sampling:
