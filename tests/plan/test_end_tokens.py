@@ -292,3 +292,14 @@ def test_a_run_with_both_remedies_goes_on_to_the_bit(tmp_path: Path) -> None:
     weights = [load_file(tmp_path / run / "final" / "model.safetensors") for run in ("whole", "cut")]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
     assert [line["loss"] for line in whole] == [line["loss"] for line in resumed]
+
+
+@pytest.mark.processes
+def test_engines_in_other_processes_read_a_mapped_end_as_those_in_one(tmp_path: Path) -> None:
+    """Scorer and learner both read it: the loss applies the teacher's head to hidden states."""
+    teacher = {"model": str(ends_with_pad(tmp_path / "teacher")), "ends": "map"}
+    first = [
+        trained(tmp_path / kind, teacher, loss={"kind": "reverse_kl"}, updates=1, runtime={"kind": kind})[0]["loss"]
+        for kind in ("inline", "local")
+    ]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
