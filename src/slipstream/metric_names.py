@@ -429,6 +429,10 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         ),
         Term("groups/ready", "scored groups, not yet trained on", "few, else the learner is slowest", ACCOUNT),
         Term("credits", "credits in use; each group in flight needs one", "all, until the end", ACCOUNT),
+        Term(
+            "prompts/tried", 'different prompts answered so far, with data.order = "adaptive"', "grows to all", ACCOUNT
+        ),
+        Term("prompts/effective", "(Σ w)² / Σ w² of the weights of prompts: how many share the draws", "many", ACCOUNT),
         Term("dropped", "groups so far that ended without being trained on", "0", ACCOUNT),
         Term("dropped/REASON", "groups dropped for this reason so far", "0", ACCOUNT),
         Term("restarted", "groups so far that became too old and were rolled out again", "few", ACCOUNT),

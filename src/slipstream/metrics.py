@@ -17,6 +17,8 @@ Workers = dict[str, list[Interval]]
 """Busy intervals of each worker of a stage."""
 WARMUP = 5
 """Number of first updates that averages over a run leave out."""
+NO_ADVANTAGE = "no advantage"
+"""Reason in the ledger for groups whose rewards are all alike, and which policy.refill replaced."""
 TREND, ENDS = 100, 10
 """Number of updates between the two lengths that a trend compares, and number of updates averaged for each."""
 

@@ -88,6 +88,12 @@ WITH = {
     "environment.": f"{TOOLS} environment.use=table",
     "task.sandbox": "task.reward=./rewards.py:runs task.sandbox=http://127.0.0.1:1",
     "data.teacher_key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
+    "data.weights": 'data.train={a="rows.jsonl",b="builtin:arithmetic"}',
+    "data.temperature": 'data.train={a="rows.jsonl",b="builtin:arithmetic"}',
+    "data.deduplicate": "data.train=rows.jsonl",
+    "data.order": "data.train=rows.jsonl",
+    "data.by": "data.train=rows.jsonl data.order=curriculum data.by=easy",
+    "data.ramp": "data.train=rows.jsonl data.order=curriculum data.by=easy",
     "data.prompt": "data.train=rows.jsonl",
     "data.answer": "data.train=rows.jsonl",
     "data.template": "data.train=rows.jsonl",
@@ -120,6 +126,10 @@ OTHER = {
     "data.eval_split": "train",
     "data.limit": "10",
     "data.teacher_key": "level",
+    "data.weights": "{a=1.0,b=9.0}",
+    "data.temperature": "9.0",
+    "data.order": "curriculum data.by=easy",
+    "data.by": "hard",
     "data.prompt": "question",
     "data.answer": "question",
     "data.template": "A{question}",
@@ -219,6 +229,11 @@ READ_BY = {
     "data.chat": "data/tokenizers.py",
     "data.system_prompt": "data/tokenizers.py",
     "data.template_args": "data/tokenizers.py",
+    "data.adapt": "pipeline/run.py",
+    "data.half_life": "pipeline/run.py",
+    "data.floor": "pipeline/run.py",
+    "data.too_long": "plan/plan.py",
+    "policy.refill": "config/schema.py",
     "eval.every": "pipeline/run.py",
     "checkpoint.every": "pipeline/run.py",
     "checkpoint.minutes": "pipeline/run.py",
@@ -407,6 +422,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("base.toml").write_text(BASE)
     rows = [
         {"prompt": f"A{i}B{i}=", "answer": "x", "question": f"C{i}D{i}=", "data_source": source, "level": level}
+        | {"easy": i, "hard": -i}
         for i in range(4)
         for source, level in (("main", "other"), ("other", "main"))
     ]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.errors import ConfigError
+from slipstream.metrics import NO_ADVANTAGE
 from slipstream.pipeline.admission import Admission, AdmissionState
 from slipstream.pipeline.schedules import Schedule, schedule_of
 
@@ -42,9 +43,11 @@ SETTINGS = st.one_of(
 SCHEDULES = st.builds(schedule_of, SETTINGS, GROUPS)
 
 
-@given(schedule=SCHEDULES, sources=st.text("abc", min_size=1, max_size=9), data=st.data())
+@given(
+    schedule=SCHEDULES, sources=st.text("abc", min_size=1, max_size=9), most=st.sampled_from([0, 1, 5]), data=st.data()
+)
 def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
-    schedule: Schedule, sources: str, data: Any
+    schedule: Schedule, sources: str, most: int, data: Any
 ) -> None:
     """Any legal event in any order: the state machine gets to its end and keeps its promises on the way. Of every
     source so many groups are learned from as in the order of submission, but for those that were dropped."""
@@ -52,8 +55,9 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
     def source(number: int) -> str:
         return sources[number % len(sources)]
 
-    admission = Admission(schedule, updates=4, source=source)
+    admission = Admission(schedule, updates=4, source=source, most_refilled=most)
     ended: list[int] = []
+    alike: set[int] = set()
     consumed: list[int] = []
     versions: dict[int, int] = {}
     drops = stops = refreshes = 0
@@ -69,16 +73,26 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
         choices += ["allow"] if schedule.submit == "stream" else []
         choices += ["stop"] if admission.live and stops < 3 else []
         choices += ["refresh"] if admission.gated and refreshes < 2 else []
+        choices += ["refill"] if admission.alike and not (schedule.submit == "batch" and admission.gated) else []
         on_the_way = [*admission.rolling, *admission.waiting, *admission.scoring]
         if drops < 6:
             choices += ["drop"] if on_the_way else []
-        assert {*choices} - {"allow", "stop", "drop", "refresh"}, f"deadlock: {vars(admission)}"
+        blocked = {"refill"} if admission.rolling else set()
+        assert {*choices} - {"allow", "stop", "drop", "refresh"} - blocked, f"deadlock: {vars(admission)}"
         match data.draw(st.sampled_from(choices)):
             case "submit":
                 versions |= dict.fromkeys(admission.submit(), admission.published_version)
             case "rolled":
                 number = data.draw(st.sampled_from(list(admission.rolling)))
-                admission.rolled(number, versions[number])
+                equal = most > 0 and data.draw(st.booleans())
+                alike = alike | {number} if equal else alike - {number}
+                admission.rolled(number, versions[number], alike=equal)
+            case "refill":
+                dropped, begun = admission.refill()
+                versions |= dict.fromkeys(begun, admission.published_version)
+                ended += dropped
+                assert alike.issuperset(dropped)
+                assert len(begun) == (len(dropped) if schedule.submit == "batch" else 0)
             case "allow":
                 rarest = schedule.credits // schedule.groups
                 if schedule.max_lag is not None:
@@ -90,7 +104,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
                 consumed = [number for number in consumed if number not in admission.live]
                 stops += 1
             case "take":
-                admission.take()
+                assert admission.alike.keys().isdisjoint(admission.take())
             case "scored":
                 admission.scored(data.draw(st.sampled_from(list(admission.scoring))))
             case "learn":
@@ -140,7 +154,9 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
     assert admission.dropped["test"] == drops and admission.version == 4
     if schedule.submit == "stream":
         assert len(consumed) == 4 * schedule.groups
-    if schedule.order == "submission" or schedule.submit == "batch":
+    refilled = admission.dropped[NO_ADVANTAGE]
+    assert refilled <= (4 + schedule.credits // schedule.groups) * most
+    if schedule.order == "submission" or (schedule.submit == "batch" and not refilled):
         assert consumed == sorted(consumed), "in the order of submission"
 
 
@@ -148,7 +164,8 @@ def gone_on_with(before: Admission, source: Any) -> Admission:
     """From a checkpoint: what was being scored or learned from is so anew, and what is trained has been published."""
     standing = AdmissionState(**json.loads(json.dumps(asdict(before.standing)), object_hook=with_numbers))
     assert standing == before.standing
-    after = Admission(before.schedule, updates=before.updates, source=source, standing=standing)
+    most = before.most_refilled
+    after = Admission(before.schedule, updates=before.updates, source=source, most_refilled=most, standing=standing)
     assert after.live == before.live and after.batches == before.batches
     assert after.rolling.keys() == before.rolling.keys()
     assert list(after.waiting) == [*before.scoring, *before.waiting] and not after.scoring
@@ -499,3 +516,47 @@ def test_what_stood_must_fit_the_schedule_and_the_updates() -> None:
         Admission(schedule_of(Async(tau=5), 2), updates=7, standing=standing)
     again = Admission(schedule_of(Async(tau=5), 2), updates=8, standing=standing)
     assert again.quota() == again.remaining == 0
+
+
+# --- refill -----------------------------------------------------------------------------------------------------------
+
+
+def batch_of(order: list[int], equal: set[int], most: int) -> tuple[list[int], list[int]]:
+    """One synchronous batch of four groups that end in this order of their numbers; return what is trained, dropped."""
+    admission = Admission(schedule_of(Sync(), 4), updates=1, most_refilled=most)
+    admission.submit()
+    dropped = list[int]()
+    while admission.rolling:
+        number = min(admission.rolling, key=order.index)
+        admission.rolled(number, 0, alike=number in equal)
+        dropped += admission.refill()[0]
+    for number in admission.take():
+        admission.scored(number)
+    return admission.learn(), dropped
+
+
+@given(st.permutations(range(12)), st.sets(st.integers(0, 11)), st.integers(1, 8))
+def test_a_synchronous_batch_does_not_depend_on_which_answers_end_first(
+    order: list[int], equal: set[int], most: int
+) -> None:
+    """Groups are replaced in the order of submission: the first four with an advantage, if so many may be replaced."""
+    trained, dropped = batch_of(order, equal, most)
+    assert (trained, dropped) == batch_of(list(range(12)), equal, most)
+    assert len(trained) == 4 and len(dropped) <= most and equal.issuperset(dropped)
+    if len(dropped) < most:
+        assert trained == [number for number in range(12) if number not in equal][:4]
+    assert sorted(trained + dropped) == list(range(4 + len(dropped)))
+
+
+def test_groups_beyond_the_limit_are_learned_from() -> None:
+    assert batch_of([*range(12)], {*range(12)}, 2) == ([2, 3, 4, 5], [0, 1])
+
+
+def test_a_stream_replaces_groups_by_its_next_submission() -> None:
+    admission = Admission(schedule_of(Async(tau=0), 2), updates=2, most_refilled=1)
+    assert admission.submit() == [0, 1] and admission.submit() == []
+    for number in (1, 0):
+        admission.rolled(number, 0, alike=True)
+    assert admission.refill() == ([0], []), "1 is beyond the limit"
+    assert admission.submit() == [2] and admission.take() == [1]
+    assert admission.dropped == {NO_ADVANTAGE: 1}

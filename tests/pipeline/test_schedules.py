@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import (
     EvalConfig,
@@ -419,6 +420,81 @@ def test_a_stop_in_between_changes_no_mixture(tmp_path: Path) -> None:
     due = [TWO.source(number) for number in range(160)]
     counts = [[each[i : i + 8].count("slow") for i in range(0, 160, 8)] for each in (taken, due)]
     assert len(taken) == 160 and counts[0] == counts[1]
+
+
+# --- refill -----------------------------------------------------------------------------------------------------------
+
+LEVELS = Prompts(
+    [Row(id=str(i), prompt="x", meta={"alike": i % 3 != 0}) for i in range(30)],
+    [np.array([1], np.int32)] * 30,
+    seed=0,
+    shuffle=True,
+)
+"""Answers to two thirds of the rows all have the same reward."""
+
+
+class Rewarded(SleepSampler):
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group = await super().generate(prompt, sampling, begun)
+        rewards = [0.0 if prompt.meta["alike"] else float(index) for index in range(len(group))]
+        return [h.with_header(rewards={"own": reward}) for h, reward in zip(group, rewards, strict=True)]
+
+
+def refilled(path: Path, schedule: Any, length: Any, *, factor: float = 6.0, samplers: int = 2) -> Simulated:
+    made = replace(
+        engines(learn=1.0, score=0.0),
+        samplers=tuple(Rewarded(length, step=lambda _: 0.1) for _ in range(samplers)),
+    )
+    sections = {"policy": PolicyConfig(refill=factor), "task": TaskConfig(reward=("./a.py:own",))}
+    return Simulated(path, schedule, made, prompts=LEVELS, updates=8, groups=4, group=2, **sections)
+
+
+def slow(prompt: Prompt, index: int) -> int:
+    """Answers to every second row with an advantage are thirty times as long."""
+    return (30 if int(prompt.id) % 6 == 0 else 1) * long_tailed(5)(prompt, index)
+
+
+REFILLED = [Sync(), Periodic(), StepOff(k=1), Replay(k=2), Async(tau=0), Async(tau=3), Async(tau=3, order="completion")]
+
+
+@pytest.mark.parametrize("schedule", [*REFILLED, Async(tau=2, order="submission"), Async(tau=2, max_lag=4)], ids=str)
+def test_only_groups_without_advantage_are_replaced_however_long_answers_are(tmp_path: Path, schedule: Any) -> None:
+    """Every group with an advantage is trained, and every other one is dropped: no length is preferred."""
+    run = refilled(tmp_path, schedule, slow)
+    alike = {number for number in range(len(run.ledger)) if LEVELS.at(number).meta["alike"]}
+    assert sorted(entry["number"] for entry in run.ledger) == list(range(len(run.ledger)))
+    dropped = [entry for entry in run.ledger if entry["end"] == "dropped"]
+    assert {entry["number"] for entry in dropped} == alike and {e["reason"] for e in dropped} == {"no advantage"}
+    assert len(run.trained()) == 32 and alike.isdisjoint(run.trained())
+    assert run.lines[-1]["dropped/no advantage"] == run.lines[-1]["dropped"] == len(dropped)
+    assert max(line["credits"] for line in run.lines) <= run.run.admission.schedule.credits
+    bound = run.run.admission.schedule.bound
+    assert bound is None or max(lag for _, lag in run.lags) <= bound
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.0, 6.0])
+def test_what_a_synchronous_run_trains_on_does_not_depend_on_time(tmp_path: Path, factor: float) -> None:
+    """Neither on lengths nor on the number of samplers: the same groups are in the same updates, in the same order."""
+    lengths = [slow, lambda *_: 10, lambda prompt, _: 500 // (1 + prompt.number)]
+    runs = [
+        refilled(tmp_path / str(i), Sync(), length, factor=factor, samplers=1 + i) for i, length in enumerate(lengths)
+    ]
+    assert runs[0].trained() == runs[1].trained() == runs[2].trained()
+    lost = [line["dropped"] for line in runs[0].lines]
+    assert max(np.diff([0.0, *lost])) <= (factor - 1) * 4, "in every update"
+    assert lost[-1] > 0
+
+
+@pytest.mark.parametrize("schedule", [Sync(), Periodic(), Async(tau=2)], ids=str)
+def test_a_run_whose_answers_are_all_alike_ends_all_the_same(tmp_path: Path, schedule: Any) -> None:
+    made = replace(engines(score=0.0), samplers=(Rewarded(lambda *_: 5, step=lambda _: 0.1),))
+    rows = [Row(id="0", prompt="x", meta={"alike": True})]
+    sections = {"policy": PolicyConfig(refill=3.0), "task": TaskConfig(reward=("./a.py:own",))}
+    prompts = Prompts(rows, [np.array([1], np.int32)], seed=0, shuffle=True)
+    run = Simulated(tmp_path, schedule, made, prompts=prompts, updates=5, groups=4, group=2, **sections)
+    ends = Counter(entry["end"] for entry in run.ledger)
+    in_flight = run.run.admission.schedule.credits
+    assert ends["trained"] == 20 and 0 < ends["dropped"] <= 2 * (5 * 4 + in_flight)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.cli import main
+from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
+from slipstream.config.schema import DataConfig, TaskConfig
 from slipstream.engines.record_files import read_groups
 from slipstream.errors import RunDirError, WorkerDied
 from slipstream.pipeline.checkpoint import newest
@@ -118,6 +120,34 @@ def test_gone_on_with_from_any_checkpoint_a_run_makes_the_updates_of_one_never_s
             assert places == {"half", "ready"}
         case _:
             assert "ready" in places
+
+
+CHOSEN: dict[str, Any] = {
+    "data": DataConfig(order="adaptive", half_life=3.0),
+    "policy": PolicyConfig(refill=2.0),
+    "task": TaskConfig(reward=("./own.py:ended",)),
+}
+
+
+@pytest.mark.parametrize("schedule", OFTEN, ids=str)
+def test_a_run_that_chooses_its_prompts_goes_on_exactly(tmp_path: Path, schedule: Any) -> None:
+    """The rates of prompts, the prompts of groups in flight and the groups that may still be replaced are saved."""
+    whole = go(tmp_path / "whole", schedule, score=0.0, sections=CHOSEN)
+    expected = read_lines(tmp_path / "whole" / "ledger.jsonl")
+    assert any(line.get("reason") == "no advantage" for line in expected)
+    assert len({line["prompt"] for line in expected[:10]}) < 10 or len(expected) > 24
+    for version in (2, 6):
+        path = tmp_path / str(version)
+        shutil.copytree(tmp_path / "whole", path)
+        shutil.rmtree(path / "final")
+        for later in range(version + 1, 9):
+            shutil.rmtree(path / "checkpoints" / str(later), ignore_errors=True)
+        parts = go(path, schedule, score=0.0, sections=CHOSEN)
+        np.testing.assert_allclose(parts.table.detach().numpy(), whole.table.detach().numpy(), rtol=0, atol=1e-12)
+        assert read_lines(path / "ledger.jsonl") == expected
+        lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in (str(version), "whole")]
+        for name in ("prompts/tried", "prompts/effective", "dropped"):
+            assert [line[name] for line in lines[0]] == [line[name] for line in lines[1]], name
 
 
 def test_what_was_in_flight_when_a_run_was_stopped_is_not_drawn_again(tmp_path: Path) -> None:

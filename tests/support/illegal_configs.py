@@ -29,6 +29,30 @@ RL = "loss.weight=0 teachers={} policy.loss=vanilla task.reward=exact sampler.gr
 """Rewards alone."""
 BOTH = "policy.loss=vanilla task.reward=exact sampler.group=4"
 ILLEGAL = f"""
+data.order=curriculum
+data.order=curriculum data.by=level data.shuffle=false
+data.order=curriculum data.by=level
+data.order=adaptive
+data.order=adaptive data.adapt=kl data.shuffle=false
+{RL} data.order=adaptive data.adapt=kl
+data.by=level
+data.ramp=0.5
+data.floor=0.5
+data.half_life=3.0
+data.adapt=kl
+data.weights={{a=1.0}}
+data.temperature=2.0
+data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.0}}
+data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.0,b=0.0}}
+data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.0,c=1.0}}
+data.train={{a="builtin:arithmetic",b="missing.jsonl"}}
+data.train={{}}
+data.too_long=skip sampler.longest=17
+policy.refill=2.0
+{BOTH} policy.refill=2.0
+{RL} policy.refill=2.0 policy.advantage=reinforce_plus_plus
+{RL} policy.refill=2.0 reference.weight=0.1 reference.into=reward
+{RL} policy.refill=1.2
 loss.kind=forward_kl loss.tail=true loss.renormalise=true
 loss.kind=forward_kl loss.cache=hidden loss.tail=true
 loss.kind=forward_kl loss.cache=hidden loss.renormalise=true

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,15 @@ HELD_OUT = {"": [PROMPTS.at(1000), PROMPTS.at(1001)]}
 
 
 def config(
-    schedule: Any, *, updates: int = 8, freshness: FreshnessConfig | None = None, evals: int = 0, **checkpoint: float
+    schedule: Any,
+    *,
+    updates: int = 8,
+    freshness: FreshnessConfig | None = None,
+    evals: int = 0,
+    sections: Mapping[str, Any] | None = None,
+    **checkpoint: float,
 ) -> Config:
-    """`evals` is how many updates are between two evaluations."""
+    """`evals` is how many updates are between two evaluations; `sections` replace those of the config."""
     evaluated = {"eval": EvalConfig(every=evals), "task": TaskConfig(reward=("./own.py:ended",))} if evals else {}
     made = Config(
         student="toy",
@@ -53,7 +60,7 @@ def config(
         checkpoint=CheckpointConfig(**{"every": 2, "keep": 9} | checkpoint),
         health=HealthConfig(canary=0),  # which takes time
     )
-    return made.model_copy(update=evaluated)
+    return made.model_copy(update=evaluated | dict(sections or {}))
 
 
 def engines(*, score: float = 0.5, freshness: FreshnessConfig | None = None) -> Engines:
@@ -87,9 +94,10 @@ def go(
             Checkpoints(path / "checkpoints").forget_after(standing.version)
             log = RunLog.reopen(settings, path, checkpoint.mark)
         else:
-            standing, groups, log = None, [], RunLog.create(settings, path)
+            standing, groups, log, checkpoint = None, [], RunLog.create(settings, path), None
         with log:
-            run = Run(settings, made, PROMPTS, log, held_out=HELD_OUT, standing=standing, groups=groups)
+            choice = checkpoint.choice if checkpoint else None
+            run = Run(settings, made, PROMPTS, log, held_out=HELD_OUT, standing=standing, groups=groups, choice=choice)
             task = asyncio.create_task(run.train())
             await asyncio.wait([task], timeout=until)
             if not task.done():

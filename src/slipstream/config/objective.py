@@ -86,6 +86,10 @@ class PolicyConfig(Section):
     """Options of the advantage estimator, for example { norm = false }. Empty uses its defaults."""
     reward_weights: dict[str, float] = Field({})
     """Weights of several rewards, for example { math = 1.0, exact = 0.2 }. A reward without an entry has weight 1."""
+    refill: float | None = Field(None, gt=1, le=1000)
+    """Replace groups whose rewards are all alike, which have no advantage, by groups of further prompts (DAPO's dynamic
+    sampling). At most this many times the groups of an update are rolled out for each update; groups beyond that are
+    learned from. None replaces none."""
     old: Literal["behavior", "previous"] = "behavior"
     """Old policy, the denominator of the importance ratio. behavior: the policy that sampled the tokens. previous: the
     learner before its last update."""

@@ -40,9 +40,16 @@ REWARDS = ("exact", "math", "environment")
 
 
 class DataConfig(Section):
-    train: str = "builtin:arithmetic"
+    train: str | dict[str, str] = "builtin:arithmetic"
     """Training prompts: a .jsonl, .json, .csv (each also .gz) or .parquet file; a HF dataset, saved or on the hub, with
-    its subset (openai/gsm8k:main); or builtin:arithmetic, builtin:table, builtin:lookup, builtin:doors."""
+    its subset (openai/gsm8k:main); or builtin:arithmetic, builtin:table, builtin:lookup, builtin:doors. Several
+    sources have names: { math = "math.jsonl", code = "code.csv" }."""
+    weights: dict[str, float] = Field({})
+    """Weights of several training sources, for example { math = 3, code = 1 }. A source has its weight as share of the
+    prompts, after `temperature`. Empty weighs every source by its number of rows."""
+    temperature: float = Field(1.0, ge=0.01, le=100)
+    """Temperature of the weights of several training sources: shares are weights to the power 1 / temperature. Above 1
+    the shares are more equal."""
     split: str = "train"
     """Split of `train`, for a HF dataset or a built-in task (train, eval)."""
     eval: str | dict[str, str] | None = None
@@ -51,7 +58,14 @@ class DataConfig(Section):
     eval_split: str = "eval"
     """Split of the held-out prompts, like `split`."""
     limit: int | None = Field(None, ge=1)
-    """Number of training rows to use, from the first row. None uses all rows."""
+    """Number of training rows to use, from the first row of each source. None uses all rows."""
+    deduplicate: bool = False
+    """Drop every training row that has the same prompt and answer as an earlier row. With [environment] the other
+    columns must be the same, too."""
+    too_long: Literal["refuse", "skip", "cut_left", "cut_right"] = "refuse"
+    """Treatment of prompts that are too long: with sampler.max_tokens they exceed sampler.longest or the context of a
+    model. refuse: end with an error. skip: leave them out and print their number. cut_left, cut_right: remove tokens
+    from this side of a text prompt."""
     prompt: str | None = None
     """Column of the prompt: text or a list of messages. Dots select fields of objects and items of lists
     (extra.question). None finds the prompt by well-known column names (docs/data.md)."""
@@ -65,6 +79,22 @@ class DataConfig(Section):
     """Send a text prompt as a user message through the chat template. false sends the text without a template."""
     shuffle: bool = True
     """Shuffle the rows again in every epoch, by `seed`. false keeps the order of the file."""
+    order: Literal["epochs", "curriculum", "adaptive"] = "epochs"
+    """Choice of prompts. epochs: every row once in each epoch. curriculum: first from easy to hard rows, then epochs.
+    adaptive: each prompt with a weight by what earlier answers to it have shown."""
+    by: str | None = Field(None, min_length=1)
+    """Column of numbers that a curriculum sorts by, smallest first, with dots as in `prompt`."""
+    ramp: float = Field(1.0, gt=0, le=1000)
+    """Number of epochs that the curriculum lasts. In each, every row occurs once; in a part of an epoch, a random part
+    of the rows."""
+    adapt: Literal["reward", "kl"] = "reward"
+    """Weight of a prompt with order = "adaptive". reward: p·(1 − p), with p the mean of the first reward in
+    task.reward, between 0 and 1. kl: KL to the teacher per token."""
+    half_life: float = Field(20.0, gt=0)
+    """Number of updates after which an answer counts half as much for the weight of its prompt."""
+    floor: float = Field(0.1, gt=0, le=1)
+    """Part of the prompts that are drawn evenly with order = "adaptive". Of R rows each is drawn within R / floor draws
+    on average."""
     system_prompt: str | None = None
     """System message that is put before every conversation; needs a chat template. None adds no message."""
     template_args: dict[str, Any] = Field({})
@@ -79,7 +109,12 @@ class DataConfig(Section):
             return {}
         return self.eval if isinstance(self.eval, dict) else {"": self.eval}
 
-    @field_validator("eval")
+    @property
+    def sources(self) -> dict[str, str]:
+        """Return every source of training prompts by its name, which is "" for a single source."""
+        return self.train if isinstance(self.train, dict) else {"": self.train}
+
+    @field_validator("eval", "train")
     @classmethod
     def _check_set_names(cls, given: str | dict[str, str] | None) -> str | dict[str, str] | None:
         if given == {}:
@@ -106,6 +141,21 @@ class DataConfig(Section):
     def _check_prompt(self) -> Self:
         if self.prompt is not None and self.template is not None:
             raise ValueError("prompt does nothing beside template, which names the columns itself: drop one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.order == "curriculum" and self.by is None:
+            raise ValueError('order = "curriculum" sorts by a column: name it, by = "level", for example')
+        if self.order != "epochs" and not self.shuffle:
+            raise ValueError(f'shuffle = false is for order = "epochs", and order = "{self.order}": drop one of them')
+        for name, weight in self.weights.items():
+            if name not in self.sources:
+                raise ValueError(f"weights: there is no source {name!r} in train; {did_you_mean(name, self.sources)}")
+            if weight <= 0:
+                raise ValueError(f"weights.{name} = {weight:g} must be above 0: drop the source instead")
+        if self.weights and (missing := sorted(self.sources.keys() - self.weights.keys())):
+            raise ValueError(f"weights: {missing[0]!r} has none: write one for every source of train")
         return self
 
     @field_validator("template_args")
@@ -477,6 +527,7 @@ class Config(Section):
     def _check_unused(self) -> None:
         """Raise ValueError for the first setting that was changed but has no effect without another setting."""
         graded, evaluated = bool(self.task.reward), "every" in self.eval.model_fields_set
+        adapts = self.data.order == "adaptive"
         several, tracked = len(self.teachers) > 1, bool(set(self.log.to) - {"tensorboard"})
         apart, written = self.runtime.kind != "inline", any(each.own_context for each in self.teachers.values())
         teachers = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
@@ -494,6 +545,15 @@ class Config(Section):
             ("eval", self.eval, ("prompts", "n", "temperature"), evaluated, "eval.every"),
             ("log", self.log, ("project",), tracked, "a tracker in log.to that has projects"),
             ("data", self.data, ("teacher_key",), several, "several teachers"),
+            (
+                "data",
+                self.data,
+                ("weights", "temperature"),
+                len(self.data.sources) > 1,
+                "several sources in data.train",
+            ),
+            ("data", self.data, ("by", "ramp"), self.data.order == "curriculum", 'data.order = "curriculum"'),
+            ("data", self.data, ("adapt", "half_life", "floor"), adapts, 'data.order = "adaptive"'),
             ("health", self.health, ("kl", "invalid", "rise"), bool(self.teachers), "a teacher"),
             ("health", self.health, ("reward",), graded, "task.reward"),
             *((name, each, ("key",), several, "another teacher") for name, each in teachers.items()),
@@ -524,6 +584,12 @@ class Config(Section):
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
         if self.policy is not None and not self.task.reward:
             raise ValueError('[policy] learns from rewards: set task.reward, for example "exact"')
+        if self.data.order == "adaptive" and self.data.adapt == "reward" and not self.task.reward:
+            raise ValueError('data.order = "adaptive" learns from rewards: set task.reward, or data.adapt = "kl"')
+        if self.data.order == "adaptive" and self.data.adapt == "kl" and not self.teachers:
+            raise ValueError(
+                'data.adapt = "kl" compares with a teacher, and there is none: write data.adapt = "reward"'
+            )
         self._check_freshness()
         self._check_reference()
         if self.policy is not None:
@@ -560,6 +626,22 @@ class Config(Section):
 
     def _check_rewards(self, policy: PolicyConfig) -> None:
         names, weights = self.task.names, policy.reward_weights
+        if policy.refill is not None:
+            if self.loss.weight:
+                raise ValueError(
+                    "policy.refill drops groups whose rewards are alike, and distillation learns from these, too: "
+                    "write loss.weight = 0, or drop policy.refill"
+                )
+            if self.reference is not None and self.reference.into == "reward":
+                raise ValueError(
+                    'policy.refill drops groups whose rewards are alike, and reference.into = "reward" makes them '
+                    'differ: write reference.into = "loss", or drop policy.refill'
+                )
+            if not self.most_refilled:
+                raise ValueError(
+                    f"policy.refill = {policy.refill:g} allows no further group beside the {self.groups_per_update} of "
+                    f"an update: write {1 + 1 / self.groups_per_update:.4g} or more, or drop it"
+                )
         if policy.advantage == "gdpo" and len(names) == 1:
             raise ValueError(
                 'policy.advantage = "gdpo" normalises each of several rewards by itself, and task.reward is '
@@ -704,3 +786,9 @@ class Config(Section):
     @property
     def groups_per_update(self) -> int:
         return self.learner.batch_size // self.sampler.group
+
+    @property
+    def most_refilled(self) -> int:
+        """Return the largest number of groups that further prompts may replace for an update (policy.refill)."""
+        refill = self.policy.refill if self.policy is not None else None
+        return 0 if refill is None else int((refill - 1) * self.groups_per_update + 1e-9)

@@ -7,7 +7,6 @@ A row becomes a prompt (text or a list of messages) and an optional answer, whos
 from __future__ import annotations
 
 import hashlib
-import random
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import numpy as np
 from slipstream.config.schema import DataConfig
 from slipstream.data import arithmetic, builtin, sources
 from slipstream.data.layouts import MARK, PLAIN, Layout, filled, first_of, layout_of, told, with_configured_paths
+from slipstream.data.order import Epochs, Mixture
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Ints, Prompt, derive_seed, is_json
 
@@ -244,29 +244,25 @@ class Prompts:
         teachers: Sequence[str] = (),
         sources: Sequence[str] = (),
         tells: bool = False,
+        order: Mixture | None = None,
     ) -> None:
-        """Set teacher and mixture component (`sources`) of each row. `tells`: prompts keep their text or messages."""
+        """Set teacher and mixture component (`sources`) of each row. `tells`: prompts keep their text or messages.
+
+        `order` is the order of the rows; None makes epochs over all rows, shuffled if `shuffle` is True.
+        """
         self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
         self.sources = list(sources) or self.teachers
-        self.seed, self.shuffle, self.tells = seed, shuffle, tells
+        self.seed, self.tells = seed, tells
+        self.order = order or Mixture([Epochs(range(len(rows)), seed=seed, shuffle=shuffle)])
         self.digest = digest(self.rows, self.tokens, self.teachers)
-        self._epoch, self._order = -1, np.arange(len(rows))
 
     def at(self, number: int) -> Prompt:
-        return self.row(self._index(number), number)
+        return self.row(self.order.at(number), number)
 
     def source(self, number: int) -> str:
         """Return the mixture component of prompt `number`; updates keep the share of each component."""
-        return self.sources[self._index(number)]
-
-    def _index(self, number: int) -> int:
-        epoch, place = divmod(number, len(self.rows))
-        if self.shuffle and epoch != self._epoch:
-            order = list(range(len(self.rows)))
-            random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(order)
-            self._epoch, self._order = epoch, np.array(order)
-        return int(self._order[place])
+        return self.sources[self.order.at(number)]
 
     def row(self, index: int, number: int = 0) -> Prompt:
         row = self.rows[index]

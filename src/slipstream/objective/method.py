@@ -277,6 +277,11 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
             raise ConfigError('policy.old = "previous" and correction.preset name two old policies: drop one')
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f'policy.old = "previous" does nothing: {policy.loss} has no ratio to an old policy')
+    if policy.refill is not None and not advantage.compares:
+        raise ConfigError(
+            f"policy.refill drops groups whose rewards are alike, and policy.advantage = {policy.advantage!r} learns "
+            'from these, too: write advantage = "grpo", or drop policy.refill'
+        )
     if config.sampler.group == 1 and advantage.compares:
         raise ConfigError(
             f"policy.advantage = {policy.advantage!r} compares the answers to one prompt, and sampler.group = 1: "

@@ -11,6 +11,9 @@ an update that would exceed the bound waits, and learning from a group that is t
 Guarantor of invariant 2: every submitted group ends exactly once, trained or dropped. An update has B groups, or fewer
 if the schedule submits whole batches and groups of the batch were dropped.
 
+With policy.refill, `refill` drops rolled-out groups without any advantage, and other prompts take their places. Only
+the rewards and the order of submission decide, so long answers are at no disadvantage.
+
 This module also guarantees that updates keep the mixture of sources. The source of a group is its teacher, and with
 `schedule.mixture` also its value in a data column. Each submitted group appends one turn for its source. Each turn goes
 to the first ready group of its source. So slow groups do not change the shares of sources. No update waits for a group
@@ -25,6 +28,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from slipstream.errors import ConfigError
+from slipstream.metrics import NO_ADVANTAGE
 from slipstream.pipeline.schedules import Schedule
 
 Line = dict[int, None]
@@ -63,6 +67,10 @@ class AdmissionState:
     """Source of each group that had not ended, by group number."""
     turns: list[str] = field(default_factory=list)
     """Sources in the order of their turns, one for each group that had not ended."""
+    alike: list[int] = field(default_factory=list)
+    """Groups without any advantage about which `refill` has not decided."""
+    refilled: int = 0
+    """Number of groups that `refill` has dropped beyond what the updates since then allow."""
 
 
 class Admission:
@@ -72,13 +80,18 @@ class Admission:
         *,
         updates: int,
         source: Callable[[int], str] = lambda _: "",
+        most_refilled: int = 0,
         standing: AdmissionState | None = None,
     ) -> None:
-        """Create the state of a new run, or continue from `standing`; `source` returns the source of a group number."""
+        """Create the state of a new run, or continue from `standing`.
+
+        `source` returns the source of a group number. It is called once for each number, when the group is submitted.
+        `most_refilled` is the largest number of groups that `refill` may drop for an update.
+        """
         self.schedule, self.updates = schedule, updates
         self.credits, self.publish_every = schedule.credits, schedule.publish_every
         """Current limits: groups in flight (at most the schedule's credits), and updates between two publishes."""
-        self.source = source if schedule.order == "mixture" else lambda _: ""
+        self.source, self.most_refilled = source, most_refilled
         saved = standing or AdmissionState(version=0, submitted=0, dropped={}, restarted=0, in_flight={})
         self.version = self.published_version = saved.version
         """Number of updates made, and the last update whose weights are in every sampler."""
@@ -91,7 +104,7 @@ class Admission:
         self.turns = list(saved.turns) or [ticket.source for ticket in self.live.values()]
         """Sources in the order of their turns, one for each live group."""
         assert Counter(self.turns) == Counter(ticket.source for ticket in self.live.values())
-        self.batches = Counter(saved.in_flight.values())
+        self.batches = Counter(sorted(saved.in_flight.values()))
         """Number of live groups in each batch, by the number of the batch's first group, oldest batch first."""
         self.waiting: Line = dict.fromkeys(saved.waiting)
         self.ready: Line = dict.fromkeys(saved.ready)
@@ -99,6 +112,10 @@ class Admission:
         self.scoring: Line = {}
         self.learning: Line = {}
         self.trained: Line = {}
+        self.alike: Line = dict.fromkeys(saved.alike)
+        """Groups without any advantage, in waiting, about which `refill` has not decided."""
+        self.refilled = saved.refilled
+        """Number of groups that `refill` has dropped, less `most_refilled` for every update since, but not below 0."""
         self.published = self.submitted - self.dropped.total() - len(self.live)
         self.gated = False
         """True while a publish is due or running: no group may start until all samplers have the new weights."""
@@ -165,7 +182,9 @@ class Admission:
         if not self.enough or (schedule.stages == "turns" and (self.gated or self.coming)):
             return []
         if schedule.submit == "batch" or schedule.order == "submission":
-            oldest = list(islice(self.live, self.size - len(self.learning)))
+            batch = next(iter(self.batches)) if schedule.submit == "batch" else None
+            members = (number for number, ticket in self.live.items() if batch in (None, ticket.batch))
+            oldest = list(islice(members, self.size - len(self.learning)))
             return oldest if all(number in self.ready for number in oldest) else []
         return self._whose_turn_it_is(self.ready) if schedule.max_lag is None else self._oldest_within(schedule.max_lag)
 
@@ -201,6 +220,8 @@ class Admission:
             ready=[*self.learning, *self.ready],
             sources={number: ticket.source for number, ticket in self.live.items()},
             turns=list(self.turns),
+            alike=list(self.alike),
+            refilled=self.refilled,
         )
 
     # --- transitions -----------------------------------------------------------------------------------------
@@ -209,13 +230,7 @@ class Admission:
         """Submit all groups that may start now, with one credit each, and return their numbers."""
         first = self.submitted
         while (count := self.quota()) > 0:
-            batch = self.submitted
-            for number in range(batch, batch + count):
-                self.live[number] = Ticket(batch, self.published_version, self.source(number))
-                self.turns.append(self.live[number].source)
-                self.rolling[number] = None
-            self.batches[batch] = count
-            self.submitted += count
+            self._enter(self.submitted, count)
         return list(range(first, self.submitted))
 
     def allow(self, credits: int, publish_every: int) -> None:
@@ -224,14 +239,40 @@ class Admission:
         assert self.schedule.submit == "stream"
         self.credits, self.publish_every = credits, publish_every
 
-    def rolled(self, number: int, version: int) -> None:
-        """Record that a group is rolled out and that its oldest token is from this version."""
+    def rolled(self, number: int, version: int, *, alike: bool = False) -> None:
+        """Record that a group is rolled out, the version of its oldest token, and whether its rewards are alike."""
         _move(number, self.rolling, self.waiting)
         assert version >= self.live[number].version, f"group {number} holds tokens from before its submission"
         self.live[number].version = version
+        if alike and self.most_refilled:
+            self.alike[number] = None
+
+    def refill(self) -> tuple[list[int], list[int]]:
+        """Drop groups without any advantage while the limit allows it; return them, and the groups that replace them.
+
+        In n updates, at most `most_refilled` groups are dropped for each, and for each update that may be in flight.
+        With submit = "stream" the next `submit` replaces them. Groups beyond the limit are learned from. In a batch
+        that is submitted whole, a group is decided about after all earlier groups of the batch are rolled out. So the
+        members of the batch do not depend on which answers end first.
+        """
+        dropped, first, undecided = list[int](), self.submitted, set[int]()
+        whole = self.schedule.submit == "batch"
+        for number, ticket in list(self.live.items()) if self.alike and not (whole and self.gated) else ():
+            if number in self.rolling:
+                undecided.add(ticket.batch)
+            if number not in self.alike or (whole and ticket.batch in undecided):
+                continue
+            del self.alike[number]
+            if self.refilled < self.most_refilled * self.schedule.credits // self.schedule.groups:
+                self.refilled += 1
+                if whole:
+                    self._enter(ticket.batch, 1)
+                self.drop(number, NO_ADVANTAGE)
+                dropped.append(number)
+        return dropped, list(range(first, self.submitted))
 
     def take(self) -> list[int]:
-        numbers = list(self.waiting) if self.scorable() else []
+        numbers = [number for number in self.waiting if number not in self.alike] if self.scorable() else []
         for number in numbers:
             _move(number, self.waiting, self.scoring)
         return numbers
@@ -265,6 +306,7 @@ class Admission:
             self.turns.remove(self._leave(number).source)
         published = self.publishes_next
         self.version += 1
+        self.refilled = max(self.refilled - self.most_refilled, 0)
         nothing_left = self.remaining == 0 and not self.live
         self.gated = nothing_left or published
 
@@ -278,6 +320,7 @@ class Admission:
     def restart(self, number: int) -> None:
         """Move a group from any state back to rolling, under the published weights and with the same credit."""
         del self._place(number)[number]
+        self.alike.pop(number, None)
         self.rolling[number] = None
         self.live[number].version = self.published_version
         self.restarted += 1
@@ -298,10 +341,23 @@ class Admission:
     def drop(self, number: int, reason: str) -> None:
         """End a group without training on it; its credit returns at once."""
         del self._place(number)[number]
+        self.alike.pop(number, None)
         source = self._leave(number).source
         last = len(self.turns) - 1 - self.turns[::-1].index(source)
         del self.turns[last]  # the last turn of the source, so that earlier turns do not shift
         self.dropped[reason] += 1
+
+    def _enter(self, batch: int, count: int) -> None:
+        """Submit the next groups as members of a batch."""
+        for number in range(self.submitted, self.submitted + count):
+            source = self.source(number)
+            self.live[number] = Ticket(
+                batch, self.published_version, source if self.schedule.order == "mixture" else ""
+            )
+            self.turns.append(self.live[number].source)
+            self.rolling[number] = None
+        self.batches[batch] += count
+        self.submitted += count
 
     def _place(self, number: int) -> Line:
         places = (self.rolling, self.waiting, self.scoring, self.ready, self.learning)

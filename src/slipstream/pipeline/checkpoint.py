@@ -39,6 +39,8 @@ class Checkpoint:
     """Attempts remembered for each prompt; empty if no teacher is shown attempts."""
     canaries: Mapping[str, Any]
     """Reference answers of each teacher to the canary texts (fixed texts that test the teacher), by teacher name."""
+    choice: Mapping[str, Any]
+    """State of an adaptive choice of prompts, with the prompts of the groups in flight; otherwise empty."""
 
 
 class Checkpoints:
@@ -65,12 +67,13 @@ class Checkpoints:
         *,
         attempts: Mapping[str, Any] | None = None,
         canaries: Mapping[str, Any] | None = None,
+        choice: Mapping[str, Any] | None = None,
         stopping: bool = False,
         suspect: bool = False,
     ) -> Path:
         """Save a checkpoint and return its directory.
 
-        `standing`, `groups`, `attempts` and `mark` must describe the state at this call. When the run is
+        `standing`, `groups`, `attempts`, `choice` and `mark` must describe the state at this call. When the run is
         `stopping`, older checkpoints are kept, because the newest weights may be worse. A checkpoint whose weights are
         `suspect` is never resumed automatically. It is removed when a resumed run saves again.
         """
@@ -86,6 +89,7 @@ class Checkpoints:
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
             state = {"admission": asdict(standing), "log": mark, "attempts": attempts or {}, "canaries": canaries or {}}
+            state |= {"choice": choice} if choice else {}
             await save_whole(
                 learner, path, {STANDING: json.dumps(state | written_by()).encode()}, groups, optimizer=True
             )
@@ -197,7 +201,8 @@ def read(path: Path) -> Checkpoint:
     saved = state["admission"]
     for by_number in ("in_flight", "versions", "sources"):
         saved[by_number] = {int(number): value for number, value in saved.get(by_number, {}).items()}
-    return Checkpoint(path, AdmissionState(**saved), state["log"], state.get("attempts", {}), state.get("canaries", {}))
+    kept = {name: state.get(name, {}) for name in ("attempts", "canaries", "choice")}
+    return Checkpoint(path, AdmissionState(**saved), state["log"], **kept)
 
 
 def _wrong(path: Path) -> str | None:

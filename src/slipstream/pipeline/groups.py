@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 
+from slipstream.data.choice import Choice
+from slipstream.metrics import NO_ADVANTAGE
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.progress import Progress
-from slipstream.records import Group, Prompt
+from slipstream.records import Group
 
 Stage = Callable[[int], Coroutine[None, None, None]]
 """Coroutine that takes a group, by number, through one stage."""
@@ -27,12 +29,12 @@ class Groups:
         self,
         admission: Admission,
         ledger: Ledger,
-        prompt: Callable[[int], Prompt],
+        choice: Choice,
         progress: Progress,
         task_group: asyncio.TaskGroup,
         responses: dict[int, Group],
     ) -> None:
-        self.admission, self.ledger, self.prompt = admission, ledger, prompt
+        self.admission, self.ledger, self.choice, self.prompt = admission, ledger, choice, choice.prompt
         self.progress, self.task_group = progress, task_group
         self.responses = responses
         """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
@@ -50,6 +52,7 @@ class Groups:
                 self.drop(number, "older than max_lag")
             else:
                 self.restart(number)
+        self._refill()
         self._roll(self.admission.submit())
         for number in self.admission.take():
             self._start(number, self.score)
@@ -66,6 +69,15 @@ class Groups:
             rolling = [number for number in self.admission.live if number in self.admission.rolling]
             self._roll(number for number in rolling if number not in self.tasks)
         self.advance()
+
+    def _refill(self) -> None:
+        """Replace groups without any advantage by further prompts."""
+        dropped, begun = self.admission.refill()
+        for number in dropped:
+            self.choice.note(self.responses[number])
+            self.discard(number)
+            self.ledger.dropped(self.prompt(number), NO_ADVANTAGE)
+        self._roll(begun)
 
     def drop(self, number: int, reason: str, cause: str = "") -> None:
         self.admission.drop(number, reason)

@@ -16,10 +16,12 @@ import gc
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from slipstream.config.schema import Config
+from slipstream.data.choice import AdaptiveChoice, Choice
 from slipstream.data.prompts import Prompts
 from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
@@ -40,7 +42,15 @@ from slipstream.pipeline.progress import Progress
 from slipstream.pipeline.publish import MovingTeacher, Samplers
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.pipeline.stages import Learning, Publishing, Rollouts, Save, Scoring, answered_members
+from slipstream.pipeline.stages import (
+    Learning,
+    Publishing,
+    Rollouts,
+    Save,
+    Scoring,
+    answered_members,
+    rewards_alike,
+)
 from slipstream.pipeline.steering import Steering
 from slipstream.pipeline.teachers import NO_TEACHER, Teacher
 from slipstream.pipeline.trace import Trace
@@ -85,12 +95,13 @@ class Run:
         groups: Sequence[Group] = (),
         attempts: Mapping[str, Any] | None = None,
         canaries: Mapping[str, Any] | None = None,
+        choice: Mapping[str, Any] | None = None,
         ends: Sequence[int] = (),
         restarts: Restarts | None = None,
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Prepare a run; `standing`, `groups`, `attempts`, `canaries` and `restarts` are the state of an earlier part.
+        """Prepare a run; `standing`, `groups`, `attempts`, `canaries`, `choice` and `restarts` are its earlier state.
 
         `standing` is the admission state, and `groups` are the groups in flight. `attempts` are the attempts remembered
         for each prompt, and `canaries` the reference answer of each teacher. `ends` are the student's end tokens.
@@ -102,7 +113,8 @@ class Run:
         self.restarts.recall(log.last)
         self.patience, self.say, log.say = patience, say, say
         self.references, self.ends = canaries or {}, ends
-        self.admission = admission_of(config, prompts, standing)
+        self.choice = choice_of(config, prompts, choice)
+        self.admission = admission_of(config, self.choice, standing)
         self.responses = {group[0].header.number: group for group in groups}
         """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
         assert self.responses.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
@@ -234,12 +246,19 @@ class Run:
 
         progress = Progress(trace, self.admission, pools)
         ledger = Ledger(
-            self.log, trace, self.admission, self.restarts, lambda: self.steering.metrics | canaries.metrics
+            self.log,
+            trace,
+            self.admission,
+            self.restarts,
+            lambda: self.steering.metrics | canaries.metrics | self.choice.metrics,
         )
-        groups = Groups(self.admission, ledger, self.prompts.at, progress, tasks, self.responses)
+        groups = Groups(self.admission, ledger, self.choice, progress, tasks, self.responses)
         canaries = self._canaries(groups, samplers, pools, list(teachers.values()))
         memory = self.memory if any(teacher.shows for teacher in teachers.values()) else None
-        rollouts = Rollouts(groups, samplers, rollout_sampling(config), canaries, memory)
+        policy = config.policy
+        weights = {name: policy.reward_weights.get(name, 1.0) for name in config.task.names} if policy else {}
+        alike = partial(rewards_alike, weights, policy is not None and policy.advantage == "gdpo")
+        rollouts = Rollouts(groups, samplers, rollout_sampling(config), canaries, memory, alike)
         scoring = Scoring(groups, teachers, self.memory, config.seed)
         groups.roll, groups.score = rollouts.roll, scoring.score
         publishing = Publishing(learner, track, samplers, teachers.values(), groups, self._after_publish)
@@ -345,7 +364,7 @@ class Run:
         mark = self._mark()  # taken before groups are recorded as dropped: a resumed run continues them
         if self.pipeline:
             for number in self.admission.live:
-                self.pipeline.groups.ledger.dropped(self.prompts.at(number), "run stopped")
+                self.pipeline.groups.ledger.dropped(self.choice.prompt(number), "run stopped")
         if self.at_once or isinstance(cause, WorkerDied):
             raise cause
         if self.pipeline and self.pipeline.learning.torn:
@@ -379,7 +398,8 @@ class Run:
         groups = [self.responses[number] for number in self.admission.live if self.responses.get(number)]
         standing, attempts, mark = self.admission.standing, self.memory.state, mark or self._mark()
         references = self.pipeline.canaries.state if self.pipeline else self.references
-        extra: Any = {"attempts": attempts, "canaries": references, "stopping": stopping, "suspect": suspect}
+        extra: Any = {"attempts": attempts, "canaries": references, "choice": self.choice.state}
+        extra |= {"stopping": stopping, "suspect": suspect}
 
         async def save() -> Path:
             return await self.checkpoints.save(self.engines.learner, standing, groups, mark, **extra)
@@ -417,9 +437,18 @@ class Run:
         pipeline.groups.ledger.evaluated(pipeline.trace.now() - began)
 
 
-def admission_of(config: Config, prompts: Prompts, standing: AdmissionState | None) -> Admission:
+def choice_of(config: Config, prompts: Prompts, before: Mapping[str, Any] | None) -> Choice:
+    data, reward = config.data, next(iter(config.task.names), "")
+    if data.order != "adaptive":
+        return Choice(prompts)
+    settings: Any = {"by": data.adapt, "half_life": data.half_life, "floor": data.floor}
+    return AdaptiveChoice(prompts, reward=reward, before=before, **settings)
+
+
+def admission_of(config: Config, choice: Choice, standing: AdmissionState | None) -> Admission:
     schedule = schedule_of(config.schedule, config.groups_per_update)
-    return Admission(schedule, updates=config.updates, source=prompts.source, standing=standing)
+    most = config.most_refilled
+    return Admission(schedule, updates=config.updates, source=choice.source, most_refilled=most, standing=standing)
 
 
 @contextmanager

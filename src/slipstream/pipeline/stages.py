@@ -65,6 +65,8 @@ class Rollouts:
     canaries: Canaries
     memory: Memory | None
     """Memory of attempts; None if no teacher sees attempts."""
+    alike: Callable[[Group], bool]
+    """Return whether the rewards of a group are all alike, so that it has no advantage."""
     generating: set[int] = field(default_factory=set)
     """Numbers of the groups for which a sampler is generating now."""
 
@@ -82,7 +84,8 @@ class Rollouts:
         else:
             groups.responses[number] = self.memory.note(group) if self.memory else group
             trained = [handle.header.oldest for handle in group if handle.header.trained_tokens]
-            admission.rolled(number, min(trained, default=admission.live[number].version))
+            oldest = min(trained, default=admission.live[number].version)
+            admission.rolled(number, oldest, alike=admission.most_refilled > 0 and self.alike(group))
         groups.end_stage(number)
 
     async def _generate(self, number: int, worker: Worker[Sampler]) -> Group:
@@ -149,6 +152,12 @@ def gradable_members(group: Group) -> list[Handle]:
         failures = {handle.header.ungraded.said for handle in answered if handle.header.ungraded is not None}
         raise GivenUp("; ".join(sorted(failures)))
     return gradable
+
+
+def rewards_alike(weights: Mapping[str, float], apart: bool, group: Group) -> bool:
+    """Return whether all responses have the same sum of weighted rewards; if `apart`, each reward must be the same."""
+    given = [[weight * handle.header.rewards[name] for name, weight in weights.items()] for handle in group]
+    return len({tuple(each) if apart else sum(each) for each in given}) == 1
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
@@ -462,6 +471,9 @@ class Learning:
             metrics |= self.buffer.metrics
         self.track.tokens += counts.n_tokens
         self.canaries.trained({group[0].header.number for group in update.groups}, update.number)
+        for group in update.groups:
+            self.groups.choice.note(group)
+        self.groups.choice.update(admission.live)
         size = self.rollouts.sampling.group
         ledger.trained(update.groups, update=update.number, version=version, size=size, weighed=weighed)
         ledger.quoted(quotes, update=update.number)

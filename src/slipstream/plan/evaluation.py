@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,26 +110,6 @@ def reward_warnings(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
         for reward in rewards
         if grades and not any(each[name_of(reward)] for each in grades)
     ]
-
-
-def copy_warnings(prompts: Prompts, held_out: Mapping[str, Sequence[Prompt]]) -> list[str]:
-    """Return warnings if most training prompts are copies, or if held-out prompts are also training prompts."""
-    hashes = [hash(tokens.tobytes()) for tokens in prompts.tokens]
-    times, found = Counter(hashes), list[str]()
-    most, copies = times.most_common(1)[0]
-    if copies > 1 and len(times) <= len(hashes) / 2:
-        place = prompts.rows[hashes.index(most)].place
-        found.append(
-            f"data.train: {len(hashes)} rows have {len(times)} different prompts; that of {place} occurs {copies} times"
-        )
-    for name, held in held_out.items():
-        both = [prompt.id for prompt in held if hash(prompt.tokens.tobytes()) in times]
-        if len(both) > len(held) / 100:
-            found.append(
-                f"data.eval{name and '.'}{name}: {len(both)} of {len(held)} held-out prompts are in data.train too, "
-                f"{both[0]} first: accuracy on them measures memorization"
-            )
-    return found
 
 
 def evaluation(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
@@ -14,15 +15,23 @@ from typing import Any
 from slipstream.config.costs import load as load_costs
 from slipstream.config.engines import ENGINES
 from slipstream.config.schema import Config, DataConfig, most_replicas
+from slipstream.data.order import Epochs, Mixture, shares_of
 from slipstream.data.prompts import Prompts, Row, check_columns_used, check_there, load_rows
+from slipstream.data.selection import WORDS, difficulties, fitting, overlap_of, without_copies
 from slipstream.data.sources import has_splits
 from slipstream.data.teacher_context import check_function
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.config import check_there as check_model
-from slipstream.engines.native.config import generation_of, load_config, position_note, vocabulary_of
+from slipstream.engines.native.config import (
+    context_length,
+    generation_of,
+    load_config,
+    position_note,
+    vocabulary_of,
+)
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.vllm.core import check_installed
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method, method_of
@@ -31,7 +40,7 @@ from slipstream.plan.adapters import check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of, environment_of
 from slipstream.plan.environment import Tools, tools_of
-from slipstream.plan.evaluation import copy_warnings, eval_prompts, graded_rows, reward_warnings
+from slipstream.plan.evaluation import eval_prompts, graded_rows, reward_warnings
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes, sources_of
 from slipstream.plan.templates import TemplateProbe
@@ -42,6 +51,8 @@ from slipstream.rewards import grading
 from slipstream.run_dir.writing import check_trackers
 from slipstream.sandbox.cgroups import in_force, writable
 
+LEAKED = 0.01
+"""Share of held-out prompts in the training data above which their number is a warning; below, it is a note."""
 TOO_FAST = 0.1
 """Smallest learning rate that causes a warning, because training of any model would diverge."""
 SAMPLE = 1 << 10
@@ -97,7 +108,8 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     check_adapters(config.student, config.learner.lora, models_here(config))
     check_effects(config)
     teachers = check_teachers(config, tokenizer, prompts, tools)
-    held_out = held_out_prompts(config, tokenizer, tools, notes.append) if config.eval.every else {}
+    leaks = list[str]()
+    held_out = held_out_prompts(config, tokenizer, tools, prompts, notes, leaks) if config.eval.every else {}
     sequences = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
     longest = max(map(len, sequences))
     config = with_lengths(config, longest + config.sampler.max_tokens, teachers.longest)
@@ -107,7 +119,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     engines = engines_of(config, method, teachers.one_ends)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
     if config.environment is None:  # in an environment, rows with equal prompts may still differ
-        warnings += copy_warnings(prompts, held_out)
+        warnings += [*copy_warnings(prompts), *leaks]
         if tried := [each for each in config.task.reward if each != "exact" and config.task.sandbox is None]:
             warnings += reward_warnings(prompts.rows, tried)
     return Plan(
@@ -157,12 +169,12 @@ def fast_checks(config: Config) -> None:
         if teacher.tokenizer is not None:
             model_path(teacher.tokenizer)
     evaluated = config.data.held_out.values() if config.eval.every else ()
-    check_columns_used(config.data, config.data.train, *evaluated)
-    check_split(config.data, "split", config.data.train)
-    check_there(config.data.train, config.data.split)
-    for held_out in evaluated:
-        check_split(config.data, "eval_split", held_out)
-        check_there(held_out, config.data.eval_split)
+    trained = config.data.sources.values()
+    check_columns_used(config.data, *trained, *evaluated)
+    for name, given in (("split", trained), ("eval_split", evaluated)):
+        check_split(config.data, name, given)
+        for source in given:
+            check_there(source, getattr(config.data, name))
 
 
 def check_weights(config: Config) -> None:
@@ -318,14 +330,22 @@ def engines_here(config: Config) -> list[tuple[str, str]]:
 
 def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Callable[[str], object]) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
-    rows = graded_rows(
-        load_rows(data.train, data, split=data.split, limit=data.limit, say=say),
-        config.task.reward,
-        config.task.sandbox,
-    )
+    rows, names = list[Row](), list[str]()
+    for name, source in data.sources.items():
+        loaded = load_rows(source, data, split=data.split, limit=data.limit, say=say)
+        rows += [replace(row, data_source=name) if name and row.data_source == "default" else row for row in loaded]
+        names += [name] * len(loaded)
+    graded_rows(rows, config.task.reward, config.task.sandbox)
     tokens = encode_rows(rows, tokenizer, data, tools)
     if isinstance(rows[0].prompt, str) and not data.chat and tokenizer.chat_template is not None:
         say(f"prompts are text, sent to {config.student} unchanged: data.chat = true sends it as a user's message")
+    if data.deduplicate:
+        kept = without_copies(rows, tokens, columns=config.environment is not None, say=say)
+        rows, names, tokens = [rows[i] for i in kept], [names[i] for i in kept], [tokens[i] for i in kept]
+    chosen = prompts_that_fit(config, tokenizer, rows, tokens, "data.train", say)
+    rows, names, tokens = [rows[i] for i, _ in chosen], [names[i] for i, _ in chosen], [ids for _, ids in chosen]
+    if missing := sorted(data.sources.keys() - {*names}):
+        raise DataError(f"{data.sources[missing[0]]}: no row is left of it (data.deduplicate, data.too_long): drop it")
     check_prompts(config, rows, tokens)
     check_budget("learner", config.learner.token_budget, max(map(len, tokens)) + max_tokens)
     teachers = routes(config, rows)
@@ -335,8 +355,73 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
         seed=config.seed,
         shuffle=data.shuffle,
         teachers=teachers,
-        sources=sources_of(config, rows, teachers),
+        sources=sources_of(config, rows, names, teachers),
         tells=config.has_agents,
+        order=order_of(config, rows, names),
+    )
+
+
+def order_of(config: Config, rows: Sequence[Row], names: Sequence[str]) -> Mixture:
+    """Return the order of the training prompts; `names` are the sources of the rows."""
+    data, orders = config.data, list[Epochs]()
+    hard = difficulties(rows, data.by) if data.by is not None else []
+    for name in data.sources:
+        own = [place for place, each in enumerate(names) if each == name]
+        ramp: Any = {"difficulty": [hard[place] for place in own], "ramp": data.ramp} if hard else {}
+        orders.append(Epochs(own, seed=config.seed, shuffle=data.shuffle, name=name, **ramp))
+    weights = [data.weights.get(name, float(len(order.rows))) for name, order in zip(data.sources, orders, strict=True)]
+    return Mixture(orders, shares_of(weights, data.temperature))
+
+
+def prompts_that_fit(
+    config: Config,
+    tokenizer: Tokenizer,
+    rows: Sequence[Row],
+    tokens: Sequence[Ints],
+    what: str,
+    say: Callable[[str], object],
+) -> list[tuple[int, Ints]]:
+    """Return place and tokens of the prompts to use, of which data.too_long may cut or leave out some."""
+    how, sampler = config.data.too_long, config.sampler
+    if how == "refuse":
+        return list(enumerate(tokens))
+    if how != "skip" and (config.data.chat or not isinstance(rows[0].prompt, str)):
+        raise ConfigError(
+            f'data.too_long = "{how}" is for text prompts, and would cut a part off the chat template: write "skip"'
+        )
+    same = [each for each in config.teachers.values() if each.base_url is None and each.context is None]
+    contexts = [context_length(load_config(config.model_of(teacher))) for teacher in same]
+    longest = [each for each in (sampler.longest, *(teacher.longest for teacher in same)) if each is not None]
+    limit = min(sampler_context(config), *contexts, *longest) - sampler.max_tokens
+    special = list(tokenizer.all_special_ids)
+    return fitting(rows, tokens, limit=limit, how=how, special=special, what=what, say=say)
+
+
+def copy_warnings(prompts: Prompts) -> list[str]:
+    """Return a warning if most training prompts are copies."""
+    hashes = [hash(tokens.tobytes()) for tokens in prompts.tokens]
+    times = Counter(hashes)
+    most, copies = times.most_common(1)[0]
+    if copies == 1 or len(times) > len(hashes) / 2:
+        return []
+    place = prompts.rows[hashes.index(most)].place
+    return [
+        f"data.train: {len(hashes)} rows have {len(times)} different prompts; that of {place} occurs {copies} times"
+    ]
+
+
+def overlap_line(what: str, prompts: Prompts, rows: Sequence[Row], tokens: Sequence[Ints]) -> tuple[str, float]:
+    """Return a line about the held-out rows that are in the training data, and their share; empty if none is."""
+    equal, similar = overlap_of(prompts.rows, prompts.tokens, rows, tokens)
+    both = sorted((equal | similar).items())
+    if not both:
+        return "", 0.0
+    theirs, ours = rows[both[0][0]].place, prompts.rows[both[0][1]].place
+    return (
+        f"{what}: {len(both)} of {len(rows)} held-out prompts are in data.train too, {len(equal)} equal and "
+        f"{len(similar)} with {WORDS} words in a row in common, as {theirs} and {ours}: accuracy on them measures "
+        "memorization",
+        len(both) / len(rows),
     )
 
 
@@ -347,9 +432,10 @@ def check_prompts(config: Config, rows: Sequence[Row] | Sequence[Prompt], tokens
     check_ids(rows, tokens, student, vocabulary_of(student))
 
 
-def check_split(data: DataConfig, name: str, source: str) -> None:
-    if data.changed(name) and not has_splits(source):
-        raise ConfigError(f"data.{name} = {getattr(data, name)!r} does nothing: {source} has no splits; drop it")
+def check_split(data: DataConfig, name: str, given: Collection[str]) -> None:
+    if data.changed(name) and given and not any(map(has_splits, given)):
+        value, all_of_them = getattr(data, name), ", ".join(given)
+        raise ConfigError(f"data.{name} = {value!r} does nothing: {all_of_them} has no splits; drop it")
 
 
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
@@ -374,14 +460,22 @@ def length_for(section: str, given: int | None, longest: int) -> int:
 
 
 def held_out_prompts(
-    config: Config, tokenizer: Tokenizer, tools: Tools, say: Callable[[str], object]
+    config: Config, tokenizer: Tokenizer, tools: Tools, trained: Prompts, notes: list[str], leaks: list[str]
 ) -> dict[str, Sequence[Prompt]]:
+    """Return the held-out prompts, by the name of their set. Add notes, and warnings about training prompts."""
     data, found = config.data, dict[str, Sequence[Prompt]]()
     for name, source in data.held_out.items():
-        loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=say)
+        loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=notes.append)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox)
-        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=config.has_agents)
-        check_prompts(config, rows, [prompt.tokens for prompt in found[name]])
+        every = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=config.has_agents)
+        what, tokens = f"data.eval{name and '.'}{name}", [prompt.tokens for prompt in every]
+        fit = prompts_that_fit(config, tokenizer, rows, tokens, what, notes.append)
+        rows, tokens = [rows[place] for place, _ in fit], [ids for _, ids in fit]
+        found[name] = [replace(every[place], tokens=ids) for place, ids in fit]
+        check_prompts(config, rows, tokens)
+        if config.environment is None:  # in an environment, rows with equal prompts may still differ
+            line, share = overlap_line(what, trained, rows, tokens)
+            (leaks if share > LEAKED else notes).extend(filter(None, [line]))
     return found
 
 

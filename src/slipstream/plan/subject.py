@@ -62,7 +62,7 @@ def eval_settings_of(config: Config) -> EvalSettings:
     data, task, sampler, runtime = config.data, config.task, config.sampler, config.runtime
     limit = config.eval.prompts if data.held_out else min(config.eval.prompts, data.limit or config.eval.prompts)
     return EvalSettings(
-        data=data.held_out or {"": data.train},
+        data=data.held_out or data.sources,
         split=data.eval_split if data.held_out else data.split,
         prompt=data.prompt,
         answer=data.answer,

@@ -56,8 +56,13 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
     return [by_key[str(key)] for key in keys]
 
 
-def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> list[str]:
-    """Return every row's mixture component (teacher, and value of `schedule.mixture`); updates keep their shares."""
+def sources_of(config: Config, rows: Sequence[Row], names: Sequence[str], teachers: Sequence[str]) -> list[str]:
+    """Return every row's mixture component: teacher, source (`names`, if several), and value of `schedule.mixture`.
+
+    Updates keep the share of every component.
+    """
+    if len(config.data.sources) > 1:
+        teachers = [f"{teacher} {name}" for teacher, name in zip(teachers, names, strict=True)]
     column = config.schedule.mixture if isinstance(config.schedule, Async) else None
     if column is None:
         return list(teachers)

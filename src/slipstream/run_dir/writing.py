@@ -272,8 +272,9 @@ def check_unchanged(path: Path, config: Config, *, accepted: Iterable[str] = ())
 def check_prompts(path: Path, config: Config, prompts: str, *, accepted: Iterable[str] = ()) -> None:
     before = read_meta(path).get("prompts")
     if before is not None and before != prompts and "data.train" not in accepted:
+        source = ", ".join(config.data.sources.values())
         raise RunDirError(
-            f"{config.data.train} does not give the prompts that {path} began with; put it back, or confirm the "
+            f"{source} does not give the prompts that {path} began with; put it back, or confirm the "
             "change: --change data.train"
         )
 

@@ -22,7 +22,7 @@ from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Sta
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.run import Run, admission_of, with_timeout
+from slipstream.pipeline.run import Run, admission_of, choice_of, with_timeout
 from slipstream.plan.checks import PROMPTS, raise_fatal, start_checks
 from slipstream.plan.engines import EnvironmentPlan
 from slipstream.plan.plan import Plan, check_sizes, fast_checks, plan
@@ -154,7 +154,7 @@ def resume(
         check_lines(path, checkpoint.mark)
         made = planned_on(console, config, launcher)
         check_prompts(path, made.config, made.prompts.digest, accepted=accepted)
-        admission_of(made.config, made.prompts, checkpoint.standing)
+        admission_of(made.config, choice_of(made.config, made.prompts, checkpoint.choice), checkpoint.standing)
         start = Start(made, launcher, path, path.name, console, caller)
         start.with_restarts(partial(start.continue_from, checkpoint))
     return path
@@ -223,6 +223,7 @@ class Start:
         state: Any = {}
         if checkpoint is not None:
             state = {"standing": checkpoint.standing, "attempts": checkpoint.attempts, "canaries": checkpoint.canaries}
+            state |= {"choice": checkpoint.choice}
         run = Run(
             config,
             engines,

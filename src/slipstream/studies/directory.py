@@ -64,8 +64,9 @@ def check_prompts(sweep: Sweep, found: Sequence[Checked]) -> None:
     now = {id(point): each.prompts for point, each in zip(sweep.study.points, found, strict=True)}
     for cell in sweep.finished:
         if cell.run.meta.get("prompts") != now[id(cell.point)]:
+            source = ", ".join(cell.config.data.sources.values())
             raise RunDirError(
-                f"{cell.config.data.train} has other prompts than {cell.path} was run on: restore the data, or "
+                f"{source} has other prompts than {cell.path} was run on: restore the data, or "
                 "choose another directory with --output"
             )
 

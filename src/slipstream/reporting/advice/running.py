@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.schedule import Async
+from slipstream.metrics import NO_ADVANTAGE
 from slipstream.reporting.advice.measurements import Case, values_of
 from slipstream.reporting.advice.rules import Change, Found
 
@@ -23,10 +24,13 @@ def share_of(lost: float, trained: float) -> float:
 
 
 def dropped_groups(case: Case) -> Found | None:
-    share = share_of(case.last("dropped"), sum(values_of(case.lines, "samples")) / case.config.sampler.group)
+    wanted = f"dropped/{NO_ADVANTAGE}"  # what policy.refill asks for is no loss
+    lost = case.last("dropped") - case.last(wanted)
+    share = share_of(lost, sum(values_of(case.lines, "samples")) / case.config.sampler.group)
     if share <= LOST:
         return None
-    reasons = {name: value for line in case.lines[-1:] for name, value in line.items() if name.startswith("dropped/")}
+    last = case.lines[-1] if case.lines else {}
+    reasons = {name: value for name, value in last.items() if name.startswith("dropped/") and name != wanted}
     reason = max(reasons, key=lambda name: reasons[name], default="dropped")
     too_old = "old" in reason or "lag" in reason
     changes: list[Change] = [{"schedule.on_old": "wait"}, {"schedule.on_old": "restart"}] if too_old else []
@@ -48,7 +52,7 @@ def failed_responses(case: Case) -> Found | None:
 
 def discarded_tokens(case: Case) -> Found | None:
     share = share_of(case.last("thrown_tokens"), sum(values_of(case.lines, "tokens")))
-    if share <= DISCARDED:
+    if share <= DISCARDED or case.last(f"dropped/{NO_ADVANTAGE}"):
         return None
     schedule, freshness = case.config.schedule, case.config.freshness
     changes: list[Change] = []

@@ -1,0 +1,133 @@
+"""The prompt of every submission number: fixed by its order, or chosen by what earlier answers have shown.
+
+An adaptive choice is a function of the seed, the number, and the state in this module. The state changes only when an
+update is finished, except for the numbers that were submitted since. So a `sync` run is reproducible, and a checkpoint
+with this state resumes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from slipstream.data.prompts import Prompts
+from slipstream.metrics import Metrics
+from slipstream.records import Group, Prompt, derive_seed
+
+
+class Choice:
+    """Prompts by submission number in the order of `Prompts`, which no answer changes."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts = prompts
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return the state to save in a checkpoint."""
+        return {}
+
+    @property
+    def metrics(self) -> Metrics:
+        return {}
+
+    def source(self, number: int) -> str:
+        """Return the mixture component of a group that is being submitted; called once for every number, in order."""
+        return self.prompts.source(number)
+
+    def prompt(self, number: int) -> Prompt:
+        return self.prompts.at(number)
+
+    def note(self, group: Group) -> None:
+        """Remember what the answers of an ended group show about its prompt."""
+
+    def update(self, live: Container[int]) -> None:
+        """Let later choices see all noted groups; `live` contains the groups that have not ended."""
+
+
+class AdaptiveChoice(Choice):
+    """Draw prompts with a weight that depends on the answers so far.
+
+    by = "reward": p·(1 − p), with p the mean reward of the prompt, each reward limited to 0 … 1. by = "kl": the mean KL
+    per token to the teacher. A prompt counts as if one more answer had shown the prior: p = ½, or the mean KL of all
+    prompts. Earlier answers count half as much after every `half_life` updates, so estimates return to the prior.
+
+    A prompt is drawn with probability floor / R + (1 − floor) · weight / sum of weights, for R rows of its source.
+    Prompts that were chosen for a group in flight, or since the last update, are left out while there are others. So
+    every other prompt is drawn within R / floor draws from its source, in expectation.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        *,
+        by: Literal["reward", "kl"],
+        reward: str,
+        half_life: float,
+        floor: float,
+        before: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin without any answers, or continue from the state `before`; `reward` names the reward to use."""
+        super().__init__(prompts)
+        self.by, self.reward, self.half_life, self.floor = by, reward, half_life, floor
+        self.sums, self.counts = np.zeros(len(prompts.rows)), np.zeros(len(prompts.rows))
+        """Discounted sum of the values that answers to each row have shown, and discounted number of these answers."""
+        saved = before or {}
+        self.chosen = {int(number): int(row) for number, row in saved.get("chosen", {}).items()}
+        """Row of every group that is in flight or was submitted since the last update, by number."""
+        self.noted: dict[int, tuple[float, int]] = {int(n): (x, k) for n, (x, k) in saved.get("noted", {}).items()}
+        """Sum of values and number of answers of the groups that ended since the last update, by number."""
+        for row, (value, count) in saved.get("seen", {}).items():
+            self.sums[int(row)], self.counts[int(row)] = value, count
+        self._weigh()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        seen = {int(row): (float(self.sums[row]), float(self.counts[row])) for row in np.flatnonzero(self.counts)}
+        return {"chosen": dict(self.chosen), "noted": dict(self.noted), "seen": seen}
+
+    @property
+    def metrics(self) -> Metrics:
+        effective = float(self.weights.sum() ** 2 / max((self.weights**2).sum(), 1e-300))
+        return {"prompts/tried": float((self.counts > 0).sum()), "prompts/effective": effective}
+
+    def source(self, number: int) -> str:
+        source, _ = self.prompts.order.place(number)
+        rows = np.array(self.prompts.order.orders[source].rows)
+        free = ~np.isin(rows, list(self.chosen.values()))
+        rows = rows[free] if free.any() else rows
+        weights = self.weights[rows]
+        total = weights.sum()
+        odds = np.cumsum((1 - self.floor) * weights / total + self.floor / len(rows) if total else np.ones(len(rows)))
+        drawn = derive_seed(self.prompts.seed, "choice", number) / 2**63 * odds[-1]
+        self.chosen[number] = int(rows[min(int(np.searchsorted(odds, drawn, side="right")), len(rows) - 1)])
+        return self.prompts.sources[self.chosen[number]]
+
+    def prompt(self, number: int) -> Prompt:
+        return self.prompts.row(self.chosen[number], number)
+
+    def note(self, group: Group) -> None:
+        headers = {handle.header.episode: handle.header for handle in group}.values()
+        if self.by == "reward":
+            values = [min(max(header.rewards[self.reward], 0.0), 1.0) for header in headers]
+        else:
+            values = [header.gap / header.trained_tokens for header in headers if header.trained_tokens]
+        self.noted[group[0].header.number] = sum(values), len(values)
+
+    def update(self, live: Container[int]) -> None:
+        fade = 0.5 ** (1 / self.half_life)
+        self.sums, self.counts = self.sums * fade, self.counts * fade
+        for number in sorted(self.noted):  # sorted, so that rounding does not depend on the order in which groups end
+            value, count = self.noted[number]
+            self.sums[self.chosen[number]] += value
+            self.counts[self.chosen[number]] += count
+        self.noted = {}
+        self.chosen = {number: row for number, row in self.chosen.items() if number in live}
+        self._weigh()
+
+    def _weigh(self) -> None:
+        seen = self.counts.sum()
+        prior = 0.5 if self.by == "reward" else self.sums.sum() / seen if seen else 1.0
+        level = (self.sums + prior) / (self.counts + 1)
+        self.weights = level * (1 - level) if self.by == "reward" else np.maximum(level, 0.0)
