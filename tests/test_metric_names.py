@@ -82,6 +82,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "schedule": {"kind": "async", "tau": 1.5},
         "updates": 4,
     },
+    "prompts by their rewards": {"data": {"order": "adaptive"}},
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
 }

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.data.choice import AdaptiveChoice
+from slipstream.data.choice import AdaptiveChoice, Choice
 from slipstream.data.order import Epochs, Mixture, shares_of
 from slipstream.data.prompts import Prompts, Row
 from slipstream.records import Handle, Header
@@ -231,3 +231,18 @@ def test_sources_keep_their_shares_and_each_has_a_choice_of_its_own() -> None:
     chooser = choice(table(9, sources=3))
     parts = [row(chooser, number) // 3 for number in range(9)]
     assert sorted(parts[:3]) == sorted(parts[3:6]) == sorted(parts[6:9]) == [0, 1, 2]
+
+
+def test_groups_in_flight_keep_their_prompts_when_the_order_changes_and_not_when_the_data_do() -> None:
+    before = choice(table(20))
+    rows = [row(before, number) for number in range(8)]
+    saved = json.loads(json.dumps(before.state))
+    fixed = Choice(table(20), saved)
+    assert [int(fixed.prompt(number).id) for number in range(8)] == rows
+    fixed.source(8)
+    assert fixed.prompt(8).id == table(20).at(8).id
+    other = Choice(table(21), saved)
+    assert [other.prompt(number).id for number in range(8)] == [table(21).at(number).id for number in range(8)]
+    again = choice(table(20), before=Choice(table(20), saved).state)
+    assert [int(again.prompt(number).id) for number in range(8)] == rows
+    assert choice(table(20), before={}).prompt(3).id == table(20).at(3).id

@@ -1,5 +1,6 @@
-"""The prompt of every submission number: fixed by its order, or chosen by what earlier answers have shown.
+"""The prompt of every submission number: by a fixed order, or by what earlier answers have shown.
 
+Checkpoints hold the row of every group in flight: these groups keep their prompts if a resumed run changes the order.
 An adaptive choice is a function of the seed, the number, and the state in this module. The state changes only when an
 update is finished, except for the numbers that were submitted since. So a `sync` run is reproducible, and a checkpoint
 with this state resumes exactly.
@@ -20,13 +21,17 @@ from slipstream.records import Group, Prompt, derive_seed
 class Choice:
     """Prompts by submission number in the order of `Prompts`, which no answer changes."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Prompts, before: Mapping[str, Any] | None = None) -> None:
+        """Begin a run, or continue from the state `before`, which counts only for the same prompts."""
         self.prompts = prompts
+        self.before = before if before and before["prompts"] == prompts.digest else {}
+        self.chosen = {int(number): int(row) for number, row in self.before.get("chosen", {}).items()}
+        """Row of every group that is in flight or was submitted since the last update, by number."""
 
     @property
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
-        return {}
+        return {"prompts": self.prompts.digest, "chosen": dict(self.chosen)}
 
     @property
     def metrics(self) -> Metrics:
@@ -34,16 +39,25 @@ class Choice:
 
     def source(self, number: int) -> str:
         """Return the mixture component of a group that is being submitted; called once for every number, in order."""
-        return self.prompts.source(number)
+        self.chosen[number] = self._next(number)
+        return self.prompts.sources[self.chosen[number]]
+
+    def _next(self, number: int) -> int:
+        return self.prompts.order.at(number)
 
     def prompt(self, number: int) -> Prompt:
-        return self.prompts.at(number)
+        return self.prompts.row(self.row(number), number)
+
+    def row(self, number: int) -> int:
+        """Return the row of a group; groups of checkpoints without rows had the fixed order."""
+        return self.chosen[number] if number in self.chosen else self.prompts.order.at(number)
 
     def note(self, group: Group) -> None:
         """Remember what the answers of an ended group show about its prompt."""
 
     def update(self, live: Container[int]) -> None:
         """Let later choices see all noted groups; `live` contains the groups that have not ended."""
+        self.chosen = {number: row for number, row in self.chosen.items() if number in live}
 
 
 class AdaptiveChoice(Choice):
@@ -69,30 +83,28 @@ class AdaptiveChoice(Choice):
         before: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin without any answers, or continue from the state `before`; `reward` names the reward to use."""
-        super().__init__(prompts)
+        super().__init__(prompts, before)
         self.by, self.reward, self.half_life, self.floor = by, reward, half_life, floor
         self.sums, self.counts = np.zeros(len(prompts.rows)), np.zeros(len(prompts.rows))
         """Discounted sum of the values that answers to each row have shown, and discounted number of these answers."""
-        saved = before or {}
-        self.chosen = {int(number): int(row) for number, row in saved.get("chosen", {}).items()}
-        """Row of every group that is in flight or was submitted since the last update, by number."""
-        self.noted: dict[int, tuple[float, int]] = {int(n): (x, k) for n, (x, k) in saved.get("noted", {}).items()}
+        noted = self.before.get("noted", {})
+        self.noted: dict[int, tuple[float, int]] = {int(number): (x, k) for number, (x, k) in noted.items()}
         """Sum of values and number of answers of the groups that ended since the last update, by number."""
-        for row, (value, count) in saved.get("seen", {}).items():
+        for row, (value, count) in self.before.get("seen", {}).items():
             self.sums[int(row)], self.counts[int(row)] = value, count
         self._weigh()
 
     @property
     def state(self) -> dict[str, Any]:
         seen = {int(row): (float(self.sums[row]), float(self.counts[row])) for row in np.flatnonzero(self.counts)}
-        return {"chosen": dict(self.chosen), "noted": dict(self.noted), "seen": seen}
+        return super().state | {"noted": dict(self.noted), "seen": seen}
 
     @property
     def metrics(self) -> Metrics:
         effective = float(self.weights.sum() ** 2 / max((self.weights**2).sum(), 1e-300))
         return {"prompts/tried": float((self.counts > 0).sum()), "prompts/effective": effective}
 
-    def source(self, number: int) -> str:
+    def _next(self, number: int) -> int:
         source, _ = self.prompts.order.place(number)
         rows = np.array(self.prompts.order.orders[source].rows)
         free = ~np.isin(rows, list(self.chosen.values()))
@@ -101,11 +113,7 @@ class AdaptiveChoice(Choice):
         total = weights.sum()
         odds = np.cumsum((1 - self.floor) * weights / total + self.floor / len(rows) if total else np.ones(len(rows)))
         drawn = derive_seed(self.prompts.seed, "choice", number) / 2**63 * odds[-1]
-        self.chosen[number] = int(rows[min(int(np.searchsorted(odds, drawn, side="right")), len(rows) - 1)])
-        return self.prompts.sources[self.chosen[number]]
-
-    def prompt(self, number: int) -> Prompt:
-        return self.prompts.row(self.chosen[number], number)
+        return int(rows[min(int(np.searchsorted(odds, drawn, side="right")), len(rows) - 1)])
 
     def note(self, group: Group) -> None:
         headers = {handle.header.episode: handle.header for handle in group}.values()
@@ -120,10 +128,10 @@ class AdaptiveChoice(Choice):
         self.sums, self.counts = self.sums * fade, self.counts * fade
         for number in sorted(self.noted):  # sorted, so that rounding does not depend on the order in which groups end
             value, count = self.noted[number]
-            self.sums[self.chosen[number]] += value
-            self.counts[self.chosen[number]] += count
+            self.sums[self.row(number)] += value
+            self.counts[self.row(number)] += count
         self.noted = {}
-        self.chosen = {number: row for number, row in self.chosen.items() if number in live}
+        super().update(live)
         self._weigh()
 
     def _weigh(self) -> None:

@@ -40,7 +40,7 @@ class Checkpoint:
     canaries: Mapping[str, Any]
     """Reference answers of each teacher to the canary texts (fixed texts that test the teacher), by teacher name."""
     choice: Mapping[str, Any]
-    """State of an adaptive choice of prompts, with the prompts of the groups in flight; otherwise empty."""
+    """State of the choice of prompts, with the rows of the groups in flight; empty in older checkpoints."""
 
 
 class Checkpoints:

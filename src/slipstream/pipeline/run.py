@@ -440,7 +440,7 @@ class Run:
 def choice_of(config: Config, prompts: Prompts, before: Mapping[str, Any] | None) -> Choice:
     data, reward = config.data, next(iter(config.task.names), "")
     if data.order != "adaptive":
-        return Choice(prompts)
+        return Choice(prompts, before)
     settings: Any = {"by": data.adapt, "half_life": data.half_life, "floor": data.floor}
     return AdaptiveChoice(prompts, reward=reward, before=before, **settings)
 

@@ -344,7 +344,7 @@ RULES: tuple[Rule, ...] = (
         reads="policy/rows_moved",
         when=f"below {learning.AGREED:g} (only a warning while rewards rise)",
         cause="All responses of a group have the same reward, so there is nothing to compare.",
-        change="twice `sampler.group`; other prompts; a reward with partial credit",
+        change="twice `sampler.group`; `policy.refill`; other prompts; a reward with partial credit",
         watch="policy/rows_moved above 0.2",
         find=learning.equal_rewards,
     ),
