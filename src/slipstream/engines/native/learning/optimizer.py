@@ -43,11 +43,12 @@ def squared_step(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
             if not (state := optimizer.state.get(parameter)):
                 continue
             step = float(state["step"])
-            moments = (local(state[name]).flatten().split(CHUNK) for name in ("exp_avg", "exp_avg_sq"))
-            for mean, square in zip(*moments, strict=True):
-                scale = (square.float() / (1 - high**step)).sqrt_().add_(EPSILON)
-                total += (mean.float() / (1 - low**step)).div_(scale).square_().sum().cpu()
-                count += mean.numel()
+            mean, square = (local(state[name]).flatten() for name in ("exp_avg", "exp_avg_sq"))
+            for start in range(0, len(mean), CHUNK):
+                here = slice(start, start + CHUNK)
+                scale = (square[here].float() / (1 - high**step)).sqrt_().add_(EPSILON)
+                total += (mean[here].float() / (1 - low**step)).div_(scale).square_().sum().cpu()
+            count += len(mean)
     return total.item(), count
 
 
