@@ -848,7 +848,7 @@ def test_grading_processes_do_not_outlive_a_parent_that_is_killed(busy: bool, tm
 def test_a_grading_process_whose_parent_is_gone_before_it_is_ready_says_nothing(asked: bool) -> None:
     ours, theirs = Pipe()
     if asked:
-        ours.send(("reward", ("exact",), 1.0, None))
+        ours.send(("reward", ("exact",), 1.0, None, None))
     ours.close()
     with theirs:
         ran = subprocess.run(

@@ -137,6 +137,12 @@ correction.preset=decoupled_geo_rs correction.is_level=geometric
 {BOTH} task.reward=["exact","math"] policy.reward_weights={{maths=2.0}}
 {BOTH} task.reward=["exact","math"] policy.reward_weights={{exact=0.0,math=0.0}}
 {BOTH} task.reward=["exact","exact"]
+task.reward=overlong
+task.reward=overlong task.overlong.buffer=17
+task.reward=exact task.overlong.buffer=4
+task.reward=format task.format.pattern=(
+task.reward=format task.format.tags=[]
+task.reward=format task.format.tags=["a"] task.format.pattern=a
 task.reward=["exact","vibes"]
 task.reward=false
 runtime.kind=local sampler.replicas=100000

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from slipstream.config.file import data_section
-from slipstream.config.schema import REWARDS, DataConfig, name_of
+from slipstream.config.schema import DataConfig, name_of
 from slipstream.data.prompts import check_columns_used, load_rows
 from slipstream.data.sources import has_splits
 from slipstream.data.tokenizers import load_tokenizer
@@ -44,8 +44,10 @@ COLUMNS = {field.name for field in fields(EvalSettings)} & DataConfig.model_fiel
 """Names of fields of `EvalSettings` (settings of an evaluation) that are also in section [data] of a config."""
 WIDEST = 160
 """Minimum width in columns of the console that prints the table."""
-OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout")
+OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings")
 """Fields of `EvalSettings` that no command-line option sets."""
+SHARES = ("exact", "math", "environment", "format")
+"""Rewards that are shown in percent."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,12 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     if max(ks) > settings.n:
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
     check_there(subject.model)
-    needs(settings.reward, settings.sandbox)
+    needs(settings.reward, settings.sandbox, settings.reward_settings)
     data = data_section({name: getattr(settings, name) for name in COLUMNS})
     sets = {}
     for name, source in settings.data.items():
         rows = load_rows(source, data, split=settings.split, limit=settings.limit, say=notes.append)
-        sets[name] = graded_rows(rows, settings.reward, settings.sandbox)
+        sets[name] = graded_rows(rows, settings.reward, settings.sandbox, settings.reward_settings)
     check_adapter(subject.model)
     tokenizer = load_tokenizer(subject.model)
     ends = end_ids(subject.model, tokenizer)
@@ -291,7 +293,7 @@ def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
         table.add_column(head.removeprefix("reward/"), justify="left" if head == "set" else "right", no_wrap=True)
 
     def number(value: float, of: str = reward) -> str:
-        return f"{value:.1%}" if of in REWARDS else f"{value:.3g}"
+        return f"{value:.1%}" if of in SHARES else f"{value:.3g}"
 
     for line in lines:
         error = "" if line["error"] is None else f" ± {number(line['error'])}"

@@ -30,13 +30,14 @@ from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
+from slipstream.config.rewards import FormatConfig, OverlongConfig
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.teacher import SELF, problems
 from slipstream.config.teacher import TeacherConfig as TeacherConfig
 from slipstream.errors import ConfigError, did_you_mean
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-REWARDS = ("exact", "math", "environment")
+REWARDS = ("exact", "math", "environment", "format", "overlong")
 
 
 class DataConfig(Section):
@@ -295,9 +296,11 @@ def check_reward(spec: str) -> str:
 
 class TaskConfig(Section):
     reward: tuple[str, ...] = ()
-    """Reward functions that grade answers; one name or a list: exact (text), math (by math-verify), environment (its
-    own reward), or a user function "./file.py:function" or "module:function". All rewards are logged. The first one is
-    the accuracy of evaluation. Empty grades nothing."""
+    """Rewards that grade answers; one name or a list: exact (text), math (by math-verify), environment (its own
+    reward), format and overlong (form and length), or a user function "./file.py:function" or "module:function". All
+    rewards are logged. The first one is the accuracy of evaluation. Empty grades nothing."""
+    format: FormatConfig | None = None
+    overlong: OverlongConfig | None = None
     sandbox: Where = None
     """Sandbox in which rewards that ask for `sandbox` run code: bubblewrap, the URL of a server with SandboxFusion's
     API, or "none", which isolates nothing. None provides no sandbox."""
@@ -319,6 +322,15 @@ class TaskConfig(Section):
         if len(names) < len(reward):
             raise ValueError(f"{', '.join(reward)}: two of these have one name in the metrics: rename a function")
         return reward
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> Self:
+        for name in ("format", "overlong"):
+            if getattr(self, name) is not None and name not in self.reward:
+                raise ValueError(f'[task.{name}] does nothing: add "{name}" to task.reward, or drop it')
+        if "overlong" in self.reward and self.overlong is None:
+            raise ValueError('reward = "overlong" needs its settings: write, for example, overlong = { buffer = 64 }')
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -502,6 +514,11 @@ class Config(Section):
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         self._check_environment()
         self._check_clock()
+        if self.task.overlong is not None and self.task.overlong.buffer > self.sampler.max_tokens:
+            raise ValueError(
+                f"task.overlong.buffer = {self.task.overlong.buffer} is more than sampler.max_tokens = "
+                f"{self.sampler.max_tokens}: every response would be punished; lower it"
+            )
         if self.runtime.kind != "ray" and self.runtime.address is not None:
             raise ValueError('runtime.address names a Ray cluster: write runtime.kind = "ray", or drop one of them')
         if self.eval.every and self.eval.n > self.sampler.slots:

@@ -15,6 +15,7 @@ from slipstream.config.costs import Costs
 from slipstream.config.costs import load as load_costs
 from slipstream.config.environment import GatewayConfig
 from slipstream.config.losses import LossSpec
+from slipstream.config.rewards import FormatConfig
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig, TeacherConfig
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.native.config import vocabulary_of, width_of
@@ -28,6 +29,7 @@ from slipstream.objective.method import Method
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings
 from slipstream.protocols import Follower, OneEnd
+from slipstream.rewards.functions import RewardSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,7 @@ class GraderPlan:
     timeout: float = 30.0
     sandbox: str | None = None
     """Kind of sandbox in which rewards run code; None if rewards get no sandbox."""
+    settings: RewardSettings = field(default_factory=dict)
     tells: bool = False
     """True: also return the texts of responses, for teachers whose context shows earlier responses."""
 
@@ -195,11 +198,21 @@ def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
             processes=config.runtime.graders,
             timeout=config.task.timeout,
             sandbox=config.task.sandbox,
+            settings=reward_settings(config),
             tells=any(teacher.shows for teacher in config.teachers.values()),
         ),
         runtime=config.runtime,
         costs=load_costs(config.runtime.costs) if config.runtime.clock == "modelled" else None,
     )
+
+
+def reward_settings(config: Config) -> RewardSettings:
+    task, found = config.task, dict[str, Mapping[str, Any]]()
+    if "format" in task.reward:
+        found["format"] = (task.format or FormatConfig()).model_dump()
+    if task.overlong is not None:
+        found["overlong"] = task.overlong.model_dump() | {"max_tokens": config.sampler.max_tokens}
+    return found
 
 
 def student_of(config: Config, dtype: str) -> ModelPlan:

@@ -16,7 +16,7 @@ from slipstream.plan.environment import Tools
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt
 from slipstream.rewards import grading
-from slipstream.rewards.functions import Answer, unfit
+from slipstream.rewards.functions import Answer, RewardSettings, unfit
 
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>")
 """Usual forms in which a response contains its answer; `reward_warnings` tests rewards with them."""
@@ -51,6 +51,8 @@ class EvalSettings:
     timeout: float = 30.0
     sandbox: str | None = None
     """Kind of sandbox in which rewards run code; None if rewards get no sandbox."""
+    reward_settings: RewardSettings = field(default_factory=dict)
+    """Settings of the rewards, by name; only a run has them."""
     environment: EnvironmentPlan | None = None
 
     @property
@@ -67,9 +69,11 @@ class Evaluation:
     grader: GraderPlan
 
 
-def graded_rows(rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None = None) -> Sequence[Row]:
+def graded_rows(
+    rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None = None, settings: RewardSettings | None = None
+) -> Sequence[Row]:
     """Return the rows unchanged; raise DataError for a row whose answer is missing or unusable for a reward."""
-    needed = grading.needs(rewards, sandbox)
+    needed = grading.needs(rewards, sandbox, settings)
     for row in rows if rewards else ():
         for reward in rewards:
             if row.ground_truth is None:
@@ -134,5 +138,11 @@ def evaluation(
             environment=asked.environment,
         ),
         sampling=asked.sampling,
-        grader=GraderPlan(rewards=asked.reward, processes=asked.graders, timeout=asked.timeout, sandbox=asked.sandbox),
+        grader=GraderPlan(
+            rewards=asked.reward,
+            processes=asked.graders,
+            timeout=asked.timeout,
+            sandbox=asked.sandbox,
+            settings=asked.reward_settings,
+        ),
     )

@@ -38,7 +38,7 @@ from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe
-from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of, environment_of
+from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of, environment_of, reward_settings
 from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows, reward_warnings
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
@@ -48,6 +48,7 @@ from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt
 from slipstream.rewards import grading
+from slipstream.rewards.functions import is_own
 from slipstream.run_dir.writing import check_trackers
 from slipstream.sandbox.cgroups import in_force, writable
 
@@ -120,8 +121,9 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
     if config.environment is None:  # in an environment, rows with equal prompts may still differ
         warnings += [*copy_warnings(prompts), *leaks]
-        if tried := [each for each in config.task.reward if each != "exact" and config.task.sandbox is None]:
-            warnings += reward_warnings(prompts.rows, tried)
+        compares = [each for each in config.task.reward if each == "math" or is_own(each)]
+        if compares and config.task.sandbox is None:
+            warnings += reward_warnings(prompts.rows, compares)
     return Plan(
         config=config,
         method=method,
@@ -154,7 +156,7 @@ def fast_checks(config: Config) -> None:
         if check := INSTALL_CHECKS.get(engine):
             check(f"{where}.engine")
     method_of(config)
-    grading.needs(config.task.reward, config.task.sandbox)
+    grading.needs(config.task.reward, config.task.sandbox, reward_settings(config))
     for name, teacher in config.teachers.items():
         if teacher.context is not None and teacher.own_context:
             check_function(name, teacher.context, graded=bool(config.task.reward))
@@ -335,7 +337,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
         loaded = load_rows(source, data, split=data.split, limit=data.limit, say=say)
         rows += [replace(row, data_source=name) if name and row.data_source == "default" else row for row in loaded]
         names += [name] * len(loaded)
-    graded_rows(rows, config.task.reward, config.task.sandbox)
+    graded_rows(rows, config.task.reward, config.task.sandbox, reward_settings(config))
     tokens = encode_rows(rows, tokenizer, data, tools)
     if isinstance(rows[0].prompt, str) and not data.chat and tokenizer.chat_template is not None:
         say(f"prompts are text, sent to {config.student} unchanged: data.chat = true sends it as a user's message")
@@ -466,7 +468,7 @@ def held_out_prompts(
     data, found = config.data, dict[str, Sequence[Prompt]]()
     for name, source in data.held_out.items():
         loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=notes.append)
-        rows = graded_rows(loaded, config.task.reward, config.task.sandbox)
+        rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
         every = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=config.has_agents)
         what, tokens = f"data.eval{name and '.'}{name}", [prompt.tokens for prompt in every]
         fit = prompts_that_fit(config, tokenizer, rows, tokens, what, notes.append)

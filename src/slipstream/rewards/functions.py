@@ -16,6 +16,7 @@ import reprlib
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slipstream.errors import ConfigError
@@ -30,6 +31,8 @@ LARGEST_REWARD = 1e6
 """Largest absolute reward. Float32, in which advantages are computed, can represent differences of 0.1 up to it."""
 NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 """Pattern of allowed reward names; they become part of metric names."""
+RewardSettings = Mapping[str, Mapping[str, Any]]
+"""Settings of built-in rewards by the reward's name: keyword arguments of its function."""
 Grades = dict[str, Any] | Ungraded
 """Rewards by name, or the text of a context function under the key `context`, or the reason why grading failed."""
 
@@ -109,7 +112,27 @@ def math(text: str, ground_truth: Any) -> float:
     return 0.0
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"exact": exact, "math": math, "environment": environment}
+def match_format(text: str, *, pattern: str | None, tags: Sequence[str]) -> float:
+    """Return 1 if the whole response matches `pattern`, or consists of the tags in order, each once; else 0."""
+    if pattern is not None:
+        return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
+    once = all(text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1 for tag in tags)
+    parts = (f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)
+    return float(once and re.fullmatch(r"\s*".join(["", *parts, ""]), text, re.DOTALL) is not None)
+
+
+def overlong(tokens: Sequence[int], *, max_tokens: int, buffer: int, penalty: float) -> float:
+    """Return the soft length penalty of DAPO (2503.14476): 0 down to −penalty over the last `buffer` tokens."""
+    return penalty * min(0.0, max(-1.0, (max_tokens - buffer - len(tokens)) / buffer))
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "exact": exact,
+    "math": math,
+    "environment": environment,
+    "format": match_format,
+    "overlong": overlong,
+}
 
 
 def unfit(reward: str, truth: Any) -> str:
@@ -268,11 +291,11 @@ def check_installed(specs: Iterable[str]) -> None:
         raise ConfigError("task.reward = 'math' needs math-verify: pip install 'slipstream[math]'")
 
 
-def reward_of(spec: str, setting: str = "task.reward") -> Reward:
+def reward_of(spec: str, setting: str = "task.reward", settings: RewardSettings | None = None) -> Reward:
     """Load a function by its entry in a setting. The import runs user code: call this in a child process."""
     kind, values = (Reward, Answer) if setting == "task.reward" else (ContextFunction, Seen)
     try:
-        function = load_object(spec) if is_own(spec) else BUILT_IN[spec]
+        function = load_object(spec) if is_own(spec) else _configured(spec, settings or {})
         asks, needs = parameters(function, field_names(values))
         if kind is Reward and not asks:
             same = "so all responses would get the same reward"
@@ -280,3 +303,13 @@ def reward_of(spec: str, setting: str = "task.reward") -> Reward:
         return kind(spec, function, asks, needs)
     except ConfigError as error:
         raise ConfigError(f"{setting} = {spec!r}: {error}") from None
+
+
+def _configured(spec: str, settings: RewardSettings) -> Callable[..., Any]:
+    """Return a built-in function with its settings; raise ConfigError if it needs settings and has none."""
+    function = BUILT_IN[spec]
+    if spec in settings:
+        return partial(function, **settings[spec])
+    if any(each.kind is each.KEYWORD_ONLY for each in inspect.signature(function).parameters.values()):
+        raise ConfigError(f"its settings are in [task.{spec}] of the config of a run: evaluate a run that has them")
+    return function

@@ -23,7 +23,16 @@ from typing import Any
 
 from slipstream.errors import ConfigError, EngineError
 from slipstream.records import Group, Handle, Rollout, Ungraded, turns_of
-from slipstream.rewards.functions import Answer, Grades, Reward, check_installed, grade, is_own, reward_of
+from slipstream.rewards.functions import (
+    Answer,
+    Grades,
+    Reward,
+    RewardSettings,
+    check_installed,
+    grade,
+    is_own,
+    reward_of,
+)
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Sandbox
 from slipstream.user_code.process import STARTED, Child, begun
@@ -37,11 +46,11 @@ GRACE = 5.0
 
 def serve(parent: Connection) -> None:
     """Load the functions that the parent names, send their required fields, and grade until the parent ends."""
-    setting, specs, timeout, sandbox_name = begun(parent)
+    setting, specs, timeout, sandbox_name, settings = begun(parent)
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
     try:
-        rewards = [reward_of(spec, setting) for spec in specs]
+        rewards = [reward_of(spec, setting, settings) for spec in specs]
         sandbox = sandbox_for(rewards, sandbox_name)
     except ConfigError as error:
         parent.send(error)
@@ -79,10 +88,15 @@ class GradingProcess(Child):
     """Parent's side of one grading process. Only one thread at a time may use this object."""
 
     def __init__(
-        self, specs: Sequence[str], timeout: float, setting: str = "task.reward", sandbox: str | None = None
+        self,
+        specs: Sequence[str],
+        timeout: float,
+        setting: str = "task.reward",
+        sandbox: str | None = None,
+        settings: RewardSettings | None = None,
     ) -> None:
         """Start a process that loads the functions `specs`, which the config names in `setting`."""
-        super().__init__("slipstream.rewards.grading", (setting, tuple(specs), timeout, sandbox))
+        super().__init__("slipstream.rewards.grading", (setting, tuple(specs), timeout, sandbox, settings))
         self.specs, self.timeout, self.setting = tuple(specs), timeout, setting
         self.needs: dict[str, tuple[str, ...]] = {}
 
@@ -125,12 +139,14 @@ class GradingProcess(Child):
         return ending
 
 
-def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[str, ...]]:
+def needs(
+    specs: Sequence[str], sandbox: str | None = None, settings: RewardSettings | None = None
+) -> dict[str, tuple[str, ...]]:
     """Return the required fields of each reward, by reward; raise ConfigError if a reward cannot be used."""
     check_installed(specs)
     if sandbox is None and not any(map(is_own, specs)):
-        return {spec: reward_of(spec).needs for spec in specs}
-    process = GradingProcess(specs, timeout=0.0, sandbox=sandbox)
+        return {spec: reward_of(spec, settings=settings).needs for spec in specs}
+    process = GradingProcess(specs, timeout=0.0, sandbox=sandbox, settings=settings)
     try:
         process.ready()
     finally:
@@ -150,11 +166,12 @@ class PoolGrader:
         timeout: float = 30.0,
         tells: bool = False,
         sandbox: str | None = None,
+        settings: RewardSettings | None = None,
     ) -> None:
         """Start the processes. `tells`: also store the text of each response in its header."""
         check_installed(rewards)
         self.rewards, self.decode, self.timeout, self.tells = tuple(rewards), decode, timeout, tells
-        self.closed, self.sandbox = False, sandbox
+        self.closed, self.sandbox, self.settings = False, sandbox, settings
         self.processes = [self._process() for _ in range(processes if rewards else 0)]  # early: they start slowly
         self.idle = SimpleQueue[int]()
         for place in range(len(self.processes)):
@@ -162,7 +179,7 @@ class PoolGrader:
         self.threads = ThreadPoolExecutor(max(1, processes), "grading")
 
     def _process(self) -> GradingProcess:
-        return GradingProcess(self.rewards, self.timeout, sandbox=self.sandbox)
+        return GradingProcess(self.rewards, self.timeout, sandbox=self.sandbox, settings=self.settings)
 
     async def grade(self, group: Group) -> list[Handle]:
         if self.tells:

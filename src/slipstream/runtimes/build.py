@@ -140,6 +140,7 @@ def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:
         timeout=plan.timeout,
         tells=plan.tells,
         sandbox=plan.sandbox,
+        settings=plan.settings,
     )
 
 
