@@ -53,7 +53,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         },
         "schedule": {"kind": "async", "tau": "auto", "publish_every": "auto"},
     },
-    "hidden states, shared prompts": {"loss": {"kind": "jsd"}, "learner": {"shared_prompt": True}},
+    "hidden states, shared prompts": {"loss": {"kind": "eopd"}, "learner": {"shared_prompt": True}},
     "weights of stale answers": {
         **REWARDED,
         "policy": {"loss": "vanilla"},

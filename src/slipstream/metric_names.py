@@ -156,6 +156,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             DISTILLATION,
         ),
         Term("distill/overlap_any", "share of tokens whose top-k sets share an id", "1", DISTILLATION),
+        Term("distill/unsure", "eopd: share of tokens at which the teacher is unsure", "0.05 to 0.3", DISTILLATION),
         Term(
             "student/entropy",
             "entropy of the student, at the temperature of the loss",

@@ -80,6 +80,7 @@ WITH = {
     "loss.clip:decoupled_ppo": "learner.epochs=2",
     "loss.dual_clip": "loss.as=reward",
     "loss.k:jsd": "loss.cache=teacher_topk",
+    "loss.k:eopd": "loss.cache=teacher_topk",
     "learner.lora.": "learner.lora.rank=2",
     "guards.gac.every": "guards.gac.below=0.5",
     "environment.sandbox": f"{TOOLS} environment.use=python environment.sandbox=http://127.0.0.1:1",

@@ -14,7 +14,9 @@ from torch import Tensor
 from slipstream.estimators.divergence import (
     clamped,
     dense,
+    entropy_gated,
     forward_kl_topk,
+    generalised_kl_topk,
     kl_estimate,
     overlap_ratio,
     overlap_token_advantage,
@@ -159,6 +161,42 @@ def test_reverse_kl_topk_by_hand() -> None:
     # plain: p̃_old = (⅓, ⅔), Ã = (ln ¾, ln 3/2): −⅓ ln ¾ ln ⅔ − ⅔ ln 3/2 ln ⅓
     plain = -(LN3 - 2 * LN2) * (LN2 - LN3) / 3 + (LN3 - LN2) * LN3 * 2 / 3
     close(reverse_kl_topk(logp, logq, behavior_logp=old), [plain])
+
+
+def test_the_generalised_kl_by_hand() -> None:
+    """p = (½, ⅛), q = (¼, ¼) on two of many ids: ½ ln 2 − ½ + ¼ + ⅛ ln ½ − ⅛ + ¼ = (3 ln 2 − 1)/8."""
+    logp, logq = logs([0.5, 0.125]).requires_grad_(), logs([0.25, 0.25])
+    value = generalised_kl_topk(logp, logq)
+    close(value, [(3 * math.log(2) - 1) / 8])
+    (slope,) = torch.autograd.grad(value.sum(), logp)
+    close(slope, [[0.5 * math.log(2), -0.125 * math.log(2)]])  # p (log p − log q)
+
+
+def test_the_generalised_kl_is_least_where_both_agree_on_the_support() -> None:
+    """The truncated reverse KL is not: there its gradient still pushes mass out of the support."""
+    logq = torch.randn(20, 30, dtype=torch.float64).log_softmax(-1)[:, :5]
+    for found, still in ((generalised_kl_topk, True), (lambda p, q: reverse_kl_topk(p, q, renormalise=False), False)):
+        logp = logq.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(found(logp, logq).sum(), logp)
+        assert bool((slope.abs() < 1e-12).all()) is still
+    others = torch.randn(20, 30, dtype=torch.float64).log_softmax(-1)[:, :5]
+    assert (generalised_kl_topk(others, logq) > 0).all()
+    whole, wholeq = (torch.randn(9, 7, dtype=torch.float64).log_softmax(-1) for _ in "pq")
+    torch.testing.assert_close(generalised_kl_topk(whole, wholeq), dense(whole, wholeq, kind="reverse"))
+
+
+def test_forward_kl_is_added_where_the_teacher_is_unsure() -> None:
+    """H(½, ½) = ln 2 = 0.69 and H(1/8, 7/8) = 0.38; KLs by `dense`. With a tail, (½, ¼) has H = 1.04."""
+    logp, logq = logs([0.25, 0.75], [0.25, 0.75]), logs([0.5, 0.5], [0.125, 0.875])
+    reverse, forward = (dense(logp, logq, kind=kind) for kind in ("reverse", "forward"))  # type: ignore[arg-type]
+    value, metrics = entropy_gated(logp, logq, threshold=0.5, forward=2.0)
+    torch.testing.assert_close(value, reverse + double([2.0, 0.0]) * forward)
+    assert metrics["unsure"].tolist() == [1.0, 0.0]
+    for threshold, unsure in ((0.0, [1.0, 1.0]), (0.7, [0.0, 0.0])):
+        assert entropy_gated(logp, logq, threshold=threshold, forward=1.0)[1]["unsure"].tolist() == unsure
+    part, partq = logs([0.5, 0.25]), logs([0.5, 0.25])
+    for threshold, unsure in ((1.03, [1.0]), (1.05, [0.0])):
+        assert entropy_gated(part, partq, threshold=threshold, forward=1.0, tail=True)[1]["unsure"].tolist() == unsure
 
 
 def test_plain_top_k_by_its_gradient() -> None:

@@ -86,6 +86,21 @@ def test_a_draw_is_pushed_the_way_of_its_advantage_however_far_the_ratio(loss: s
     torch.testing.assert_close(slope, -ratio * advantage, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("scale", [0.5, 1.25, 2.0])
+def test_a_scaled_reward_has_the_gradient_of_the_kl_to_the_extrapolated_teacher(scale: float) -> None:
+    """By enumeration of all draws of a stale policy: KL(p ‖ q^λ p_ref^(1−λ)/Z), whose Z has no gradient."""
+    torch.manual_seed(0)
+    old, logq, reference = (torch.randn(1, 6, dtype=torch.float64).log_softmax(-1) for _ in range(3))
+    logits = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
+    target = (scale * logq + (1 - scale) * reference).log_softmax(-1)
+    logp = logits.log_softmax(-1)
+    (wanted,) = torch.autograd.grad((logp.exp() * (logp - target)).sum(), logits)
+    columns = [x.T for x in (logits.log_softmax(-1), old, logq, reference)]
+    loss, _ = mc_reverse_kl(*columns, reward_scale=scale)
+    (found,) = torch.autograd.grad((old[0].exp() * loss).sum(), logits)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_position_averages_its_draws() -> None:
     """The six tokens as the six draws of one position: (−1 − 2 − ½ + 2 + ½ + 1) L / 6 = 0, each slope over 6."""
     logp = STUDENT.T.clone().requires_grad_()

@@ -26,7 +26,7 @@ from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.objective.method import Method
 from slipstream.records import Batch, total
 from slipstream.run_dir.writing import read_lines
-from slipstream.runs.start import train
+from slipstream.runs.start import resume, train
 from support.loss_formulas import (
     CHOSEN,
     FORMULAS,
@@ -174,6 +174,9 @@ def test_what_makes_no_sense_is_refused(kind: str, options: dict[str, Any], line
         {"kind": "m2po", "m": 2},
         {"kind": "reverse_kl_topk", "k": 8},
         {"kind": "kl", "as": "reward"},
+        {"kind": "reverse_kl_mc", "m": 2, "reward_scale": 1.25},
+        {"kind": "mopd", "k": 8},
+        {"kind": "eopd", "cache": "teacher_topk", "k": 8},
     ],
     ids=lambda loss: loss["kind"],
 )
@@ -193,3 +196,26 @@ def test_train_runs_losses_with_unusual_inputs(loss: dict[str, Any], tmp_path: P
     run = train(parse(tree), Console(file=io.StringIO()), name="losses")
     lines = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
     assert [line["version"] for line in lines] == [1, 2] and all(line["distill/loss_abs"] > 0 for line in lines)
+
+
+def test_a_run_that_extrapolates_resumes_with_its_first_student_as_reference(tmp_path: Path) -> None:
+    """Bit for bit; the first lines of the run say what is minimised."""
+    tree: dict[str, Any] = {
+        "student": "builtin:student",
+        "updates": 3,
+        "teachers": {"main": {"model": "builtin:teacher"}},
+        "sampler": {"max_tokens": 8},
+        "learner": {"batch_size": 4, "lr": 1e-3},
+        "loss": {"m": 2, "reward_scale": 1.25},
+        "schedule": {"kind": "sync"},
+        "runtime": {"kind": "inline"},
+    }
+    said = io.StringIO()
+    whole = train(parse(tree | {"output": str(tmp_path / "whole")}), Console(file=said, width=200), name="whole")
+    assert "loss: 1 · reverse_kl_mc of 1.25 · teacher/start" in said.getvalue()
+    parts = train(parse(tree | {"output": str(tmp_path / "parts"), "updates": 1}), Console(file=said), name="parts")
+    resume(parts, Console(file=said), updates=3)
+    plain = tree | {"output": str(tmp_path / "plain"), "loss": {"m": 2}}
+    found = [(run / "final" / "model.safetensors").read_bytes() for run in (whole, parts)]
+    assert found[0] == found[1]
+    assert found[0] != (train(parse(plain), Console(file=said), name="plain") / "final/model.safetensors").read_bytes()

@@ -59,6 +59,11 @@ loss.kind=forward_kl loss.cache=hidden loss.renormalise=true
 loss.kind=forward_kl loss.k=1000
 loss.kind=jsd loss.cache=teacher_topk loss.k=1000
 loss.kind=jsd loss.beta=2
+loss.kind=eopd loss.k=4
+loss.kind=eopd loss.cache=teacher_topk loss.k=1000
+loss.kind=mopd loss.k=1000
+loss.kind=mopd loss.tail=true
+loss.reward_scale=0
 loss.kind=forward_kl loss.m=4
 loss.kind=reverse_kl loss.k=4
 loss.kind=k1

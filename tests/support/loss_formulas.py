@@ -26,12 +26,16 @@ CHOSEN: dict[str, list[dict[str, Any]]] = {
         {"m": 3, "clip": 0.2},
         {"m": 3, "ratio_cap": 1.5},
         {"m": 3, "importance": False},
+        {"m": 3, "reward_scale": 1.25},
+        {"m": 3, "reward_scale": 0.5, "clip": 0.2},
     ],
     "decoupled_ppo": [{"m": 3}, {"m": 2, "advantage": "proximal", "clip": (0.1, 0.3)}, {"advantage": "current"}],
     "m2po": [{"m": 3}, {"m": 2, "budget": 1e-3}],
     "reverse_kl_topk": [{"k": 5}, {"k": 5, "reweight": False}, {"k": 5, "renormalise": False, "tail": True}],
     "reverse_kl": [{}],
     "forward_kl": [{"k": 5}, {"k": 5, "tail": True}, {"k": 5, "renormalise": True}, {"cache": "hidden"}],
+    "mopd": [{"k": 5}],
+    "eopd": [{"threshold": 3.0}, {"cache": "teacher_topk", "k": 5, "threshold": 1.7, "forward": 0.5}],
     "jsd": [{}, {"cache": "teacher_topk", "k": 5}],
     "k1": [{"as": "reward"}],
     "abs": [{}, {"as": "reward"}],
@@ -67,6 +71,8 @@ def clip_of(clip: Any) -> tuple[float, float]:
 
 def on_draws(view: View, o: Mapping[str, Any]) -> Tensor:
     p, old, q = (at(x, view.draws) for x in (view.now, view.old, view.teacher))
+    scale = o.get("reward_scale", 1.0)  # the learner starts with the weights of `proximal`
+    q = q + (scale - 1) * (q - at(view.proximal, view.draws))
     ratio, advantage = (p - old).exp(), (q - (old if o.get("advantage") == "behavior" else p)).detach()
     if o.get("importance") is False:
         return -(advantage * p).mean(1)
@@ -132,6 +138,23 @@ def between(view: View, o: Mapping[str, Any]) -> Tensor:
     return 0.5 * (q.exp() * (q - m)).sum(1) + 0.5 * (p.exp() * (p - m)).sum(1)
 
 
+def generalised(view: View, o: Mapping[str, Any]) -> Tensor:
+    ids = view.teacher.topk(o["k"], 1).indices
+    p, q = at(view.now, ids).exp(), at(view.teacher, ids).exp()
+    return (p * (p / q).log() - p + q).sum(1)
+
+
+def gated(view: View, o: Mapping[str, Any]) -> Tensor:
+    p, q = view.now, view.teacher
+    if "k" in o:
+        ids = q.topk(o["k"], 1).indices
+        p, q = (torch.cat([at(x, ids), (1 - at(x, ids).exp().sum(1, keepdim=True)).log()], 1) for x in (p, q))
+    unsure = torch.distributions.Categorical(logits=q).entropy() > o["threshold"]
+    assert unsure.any() and not unsure.all()
+    reverse, forward = (p.exp() * (p - q)).sum(1), (q.exp() * (q - p)).sum(1)
+    return torch.where(unsure, reverse + o.get("forward", 1.0) * forward, reverse)
+
+
 def on_the_emitted(kind: str) -> Callable[[View, Mapping[str, Any]], Tensor]:
     def estimate(view: View, o: Mapping[str, Any]) -> Tensor:
         s, old, t = (at(x, view.draws[:, :1])[:, 0] for x in (view.now, view.old, view.teacher))
@@ -157,6 +180,8 @@ FORMULAS: dict[str, Callable[[View, Mapping[str, Any]], Tensor]] = {
     "reverse_kl_topk": on_own_best,
     "reverse_kl": lambda view, o: (view.now.exp() * (view.now - view.teacher)).sum(1),
     "forward_kl": on_teachers_best,
+    "mopd": generalised,
+    "eopd": gated,
     "jsd": between,
     **{kind: on_the_emitted(kind) for kind in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
 }

@@ -19,9 +19,10 @@ from slipstream.scope import Scope
 Cache = Literal["sampled", "student_topk", "teacher_topk", "hidden"]
 """Kind of teacher scores: log-probs of draws (tokens sampled at a position, the emitted one included), of the student's
 or the teacher's top-k ids; or the teacher's last hidden state."""
-Operand = Literal["student", "behavior", "proximal", "teacher", "keep"]
+Operand = Literal["student", "behavior", "proximal", "teacher", "reference", "keep"]
 """Inputs of a loss formula: log-probs under the current student, the policy that sampled the tokens, the student when
-the batch arrived, and the teacher. `keep` is the mask of draws that are selected over the whole batch."""
+the batch arrived, the teacher, and the student at the start of the run (reference). `keep` is the mask of draws that
+are selected over the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,9 @@ class ReverseKLMC(DistillationLoss):
     """Weight draws by p_current / p_behaviour. false is biased on stale draws; use it only for comparison."""
     ratio_cap: float | None = Field(None, gt=0)
     """Upper bound of importance weights; draws whose weight is reduced still have a gradient. None sets no bound."""
+    reward_scale: float = Field(1.0, gt=0)
+    """Factor λ of the teacher's log-ratio to the reference, the student at the start of the run. Above 1 extrapolates
+    beyond the teacher (ExOPD, for example 1.25), below 1 stays closer to the start. 1 is the plain reverse KL."""
 
     @model_validator(mode="after")
     def _check_trust_region(self) -> Self:
@@ -90,8 +94,8 @@ class ReverseKLMC(DistillationLoss):
             cache="sampled",
             draws=self.m,
             formula="surrogate.mc_reverse_kl",
-            takes=("student", "behavior", "teacher"),
-            options=self.model_dump(include={"advantage", "clip", "importance", "ratio_cap"}),
+            takes=("student", "behavior", "teacher", *(("reference",) if self.reward_scale != 1 else ())),
+            options=self.model_dump(include={"advantage", "clip", "importance", "ratio_cap", "reward_scale"}),
             compares=self.importance,
         )
 
@@ -236,6 +240,43 @@ class ForwardKL(Divergence):
         )
 
 
+class MOPD(Divergence):
+    kind: Literal["mopd"] = "mopd"
+    """Generalised reverse KL on the teacher's most likely tokens, without scaling to a sum of 1."""
+    k: int = Field(32, ge=1)
+    """Number of ids in the teacher's top-k. Raise it if the metric teacher_mass is far below 1."""
+
+    @property
+    def spec(self) -> LossSpec:
+        return LossSpec(cache="teacher_topk", k=self.k, formula="divergence.generalised_kl_topk", **self.clamps)
+
+
+class EOPD(Divergence):
+    kind: Literal["eopd"] = "eopd"
+    """Reverse KL, plus forward KL at positions where the teacher's entropy is high."""
+    cache: Literal["hidden", "teacher_topk"] = "hidden"
+    """Scores from the teacher: the last hidden state, which is exact, or the top-k tokens with one bucket for the mass
+    of all other tokens."""
+    k: int = Field(32, ge=1)
+    """Number of ids in the teacher's top-k. Raise it if the metric teacher_mass is far below 1."""
+    threshold: float = Field(0.8, ge=0)
+    """Entropy of the teacher, in nats, above which forward KL is added. Metric distill/unsure is the share of such
+    positions. 0 adds it everywhere."""
+    forward: float = Field(1.0, gt=0)
+    """Weight of the forward KL."""
+
+    @property
+    def spec(self) -> LossSpec:
+        topk = self.cache == "teacher_topk"
+        return LossSpec(
+            cache=self.cache,
+            k=self.k if topk else 0,
+            formula="divergence.entropy_gated",
+            options={"threshold": self.threshold, "forward": self.forward, "tail": topk},
+            **self.clamps,
+        )
+
+
 class JSD(Divergence):
     kind: Literal["jsd"] = "jsd"
     """Generalised Jensen-Shannon divergence, between forward and reverse KL."""
@@ -298,7 +339,7 @@ class KLEstimate(Divergence):
 
 
 LossConfig = Annotated[
-    ReverseKLMC | DecoupledPPO | M2PO | ReverseKLTopK | ReverseKL | ForwardKL | JSD | KLEstimate,
+    ReverseKLMC | DecoupledPPO | M2PO | ReverseKLTopK | ReverseKL | ForwardKL | MOPD | EOPD | JSD | KLEstimate,
     Field(discriminator="kind"),
 ]
 LOSSES: dict[str, type[DistillationLoss]] = {

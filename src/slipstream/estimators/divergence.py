@@ -97,6 +97,36 @@ def reverse_kl_topk(
     return -((old_NK.exp() * (logq_NK - logp_NK)).detach() * logp_NK).sum(-1)
 
 
+def generalised_kl_topk(logp_NK: Tensor, logq_NK: Tensor) -> Tensor:
+    """Return the generalised KL on the teacher's top-k: Σ_S p (log p − log q) − p + q (MOPD, 2606.30406, Eq. 5).
+
+    Probabilities are not scaled to sum to 1. Each id has a term of at least 0, which is 0 only at p = q. The gradient
+    Σ_S p (log p − log q) ∇log p thus vanishes if both models agree on S, unlike that of the truncated reverse KL.
+    Use this loss for reverse KL with a teacher that gives its top-k only, such as an endpoint.
+    """
+    same_matrix(logp=logp_NK, logq=logq_NK)
+    logp_NK, logq_NK = floored(logp_NK), floored(logq_NK)
+    return _kl(logp_NK, logq_NK) + (logq_NK.exp() - logp_NK.exp()).sum(-1)
+
+
+def entropy_gated(
+    logp_NX: Tensor, logq_NX: Tensor, *, threshold: float, forward: float, tail: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return KL(p‖q) + forward·1[H(q) > threshold]·KL(q‖p): forward KL where the teacher is unsure (EOPD, 2603.07079).
+
+    H(q) is the teacher's entropy in nats. X is the vocabulary, or with `tail` the teacher's top-k, to which the mass of
+    all other tokens is added as one more bucket. The entropy is then a lower bound. The metric is the share of
+    positions with forward KL. Departure: the reverse KL is a sum over the support; the paper has a clipped surrogate on
+    the emitted token.
+    Use this loss if the student's entropy falls below that of the teacher, and answers lose their variety.
+    """
+    same_matrix(logp=logp_NX, logq=logq_NX)
+    logp_NX, logq_NX = (with_tail(x) if tail else floored(x) for x in (logp_NX, logq_NX))
+    unsure_N = (-(logq_NX.exp() * logq_NX).sum(-1) > threshold).to(logp_NX.dtype).detach()
+    loss_N = _kl(logp_NX, logq_NX) + forward * unsure_N * _kl(logq_NX, logp_NX)
+    return loss_N, {"unsure": unsure_N}
+
+
 def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.5) -> Tensor:
     """Return a divergence over the whole vocabulary: forward KL(q‖p), reverse KL(p‖q), or the generalised JSD.
 

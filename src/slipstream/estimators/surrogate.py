@@ -24,11 +24,13 @@ def mc_reverse_kl(
     logp_NM: Tensor,
     behavior_logp_NM: Tensor,
     logq_NM: Tensor,
+    reference_logp_NM: Tensor | None = None,
     *,
     advantage: str = "current",
     clip: Clip | None = None,
     importance: bool = True,
     ratio_cap: float | None = None,
+    reward_scale: float = 1.0,
 ) -> tuple[Tensor, Metrics]:
     """Estimate the reverse KL from several draws a_i ~ p_old: −1/M Σ ρ_i sg(A_i) (AsyncOPD, 2606.24143).
 
@@ -38,10 +40,15 @@ def mc_reverse_kl(
     This gradient vanishes if student = teacher. `behavior` has these properties only on-policy.
     `clip` = ε or (low, high) is the PPO minimum. `ratio_cap` = c uses the weight sg(min(ρ, c)), so that capped draws
     keep a gradient. `importance=False` drops ρ; this is biased on stale draws and only for ablations.
+    With reference log-probs, λ log q + (1 − λ) log p_ref replaces log q, where λ = `reward_scale` (G-OPD, 2602.12125).
+    The target is then proportional to q (q/p_ref)^(λ−1); λ > 1 goes beyond the teacher (ExOPD).
     `config.losses.ReverseKLMC` refuses combinations of these options that contradict each other.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     logp_NM, behavior_NM, logq_NM = floored(logp_NM), floored(behavior_logp_NM), floored(logq_NM)
+    if reference_logp_NM is not None:
+        same_matrix(logp=logp_NM, reference_logp=reference_logp_NM)
+        logq_NM = reward_scale * logq_NM + (1 - reward_scale) * floored(reference_logp_NM)
     ratio_NM = bounded_exp(logp_NM - behavior_NM)
     advantage_NM = _advantage(advantage, logq_NM, current=logp_NM, behavior=behavior_NM)
     bounded_NM = torch.zeros_like(ratio_NM, dtype=torch.bool)

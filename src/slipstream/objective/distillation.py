@@ -76,6 +76,8 @@ class Distillation:
             known["behavior"] = column("behavior", dtype)
         if "proximal" in takes:
             known["proximal"] = torch.cat([present(each.proximal_NM) for each in frozen]).to(device, dtype)
+        if "reference" in takes:
+            known["reference"] = torch.cat([present(each.reference_NM) for each in frozen]).to(device, dtype)
         if "keep" in takes:
             known["keep"] = torch.cat([present(each.keep_NM) for each in frozen]).to(device)
         # draws begin with the emitted token; top-k ids may not contain it

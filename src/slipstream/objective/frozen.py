@@ -61,6 +61,8 @@ class Evidence:
     kl_T: Tensor | None = None
     """KL(sampling policy ‖ current learner) over the vocabulary; infinite if the sampling weights are not stored."""
     draws: Draws | None = None
+    reference_NM: Tensor | None = None
+    """Log-probs of all draws under the reference, at the temperature of the distillation loss."""
     missing: int = 0
     """Number of tokens whose weight version is no longer stored. For them `old_T` contains the sampler's log-probs."""
 
@@ -79,7 +81,9 @@ class Frozen:
     proximal_T: Tensor | None = None
     reference_T: Tensor | None = None
     proximal_NM: Tensor | None = None
-    """Log-probs of all draws when the batch arrived. `keep_NM` is the mask of draws that a batch-scope loss keeps."""
+    """Log-probs of all draws when the batch arrived; `reference_NM`: the same under the reference. `keep_NM` is the
+    mask of draws that a batch-scope loss keeps."""
+    reference_NM: Tensor | None = None
     keep_NM: Tensor | None = None
     beta: float = 0.0
     """Coefficient of the KL to the reference."""
@@ -156,6 +160,7 @@ def freeze(
             behavior_T=sample.behavior_T,
             reference_T=sample.reference_T,
             proximal_NM=sample.draws.current_NM if sample.draws is not None else None,
+            reference_NM=sample.reference_NM,
             keep_NM=keep_NM,
             beta=beta,
             positive=bool(positive_B[row]),

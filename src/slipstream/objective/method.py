@@ -102,7 +102,21 @@ class Method:
     def looks_first(self) -> bool:
         """Return whether decisions about the whole batch are needed before its first gradient."""
         others = self.policy is not None or self.correction.corrects or self.reference is not None
-        return others or self.draws_first
+        return others or self.draws_first or self.extrapolates
+
+    @property
+    def extrapolates(self) -> bool:
+        """Return whether the distillation loss compares the teacher with the reference, the student at the start."""
+        return self.loss.weight > 0 and "reference" in self.loss.spec.takes
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.reference is not None or self.extrapolates
+
+    @property
+    def hosts_reference(self) -> bool:
+        """Return whether the weights of the reference are in host memory between uses."""
+        return self.reference is not None and self.reference.host
 
     @property
     def chooses(self) -> bool:
@@ -169,7 +183,8 @@ class Method:
         return (policy.aggregation or LOSSES[policy.loss].agg).startswith("seq")
 
     def __str__(self) -> str:
-        parts = [f"{self.loss.weight:g} · {self.loss.kind}"] if self.loss.weight else []
+        scaled = f" of {self.loss.spec.options['reward_scale']:g} · teacher/start" if self.extrapolates else ""
+        parts = [f"{self.loss.weight:g} · {self.loss.kind}{scaled}"] if self.loss.weight else []
         if self.policy is not None:
             weights = {name: "" if weight == 1.0 else f"{weight:g} · " for name, weight in self.rewards.items()}
             rewards = " + ".join(f"{weight}{name}" for name, weight in weights.items())

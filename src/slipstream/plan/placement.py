@@ -160,9 +160,9 @@ def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
     if settings.lora is not None:  # an adapter has rank · (inputs + outputs) parameters
         layers = adapted(plan.student.name, settings.lora).values()
         trained = sum(settings.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
-    kept = trained if method.reference is not None and not method.reference.host else 0
+    kept = trained if method.keeps_reference and not method.hosts_reference else 0
     # a copy of the weights while others are loaded; two more versions if policy.old = "previous"
-    others = int(method.reference is not None or method.decoupled) + 3 * method.previous
+    others = int(method.keeps_reference or method.decoupled) + 3 * method.previous
     others += (plan.snapshots + len(plan.follow)) if on_host else 0
     per_token = ACTIVATIONS * shape.width * WIDTHS[settings.compute_dtype or settings.dtype] / 2
     activations = per_token * shape.layers

@@ -33,7 +33,8 @@ DISTILLATION = {
         importance="token ratio to the sampling policy, advantage recomputed: unbiased at any staleness",
         targets="stale draws",
         cost="12·M bytes per position; variance 1/M",
-        use_when="the default, for every schedule; raise m if the gradient is noisy",
+        use_when="the default, for every schedule; raise m if the gradient is noisy. reward_scale > 1 goes beyond the "
+        "teacher (ExOPD, 2602.12125, with the student at the start as reference)",
     ),
     "decoupled_ppo": Description(
         what="KL(p‖q) on draws, by clipped steps around the student when the batch arrived",
@@ -76,6 +77,22 @@ DISTILLATION = {
         targets="stale supports; modes of the teacher that the student misses",
         cost="8·k bytes per position",
         use_when="rollouts are very stale, or the teacher is an endpoint with top-k; watch teacher_mass",
+    ),
+    "mopd": Description(
+        what="Σ p (log p − log q) − p + q on the teacher's top-k ids: the generalised KL (MOPD, 2606.30406)",
+        unit="support",
+        importance="not needed: the teacher chooses the support",
+        targets="the truncated reverse KL, which moves the student's mass out of the support",
+        cost="8·k bytes per position",
+        use_when="reverse KL is wanted and the teacher is an endpoint with top-k; watch teacher_mass",
+    ),
+    "eopd": Description(
+        what="KL(p‖q) + λ·1[H(q) > τ]·KL(q‖p): forward KL where the teacher's entropy is high (EOPD, 2603.07079)",
+        unit="vocabulary, or support and tail",
+        importance="not needed",
+        targets="a student that loses the teacher's variety at its unsure tokens",
+        cost="as reverse_kl, or forward_kl",
+        use_when="student/entropy falls, or pass@k stays behind; both KLs are sums, unlike the paper's surrogate",
     ),
     "jsd": Description(
         what="β·KL(q‖m) + (1−β)·KL(p‖m) with m = βq + (1−β)p",

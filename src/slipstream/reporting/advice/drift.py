@@ -164,10 +164,12 @@ def stale(case: Case) -> Found | None:
 def worse(case: Case) -> bool:
     """Return True if the KL to the teachers rose and no reward rose, or if a reward fell and the KL did not fall.
 
-    The KL does not count for teachers that follow the student, or for a forward KL or JSD loss that falls.
+    The KL does not count for teachers that follow the student, for a loss that goes beyond the teacher, or for a loss
+    with a forward KL or JSD that falls.
     """
     config = case.config
-    other = config.loss.kind in ("forward_kl", "jsd") and case.learned_loss
+    other = config.loss.kind in ("forward_kl", "jsd", "eopd") and case.learned_loss
+    other |= "reference" in config.loss.spec.takes
     further = bool(risen(case)) and not case.moving_teacher and not other
     return (further and not case.rewarded) or (case.fall is not None and not case.kl_then.above(case.kl_now))
 

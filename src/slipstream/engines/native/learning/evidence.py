@@ -54,6 +54,9 @@ class FirstPasses:
             columns["old_T"], columns["missing"] = self._at_own_version(samples, version, columns.get("current_T"))
         if method.draws_first:
             columns["draws"] = self._draws(samples)
+        if method.extrapolates:
+            temperature = method.loss.temperature
+            columns["reference_NM"] = self.passes.log_probs_of_draws(samples, REFERENCE, temperature=temperature)
         if method.rejects("seq_max_kl"):
             both = zip(distances.kl["forward"], distances.known, strict=True)
             columns["kl_T"] = [kl_T.masked_fill(~known_T, torch.inf) for kl_T, known_T in both]

@@ -88,8 +88,8 @@ class NativeLearner:
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.first_passes = FirstPasses(method, self.passes)
         self.noise = Noise(self.ranks)
-        if method.reference is not None:  # must precede `restore`: the reference is the initial student
-            self.snapshots.take(REFERENCE, host=method.reference.host)
+        if method.keeps_reference:  # must precede `restore`: the reference is the initial student
+            self.snapshots.take(REFERENCE, host=method.hosts_reference)
         if method.previous:
             self.snapshots.take(PREVIOUS, host=False)
         self.follow = dict(follow or {})

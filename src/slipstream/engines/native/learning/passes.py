@@ -129,9 +129,11 @@ class Passes:
         found = self._per_sample(samples, partial(at_tokens, temperatures=temperatures), version)
         return over_tokens(torch.cat(found), [sample.rollout for sample in samples]) if found else []
 
-    def log_probs_of_draws(self, samples: Sequence[Scored], *, temperature: float) -> list[Tensor]:
-        """Return per sample log-probs [N, M] of all draws (ids sampled at one position) under current weights."""
-        return self._per_sample(samples, partial(at_draws, temperature=temperature))
+    def log_probs_of_draws(
+        self, samples: Sequence[Scored], version: Version | None = None, *, temperature: float
+    ) -> list[Tensor]:
+        """Return per sample log-probs [N, M] of all draws (ids sampled at one position); None: current weights."""
+        return self._per_sample(samples, partial(at_draws, temperature=temperature), version)
 
     def _per_sample(
         self,
