@@ -404,7 +404,7 @@ class Ungraded:
     """Reason why a response has no reward: a cause for the counters, and a line of text for people."""
 
     cause: str
-    """timeout, crash, error, nan or type."""
+    """timeout, crash, error, nan, type, length or endpoint."""
     said: str
 
 

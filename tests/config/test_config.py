@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown kind": ({"loss": {"kind": "reverse_kl_m"}}, "loss.kind: did you mean 'reverse_kl_mc'?"),
     "kind of the wrong type": (
         {"loss": {"kind": 7.5}},
-        "loss.kind: known: abs, decoupled_ppo, forward_kl, jsd, k1, k1+, k2, k3, k3+, m2po",
+        "loss.kind: known: abs, decoupled_ppo, eopd, forward_kl, jsd, k1, k1+, k2, k3, k3+",
     ),
     "kind of a schedule": ({"schedule": {"kind": "asynch"}}, "schedule.kind: did you mean 'async'?"),
     "age of what is never old": (

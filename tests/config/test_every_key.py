@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic.fields import FieldInfo
+from transformers import LlamaConfig
 
 import slipstream
 from slipstream.config.file import fields, parse, read
@@ -59,6 +60,7 @@ TOOLS = (
     "student=builtin:tool_student teachers.main.model=builtin:tool_teacher data.train=builtin:table "
     "data.eval=builtin:table sampler.max_tokens=150"
 )
+JUDGE = "task.reward=judge task.judge.base_url=http://127.0.0.1:1/v1 task.judge.model=m task.judge.prompt={response}"
 STEERED = "reference.control=adaptive reference.target=0.001 reference.horizon=10"
 WITH = {
     "policy.reward_weights": 'policy.loss=vanilla policy.advantage=gdpo task.reward=["exact","math"]',
@@ -80,6 +82,7 @@ WITH = {
     "loss.clip:decoupled_ppo": "learner.epochs=2",
     "loss.dual_clip": "loss.as=reward",
     "loss.k:jsd": "loss.cache=teacher_topk",
+    "loss.forward:eopd": "loss.threshold=0.0",
     "loss.k:eopd": "loss.cache=teacher_topk",
     "learner.lora.": "learner.lora.rank=2",
     "guards.gac.every": "guards.gac.below=0.5",
@@ -89,6 +92,9 @@ WITH = {
     "environment.": f"{TOOLS} environment.use=table",
     "task.format.": 'task.reward=["exact","format"]',
     "task.overlong.": 'task.reward=["exact","overlong"] task.overlong.buffer=4',
+    "task.model.": "task.reward=model task.model.path=graders/rm",
+    "task.judge.key": f"{JUDGE} task.judge.key=mark",
+    "task.judge.": f"{JUDGE} task.judge.pattern=(.)",
     "task.sandbox": "task.reward=./rewards.py:runs task.sandbox=http://127.0.0.1:1",
     "data.teacher_key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
     "data.weights": 'data.train={a="rows.jsonl",b="builtin:arithmetic"}',
@@ -146,6 +152,7 @@ OTHER = {
     "loss.m": "4",
     "loss.k": "5",
     "loss.kind": "abs",
+    "loss.threshold": "0.0",
     "loss.loss_max_clamp": "0.01",
     "loss.log_prob_min_clamp": "-1.0",
     "loss.dual_clip": "1.0001",
@@ -179,6 +186,15 @@ OTHER = {
     "task.format.tags": '["a"]',
     "task.format.pattern": "[0-9]+",
     "task.overlong.buffer": "5",
+    "task.model.path": "graders/other",
+    "task.model.max_length": "9",
+    "task.model.dtype": "bfloat16",
+    "task.judge.base_url": "http://127.0.0.1:2/v1",
+    "task.judge.model": "other",
+    "task.judge.api_key_env": "SLIPSTREAM_TEST_KEY",
+    "task.judge.prompt": "{prompt}{response}",
+    "task.judge.pattern": "(..)",
+    "task.judge.key": "score",
     "freshness.drift": "snapshots",
     "freshness.m": "3",
     "freshness.also": "policy",
@@ -433,6 +449,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for source, level in (("main", "other"), ("other", "main"))
     ]
     Path("given").mkdir()
+    for name in ("rm", "other"):
+        path = Path("graders") / name
+        path.mkdir(parents=True)
+        LlamaConfig(architectures=["LlamaForSequenceClassification"], num_labels=1).save_pretrained(path)
     Path("costs.toml").write_text("decode.step = 1.0\nlengths.mean = 8.0\n")
     Path("rewards.py").write_text("async def runs(text, sandbox): return 1.0")
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -148,7 +148,7 @@ CONFIG = table("""
 --teachers.main.modle builtin:teacher | run.toml: unknown key 'teachers.main.modle'; did you mean 'model'?
 --loss.kind kl1 | run.toml: loss.kind: did you mean 
 --schedule.kind asynch | run.toml: schedule.kind: did you mean 'async'?
---task.reward vibes | run.toml: task.reward: 'vibes' is no reward; known: environment, exact, format, math
+--task.reward vibes | run.toml: task.reward: 'vibes' is no reward; known: environment, exact, format, judge
 --task.reward environment | run.toml: task.reward = "environment" is the reward of an environment: add [environment]
 --environment.use shop | run.toml: environment.use: 'shop' is no environment; known: lookup, python, table; your own is
 --environment.turns 3 | run.toml: environment: needs use, an environment, or [environment.gateway], an agent

@@ -147,6 +147,12 @@ task.reward=overlong task.overlong.buffer=17
 task.reward=exact task.overlong.buffer=4
 task.reward=format task.format.pattern=(
 task.reward=format task.format.tags=[]
+task.reward=model
+task.reward=model task.model.path=nowhere/at/all
+task.reward=model task.model.path=builtin:student
+task.reward=judge
+task.reward=judge task.judge.base_url=http://j/v1 task.judge.model=m task.judge.prompt={{response}}
+task.reward=judge task.judge.base_url=http://j/v1 task.judge.model=m task.judge.prompt=x task.judge.key=s
 task.reward=format task.format.tags=["a"] task.format.pattern=a
 task.reward=["exact","vibes"]
 task.reward=false

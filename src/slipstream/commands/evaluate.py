@@ -35,6 +35,7 @@ from slipstream.plan.plan import end_ids
 from slipstream.plan.subject import EvaluatedModel, check_known, evaluated_model
 from slipstream.protocols import Graded, Sampling
 from slipstream.records import Handle
+from slipstream.rewards.functions import APART
 from slipstream.rewards.grading import PoolGrader, needs
 from slipstream.run_dir.atomic_files import append
 from slipstream.run_dir.writing import EVALS, as_lines
@@ -44,7 +45,7 @@ COLUMNS = {field.name for field in fields(EvalSettings)} & DataConfig.model_fiel
 """Names of fields of `EvalSettings` (settings of an evaluation) that are also in section [data] of a config."""
 WIDEST = 160
 """Minimum width in columns of the console that prints the table."""
-OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings")
+OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings", "apart")
 """Fields of `EvalSettings` that no command-line option sets."""
 SHARES = ("exact", "math", "environment", "format")
 """Rewards that are shown in percent."""
@@ -147,7 +148,8 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     tokenizer = load_tokenizer(subject.model)
     ends = end_ids(subject.model, tokenizer)
     tools = tools_of(settings.environment, tokenizer, ends, notes.append)
-    with_text = settings.environment is not None and settings.environment.gateway is not None
+    with_agents = settings.environment is not None and settings.environment.gateway is not None
+    with_text = with_agents or not set(APART).isdisjoint(settings.reward)
     prompts = {
         name: eval_prompts(rows, tokenizer, data, seed=settings.seed, tools=tools, tells=with_text)
         for name, rows in sets.items()

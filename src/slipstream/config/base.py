@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from string import Formatter
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from slipstream.errors import did_you_mean
@@ -25,6 +26,42 @@ THREADS = 1024
 """Largest number of CPU threads of one engine. Some machines refuse to start more threads and end the process."""
 DRAWS = 10_000
 """Largest number of draws (tokens sampled at one position). With more, an exact loss is cheaper."""
+
+
+def check_url(url: str) -> str:
+    """Reject URLs with a password, query or wrong scheme. No message repeats the URL, which would be saved."""
+    form = "write http://HOST:PORT/v1, and nothing else"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise ValueError(f"not a URL: {form}") from None
+    if parts.username is not None or parts.password is not None or "@" in url:
+        raise ValueError(
+            f"holds a user name or a password, which would be printed and saved: {form}; put the key into an "
+            "environment variable and its name into api_key_env"
+        )
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"not a URL of an endpoint: {form}")
+    if parts.query or parts.fragment:
+        raise ValueError(f"has text after the path: {form}")
+    return url.rstrip("/")
+
+
+def check_variable(name: str) -> str:
+    """Reject values that may be a key: names are in capitals, so that a key written by mistake is not logged."""
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError(
+            'is not the name of an environment variable, in capitals, such as "TEACHER_API_KEY"; never write the '
+            "key itself into a config"
+        )
+    return name
+
+
+Url = Annotated[str, AfterValidator(check_url)]
+"""URL of an OpenAI-compatible endpoint."""
+Variable = Annotated[str, AfterValidator(check_variable)]
+"""Name of an environment variable that holds a key."""
 
 
 def at_first(replicas: Replicas) -> int:

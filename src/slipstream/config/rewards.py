@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import Section
+from slipstream.config.base import Dtype, Section, Url, Variable, template_fields
 
 
 class FormatConfig(Section):
@@ -43,6 +43,64 @@ class OverlongConfig(Section):
     """Number of tokens below sampler.max_tokens in which the penalty grows from 0 to its full size, linearly."""
     penalty: float = Field(1.0, gt=0)
     """Penalty of a response with sampler.max_tokens tokens; its reward is the negative of this number."""
+
+
+class RewardModelConfig(Section):
+    path: str = Field(min_length=1)
+    """HF directory of a model for sequence classification with one label, which is the reward."""
+    max_length: int | None = Field(None, ge=1)
+    """Largest number of tokens of a prompt with its response; longer ones are ungraded. None uses the model's
+    context."""
+    batch: int = Field(16, ge=1)
+    """Largest number of responses in one pass."""
+    dtype: Dtype = "float32"
+    """Number format of weights and computations."""
+
+
+class JudgeConfig(Section):
+    base_url: Url
+    """URL of an OpenAI-compatible endpoint with chat completions, for example http://judge:8000/v1."""
+    model: str
+    """Name of the model at the endpoint."""
+    api_key_env: Variable | None = None
+    """Name of the environment variable that holds the endpoint's key. None sends no key."""
+    prompt: str
+    """Template of the request, with the fields {prompt}, {response} and {ground_truth}; {{ and }} stand for braces."""
+    pattern: str | None = None
+    """Regular expression whose first group is the score in the judge's answer; the last match counts. None needs
+    `key`."""
+    key: str | None = None
+    """Key of the score in the JSON object that the judge answers with. None needs `pattern`."""
+    max_tokens: int = Field(512, ge=1)
+    """Largest number of tokens of the judge's answer."""
+    concurrency: int = Field(32, ge=1)
+    """Number of concurrent requests of each sampler."""
+    timeout: float = Field(120.0, gt=0)
+    """Time limit of one request in seconds."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, prompt: str) -> str:
+        fields = template_fields(prompt)
+        for name, spec, conversion in fields:
+            if name not in ("prompt", "response", "ground_truth") or spec or conversion:
+                raise ValueError(f"no field {{{name}}}: there are {{prompt}}, {{response}} and {{ground_truth}}")
+        if "response" not in [name for name, *_ in fields]:
+            raise ValueError("does not show the {response}, so all responses would get the same score")
+        return prompt
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        if pattern is not None and re.compile(check_pattern(pattern)).groups < 1:
+            raise ValueError(f"{pattern!r} has no group for the score: write, for example, 'score: (\\d+)'")
+        return pattern
+
+    @model_validator(mode="after")
+    def _check_alternatives(self) -> Self:
+        if (self.pattern is None) == (self.key is None):
+            raise ValueError("write pattern, or key for a judge that answers in JSON; one of the two")
+        return self
 
 
 def check_pattern(pattern: str) -> str:

@@ -30,14 +30,14 @@ from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
-from slipstream.config.rewards import FormatConfig, OverlongConfig
+from slipstream.config.rewards import FormatConfig, JudgeConfig, OverlongConfig, RewardModelConfig
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.teacher import SELF, problems
 from slipstream.config.teacher import TeacherConfig as TeacherConfig
 from slipstream.errors import ConfigError, did_you_mean
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-REWARDS = ("exact", "math", "environment", "format", "overlong")
+REWARDS = ("exact", "math", "environment", "format", "overlong", "model", "judge")
 
 
 class DataConfig(Section):
@@ -297,10 +297,13 @@ def check_reward(spec: str) -> str:
 class TaskConfig(Section):
     reward: tuple[str, ...] = ()
     """Rewards that grade answers; one name or a list: exact (text), math (by math-verify), environment (its own
-    reward), format and overlong (form and length), or a user function "./file.py:function" or "module:function". All
-    rewards are logged. The first one is the accuracy of evaluation. Empty grades nothing."""
+    reward), format and overlong (form and length), model (a reward model), judge (a model behind an endpoint), or a
+    user function "./file.py:function" or "module:function". All rewards are logged. The first one is the accuracy of
+    evaluation. Empty grades nothing."""
     format: FormatConfig | None = None
     overlong: OverlongConfig | None = None
+    model: RewardModelConfig | None = None
+    judge: JudgeConfig | None = None
     sandbox: Where = None
     """Sandbox in which rewards that ask for `sandbox` run code: bubblewrap, the URL of a server with SandboxFusion's
     API, or "none", which isolates nothing. None provides no sandbox."""
@@ -325,11 +328,13 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _check_sections(self) -> Self:
-        for name in ("format", "overlong"):
+        for name in ("format", "overlong", "model", "judge"):
             if getattr(self, name) is not None and name not in self.reward:
                 raise ValueError(f'[task.{name}] does nothing: add "{name}" to task.reward, or drop it')
-        if "overlong" in self.reward and self.overlong is None:
-            raise ValueError('reward = "overlong" needs its settings: write, for example, overlong = { buffer = 64 }')
+        examples = {"overlong": "{ buffer = 64 }", "model": '{ path = "DIRECTORY" }', "judge": "{ base_url = …, … }"}
+        for name, example in examples.items():
+            if name in self.reward and getattr(self, name) is None:
+                raise ValueError(f'reward = "{name}" needs its settings: write, for example, {name} = {example}')
         return self
 
     @property
@@ -730,6 +735,10 @@ class Config(Section):
                     f'{where} runs in real time: with runtime.clock = "modelled" write engine = "native" without '
                     "base_url"
                 )
+        if self.task.model is not None or self.task.judge is not None:
+            raise ValueError(
+                'the rewards "model" and "judge" take real time: write runtime.clock = "real", or another task.reward'
+            )
         if self.environment is not None and self.environment.gateway is not None:
             raise ValueError(
                 'agents on environment.gateway run in real time: write runtime.clock = "real", or drop the gateway'

@@ -6,14 +6,12 @@ loss that needs more raises an error here, and the message names settings to wri
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import OWN, Dtype, Replicas, Section, template_fields
+from slipstream.config.base import OWN, Dtype, Replicas, Section, Url, Variable, template_fields
 from slipstream.config.engines import ENGINES
 from slipstream.config.losses import LOSSES, LossConfig, caches
 
@@ -59,11 +57,11 @@ class TeacherConfig(Section):
     """HF directory or hub name, builtin:teacher, self (the student's weights at the start), or a name at base_url."""
     engine: Literal["native", "vllm"] = "native"
     """Inference engine that runs a local teacher."""
-    base_url: str | None = None
+    base_url: Url | None = None
     """URL of an OpenAI-compatible endpoint, for example http://teacher:8000/v1. None runs the teacher locally."""
     tokenizer: str | None = None
     """HF directory or hub name of the endpoint's tokenizer. None uses `model`."""
-    api_key_env: str | None = None
+    api_key_env: Variable | None = None
     """Name of the environment variable that holds the endpoint's key. None sends no key."""
     max_logprobs: int = Field(20, ge=1)
     """Number of log-probs per token that the endpoint returns. Set it to the server's limit (vLLM: --max-logprobs)."""
@@ -117,40 +115,6 @@ class TeacherConfig(Section):
     @property
     def exact(self) -> bool:
         return self.base_url is None and self.dtype != "bfloat16"
-
-    @field_validator("base_url")
-    @classmethod
-    def _check_url(cls, url: str | None) -> str | None:
-        """Reject URLs with a password, query or wrong scheme. No message repeats the URL, which would be saved."""
-        if url is None:
-            return None
-        form = "write http://HOST:PORT/v1, and nothing else"
-        try:
-            parts = urlsplit(url)
-            host, _ = parts.hostname, parts.port
-        except ValueError:
-            raise ValueError(f"not a URL: {form}") from None
-        if parts.username is not None or parts.password is not None or "@" in url:
-            raise ValueError(
-                f"holds a user name or a password, which would be printed and saved: {form}; put the key into an "
-                "environment variable and its name into api_key_env"
-            )
-        if parts.scheme not in ("http", "https") or not host:
-            raise ValueError(f"not a URL of an endpoint: {form}")
-        if parts.query or parts.fragment:
-            raise ValueError(f"has text after the path: {form}")
-        return url.rstrip("/")
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _check_variable_name(cls, name: str | None) -> str | None:
-        """Reject values that may be a key: names are in capitals, so that a key written by mistake is not logged."""
-        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-            raise ValueError(
-                'is not the name of an environment variable, in capitals, such as "TEACHER_API_KEY"; never write the '
-                "key itself into a config"
-            )
-        return name
 
     @field_validator("context")
     @classmethod

@@ -18,7 +18,9 @@ from slipstream.config.losses import LossSpec
 from slipstream.config.rewards import FormatConfig
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig, TeacherConfig
 from slipstream.engines.http.client import Endpoint, key_from_environment
-from slipstream.engines.native.config import vocabulary_of, width_of
+from slipstream.engines.http.judge import Judge, JudgeEndpoint
+from slipstream.engines.native.config import check_there, context_length, load_config, vocabulary_of, width_of
+from slipstream.engines.native.reward_settings import RewardModel
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.vllm.core import Settings
 from slipstream.environments.episodes import Limits
@@ -163,6 +165,8 @@ class GraderPlan:
     sandbox: str | None = None
     """Kind of sandbox in which rewards run code; None if rewards get no sandbox."""
     settings: RewardSettings = field(default_factory=dict)
+    apart: tuple[RewardModel | Judge, ...] = ()
+    """Graders of whole groups, besides the functions."""
     tells: bool = False
     """True: also return the texts of responses, for teachers whose context shows earlier responses."""
 
@@ -199,6 +203,7 @@ def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
             timeout=config.task.timeout,
             sandbox=config.task.sandbox,
             settings=reward_settings(config),
+            apart=graders_apart(config),
             tells=any(teacher.shows for teacher in config.teachers.values()),
         ),
         runtime=config.runtime,
@@ -212,7 +217,59 @@ def reward_settings(config: Config) -> RewardSettings:
         found["format"] = (task.format or FormatConfig()).model_dump()
     if task.overlong is not None:
         found["overlong"] = task.overlong.model_dump() | {"max_tokens": config.sampler.max_tokens}
+    if task.model is not None:
+        found["model"] = {}
+    if task.judge is not None:
+        found["judge"] = {"prompt": task.judge.prompt}
     return found
+
+
+def graders_apart(config: Config) -> tuple[RewardModel | Judge, ...]:
+    """Return the reward model and the judge of the config, if any."""
+    task, found = config.task, list[RewardModel | Judge]()
+    if (model := task.model) is not None:
+        found.append(
+            RewardModel(
+                path=model.path,
+                max_length=model.max_length or context_length(load_config(model.path)),
+                batch=model.batch,
+                dtype=model.dtype,
+                device=config.runtime.device,
+                timeout=task.timeout,
+            )
+        )
+    if (judge := task.judge) is not None:
+        endpoint = JudgeEndpoint(
+            teacher="",
+            url=judge.base_url,
+            model=judge.model,
+            key=key_from_environment("task.judge.api_key_env", judge.api_key_env),
+            concurrency=judge.concurrency,
+            timeout=judge.timeout,
+        )
+        found.append(Judge(endpoint=endpoint, **judge.model_dump(include={"prompt", "pattern", "key", "max_tokens"})))
+    return tuple(found)
+
+
+def check_reward_model(config: Config) -> None:
+    """Raise ConfigError if task.model is no model whose only label is a reward."""
+    if (model := config.task.model) is None:
+        return
+    check_there(model.path)
+    found = load_config(model.path)
+    names = found.architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in names):
+        raise ConfigError(
+            f"task.model.path: {model.path} holds {', '.join(names) or 'another model'}: a reward model is one for "
+            "sequence classification"
+        )
+    if found.num_labels != 1:
+        raise ConfigError(f"task.model.path: {model.path} has {found.num_labels} labels: a reward model has one")
+    context = context_length(found)
+    if model.max_length is not None and model.max_length > context:
+        raise ConfigError(
+            f"task.model.max_length = {model.max_length} exceeds the context of {context} of {model.path}"
+        )
 
 
 def student_of(config: Config, dtype: str) -> ModelPlan:

@@ -53,6 +53,8 @@ class EvalSettings:
     """Kind of sandbox in which rewards run code; None if rewards get no sandbox."""
     reward_settings: RewardSettings = field(default_factory=dict)
     """Settings of the rewards, by name; only a run has them."""
+    apart: tuple[Any, ...] = ()
+    """Reward model and judge of the run."""
     environment: EnvironmentPlan | None = None
 
     @property
@@ -144,5 +146,6 @@ def evaluation(
             timeout=asked.timeout,
             sandbox=asked.sandbox,
             settings=asked.reward_settings,
+            apart=tuple(each for each in asked.apart if each.name in asked.reward),
         ),
     )

@@ -38,7 +38,14 @@ from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe
-from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of, environment_of, reward_settings
+from slipstream.plan.engines import (
+    EnginesPlan,
+    check_reward_model,
+    endpoint_of,
+    engines_of,
+    environment_of,
+    reward_settings,
+)
 from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows, reward_warnings
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
@@ -48,7 +55,7 @@ from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt
 from slipstream.rewards import grading
-from slipstream.rewards.functions import is_own
+from slipstream.rewards.functions import APART, is_own
 from slipstream.run_dir.writing import check_trackers
 from slipstream.sandbox.cgroups import in_force, writable
 
@@ -156,6 +163,7 @@ def fast_checks(config: Config) -> None:
         if check := INSTALL_CHECKS.get(engine):
             check(f"{where}.engine")
     method_of(config)
+    check_reward_model(config)
     grading.needs(config.task.reward, config.task.sandbox, reward_settings(config))
     for name, teacher in config.teachers.items():
         if teacher.context is not None and teacher.own_context:
@@ -358,7 +366,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
         shuffle=data.shuffle,
         teachers=teachers,
         sources=sources_of(config, rows, names, teachers),
-        tells=config.has_agents,
+        tells=tells_prompts(config),
         order=order_of(config, rows, names),
     )
 
@@ -427,6 +435,11 @@ def overlap_line(what: str, prompts: Prompts, rows: Sequence[Row], tokens: Seque
     )
 
 
+def tells_prompts(config: Config) -> bool:
+    """Return whether prompts keep their text or messages, for agents and for graders that read conversations."""
+    return config.has_agents or not set(APART).isdisjoint(config.task.reward)
+
+
 def check_prompts(config: Config, rows: Sequence[Row] | Sequence[Prompt], tokens: Sequence[Ints]) -> None:
     """Raise DataError for a prompt that with a response exceeds the student's context, or has unknown token ids."""
     student, context = config.student, sampler_context(config)
@@ -469,7 +482,7 @@ def held_out_prompts(
     for name, source in data.held_out.items():
         loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=notes.append)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
-        every = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=config.has_agents)
+        every = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=tells_prompts(config))
         what, tokens = f"data.eval{name and '.'}{name}", [prompt.tokens for prompt in every]
         fit = prompts_that_fit(config, tokenizer, rows, tokens, what, notes.append)
         rows, tokens = [rows[place] for place, _ in fit], [ids for _, ids in fit]

@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, RunDirError, did_you_mean
 from slipstream.pipeline.checkpoint import Checkpoints
-from slipstream.plan.engines import environment_of, reward_settings
+from slipstream.plan.engines import environment_of, graders_apart, reward_settings
 from slipstream.plan.evaluation import EvalSettings
 from slipstream.run_dir.atomic_files import MANIFEST, damage
 from slipstream.run_dir.reading import RunDir
@@ -85,6 +85,7 @@ def eval_settings_of(config: Config) -> EvalSettings:
         timeout=task.timeout,
         sandbox=task.sandbox,
         reward_settings=reward_settings(config),
+        apart=graders_apart(config),
         environment=environment_of(config),
     )
 

@@ -135,6 +135,11 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
 }
 
 
+ELSEWHERE = "its settings are in [task.{spec}] of the config of a run: evaluate a run that has them"
+APART = ("model", "judge")
+"""Rewards of whole groups, which no function computes: a reward model, and a judge behind an endpoint."""
+
+
 def unfit(reward: str, truth: Any) -> str:
     """Return the reason why a reward can never accept this ground truth; empty if it can, and for user functions."""
     if reward not in ("exact", "math"):
@@ -283,7 +288,7 @@ def _out_of_time(*_: object) -> None:
 
 
 def is_own(spec: str) -> bool:
-    return spec not in BUILT_IN
+    return spec not in (*BUILT_IN, *APART)
 
 
 def check_installed(specs: Iterable[str]) -> None:
@@ -311,5 +316,5 @@ def _configured(spec: str, settings: RewardSettings) -> Callable[..., Any]:
     if spec in settings:
         return partial(function, **settings[spec])
     if any(each.kind is each.KEYWORD_ONLY for each in inspect.signature(function).parameters.values()):
-        raise ConfigError(f"its settings are in [task.{spec}] of the config of a run: evaluate a run that has them")
+        raise ConfigError(ELSEWHERE.format(spec=spec))
     return function

@@ -19,11 +19,13 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from slipstream.errors import ConfigError, EngineError
 from slipstream.records import Group, Handle, Rollout, Ungraded, turns_of
 from slipstream.rewards.functions import (
+    APART,
+    ELSEWHERE,
     Answer,
     Grades,
     Reward,
@@ -144,14 +146,31 @@ def needs(
 ) -> dict[str, tuple[str, ...]]:
     """Return the required fields of each reward, by reward; raise ConfigError if a reward cannot be used."""
     check_installed(specs)
+    apart = {spec: needs_apart(spec, settings or {}) for spec in specs if spec in APART}
+    specs = [spec for spec in specs if spec not in APART]
     if sandbox is None and not any(map(is_own, specs)):
-        return {spec: reward_of(spec, settings=settings).needs for spec in specs}
+        return apart | {spec: reward_of(spec, settings=settings).needs for spec in specs}
     process = GradingProcess(specs, timeout=0.0, sandbox=sandbox, settings=settings)
     try:
         process.ready()
     finally:
         process.close()
-    return process.needs
+    return apart | process.needs
+
+
+def needs_apart(spec: str, settings: RewardSettings) -> tuple[str, ...]:
+    """Return the required fields of a reward that no function computes."""
+    if spec not in settings:
+        raise ConfigError(f"task.reward = {spec!r}: {ELSEWHERE.format(spec=spec)}")
+    return ("ground_truth",) if "{ground_truth}" in settings[spec].get("prompt", "") else ()
+
+
+class BatchGrader(Protocol):
+    """Grader of whole groups, given pairs of a prompt (text or messages) and a response."""
+
+    async def grades(self, asked: Sequence[tuple[Any, Answer]]) -> list[Grades]: ...
+
+    def close(self) -> None: ...
 
 
 class PoolGrader:
@@ -167,12 +186,14 @@ class PoolGrader:
         tells: bool = False,
         sandbox: str | None = None,
         settings: RewardSettings | None = None,
+        apart: Sequence[BatchGrader] = (),
     ) -> None:
         """Start the processes. `tells`: also store the text of each response in its header."""
         check_installed(rewards)
-        self.rewards, self.decode, self.timeout, self.tells = tuple(rewards), decode, timeout, tells
+        self.apart, self.rewards = apart, tuple(each for each in rewards if each not in APART)
+        self.decode, self.timeout, self.tells = decode, timeout, tells
         self.closed, self.sandbox, self.settings = False, sandbox, settings
-        self.processes = [self._process() for _ in range(processes if rewards else 0)]  # early: they start slowly
+        self.processes = [self._process() for _ in range(processes if self.rewards else 0)]  # early: they start slowly
         self.idle = SimpleQueue[int]()
         for place in range(len(self.processes)):
             self.idle.put(place)
@@ -184,11 +205,19 @@ class PoolGrader:
     async def grade(self, group: Group) -> list[Handle]:
         if self.tells:
             group = [Handle(replace(h.header, said=self.decode(h.body.tokens)), h.body) for h in group]
-        if not self.rewards:
+        if not self.rewards and not self.apart:
             return list(group)
         answers = [self._answer(handle.body) for handle in group]
-        found = await asyncio.get_running_loop().run_in_executor(self.threads, self._grades, answers)
-        return [with_grades(handle, each) for handle, each in zip(group, found, strict=True)]
+        asked = [(answer.prompt if (asked := h.body.prompt.asked) is None else asked, answer)
+                 for h, answer in zip(group, answers, strict=True)]  # fmt: skip
+        calls = [each.grades(asked) for each in self.apart]
+        if self.rewards:
+            calls.insert(0, self._in_processes(answers))
+        found = zip(*await asyncio.gather(*calls), strict=True)
+        return [with_grades(handle, merged(parts)) for handle, parts in zip(group, found, strict=True)]
+
+    async def _in_processes(self, answers: Sequence[Answer]) -> list[Grades]:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self._grades, answers)
 
     def _answer(self, rollout: Rollout) -> Answer:
         prompt = rollout.prompt
@@ -237,9 +266,17 @@ class PoolGrader:
         self.closed = True
         for process in self.processes:
             process.kill()
+        for each in self.apart:
+            each.close()
         self.threads.shutdown(cancel_futures=True)
         for process in self.processes:
             process.close()
+
+
+def merged(parts: Sequence[Grades]) -> Grades:
+    """Return all rewards of a response, or the first failure."""
+    failed = next((part for part in parts if isinstance(part, Ungraded)), None)
+    return failed or {name: reward for part in parts if isinstance(part, dict) for name, reward in part.items()}
 
 
 def with_grades(handle: Handle, grades: Grades) -> Handle:

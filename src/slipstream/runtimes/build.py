@@ -141,6 +141,7 @@ def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:
         tells=plan.tells,
         sandbox=plan.sandbox,
         settings=plan.settings,
+        apart=[each.open() for each in plan.apart],
     )
 
 

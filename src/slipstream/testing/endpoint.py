@@ -33,6 +33,7 @@ Scores = Callable[[Sequence[int]], NDArray[np.floating[Any]]]
 """Function from token ids to log-probs [T, V]: row t is the distribution of token t, and row 0 is unused."""
 LOGPROBS = {"nan": float("nan"), "null": None, "positive": 0.5, "clamp": -9999.0, "narrow": -1e300}
 """Log-prob of the last token by fault; "narrow" is finite, but not in float32."""
+CHAT = "/v1/chat/completions"
 IDLE = 600.0
 """Seconds without a completion request after which a server started from a terminal ends."""
 
@@ -68,9 +69,14 @@ class FakeEndpoint(Loopback):
         max_model_len: int | None = 4096,
         key: str | None = None,
         lists: bool = True,
+        says: Callable[[str], str] | None = None,
         port: int = 0,
     ) -> None:
-        """Create an endpoint; if `lists`, also serve the list of models; clients must send `key` unless it is None."""
+        """Create an endpoint; if `lists`, also serve the list of models; clients must send `key` unless it is None.
+
+        `says` answers the last message of a chat request; None serves no chat.
+        """
+        self.says = says
         super().__init__(port)
         self.scores, self.name, self.vocabulary, self.key, self.lists = scores, name, vocabulary, key, lists
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
@@ -122,6 +128,10 @@ class FakeEndpoint(Loopback):
             self.over.wait(self.seconds)
         if self._failed(to, fault) or self._turned_away(to):
             return
+        if self.says is not None and to.path == CHAT:
+            message = {"role": "assistant", "content": self.says(body["messages"][-1]["content"])}
+            send(to, 200, {"object": "chat.completion", "choices": [{"index": 0, "message": message}]})
+            return
         tokens, k = body["prompt"], body.get("prompt_logprobs", 0)
         if problem := self._problem(body, tokens, k):
             send(to, *problem)
@@ -134,7 +144,7 @@ class FakeEndpoint(Loopback):
         authorization = to.headers["Authorization"] or ""
         if self.key is not None and authorization != f"Bearer {self.key}":
             send(to, 401, {"error": {"message": f"Incorrect API key provided: {authorization}"}})
-        elif to.path == "/v1/completions" or (to.path == "/v1/models" and self.lists):
+        elif to.path in ("/v1/completions", CHAT if self.says else "") or (to.path == "/v1/models" and self.lists):
             return False
         else:
             send(to, 404, {"detail": "Not Found"})
