@@ -27,6 +27,7 @@ TEACHER: dict[str, dict[str, object]] = {
     "user_context": {"context": "./context.py:show", "longest": 64},
     "relabel": {"relabel": "always", "context": "{prompt}{best}"},
     "follow": {"model": "self", "follow": {"ema": 0.9}},
+    "ends": {"ends": "map"},
 }
 
 

@@ -75,7 +75,7 @@ data.train=levels.jsonl schedule.mixture=level
 data.train=levels.jsonl schedule.mixture=about.level schedule.max_lag=6
 data.order=adaptive data.adapt=kl
 data.train=levels.jsonl data.order=curriculum data.by=about.level data.ramp=2.0
-data.train={{a="levels.jsonl",b="builtin:arithmetic"}} data.weights={{a=3,b=1}} data.temperature=2.0
+data.train={{a="levels.jsonl",b="builtin:arithmetic"}} data.weights={{a=3,b=1}} data.weights_temperature=2.0
 data.train=levels.jsonl data.deduplicate=true
 data.too_long=skip sampler.longest=30
 data.too_long=cut_left sampler.longest=20

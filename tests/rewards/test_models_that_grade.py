@@ -19,7 +19,7 @@ from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.http import breaker, client
 from slipstream.engines.http.judge import Judge, JudgeEndpoint, as_text
 from slipstream.engines.native.reward_model import encode
-from slipstream.engines.native.reward_settings import RewardModel
+from slipstream.engines.native.reward_process import RewardModel
 from slipstream.errors import ConfigError
 from slipstream.plan.plan import fast_checks
 from slipstream.records import Ungraded

@@ -40,8 +40,8 @@ RUNS = {
     "adaptive by rewards, with refill": f"{RL} data.order=adaptive policy.refill=3.0",
     "adaptive by KL, stale": f"{TEACHER} data.order=adaptive data.adapt=kl schedule.tau=1 runtime.clock=modelled",
     "curriculum": f"{TEACHER} data.order=curriculum data.by=level data.ramp=0.5 schedule.kind=sync",
-    "two sources": f'{TEACHER} data.train={{a="rows.jsonl",b="builtin:arithmetic"}} data.limit=8 data.temperature=2.0 '
-    "schedule.kind=sync",
+    "two sources": f'{TEACHER} data.train={{a="rows.jsonl",b="builtin:arithmetic"}} data.limit=8 '
+    "data.weights_temperature=2.0 schedule.kind=sync",
     "without copies and long prompts": f"{TEACHER} data.deduplicate=true data.too_long=skip sampler.longest=14 "
     "schedule.kind=sync",
     "cut": f"{TEACHER} data.too_long=cut_left sampler.longest=12 schedule.kind=sync",

@@ -150,7 +150,7 @@ CONFIG = table("""
 --schedule.kind asynch | run.toml: schedule.kind: did you mean 'async'?
 --task.reward vibes | run.toml: task.reward: 'vibes' is no reward; known: environment, exact, format, judge
 --task.reward environment | run.toml: task.reward = "environment" is the reward of an environment: add [environment]
---environment.use shop | run.toml: environment.use: 'shop' is no environment; known: lookup, python, table; your own is
+--environment.use shop | run.toml: environment.use: 'shop' is no environment; known: doors, lookup, python, table
 --environment.turns 3 | run.toml: environment: needs use, an environment, or [environment.gateway], an agent
 --environment.use table --environment.turn_tokens 999 | run.toml: environment.turn_tokens = 999 does nothing: samp
 --environment.use table --environment.sandbox docker | run.toml: environment.sandbox: 'docker' is no sandbox: write "b

@@ -41,7 +41,7 @@ data.floor=0.5
 data.half_life=3.0
 data.adapt=kl
 data.weights={{a=1.0}}
-data.temperature=2.0
+data.weights_temperature=2.0
 data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.0}}
 data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.0,b=0.0}}
 data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.0,c=1.0}}

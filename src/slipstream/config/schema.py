@@ -47,8 +47,8 @@ class DataConfig(Section):
     sources have names: { math = "math.jsonl", code = "code.csv" }."""
     weights: dict[str, float] = Field({})
     """Weights of several training sources, for example { math = 3, code = 1 }. A source has its weight as share of the
-    prompts, after `temperature`. Empty weighs every source by its number of rows."""
-    temperature: float = Field(1.0, ge=0.01, le=100)
+    prompts, after `weights_temperature`. Empty weighs every source by its number of rows."""
+    weights_temperature: float = Field(1.0, ge=0.01, le=100)
     """Temperature of the weights of several training sources: shares are weights to the power 1 / temperature. Above 1
     the shares are more equal."""
     split: str = "train"
@@ -570,7 +570,7 @@ class Config(Section):
             (
                 "data",
                 self.data,
-                ("weights", "temperature"),
+                ("weights", "weights_temperature"),
                 len(self.data.sources) > 1,
                 "several sources in data.train",
             ),

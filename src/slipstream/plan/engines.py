@@ -20,7 +20,7 @@ from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeC
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.http.judge import Judge, JudgeEndpoint
 from slipstream.engines.native.config import check_there, context_length, load_config, vocabulary_of, width_of
-from slipstream.engines.native.reward_settings import RewardModel
+from slipstream.engines.native.reward_process import RewardModel
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.vllm.core import Settings
 from slipstream.environments.episodes import Limits

@@ -380,7 +380,7 @@ def order_of(config: Config, rows: Sequence[Row], names: Sequence[str]) -> Mixtu
         ramp: Any = {"difficulty": [hard[place] for place in own], "ramp": data.ramp} if hard else {}
         orders.append(Epochs(own, seed=config.seed, shuffle=data.shuffle, name=name, **ramp))
     weights = [data.weights.get(name, float(len(order.rows))) for name, order in zip(data.sources, orders, strict=True)]
-    return Mixture(orders, shares_of(weights, data.temperature))
+    return Mixture(orders, shares_of(weights, data.weights_temperature))
 
 
 def prompts_that_fit(
