@@ -53,6 +53,12 @@ MINIATURES: dict[str, dict[str, Any]] = {
         },
         "schedule": {"kind": "async", "tau": "auto", "publish_every": "auto"},
     },
+    "answers first, then some beside": {
+        "sft": {"updates": 1},
+        "mix": {"share": 0.9},
+        "loss": {"kind": "forward_kl", "k": 3},
+        "sampler": {"group": 1},
+    },
     "hidden states, shared prompts": {"loss": {"kind": "eopd"}, "learner": {"shared_prompt": True}},
     "weights of stale answers": {
         **REWARDED,

@@ -26,6 +26,7 @@ WORDS = {
         r"timeout|crash|error|nan|type",
         "the reason for a missing answer or reward: timeout, crash, error, nan, type",
     ),
+    "ORIGIN": (r"data|teacher|file", "the origin of a response: data, teacher, file"),
     "NAME": (r"[\w/]+", "a name that the environment defines"),
     "MODE": (r"(token|seq_sum|seq_mean|seq_max)_(k[123]|kl)|negative_seq", "a rejection mode of correction.rs"),
     "REASON": (r"[a-z_ ]+", "the reason why a group was dropped, as in ledger.jsonl"),
@@ -349,6 +350,13 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "mean length of the last 10 updates / mean length of the 10 updates 100 before them (of the first 10 in a "
             "shorter run)",
             below(1.2),
+            METRICS,
+        ),
+        Term("sft", "with [sft]: 1 in a supervised update, which precedes all rollouts, else 0", "–", ACCOUNT),
+        Term(
+            "off_policy/ORIGIN",
+            "share of trained tokens that the student did not draw; rewards, lag and drift leave them out",
+            "near mix.share; 1 in supervised updates",
             METRICS,
         ),
         Term("truncated", "share of responses that reached sampler.max_tokens", below(0.1), METRICS, "cut off"),

@@ -26,7 +26,7 @@ TREND, ENDS = 100, 10
 def lag_metrics(headers: Iterable[Header], version: int) -> Metrics:
     """Return mean, maximum and histogram of the lags of trained tokens: learner's `version` minus token's version."""
     lags: Counter[int] = Counter()
-    for header in headers:
+    for header in drawn_by_student(headers):
         for made_at, count in header.versions:
             lags[version - made_at] += count
     tokens = lags.total()
@@ -35,13 +35,26 @@ def lag_metrics(headers: Iterable[Header], version: int) -> Metrics:
     return {"lag/mean": mean, "lag/max": float(max((lag for lag in lags if lags[lag]), default=0)), **histogram}
 
 
+def drawn_by_student(headers: Iterable[Header]) -> list[Header]:
+    return [header for header in headers if not header.source]
+
+
+def off_policy_metrics(headers: Sequence[Header]) -> Metrics:
+    """Return the shares of trained tokens that the student did not draw, by their origin; {} if it drew all."""
+    tokens = Counter[str]()
+    for header in headers:
+        tokens[header.source] += header.trained_tokens
+    total = max(tokens.total(), 1)
+    return {f"off_policy/{source}": count / total for source, count in sorted(tokens.items()) if source}
+
+
 def mean_lag(header: Header, version: int) -> float:
     return sum((version - made_at) * count for made_at, count in header.versions) / max(header.trained_tokens, 1)
 
 
 def sample_metrics(headers: Sequence[Header]) -> Metrics:
     """Return metrics of samples and episodes; an episode's reward counts once, even with branches."""
-    episodes = {(header.number, header.episode): header for header in headers}.values()
+    episodes = {(header.number, header.episode): header for header in drawn_by_student(headers)}.values()
     lengths = [header.tokens for header in headers]
     numbers: Metrics = {
         "samples": float(len(headers)),
@@ -101,7 +114,7 @@ def trust_metrics(headers: Sequence[Header]) -> Metrics:
     √(k/(k−1) · Σ (gap − kl·tokens)²) / Σ tokens.
     """
     by_teacher: dict[str, list[Header]] = {}
-    for header in headers:
+    for header in drawn_by_student(headers):
         if header.teacher and header.trained_tokens:
             by_teacher.setdefault(header.teacher, []).append(header)
     numbers: Metrics = {"teacher/floored": float(sum(header.floored for header in headers))} if by_teacher else {}

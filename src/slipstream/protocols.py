@@ -13,7 +13,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from slipstream.metrics import Metrics as Metrics
-from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
+from slipstream.records import (
+    ONE,
+    Attempts,
+    Batch,
+    Counts,
+    Group,
+    Handle,
+    Header,
+    Ints,
+    Prompt,
+    Rollout,
+    off_policy,
+    unfinished,
+)
 from slipstream.records import TextScores as TextScores
 
 T = TypeVar("T")
@@ -258,6 +271,16 @@ def greedy(reward: str) -> str:
     return f"greedy_{reward}"
 
 
+class TeacherSampler:
+    """Sampler with a teacher's weights. No version of the student's weights draws its tokens."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self.release = sampler, sampler.release
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        return [off_policy(handle) for handle in await self.sampler.generate(prompt, sampling, begun)]
+
+
 class Graded:
     """Sampler that also grades its responses. A failed response has no rewards, which differs from a reward of 0.
 
@@ -329,6 +352,8 @@ class Engines:
     """Scorers by teacher name. A run without teachers has the single entry `""` with `Unscored`."""
     learner: Learner
     close: Callable[[], None]
+    teacher_samplers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Samplers with a teacher's weights, by teacher; their weights never change. Empty unless teachers generate."""
     replace: Callable[[Any], Awaitable[Any]] | None = None
     """Replace a dead sampler or scorer: end its process and calls, and return a new engine whose weights are loaded.
     None if the engines share this process."""

@@ -25,6 +25,12 @@ Finish = Literal["eos", "length", "turns", "time", "error", "released"]
 """Reason why a response ended. `released`: sampling was interrupted at a token, and can be continued."""
 
 
+NOT_DRAWN = -1
+"""Version of tokens that no weights of the student drew: observed tokens, and all tokens of an off-policy response."""
+AGELESS = 2**53
+"""Version in place of the oldest one, for samples without a token of the student: they never get old."""
+
+
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed for these parts; every machine and process derives the same one."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
@@ -69,6 +75,16 @@ def _topk_fault(
     return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """A response that the student does not draw."""
+
+    tokens: Ints
+    logp: Floats
+    """Log-prob of each token under the policy that drew it; NaN if unknown."""
+    finish: Finish
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
     """One prompt for the student. `number` is the position in the order of submission; `seed` is derived from it."""
@@ -91,6 +107,10 @@ class Prompt:
     """Prompt as text or messages, for agents; None if the run has no agent."""
     place: str = ""
     """File and line of the data row; empty if unknown."""
+    source: str = ""
+    """Origin of the responses: data, teacher or file; empty if the student draws them."""
+    supervised: bool = False
+    """True if the responses are for the supervised updates."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) == 0:
@@ -126,6 +146,10 @@ class Rollout:
     None means the whole vocabulary, or unknown.
 
     For other tokens `versions` is −1 and `logp` is 0, and `turn` is −1 outside of every turn. Do not use these values.
+
+    If the prompt has a `source`, the student drew no token. Then `versions` is −1 everywhere, because no version of the
+    weights is concerned. `logp` belongs to the policy that drew the tokens, and is NaN if that is unknown, so that a
+    loss that uses it cannot be finite.
 
     `index` identifies a row of a group. `episode` and `branch` identify the rows of one episode.
     """
@@ -313,6 +337,30 @@ def one_turn(
     )
 
 
+def given_group(prompt: Prompt, responses: Sequence[Given]) -> list[Handle]:
+    """Return the group of an off-policy prompt from responses that exist already."""
+    group = []
+    for index, given in enumerate(responses):
+        versions = np.full(len(given.tokens), NOT_DRAWN, np.int32)
+        rollout = one_turn(
+            prompt,
+            index,
+            actions=given.tokens[:, None],
+            action_logp=given.logp[:, None],
+            versions=versions,
+            finish=given.finish,
+        )
+        group.append(Handle(header_of(rollout), rollout))
+    return group
+
+
+def off_policy(handle: Handle) -> Handle:
+    """Return a response that another model drew without versions of the student's weights."""
+    rollout: Rollout = handle.body
+    found = replace(rollout, versions=np.full_like(rollout.versions, NOT_DRAWN))
+    return Handle(replace(handle.header, versions=header_of(found).versions), found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
     """A rollout and the teacher's scores, in at most one kind of cache: sampled, student_topk, teacher_topk or hidden.
@@ -426,6 +474,8 @@ class Header:
     outcome: dict[str, float] = field(default_factory=dict)
     ungraded: Ungraded | None = None
     """Reason why grading failed; such a sample is not trained. None: graded, or no rewards are configured."""
+    source: str = ""
+    """Origin of the response: data, teacher or file; empty if the student drew it."""
     teacher: str = ""
     """Name of the teacher that scores or has scored the sample; empty without teacher."""
     teacher_version: int = 0
@@ -445,7 +495,8 @@ class Header:
     cause: str = ""
     """Reason why this member failed; empty if it succeeded or its engine gave no reason."""
     gap: float = 0.0
-    """Behaviour log-prob minus teacher log-prob, summed over trained tokens; the expected value is at least 0."""
+    """Behaviour log-prob minus teacher log-prob, summed over trained tokens; the expected value is at least 0.
+    0 if the student did not draw the tokens."""
     floored: int = 0
     """Number of trained tokens whose teacher log-prob was raised to the floor."""
     differs: float = 0.0
@@ -453,7 +504,8 @@ class Header:
 
     @property
     def oldest(self) -> int:
-        return min(version for version, _ in self.versions)
+        """Return the oldest version that drew a token; AGELESS if the student drew none."""
+        return AGELESS if self.source else min(version for version, _ in self.versions)
 
     @property
     def trained_tokens(self) -> int:
@@ -561,5 +613,6 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         finish=rollout.finish,
         rewards=dict(rollout.rewards),
         outcome=dict(rollout.outcome),
+        source=rollout.prompt.source,
         teacher=teacher or rollout.prompt.teacher,
     )

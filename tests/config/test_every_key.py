@@ -26,8 +26,8 @@ from slipstream.errors import ConfigError
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.plan import Plan, plan
 from slipstream.protocols import Metrics
-from slipstream.records import Batch, Handle, total
-from slipstream.runtimes.build import build_learner, build_sampler, build_scorer
+from slipstream.records import Batch, Handle, Prompt, given_group, total
+from slipstream.runtimes.build import OwnTeacherSampler, build_learner, build_sampler, build_scorer
 
 SOURCE = Path(slipstream.__file__).parent
 BASE = """
@@ -84,6 +84,12 @@ WITH = {
     "loss.k:jsd": "loss.cache=teacher_topk",
     "loss.forward:eopd": "loss.threshold=0.0",
     "loss.k:eopd": "loss.cache=teacher_topk",
+    "sft.loss.k:jsd": "sft.updates=1 sft.loss.cache=teacher_topk",
+    "sft.": "sft.updates=1",
+    "data.response": "data.train=rows.jsonl sft.updates=1",
+    "mix.path": "mix.source=file mix.path=given.jsonl loss.kind=forward_kl sampler.group=1",
+    "mix.over": "mix.source=data mix.final=0.1 loss.kind=forward_kl sampler.group=1",
+    "mix.": "mix.source=data loss.kind=forward_kl sampler.group=1",
     "learner.lora.": "learner.lora.rank=2",
     "guards.gac.every": "guards.gac.below=0.5",
     "environment.sandbox": f"{TOOLS} environment.use=python environment.sandbox=http://127.0.0.1:1",
@@ -195,6 +201,19 @@ OTHER = {
     "task.judge.prompt": "{prompt}{response}",
     "task.judge.pattern": "(..)",
     "task.judge.key": "score",
+    "sft.updates": "2",
+    "sft.lr": "0.01",
+    "sft.warmup": "2 sft.updates=2",
+    "sft.source": "teacher",
+    "sft.loss.kind": "jsd",
+    "sft.loss.k": "5",
+    "sft.loss.loss_max_clamp": "0.01",
+    "sft.loss.log_prob_min_clamp": "-1.0",
+    "data.response": "question",
+    "mix.share": "0.25",
+    "mix.final": "0.0",
+    "mix.over": "1",
+    "mix.path": "others.jsonl",
     "freshness.drift": "snapshots",
     "freshness.m": "3",
     "freshness.also": "policy",
@@ -236,6 +255,7 @@ ALSO = {
     "learner.snapshots": "learner.exact_drift=true",
     "teachers.NAME.base_url": "loss.kind=forward_kl",
     "policy.old": "policy.loss=vanilla",
+    "sft.warmup": "sft.updates=2",
 }
 """What must be written beside either value."""
 
@@ -302,8 +322,8 @@ READ_BY = {
     "runtime.restarts": "runs/start.py",
 }
 """Whoever reads what is of the run and not of its engines, or needs what is not installed everywhere."""
-REFUSED = {"learner.dropout"}
-"""What does nothing with this student."""
+REFUSED = {"learner.dropout", "sft.loss.weight"}
+"""What does nothing with this student, or alone."""
 
 
 def choices(info: FieldInfo) -> tuple[Any, ...]:
@@ -342,8 +362,8 @@ def base_of(key: str, name: str, kind: str) -> str:
     line = next((line for start, line in WITH.items() if key.startswith(start)), "")
     kind = "k2" if kind.startswith("k1") else kind
     line += " loss.k=6" if kind == "reverse_kl_topk" else ""
-    if kind and name.startswith(("loss.", "schedule.")):
-        line += f" {name.partition('.')[0]}.kind={kind}"
+    if kind and name.startswith(("loss.", "schedule.", "sft.loss.")):
+        line += f" {name.rpartition('.')[0]}.kind={kind}"
     return line
 
 
@@ -355,8 +375,11 @@ def planned(changes: tuple[tuple[str, str], ...]) -> Plan:
 def seen(made: Plan) -> list[Any]:
     """The plan without the sections that are handed on whole: those are seen when somebody reads them."""
     config, engines, method = made.config, made.engines, made.method
-    learner = replace(engines.learner, settings=None, method=None)  # type: ignore[arg-type]
-    scorers = [replace(each, spec=(each.spec.cache, each.spec.k, each.spec.draws)) for each in engines.scorers.values()]
+    learner = replace(engines.learner, settings=None, method=None, supervised=None)  # type: ignore[arg-type]
+    scorers = [
+        replace(each, spec=(each.spec.cache, each.spec.k, each.spec.draws), supervised=None, supervised_temperature=1.0)
+        for each in engines.scorers.values()
+    ]
     prompts = [made.prompts.at(number) for number in range(30)]
     return [
         replace(engines, learner=learner, scorers=scorers, runtime=None),  # type: ignore[arg-type]
@@ -366,6 +389,7 @@ def seen(made: Plan) -> list[Any]:
         schedule_of(config.schedule, config.groups_per_update),
         [(p.tokens.tolist(), p.seed, p.teacher, p.ground_truth) for p in chain(prompts, *made.held_out.values())],
         [made.prompts.source(number) for number in range(30)],
+        made.prompts.digest,
         list(map(str, made.needs)),
     ]
 
@@ -376,18 +400,28 @@ def trained(changes: tuple[tuple[str, str], ...]) -> tuple[str, list[Metrics]]:
     made = planned(changes)
     learner = build_learner(made.engines.learner, made.tokenizer)
     sampler = shared(build_sampler, made.engines.sampler, made.tokenizer)
+    teachers = [shared(OwnTeacherSampler, each, made.tokenizer) for each in made.engines.teacher_samplers.values()]
     (scorer,) = [shared(build_scorer, each, made.tokenizer) for each in made.engines.scorers.values()]
     found: list[Metrics] = []
+
+    async def responses(prompt: Prompt) -> Sequence[Handle]:
+        if prompt.source in ("data", "file"):
+            return given_group(prompt, made.prompts.responses(prompt, made.prompts.order.at(prompt.number)))
+        return await (teachers[0] if prompt.source else sampler).generate(prompt, made.sampling)
 
     async def updates() -> str:
         size, settings = made.config.groups_per_update, made.engines.learner.settings
         weights, _ = await learner.export()
         await sampler.publish(weights, "drain")
         for update in (1, 2):
-            prompts = [made.prompts.at(number) for number in range(size)]
-            drawn = await asyncio.gather(*(sampler.generate(prompt, made.sampling) for prompt in prompts))
-            scored = await asyncio.gather(*(scorer.score(graded(group)) for group in drawn))
-            batch = Batch(tuple(scored), update)
+            supervised = update <= made.config.supervised_updates
+            prompts = [
+                made.prompts.with_origin(made.prompts.at(number), supervised=supervised) for number in range(size)
+            ]
+            groups = [graded(each) for each in await asyncio.gather(*map(responses, prompts))]
+            if not supervised or made.config.sft.loss.kind != "cross_entropy":
+                groups = await asyncio.gather(*map(scorer.score, groups))
+            batch = Batch(tuple(groups), update)
             counts = await learner.prepare(batch)
             for _ in range(settings.epochs):
                 for part in batch.parts(settings.minibatches):
@@ -455,6 +489,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         LlamaConfig(architectures=["LlamaForSequenceClassification"], num_labels=1).save_pretrained(path)
     Path("costs.toml").write_text("decode.step = 1.0\nlengths.mean = 8.0\n")
     Path("rewards.py").write_text("async def runs(text, sandbox): return 1.0")
+    trajectory = {"tokens": [5] * 8, "logp": [-1.0] * 8}
+    for name, token in (("given", 5), ("others", 6)):
+        given = [trajectory | {"prompt": f"train:{i}", "tokens": [token] * 8} for i in range(24)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in given))
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

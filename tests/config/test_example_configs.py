@@ -34,6 +34,8 @@ TELLS = {
     "lookup": {"distill/loss", "reward/exact", "episode/calls", "episode/invalid"},
     "self_privileged": {"distill/loss", "teacher/kl"},
     "self_best": {"distill/loss", "reward/exact", "teacher/kl"},
+    "warm_start": {"distill/loss", "lr"},
+    "gkd": {"distill/loss", "off_policy/data"},
     "self_ema": {"distill/loss", "teacher/self/version", "teacher/kl"},
 }
 

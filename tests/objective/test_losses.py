@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.config.file import parse
-from slipstream.config.losses import LOSSES, LossConfig
+from slipstream.config.losses import LOSSES, DistillationLoss
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
@@ -54,7 +54,9 @@ def test_every_row_of_the_table_is_here() -> None:
 # --- the same by the engines ------------------------------------------------------------------------------------------
 
 
-def learner_of(model: PreTrainedModel, loss: LossConfig, teacher: PreTrainedModel, **changes: Any) -> NativeLearner:
+def learner_of(
+    model: PreTrainedModel, loss: DistillationLoss, teacher: PreTrainedModel, **changes: Any
+) -> NativeLearner:
     config = LearnerConfig(batch_size=8, dtype="float64", lr=0.01, clip_norm=1e9, token_budget=64)
     head = wrap(teacher).head if loss.spec.cache == "hidden" else None
     method = Method(loss=loss, max_tokens=9, **changes)

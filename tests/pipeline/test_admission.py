@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.metrics import NO_ADVANTAGE
 from slipstream.pipeline.admission import Admission, AdmissionState
 from slipstream.pipeline.schedules import Schedule, schedule_of
+from slipstream.records import AGELESS
 
 GROUPS = st.integers(1, 4)
 
@@ -55,7 +56,9 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
     def source(number: int) -> str:
         return sources[number % len(sources)]
 
-    admission = Admission(schedule, updates=4, source=source, most_refilled=most)
+    supervised = data.draw(st.integers(0, 3), label="supervised")
+    off_policy = data.draw(st.sets(st.integers(0, 9)), label="numbers of groups that the student does not draw")
+    admission = Admission(schedule, updates=4, supervised=supervised, source=source, most_refilled=most)
     ended: list[int] = []
     alike: set[int] = set()
     consumed: list[int] = []
@@ -81,9 +84,16 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
         assert {*choices} - {"allow", "stop", "drop", "refresh"} - blocked, f"deadlock: {vars(admission)}"
         match data.draw(st.sampled_from(choices)):
             case "submit":
+                if admission.published_version >= supervised > 0 and admission.submitted:
+                    assert admission.version >= supervised, "supervised updates are published before anything starts"
                 versions |= dict.fromkeys(admission.submit(), admission.published_version)
+                if admission.supervising:
+                    others = admission.submitted - admission.dropped.total()
+                    assert others <= supervised * schedule.groups, "no group of a later update beside supervised ones"
             case "rolled":
                 number = data.draw(st.sampled_from(list(admission.rolling)))
+                if number % 10 in off_policy:
+                    versions[number] = AGELESS
                 equal = most > 0 and data.draw(st.booleans())
                 alike = alike | {number} if equal else alike - {number}
                 admission.rolled(number, versions[number], alike=equal)
@@ -100,7 +110,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
                 every = data.draw(st.integers(1, rarest))
                 admission.allow(data.draw(st.integers(every * schedule.groups, schedule.credits)), every)
             case "stop":
-                admission = gone_on_with(admission, source)
+                admission = gone_on_with(admission, source, supervised)
                 consumed = [number for number in consumed if number not in admission.live]
                 stops += 1
             case "take":
@@ -115,6 +125,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
             case "train":
                 ended += admission.learning
                 admission.train()
+                assert not (admission.version == supervised and admission.live), "nothing is left over"
                 if schedule.order != "completion":
                     found, due = Counter(map(source, consumed)), Counter(map(source, range(len(consumed))))
                     assert all(abs(found[s] - due[s]) <= admission.dropped.total() for s in sources)
@@ -160,12 +171,18 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
         assert consumed == sorted(consumed), "in the order of submission"
 
 
-def gone_on_with(before: Admission, source: Any) -> Admission:
+def gone_on_with(before: Admission, source: Any, supervised: int = 0) -> Admission:
     """From a checkpoint: what was being scored or learned from is so anew, and what is trained has been published."""
     standing = AdmissionState(**json.loads(json.dumps(asdict(before.standing)), object_hook=with_numbers))
     assert standing == before.standing
-    most = before.most_refilled
-    after = Admission(before.schedule, updates=before.updates, source=source, most_refilled=most, standing=standing)
+    after = Admission(
+        before.schedule,
+        updates=before.updates,
+        supervised=before.supervised,
+        source=source,
+        most_refilled=before.most_refilled,
+        standing=standing,
+    )
     assert after.live == before.live and after.batches == before.batches
     assert after.rolling.keys() == before.rolling.keys()
     assert list(after.waiting) == [*before.scoring, *before.waiting] and not after.scoring

@@ -149,6 +149,13 @@ log.to=tensorboard
 teachers.main.weight=0.5
 teachers.main.replicas=2 sampler.replicas=2
 reference.weight=0.01
+sft.updates=1
+sft.updates=1 sft.source=teacher sft.lr=1e-3 sft.warmup=1 sampler.group=2
+sft.updates=1 sft.loss.kind=forward_kl sft.loss.k=4 sft.loss.temperature=0.5
+sft.updates=1 sft.loss.kind=jsd schedule.kind=periodic
+{RL} sft.updates=1
+mix.source=teacher loss.m=3 mix.share=0.25 mix.final=0 mix.over=2
+mix.share=0.5 loss.kind=jsd sft.updates=1
 """.strip().splitlines()
 
 

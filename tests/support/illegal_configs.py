@@ -53,6 +53,47 @@ policy.refill=2.0
 {RL} policy.refill=2.0 policy.advantage=reinforce_plus_plus
 {RL} policy.refill=2.0 reference.weight=0.1 reference.into=reward
 {RL} policy.refill=1.2
+sft.updates=2
+sft.updates=1 sft.warmup=2
+sft.updates=1 sft.loss.kind=reverse_kl_mc
+sft.updates=1 sft.loss.kind=reverse_kl_topk
+sft.updates=1 sft.loss.kind=k2
+sft.updates=1 sft.loss.weight=0.5
+sft.updates=1 sft.loss.kind=forward_kl sft.loss.k=1000
+sft.updates=1 sft.loss.k=4
+sft.updates=1 sft.source=file
+sft.updates=1 reference.weight=0.1
+sft.updates=1 data.train=table.csv data.prompt=question
+sft.updates=1 data.train=table.csv data.prompt=question data.response=nothing
+sft.updates=1 sft.source=teacher data.response=solution
+sft.updates=1 sft.source=teacher teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl
+sft.updates=1 sft.source=teacher teachers.main.engine=vllm
+sft.updates=1 sft.source=teacher teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}}
+sft.updates=1 sft.loss.kind=jsd teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl
+{RL} sft.updates=1 sft.source=teacher
+{RL} sft.updates=1 sft.loss.kind=forward_kl
+data.response=answer
+loss.kind=cross_entropy
+mix.share=0.5
+mix.share=0 loss.kind=forward_kl
+mix.share=2 loss.kind=forward_kl
+mix.share=0.5 mix.final=0.5 loss.kind=forward_kl
+mix.over=1 loss.kind=forward_kl
+mix.path=x.jsonl loss.kind=forward_kl
+mix.source=file loss.kind=forward_kl
+mix.source=file mix.path=missing.jsonl loss.kind=forward_kl
+mix.source=file mix.path=levels.jsonl loss.kind=forward_kl
+mix.source=file mix.path=levels.jsonl loss.m=2
+mix.source=teacher loss.kind=reverse_kl_topk loss.k=4
+mix.source=teacher loss.importance=false
+mix.source=teacher loss.kind=k2
+mix.source=teacher sampler.top_k=5 sampler.keep_mask=true
+mix.source=teacher freshness.weight=freshness
+mix.source=teacher guards.gac.every=1
+mix.source=teacher correction.preset=bypass_pg_geo_rs
+mix.source=teacher {BOTH}
+mix.share=0.5 loss.kind=forward_kl sampler.group=2
+mix.share=0.5 loss.kind=forward_kl environment.use=table
 loss.kind=forward_kl loss.tail=true loss.renormalise=true
 loss.kind=forward_kl loss.cache=hidden loss.tail=true
 loss.kind=forward_kl loss.cache=hidden loss.renormalise=true

@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
+from torch.nn.functional import nll_loss
 from transformers import PreTrainedModel
 
-from slipstream.config.losses import Cache, LossConfig
+from slipstream.config.losses import LOSSES, Cache, DistillationLoss
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.protocols import Sampling
@@ -43,11 +43,12 @@ CHOSEN: dict[str, list[dict[str, Any]]] = {
     "k3": [{}, {"as": "reward", "clip": 0.1}],
     "k1+": [{}],
     "k3+": [{}],
+    "cross_entropy": [{}],
 }
 
 
-def chosen(kind: str, options: Mapping[str, Any]) -> LossConfig:
-    return TypeAdapter[LossConfig](LossConfig).validate_python({"kind": kind} | dict(options))
+def chosen(kind: str, options: Mapping[str, Any]) -> DistillationLoss:
+    return LOSSES[kind].model_validate({"kind": kind} | dict(options))
 
 
 class View(NamedTuple):
@@ -183,6 +184,7 @@ FORMULAS: dict[str, Callable[[View, Mapping[str, Any]], Tensor]] = {
     "mopd": generalised,
     "eopd": gated,
     "jsd": between,
+    "cross_entropy": lambda view, o: nll_loss(view.now, view.draws[:, 0], reduction="none"),
     **{kind: on_the_emitted(kind) for kind in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
 }
 
@@ -214,7 +216,7 @@ def teacher_of(dtype: torch.dtype) -> PreTrainedModel:
     return make_model("llama", seed=2, dtype=dtype)
 
 
-def groups_for(loss: LossConfig, name: str, dtype: torch.dtype) -> list[list[Handle]]:
+def groups_for(loss: DistillationLoss, name: str, dtype: torch.dtype) -> list[list[Handle]]:
     return collected(name, dtype, loss.spec.cache, loss.spec.draws, loss.spec.k, loss.temperature)
 
 
@@ -229,7 +231,7 @@ def drew() -> PreTrainedModel:
     return make_model("phi", seed=0, dtype=torch.float64)
 
 
-def likely(model: PreTrainedModel, loss: LossConfig, temperature: float) -> Tensor:
+def likely(model: PreTrainedModel, loss: DistillationLoss, temperature: float) -> Tensor:
     """Distributions of all that was drawn for such a loss, by a model that never moves: computed once."""
     return _likely(model, loss.spec.cache, loss.spec.draws, loss.spec.k, loss.temperature, temperature)
 

@@ -11,15 +11,16 @@ import numpy as np
 
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
+from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.objective.method import method_of
+from slipstream.objective.method import method_of, supervised_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import followers_of, snapshots_of
 from slipstream.protocols import Engines, Graded, Unscored
-from slipstream.records import Group, Handle
+from slipstream.records import Given, Group, Handle
 from slipstream.run_dir.writing import RunLog, read_lines
 from support.tiny_models import EOS, VOCAB, make_model, wrap
 
@@ -47,7 +48,22 @@ def prompts(config: Config) -> Prompts:
     rng, teachers = np.random.default_rng(0), sorted(config.teachers) or [""]
     tokens = [rng.integers(2, VOCAB, rng.integers(1, 9)).astype(np.int32) for _ in range(8)]
     rows = [Row(id=str(i), prompt="x") for i in range(8)]
-    return Prompts(rows, tokens, seed=0, shuffle=False, teachers=[teachers[i % len(teachers)] for i in range(8)])
+    made = Prompts(rows, tokens, seed=0, shuffle=False, teachers=[teachers[i % len(teachers)] for i in range(8)])
+    if config.offpolicy_sources:
+        answer = np.array([3, 4, EOS], np.int32)
+        made.use(
+            OffPolicy(
+                seed=0,
+                supervised="data",
+                first=config.supervised_updates * config.groups_per_update,
+                mix=config.mix,
+                groups=config.groups_per_update,
+                updates=config.updates,
+                group=1,
+                answers=[Given(answer, np.full(3, np.nan, np.float32), "eos")] * 8,
+            )
+        )
+    return made
 
 
 def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +86,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     learner = NativeLearner(
         wrap(student.model),
         method=method,
+        supervised=supervised_of(config),
         config=config.learner,
         updates=config.updates,
         teacher_head=wrap(teacher).head if cache == "hidden" else None,

@@ -80,10 +80,12 @@ def go(
     until: float | None = None,
     number: int | None = None,
     score: float = 0.5,
+    prompts: Prompts = PROMPTS,
+    changes: Mapping[str, Any] | None = None,
     **sizes: Any,
 ) -> toy.ToyLearner:
     """Begin or go on (from this checkpoint), and stop as Ctrl-C does after so many virtual seconds."""
-    settings = config(schedule, **sizes)
+    settings = config(schedule, **sizes).model_copy(update=changes)
     made = engines(score=score, freshness=settings.freshness)
 
     async def work() -> None:
@@ -97,7 +99,7 @@ def go(
             standing, groups, log, checkpoint = None, [], RunLog.create(settings, path), None
         with log:
             choice = checkpoint.choice if checkpoint else None
-            run = Run(settings, made, PROMPTS, log, held_out=HELD_OUT, standing=standing, groups=groups, choice=choice)
+            run = Run(settings, made, prompts, log, held_out=HELD_OUT, standing=standing, groups=groups, choice=choice)
             task = asyncio.create_task(run.train())
             await asyncio.wait([task], timeout=until)
             if not task.done():

@@ -2,7 +2,8 @@
 
 The fields of a row are the loss options, with their bounds. Property `spec` describes what samplers, scorers,
 endpoints, learner and objective must provide. `scope` is for schedules. Other code does not depend on `kind`. A new
-loss needs a row here and in `LossConfig`, a formula in estimators/, and a description in its tables.
+loss needs a row here and in `LossConfig` or `SupervisedLoss`, a formula in estimators/, and a description in its
+tables.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from pydantic import Field, model_validator
 from slipstream.config.base import DRAWS, Epsilon, Section, Temperature
 from slipstream.scope import Scope
 
-Cache = Literal["sampled", "student_topk", "teacher_topk", "hidden"]
+Cache = Literal["none", "sampled", "student_topk", "teacher_topk", "hidden"]
 """Kind of teacher scores: log-probs of draws (tokens sampled at a position, the emitted one included), of the student's
-or the teacher's top-k ids; or the teacher's last hidden state."""
+or the teacher's top-k ids; or the teacher's last hidden state. none: the loss needs no scores."""
 Operand = Literal["student", "behavior", "proximal", "teacher", "reference", "keep"]
 """Inputs of a loss formula: log-probs under the current student, the policy that sampled the tokens, the student when
 the batch arrived, the teacher, and the student at the start of the run (reference). `keep` is the mask of draws that
@@ -51,6 +52,7 @@ class LossSpec:
 class DistillationLoss(Section):
     scope: ClassVar[Scope] = "token"
 
+    kind: str
     weight: float = Field(1.0, ge=0)
     """Weight of the distillation loss in the total loss; 0 uses no distillation and no teacher."""
     temperature: Temperature = 1.0
@@ -338,12 +340,23 @@ class KLEstimate(Divergence):
         )
 
 
+class CrossEntropy(DistillationLoss):
+    kind: Literal["cross_entropy"] = "cross_entropy"
+    """Negative log-likelihood of the tokens, without a teacher."""
+
+    @property
+    def spec(self) -> LossSpec:
+        return LossSpec(cache="none", formula="divergence.cross_entropy", takes=("student",))
+
+
 LossConfig = Annotated[
     ReverseKLMC | DecoupledPPO | M2PO | ReverseKLTopK | ReverseKL | ForwardKL | MOPD | EOPD | JSD | KLEstimate,
     Field(discriminator="kind"),
 ]
+SupervisedLoss = Annotated[CrossEntropy | ForwardKL | ReverseKL | JSD, Field(discriminator="kind")]
+"""Losses that need no draws of the student. Cross-entropy on its own rollouts would only confirm what it drew."""
 LOSSES: dict[str, type[DistillationLoss]] = {
-    kind: row for row in get_args(get_args(LossConfig)[0]) for kind in row.kinds()
+    kind: row for row in (*get_args(get_args(LossConfig)[0]), CrossEntropy) for kind in row.kinds()
 }
 
 

@@ -30,6 +30,7 @@ from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
+from slipstream.config.offpolicy import MixConfig, SupervisedConfig
 from slipstream.config.rewards import FormatConfig, JudgeConfig, OverlongConfig, RewardModelConfig
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.teacher import SELF, problems
@@ -73,6 +74,9 @@ class DataConfig(Section):
     answer: str | None = None
     """Column of the answer, with dots as in `prompt` (reward_model.ground_truth). In a list of answers each one is
     correct. None finds the answer by well-known column names."""
+    response: str | None = None
+    """Column of the response that [sft] and [mix] learn from with source = "data", with dots as in `prompt`. None uses
+    the last assistant turn, or the whole text in the column of the answer."""
     template: str | None = None
     """Template of the prompt with columns of the row, for example "Solve: {question}"; write {{ and }} for braces. None
     uses the prompt column."""
@@ -479,6 +483,8 @@ class Config(Section):
     data: DataConfig = DataConfig()
     sampler: SamplerConfig = SamplerConfig()
     environment: EnvironmentConfig | None = None
+    sft: SupervisedConfig | None = None
+    mix: MixConfig | None = None
     loss: LossConfig = ReverseKLMC()
     policy: PolicyConfig | None = None
     correction: CorrectionConfig = CorrectionConfig()
@@ -510,6 +516,7 @@ class Config(Section):
         self._check_objective()
         self._check_learner()
         self._check_guards()
+        self._check_offpolicy()
         for feature, why in ENGINES[self.sampler.engine].sampler_refuses.items():
             if feature in self.sampler_features:
                 raise ValueError(why)
@@ -576,6 +583,7 @@ class Config(Section):
             ),
             ("data", self.data, ("by", "ramp"), self.data.order == "curriculum", 'data.order = "curriculum"'),
             ("data", self.data, ("adapt", "half_life", "floor"), adapts, 'data.order = "adaptive"'),
+            ("data", self.data, ("response",), "data" in self.offpolicy_sources, '[sft] or [mix] with source = "data"'),
             ("health", self.health, ("kl", "invalid", "rise"), bool(self.teachers), "a teacher"),
             ("health", self.health, ("reward",), graded, "task.reward"),
             *((name, each, ("key",), several, "another teacher") for name, each in teachers.items()),
@@ -587,6 +595,115 @@ class Config(Section):
             for name in section.changed(*names) if not used else ():
                 setting = f"{where}.{type(section).model_fields[name].alias or name}"
                 raise ValueError(f"{setting} does nothing without {needed}: set that, or drop {setting}")
+
+    @property
+    def supervised_updates(self) -> int:
+        return self.sft.updates if self.sft is not None else 0
+
+    @property
+    def offpolicy_sources(self) -> set[str]:
+        """Return the origins of the responses that the student does not draw: data, teacher, file."""
+        return {section.source for section in (self.sft, self.mix) if section is not None}
+
+    def _check_offpolicy(self) -> None:
+        for name in ("sft", "mix"):
+            section: SupervisedConfig | MixConfig | None = getattr(self, name)
+            if section is None:
+                continue
+            if self.environment is not None:
+                raise ValueError(f"[{name}] has responses of one turn, and [environment] makes episodes: drop one")
+            if section.source == "teacher":
+                self._check_teachers_roll(name)
+        if self.sft is not None:
+            self._check_supervised(self.sft)
+        if self.mix is not None:
+            self._check_mix(self.mix)
+
+    def _check_teachers_roll(self, name: str) -> None:
+        """Raise ValueError unless every teacher can generate responses: a constant model that runs here natively."""
+        if not self.teachers:
+            raise ValueError(f'{name}.source = "teacher" needs a teacher: add [teachers.main], or write "data"')
+        for key, teacher in self.teachers.items():
+            if teacher.base_url is not None or teacher.engine != "native":
+                what = "is an endpoint" if teacher.base_url is not None else f"runs in {teacher.engine}"
+                raise ValueError(
+                    f'{name}.source = "teacher": teachers.{key} {what}, and only a native engine here rolls out for '
+                    'the student: write source = "data", or engine = "native" without base_url'
+                )
+            if teacher.ends == "map":
+                raise ValueError(
+                    f'{name}.source = "teacher": the rollouts of teachers.{key} would end with its own tokens, and '
+                    'ends = "map" changes only its scores: write sampler.stop instead, or source = "data"'
+                )
+            for option in ("context", "follow"):
+                if getattr(teacher, option) is not None:
+                    raise ValueError(
+                        f'{name}.source = "teacher" rolls out from the student\'s prompt with constant weights, and '
+                        f'teachers.{key}.{option} changes that: drop it, or write source = "data"'
+                    )
+
+    def _check_supervised(self, sft: SupervisedConfig) -> None:
+        if sft.updates >= self.updates:
+            raise ValueError(
+                f"sft.updates = {sft.updates} leaves no update for rollouts: updates = {self.updates} counts both"
+            )
+        if self.reference is not None or "reference" in self.loss.spec.takes:
+            what = "[reference]" if self.reference is not None else "the reference of loss.reward_scale"
+            raise ValueError(
+                f"{what} is the student at the start of the run, before [sft] has taught it anything: drop one of "
+                "them, or make the supervised updates in a run of their own"
+            )
+        if sft.loss.weight != 1:
+            raise ValueError("sft.loss.weight does nothing: the supervised updates have no other loss; drop it")
+        if sft.loss.kind == "cross_entropy":
+            return
+        if not self.teachers:
+            raise ValueError(f'sft.loss.kind = "{sft.loss.kind}" needs a teacher: write "cross_entropy"')
+        for key, teacher in self.teachers.items():
+            if teacher.base_url is not None or teacher.engine != "native":
+                raise ValueError(
+                    f'sft.loss.kind = "{sft.loss.kind}" needs scores that only a native teacher gives beside those of '
+                    f'[loss], and teachers.{key} is none: write sft.loss.kind = "cross_entropy"'
+                )
+        for problem in problems(self.teachers, sft.loss):
+            raise ValueError(f"sft: {problem}")
+
+    def _check_mix(self, mix: MixConfig) -> None:
+        spec, where = self.loss.spec, f'[mix] with source = "{mix.source}"'
+        if self.policy is not None:
+            raise ValueError("[mix] is for distillation: [policy] compares answers of the student; drop one of them")
+        if self.freshness is not None:
+            raise ValueError("[freshness] weighs samples by the student's weights that drew them: drop it, or [mix]")
+        if self.correction.preset != "disabled":
+            raise ValueError(
+                f'correction.preset = "{self.correction.preset}" rejects tokens that the student would not draw, which '
+                "are those of [mix]: drop one of them"
+            )
+        if self.guards.gac is not None:
+            raise ValueError("[guards.gac] compares samples by the age of the student's weights: drop it, or [mix]")
+        if self.sampler.keep_mask:
+            raise ValueError("sampler.keep_mask records the support of the student's sampler alone: drop it, or [mix]")
+        if spec.cache == "student_topk":
+            raise ValueError(
+                f'loss.kind = "{self.loss.kind}" uses the top-k ids of the student that drew, and [mix] has tokens '
+                'that it did not draw: write loss.kind = "forward_kl", "reverse_kl" or "jsd"'
+            )
+        if spec.cache == "sampled" and not spec.compares:
+            raise ValueError(
+                f'loss.kind = "{self.loss.kind}" takes every token for one of the student, without importance weights: '
+                'write "forward_kl", "reverse_kl" or "jsd", or "reverse_kl_mc" with importance'
+            )
+        if mix.source == "data" and spec.compares:
+            raise ValueError(
+                f'{where} has tokens whose behaviour log-prob is unknown, and loss.kind = "{self.loss.kind}" divides '
+                'by it: write "forward_kl", "reverse_kl" or "jsd"'
+            )
+        if mix.source == "file" and spec.draws > 1:
+            raise ValueError(
+                f"loss.m = {spec.draws}: {where} knows the emitted token and no other draws: write loss.m = 1"
+            )
+        if mix.source == "data" and self.sampler.group > 1:
+            raise ValueError(f"{where} has one answer for each prompt: write sampler.group = 1")
 
     def _check_objective(self) -> None:
         if self.loss.weight and not self.teachers:

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import OWN, Dtype, Replicas, Section, Url, Variable, template_fields
 from slipstream.config.engines import ENGINES
-from slipstream.config.losses import LOSSES, LossConfig, caches
+from slipstream.config.losses import LOSSES, DistillationLoss, caches
 
 SELF = "self"
 """Value of `model` that means the student's own weights at the start of the run."""
@@ -186,7 +186,7 @@ def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
     return {name if teacher.key is None else teacher.key: name for name, teacher in teachers.items()}
 
 
-def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterator[str]:
+def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss) -> Iterator[str]:
     """Yield a message for each conflict among these teachers, or between a teacher and the loss."""
     hidden = loss.spec.cache == "hidden"
     last_with_key = routed_by(teachers)
@@ -212,7 +212,7 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
             )
 
 
-def endpoint_problems(where: str, teacher: TeacherConfig, loss: LossConfig) -> Iterator[str]:
+def endpoint_problems(where: str, teacher: TeacherConfig, loss: DistillationLoss) -> Iterator[str]:
     cache, k, draws, here = loss.spec.cache, loss.spec.k, loss.spec.draws, "or run the teacher here (no base_url)"
     if loss.temperature != 1:
         yield (

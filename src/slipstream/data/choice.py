@@ -40,7 +40,7 @@ class Choice:
     def source(self, number: int) -> str:
         """Return the mixture component of a group that is being submitted; called once for every number, in order."""
         self.chosen[number] = self._next(number)
-        return self.prompts.sources[self.chosen[number]]
+        return self.prompts.component(self.chosen[number], number)
 
     def _next(self, number: int) -> int:
         return self.prompts.order.at(number)
@@ -116,6 +116,8 @@ class AdaptiveChoice(Choice):
         return int(rows[min(int(np.searchsorted(odds, drawn, side="right")), len(rows) - 1)])
 
     def note(self, group: Group) -> None:
+        if group[0].header.source:  # the student drew no answer
+            return
         headers = {handle.header.episode: handle.header for handle in group}.values()
         if self.by == "reward":
             values = [min(max(header.rewards[self.reward], 0.0), 1.0) for header in headers]

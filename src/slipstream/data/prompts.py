@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -18,9 +18,10 @@ import numpy as np
 from slipstream.config.schema import DataConfig
 from slipstream.data import arithmetic, builtin, sources
 from slipstream.data.layouts import MARK, PLAIN, Layout, filled, first_of, layout_of, told, with_configured_paths
+from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.order import Epochs, Mixture
 from slipstream.errors import ConfigError, DataError
-from slipstream.records import Ints, Prompt, derive_seed, is_json
+from slipstream.records import Given, Ints, Prompt, derive_seed, is_json
 
 Messages = list[dict[str, Any]]
 EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
@@ -43,6 +44,8 @@ class Row:
     meta: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of tools for the chat template; None if the row names no tools."""
+    response: str | None = None
+    """Whole text of the answer, for [sft] and [mix]; None if the row has none."""
     where: str = field(default="", compare=False)
     """File and line of the row; empty if unknown."""
 
@@ -94,7 +97,7 @@ def load_rows(
 def built_in_row(task: str, split: str, index: int) -> Row:
     if task == "arithmetic":
         question, answer = arithmetic.numbered(split, index)
-        return Row(f"{split}:{index}", question, task, answer)
+        return Row(f"{split}:{index}", question, task, answer, response=answer)
     question, answer, table = builtin.tool_problem(task, split, index)
     return Row(f"{split}:{index}", [{"role": "user", "content": question}], task, answer, {"table": table})
 
@@ -129,8 +132,22 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
         ground_truth=last_turn if truth is None and data.answer is None else truth,
         meta={key: value for key, value in fields.items() if key not in known},
         tools=tools,
+        response=_response(where, fields, layout, data, last_turn, truth),
         where=where,
     )
+
+
+def _response(
+    where: str, fields: dict[str, Any], layout: Layout, data: DataConfig, last_turn: str | None, truth: Any
+) -> str | None:
+    """Return the text of a whole answer, of which the ground truth may be only a part; None if there is none."""
+    if data.response is not None:
+        found = told(where, fields, data.response, "data.response")
+    else:
+        whole = first_of(fields, layout.answer)
+        found = last_turn if last_turn is not None else whole if isinstance(whole, str) else truth
+    found = found[0] if isinstance(found, list) and found else found
+    return str(found) if isinstance(found, str | int | float) and not isinstance(found, bool) else None
 
 
 def fault_of(value: Any, depth: int = 0) -> str:
@@ -255,14 +272,39 @@ class Prompts:
         self.sources = list(sources) or self.teachers
         self.seed, self.tells = seed, tells
         self.order = order or Mixture([Epochs(range(len(rows)), seed=seed, shuffle=shuffle)])
+        self.off_policy: OffPolicy | None = None
+        """Responses that the student does not draw; None if it draws all."""
         self.digest = digest(self.rows, self.tokens, self.teachers)
+        """Hash of all rows and of the known responses; a resumed run must find the same."""
+
+    def use(self, off_policy: OffPolicy | None) -> None:
+        self.off_policy = off_policy
+        if off_policy is not None and (known := off_policy.digest):
+            self.digest = hashlib.sha256(f"{self.digest} {known}".encode()).hexdigest()
 
     def at(self, number: int) -> Prompt:
         return self.row(self.order.at(number), number)
 
+    def with_origin(self, prompt: Prompt, *, supervised: bool = False) -> Prompt:
+        """Return the prompt with the origin of its responses in `source`, which is empty if the student draws them."""
+        if (off_policy := self.off_policy) is None:
+            return prompt
+        source = off_policy.supervised if supervised else off_policy.source(prompt.number)
+        return replace(prompt, source=source, supervised=supervised)
+
+    def responses(self, prompt: Prompt, row: int) -> Sequence[Given]:
+        """Return the responses of an off-policy group with this row that are known before the run."""
+        assert self.off_policy is not None
+        return self.off_policy.responses(prompt, row, prompt.number // len(self.rows))
+
     def source(self, number: int) -> str:
-        """Return the mixture component of prompt `number`; updates keep the share of each component."""
-        return self.sources[self.order.at(number)]
+        """Return the mixture component of prompt `number` in the fixed order."""
+        return self.component(self.order.at(number), number)
+
+    def component(self, row: int, number: int) -> str:
+        """Return the mixture component of a group, which includes the origin; updates keep the share of each."""
+        source = self.off_policy.source(number) if self.off_policy is not None else ""
+        return f"{self.sources[row]} from {source}" if source else self.sources[row]
 
     def row(self, index: int, number: int = 0) -> Prompt:
         row = self.rows[index]

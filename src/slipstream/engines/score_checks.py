@@ -56,11 +56,12 @@ def scored(
         **{**found, **bounded},
     )
     drawn_N = rollout.logp[rollout.loss_mask].astype(np.float64)
+    gap = 0.0 if rollout.prompt.source else float((drawn_N - bounded["teacher_logp"]).sum())
     header = replace(
         header_of(rollout, teacher=teacher),
         teacher_version=version,
         attempts=handle.header.attempts,
-        gap=float((drawn_N - bounded["teacher_logp"]).sum()),
+        gap=gap,
         floored=int(low_N.sum()),
         differs=rms_difference(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
     )

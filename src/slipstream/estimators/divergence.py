@@ -49,6 +49,16 @@ def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
     raise unknown("KL estimate", kind, [*KL_KINDS, *KL_ALIASES])
 
 
+def cross_entropy(logp_NM: Tensor) -> Tensor:
+    """Return −log p of given tokens, the loss of supervised fine-tuning.
+
+    Its minimum is the distribution of the data. In expectation over tokens of a teacher q its gradient is that of
+    KL(q‖p).
+    Use it to warm up a student that is too far from its teacher to learn from its own rollouts.
+    """
+    return -floored(logp_NM)
+
+
 def clamped(loss: Tensor, *, loss_max_clamp: float | None = None) -> Tensor:
     """Return the losses clamped to ±loss_max_clamp as in verl, without gradient at the clamp. None changes nothing."""
     return loss if loss_max_clamp is None else loss.clamp(-loss_max_clamp, loss_max_clamp)

@@ -27,6 +27,9 @@ Metrics = dict[str, Tensor]
 LossOfRows = Callable[..., tuple[Tensor, Metrics]]
 """Function from (student's log-probs, slice of rows, student's best_ids) to (loss per row, metrics per row)."""
 COLUMNS: dict[Cache, dict[str, Callable[[Scored], NDArray[Any] | None]]] = {
+    "none": {
+        "ids": lambda sample: sample.rollout.tokens[sample.rollout.loss_mask][:, None],
+    },
     "sampled": {
         "ids": lambda sample: sample.rollout.actions,
         "behavior": lambda sample: sample.rollout.action_logp,
@@ -71,17 +74,16 @@ class Distillation:
             read = COLUMNS[self.spec.cache][name]
             return joined([present(read(sample)) for sample in samples], device, kind)
 
-        ids_NM, known = column("ids", torch.int64), {"teacher": column("teacher", dtype)}
-        if "behavior" in takes:
-            known["behavior"] = column("behavior", dtype)
+        ids_NM = column("ids", torch.int64)
+        known: dict[str, Tensor] = {name: column(name, dtype) for name in ("teacher", "behavior") if name in takes}
         if "proximal" in takes:
             known["proximal"] = torch.cat([present(each.proximal_NM) for each in frozen]).to(device, dtype)
         if "reference" in takes:
             known["reference"] = torch.cat([present(each.reference_NM) for each in frozen]).to(device, dtype)
         if "keep" in takes:
             known["keep"] = torch.cat([present(each.keep_NM) for each in frozen]).to(device)
-        # draws begin with the emitted token; top-k ids may not contain it
-        first = 0 if self.spec.cache == "sampled" else 1
+        # given tokens are emitted tokens, and draws begin with those; top-k ids may not contain the emitted token
+        first = 0 if self.spec.cache in ("none", "sampled") else 1
 
         def on_ids(logp_CM: Tensor, rows: slice, best_ids: Tensor | None = None) -> tuple[Tensor, Metrics]:
             operands = {name: value_NM[rows] for name, value_NM in known.items()}
@@ -117,7 +119,7 @@ class Distillation:
         return on_vocabulary
 
     def _loss(self, operands: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-        for name in ("student", "teacher"):
+        for name in operands.keys() & {"student", "teacher"}:
             operands[name] = raised(operands[name], log_prob_min_clamp=self.spec.log_prob_min_clamp)
         found = self.formula(*(operands[name] for name in self.spec.takes), **self.spec.options)
         loss_C, metrics = found if isinstance(found, tuple) else (found, {})

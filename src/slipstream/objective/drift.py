@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.objective.frozen import Frozen, padded
 from slipstream.protocols import Metrics
-from slipstream.records import Scored
+from slipstream.records import NOT_DRAWN, Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,11 @@ class Seen:
 
 
 def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
-    """Return metrics of `estimators.drift` that compare current and sampling policy, over all tokens and by lag."""
+    """Return metrics of `estimators.drift` that compare current and sampling policy, over all tokens and by lag.
+
+    Tokens that the student did not draw are left out.
+    """
+    samples = [sample for sample in samples if not (sample.version_T[sample.mask_T] == NOT_DRAWN).any()]
     if not samples:
         return {}
     lag_BT = (version - padded([sample.version_T for sample in samples])).clamp(min=0)

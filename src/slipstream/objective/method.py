@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import isclose
 
 from slipstream.config.freshness import FreshnessConfig
-from slipstream.config.losses import LossConfig
+from slipstream.config.losses import DistillationLoss
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import Config, SamplerConfig
 from slipstream.errors import ConfigError
@@ -30,7 +30,7 @@ TENSOR_OPTIONS = ("generator", "positive", "proximal_logp")
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    loss: LossConfig
+    loss: DistillationLoss
     policy: PolicyConfig | None = None
     correction: CorrectionPreset = PRESETS["disabled"]
     reference: ReferenceConfig | None = None
@@ -228,6 +228,32 @@ def method_of(config: Config) -> Method:
             'freshness.drift = "snapshots" reads them'
         )
     return method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """Objective and learning rate of the supervised updates at the start of a run."""
+
+    method: Method
+    updates: int
+    lr: float
+    """Peak learning rate, after `warmup` updates."""
+    warmup: int
+
+
+def supervised_of(config: Config) -> Supervised | None:
+    """Return the plan of the supervised updates: one loss, without policy loss, correction or freshness weights."""
+    if (sft := config.sft) is None:
+        return None
+    loss, lr = sft.loss, config.learner.lr if sft.lr is None else sft.lr
+    method = Method(
+        loss=loss,
+        teachers={name: teacher.weight for name, teacher in config.teachers.items() if loss.spec.cache != "none"},
+        temperature=config.sampler.temperature,
+        max_tokens=config.sampler.max_tokens,
+        seed=config.seed,
+    )
+    return Supervised(method=method, updates=sft.updates, lr=lr, warmup=sft.warmup)
 
 
 def _correction(config: Config) -> CorrectionPreset:

@@ -79,6 +79,7 @@ class Admission:
         schedule: Schedule,
         *,
         updates: int,
+        supervised: int = 0,
         source: Callable[[int], str] = lambda _: "",
         most_refilled: int = 0,
         standing: AdmissionState | None = None,
@@ -87,8 +88,11 @@ class Admission:
 
         `source` returns the source of a group number. It is called once for each number, when the group is submitted.
         `most_refilled` is the largest number of groups that `refill` may drop for an update.
+
+        No group of a later update starts before update `supervised` is published, so that the two kinds of groups are
+        never in flight together, and the first rollouts have the weights that supervision has made.
         """
-        self.schedule, self.updates = schedule, updates
+        self.schedule, self.updates, self.supervised = schedule, updates, supervised
         self.credits, self.publish_every = schedule.credits, schedule.publish_every
         """Current limits: groups in flight (at most the schedule's credits), and updates between two publishes."""
         self.source, self.most_refilled = source, most_refilled
@@ -139,11 +143,19 @@ class Admission:
         return bool(self.rolling or self.waiting or self.scoring)
 
     @property
+    def supervising(self) -> bool:
+        """Return whether the groups that start now, and all live ones, are for supervised updates."""
+        return self.published_version < self.supervised
+
+    @property
     def remaining(self) -> int:
         """Number of groups that must still be submitted. Dropped groups are replaced only with submit = "stream"."""
+        return self._remaining_until(self.updates)
+
+    def _remaining_until(self, update: int) -> int:
         if self.schedule.submit == "batch":
-            return (self.updates - self.version - len(self.batches)) * self.schedule.groups
-        return self.updates * self.schedule.groups - (self.submitted - self.dropped.total())
+            return (update - self.version - len(self.batches)) * self.schedule.groups
+        return update * self.schedule.groups - (self.submitted - self.dropped.total())
 
     @property
     def finished(self) -> bool:
@@ -153,13 +165,14 @@ class Admission:
         """Return the number of groups that may be submitted now; not positive if none may."""
         if self.gated:
             return 0
+        remaining = self._remaining_until(self.supervised if self.supervising else self.updates)
         if self.schedule.submit == "stream":
             # `allow` may set fewer credits than unpublished updates hold; the next update must still fill
             allowed = max(self.credits, len(self.trained) + self.schedule.groups)
-            return min(allowed - self.in_use, self.remaining)
+            return min(allowed - self.in_use, remaining)
         # count batches, not groups: a batch with dropped groups is still an update, by which later batches age
         room = len(self.batches) < self.schedule.credits // self.schedule.groups
-        return min(self.schedule.groups, self.remaining) if room else 0
+        return min(self.schedule.groups, remaining) if room else 0
 
     def scorable(self) -> bool:
         """Return whether waiting groups may be scored now; with serial stages only after all groups are rolled out."""
@@ -194,9 +207,13 @@ class Admission:
 
     @property
     def publishes_next(self) -> bool:
-        """Return whether the next update is published; two publishes are at most `publish_every` updates apart."""
+        """Return whether the next update is published; two publishes are at most `publish_every` updates apart.
+
+        The last supervised update is published, too.
+        """
         after = self.version + 1
-        return after % self.publish_every == 0 or after - self.published_version >= self.publish_every
+        due = after % self.publish_every == 0 or after == self.supervised
+        return due or after - self.published_version >= self.publish_every
 
     def outdated(self) -> list[int]:
         """Return the rolled-out groups that are older than max_lag and must be restarted or dropped now."""

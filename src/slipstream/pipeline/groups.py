@@ -14,7 +14,7 @@ from slipstream.metrics import NO_ADVANTAGE
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.progress import Progress
-from slipstream.records import Group
+from slipstream.records import Group, Prompt
 
 Stage = Callable[[int], Coroutine[None, None, None]]
 """Coroutine that takes a group, by number, through one stage."""
@@ -34,7 +34,7 @@ class Groups:
         task_group: asyncio.TaskGroup,
         responses: dict[int, Group],
     ) -> None:
-        self.admission, self.ledger, self.choice, self.prompt = admission, ledger, choice, choice.prompt
+        self.admission, self.ledger, self.choice = admission, ledger, choice
         self.progress, self.task_group = progress, task_group
         self.responses = responses
         """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
@@ -44,6 +44,11 @@ class Groups:
         """True while no rollout may start; `resume` starts them later."""
         self.stopping = False
         """True if the run is stopping: paused rollouts do not continue."""
+
+    def prompt(self, number: int) -> Prompt:
+        """Return the prompt of a group; its `source` names the origin of its responses if the student draws none."""
+        prompt = self.choice.prompt(number)
+        return self.choice.prompts.with_origin(prompt, supervised=self.admission.supervising)
 
     def advance(self) -> None:
         """Start all rollouts and scoring that may start after a change, and let the learner check its waits again."""

@@ -14,6 +14,7 @@ from slipstream.metrics import (
     Metrics,
     lag_metrics,
     mean_lag,
+    off_policy_metrics,
     relabel_metrics,
     sample_metrics,
     trend,
@@ -46,7 +47,9 @@ class Ledger:
         """Number of members without a reward because grading failed, by cause; they are not learned from."""
         self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
         """Number of tokens of greedy answers; these answers only give rewards and are not trained on."""
-        self.lengths = deque((line["length/mean"] for line in log.updates()), maxlen=TREND + ENDS)
+        self.lengths = deque(
+            (each["length/mean"] for each in log.updates() if not each.get("sft")), maxlen=TREND + ENDS
+        )
         self.publish: Metrics = {}
         """Metrics of the publish since the last update; empty if there was none."""
         self.teachers: Metrics = {}
@@ -75,9 +78,10 @@ class Ledger:
             headers = [handle.header for handle in group]
             number, teacher_versions = headers[0].number, [header.teacher_version for header in headers]
             optional = {
+                "source": headers[0].source,
                 "teacher_version": teacher_versions if any(teacher_versions) else [],
                 **freshness_columns(list(islice(freshness, len(group)))),
-                "failed": sorted(set(range(size)) - {header.episode for header in headers}),
+                "failed": sorted(set(range(1 if headers[0].source == "data" else size)) - {h.episode for h in headers}),
                 "causes": self.causes.pop(number, []),
                 "distrusted": self.redone.pop(number, ""),
             }
@@ -87,8 +91,7 @@ class Ledger:
                 "end": "trained",
                 "update": update,
                 "version": version,
-                "lag": [version - header.oldest if header.trained_tokens else 0 for header in headers],
-                "mean_lag": [round(mean_lag(header, version), 4) for header in headers],
+                **lag_columns(headers, version),
                 "tokens": [header.tokens for header in headers],
                 "rewards": [header.rewards for header in headers],
             }
@@ -176,7 +179,8 @@ class Ledger:
         for track in self.trace.tracks:
             tokens[track.stage] += track.tokens
         before, self._tokens = self._tokens, tokens
-        self.lengths.append(samples["length/mean"])
+        if batch.update > admission.supervised:
+            self.lengths.append(samples["length/mean"])
         places = ("rolling", "waiting", "scoring", "ready")
         line = {
             **numbers,
@@ -184,6 +188,8 @@ class Ledger:
             **trend(list(self.lengths)),
             **self._trust(batch),
             **relabel_metrics(batch.headers),
+            **off_policy_metrics(batch.headers),
+            **({"sft": float(batch.update <= admission.supervised)} if admission.supervised else {}),
             **lag_metrics(batch.headers, batch.update - 1),
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "seconds/update": wall,
@@ -224,6 +230,16 @@ class Ledger:
             }
         self.unusable, self.again, self.differed = 0, [], 0
         return found
+
+
+def lag_columns(headers: Sequence[Header], version: int) -> dict[str, list[float]]:
+    """Return the lag columns of a group; empty if the student drew no token of it, so that there is no lag."""
+    if headers[0].source:
+        return {}
+    return {
+        "lag": [version - header.oldest if header.trained_tokens else 0 for header in headers],
+        "mean_lag": [round(mean_lag(header, version), 4) for header in headers],
+    }
 
 
 def freshness_columns(weighed: Sequence[SampleFreshness]) -> dict[str, list[float | None]]:

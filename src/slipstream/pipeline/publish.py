@@ -93,15 +93,23 @@ class Newest(Pool[E]):
             worker.track.label = f"{self.stage} v{weights.version}"
 
 
-class Samplers(Newest[Sampler]):
-    async def load(self, worker: Worker[Sampler], weights: WeightsRef, expected: Fingerprint, mode: Mode) -> Loaded:
-        return await load(worker.engine, worker.name, weights, expected, mode=mode)
+class SamplerPool(Pool[Sampler]):
+    """A pool of samplers, which hand over their unfinished rollouts before they leave or pause."""
 
     async def release_work(self, worker: Worker[Sampler]) -> None:
         try:
             await worker.engine.release()
         except WorkerDied as error:
             self.handle_death(worker, error)
+
+
+class TeacherSamplers(SamplerPool):
+    """Samplers with the constant weights of a teacher."""
+
+
+class Samplers(Newest[Sampler], SamplerPool):
+    async def load(self, worker: Worker[Sampler], weights: WeightsRef, expected: Fingerprint, mode: Mode) -> Loaded:
+        return await load(worker.engine, worker.name, weights, expected, mode=mode)
 
 
 class MovingTeacher(Newest[MovingScorer]):

@@ -39,7 +39,7 @@ from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.progress import Progress
-from slipstream.pipeline.publish import MovingTeacher, Samplers
+from slipstream.pipeline.publish import MovingTeacher, Samplers, TeacherSamplers
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.stages import (
@@ -239,7 +239,14 @@ class Run:
         shared: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
         samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **shared)
         teachers = {name: self._teacher(name, trace, shared) for name in self.engines.scorers}
-        pools = [samplers, *(teacher.pool for teacher in teachers.values())]
+        teacher_samplers = {
+            name: TeacherSamplers(
+                replicas, trace, kind=f"sampler.{name}", stage="rollout", name=f"sampler-{name}", **shared
+            )
+            for name, replicas in self.engines.teacher_samplers.items()
+        }
+        checked = [samplers, *(teacher.pool for teacher in teachers.values())]
+        pools = [*checked, *teacher_samplers.values()]
         track = trace.track("learn", "learner")
         if restarted:
             trace.slice(track, "gone", self.log.last.get("time", 0.0), trace.now())
@@ -253,13 +260,14 @@ class Run:
             lambda: self.steering.metrics | canaries.metrics | self.choice.metrics,
         )
         groups = Groups(self.admission, ledger, self.choice, progress, tasks, self.responses)
-        canaries = self._canaries(groups, samplers, pools, list(teachers.values()))
+        canaries = self._canaries(groups, samplers, checked, list(teachers.values()))
         memory = self.memory if any(teacher.shows for teacher in teachers.values()) else None
-        policy = config.policy
+        policy, sampling = config.policy, rollout_sampling(config)
         weights = {name: policy.reward_weights.get(name, 1.0) for name in config.task.names} if policy else {}
         alike = partial(rewards_alike, weights, policy is not None and policy.advantage == "gdpo")
-        rollouts = Rollouts(groups, samplers, rollout_sampling(config), canaries, memory, alike)
-        scoring = Scoring(groups, teachers, self.memory, config.seed)
+        rollouts = Rollouts(groups, samplers, teacher_samplers, sampling, canaries, memory, alike)
+        needed = config.sft is not None and config.sft.loss.spec.cache != "none"
+        scoring = Scoring(groups, teachers, self.memory, config.seed, needed)
         groups.roll, groups.score = rollouts.roll, scoring.score
         publishing = Publishing(learner, track, samplers, teachers.values(), groups, self._after_publish)
         learning = Learning(
@@ -446,9 +454,14 @@ def choice_of(config: Config, prompts: Prompts, before: Mapping[str, Any] | None
 
 
 def admission_of(config: Config, choice: Choice, standing: AdmissionState | None) -> Admission:
-    schedule = schedule_of(config.schedule, config.groups_per_update)
-    most = config.most_refilled
-    return Admission(schedule, updates=config.updates, source=choice.source, most_refilled=most, standing=standing)
+    return Admission(
+        schedule_of(config.schedule, config.groups_per_update),
+        updates=config.updates,
+        supervised=config.supervised_updates,
+        source=choice.source,
+        most_refilled=config.most_refilled,
+        standing=standing,
+    )
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from slipstream.pipeline.control import canary
 from slipstream.pipeline.control.buffer_refresh import Buffer
 from slipstream.pipeline.groups import Groups, tokens_of
 from slipstream.pipeline.pool import Worker
-from slipstream.pipeline.publish import MovingTeacher, Samplers, publish_metrics
+from slipstream.pipeline.publish import MovingTeacher, Samplers, TeacherSamplers, publish_metrics
 from slipstream.pipeline.retries import GivenUp
 from slipstream.pipeline.teachers import Teacher
 from slipstream.pipeline.trace import Track
@@ -47,7 +47,18 @@ from slipstream.protocols import (
     WeightsRef,
     of_teacher,
 )
-from slipstream.records import ONE, Batch, Counts, Group, Handle, derive_seed, total, unfinished
+from slipstream.records import (
+    NOT_DRAWN,
+    ONE,
+    Batch,
+    Counts,
+    Group,
+    Handle,
+    derive_seed,
+    given_group,
+    total,
+    unfinished,
+)
 
 T = TypeVar("T")
 Save = Callable[[], Coroutine[Any, Any, Path]]
@@ -61,6 +72,8 @@ Save = Callable[[], Coroutine[Any, Any, Path]]
 class Rollouts:
     groups: Groups
     samplers: Samplers
+    teacher_samplers: Mapping[str, TeacherSamplers]
+    """Samplers with a teacher's weights, by teacher; empty unless teachers generate responses."""
     sampling: Sampling
     canaries: Canaries
     memory: Memory | None
@@ -74,7 +87,7 @@ class Rollouts:
         """Generate all responses of a group; if a sampler returns them incomplete, the next call continues them."""
         groups, admission = self.groups, self.groups.admission
         try:
-            while unfinished(group := await self.samplers.call(number, partial(self._generate, number))):
+            while unfinished(group := await self._responses(number)):
                 groups.responses[number] = group
                 if groups.paused:
                     groups.tasks.pop(number, None)
@@ -82,11 +95,24 @@ class Rollouts:
         except GivenUp as failure:
             groups.drop(number, "rollout failed", str(failure))
         else:
-            groups.responses[number] = self.memory.note(group) if self.memory else group
+            own = not group[0].header.source
+            groups.responses[number] = self.memory.note(group) if self.memory and own else group
             trained = [handle.header.oldest for handle in group if handle.header.trained_tokens]
             oldest = min(trained, default=admission.live[number].version)
-            admission.rolled(number, oldest, alike=admission.most_refilled > 0 and self.alike(group))
+            admission.rolled(number, oldest, alike=own and admission.most_refilled > 0 and self.alike(group))
         groups.end_stage(number)
+
+    async def _responses(self, number: int) -> Group:
+        """Return responses of the student, of the prompt's teacher, or those that were known before the run."""
+        prompt, choice, generate = self.groups.prompt(number), self.groups.choice, partial(self._generate, number)
+        match prompt.source:
+            case "":
+                return await self.samplers.call(number, generate)
+            case "teacher":
+                pool = of_teacher(self.teacher_samplers, prompt.teacher)
+                return await pool.call(f"group {number} by its teacher", generate)
+            case _:
+                return given_group(prompt, choice.prompts.responses(prompt, choice.row(number)))
 
     async def _generate(self, number: int, worker: Worker[Sampler]) -> Group:
         """Let a sampler begin or continue a group.
@@ -109,7 +135,8 @@ class Rollouts:
         finally:
             self.generating.discard(number)
             groups.progress.changed.set()
-        versions = {version for handle in rolled for version, count in handle.header.versions if count}
+        runs = {run for handle in rolled for run in handle.header.versions}
+        versions = {version for version, count in runs if count and version != NOT_DRAWN}
         if wrong := canary.misdated(versions, admission.live[number].version, self.samplers.version):
             self.canaries.distrust(worker, wrong)
         worker.track.tokens -= tokens_of(begun)
@@ -131,8 +158,9 @@ class Rollouts:
         """Pause all rollouts until `Groups.resume`; samplers return partial rollouts after the current token."""
         self.groups.paused = True
         async with asyncio.TaskGroup() as tasks:
-            for worker in list(self.samplers.workers):
-                tasks.create_task(self.samplers.release_work(worker))
+            for pool in (self.samplers, *self.teacher_samplers.values()):
+                for worker in list(pool.workers):
+                    tasks.create_task(pool.release_work(worker))
         await self.groups.progress.until("rollouts that are handed over", lambda: not self.generating)
 
 
@@ -169,9 +197,15 @@ class Scoring:
     teachers: Mapping[str, Teacher]
     memory: Memory
     seed: int
+    supervised: bool
+    """True if the supervised updates need teacher scores."""
 
     async def score(self, number: int) -> None:
         """Let a group's teacher score it, sometimes twice to compare the scores."""
+        if self._skips:
+            self.groups.admission.scored(number)
+            self.groups.end_stage(number)
+            return
         groups, teacher = self.groups, self._teacher_of(number)
         groups.responses[number] = self._with_attempts(number)
 
@@ -200,6 +234,8 @@ class Scoring:
 
     def is_stale(self, number: int) -> bool:
         """Return whether to score a group again: always, never, or (stale) if teacher weights or attempts changed."""
+        if self._skips:
+            return False
         group, teacher = self.groups.responses[number], self._teacher_of(number)
         if teacher.settings.relabel != "stale":
             return teacher.settings.relabel == "always"
@@ -246,6 +282,11 @@ class Scoring:
         else:
             self._teacher_of(number).pool.say(f"group {number} begins again: {failure}")
             self.groups.restart(number)
+
+    @property
+    def _skips(self) -> bool:
+        """Return whether groups get no scores now, because the loss of supervised updates needs none."""
+        return self.groups.admission.supervising and not self.supervised
 
     def _teacher_of(self, number: int) -> Teacher:
         return of_teacher(self.teachers, self.groups.responses[number][0].header.teacher)
@@ -458,17 +499,18 @@ class Learning:
                 steps.append(await self.learner.step(ONE, self.lr()))
         update.seconds["learn"] += self.track.trace.now() - began
         batch, metrics = Batch(tuple(update.groups), update.number), over_steps(steps)
-        weighed = [update.weighed[header.number, header.index] for header in batch.headers] if self.buffer else []
-        reason = await self._refresh_reason(self.buffer, batch, weighed, metrics) if self.buffer else None
+        buffer = self.buffer if update.number > admission.supervised else None
+        weighed = [update.weighed[header.number, header.index] for header in batch.headers] if buffer else []
+        reason = await self._refresh_reason(buffer, batch, weighed, metrics) if buffer else None
         self.torn = False  # no await from here on: an update is recorded completely, or not made
         version = admission.version
         for number in admission.learning:
             del self.groups.responses[number]
         admission.train()
-        if self.buffer is not None:
+        if buffer is not None:
             if reason and admission.gated:
-                self._refresh(self.buffer, reason)
-            metrics |= self.buffer.metrics
+                self._refresh(buffer, reason)
+            metrics |= buffer.metrics
         self.track.tokens += counts.n_tokens
         self.canaries.trained({group[0].header.number for group in update.groups}, update.number)
         for group in update.groups:
@@ -481,7 +523,7 @@ class Learning:
 
     async def _accumulate(self, update: Update, batch: Batch, counts: Counts) -> None:
         weighed = await self.learner.accumulate(batch, counts)
-        if self.buffer is not None:
+        if weighed:  # empty without freshness weights
             update.weighed |= {(h.number, h.index): each for h, each in zip(batch.headers, weighed, strict=True)}
 
     async def _refresh_reason(

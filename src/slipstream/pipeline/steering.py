@@ -74,7 +74,7 @@ class Steering:
 
     def _decide(self, line: Mapping[str, Any]) -> list[str]:
         messages = self.guards.look(line)
-        if self.autopilot and "tau" in line and (change := self.autopilot.look(line)):
+        if self.autopilot and "tau" in line and not line.get("sft") and (change := self.autopilot.look(line)):
             messages.append(f"schedule: {change}")
         return messages
 

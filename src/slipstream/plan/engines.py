@@ -27,7 +27,7 @@ from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agent_processes import Agent
 from slipstream.environments.hosts import HostSettings
 from slipstream.errors import ConfigError
-from slipstream.objective.method import Method
+from slipstream.objective.method import Method, Supervised, supervised_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings
 from slipstream.protocols import Follower, OneEnd
@@ -92,6 +92,8 @@ class SamplerPlan:
     """Number of devices per replica."""
     environment: EnvironmentPlan | None = None
     """Environment, if responses are episodes of several turns; None: a response is one turn."""
+    ends_as: str = ""
+    """Model whose end tokens end a response; empty: those of the sampler's own model."""
 
     @property
     def model(self) -> str:
@@ -108,6 +110,9 @@ class ScorerPlan:
     spec: LossSpec
     """Scores that the loss needs from the teacher."""
     temperature: float
+    supervised: LossSpec | None
+    """Scores that the loss of the supervised updates needs; None: no teacher scores in them."""
+    supervised_temperature: float
     token_budget: int
     packing: bool
     vocabulary: int
@@ -136,6 +141,8 @@ class LearnerPlan:
     student: ModelPlan
     settings: LearnerConfig
     method: Method
+    supervised: Supervised | None = None
+    """Supervised updates before the first rollout; None: none."""
     updates: int
     width: int
     """Hidden size of the student; the learner estimates the cost of sequences from it."""
@@ -175,6 +182,8 @@ class GraderPlan:
 class EnginesPlan:
     learner: LearnerPlan
     sampler: SamplerPlan
+    teacher_samplers: Mapping[str, SamplerPlan]
+    """Samplers with a teacher's weights, by teacher; empty unless teachers generate responses."""
     scorers: Mapping[str, ScorerPlan]
     grader: GraderPlan
     runtime: RuntimeConfig
@@ -196,6 +205,7 @@ def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
     return EnginesPlan(
         learner=learner_of(config, method, one_ends),
         sampler=sampler_of(config),
+        teacher_samplers=teacher_samplers_of(config),
         scorers={name: scorer_of(config, name, one_ends.get(name)) for name in config.teachers},
         grader=GraderPlan(
             rewards=config.task.reward,
@@ -294,6 +304,23 @@ def sampler_of(config: Config) -> SamplerPlan:
     )
 
 
+def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
+    """Return a sampler for each teacher that generates responses; it has as many replicas as the teacher's scorers."""
+    if "teacher" not in config.offpolicy_sources:
+        return {}
+    own = sampler_of(config)
+    return {
+        name: replace(
+            own,
+            runs=teacher_of(config, name),
+            replicas=at_first(teacher.replicas),
+            devices=1,
+            ends_as=config.student,
+        )
+        for name, teacher in config.teachers.items()
+    }
+
+
 def environment_of(config: Config) -> EnvironmentPlan | None:
     environment = config.environment
     if environment is None:
@@ -340,13 +367,15 @@ def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
 
 
 def scorer_of(config: Config, name: str, one_end: OneEnd | None = None) -> ScorerPlan:
-    teacher = config.teachers[name]
+    teacher, sft = config.teachers[name], config.sft
     return ScorerPlan(
         name=name,
         runs=endpoint_of(config, name) or SCORERS[teacher.engine](config, name),
         one_end=one_end,
         spec=config.loss.spec,
         temperature=config.loss.temperature,
+        supervised=None if sft is None or sft.loss.spec.cache == "none" else sft.loss.spec,
+        supervised_temperature=1.0 if sft is None else sft.loss.temperature,
         token_budget=teacher.token_budget,
         packing=teacher.packing,
         vocabulary=vocabulary_of(config.student),
@@ -381,11 +410,14 @@ def endpoint_of(config: Config, name: str) -> Endpoint | None:
 
 
 def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None]) -> LearnerPlan:
-    head = next(iter(config.teachers)) if config.teachers and config.loss.spec.cache == "hidden" else None
+    losses = [config.loss] if config.sft is None else [config.loss, config.sft.loss]
+    hidden = any(loss.spec.cache == "hidden" for loss in losses)
+    head = next(iter(config.teachers)) if config.teachers and hidden else None
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
         settings=config.learner,
         method=method,
+        supervised=supervised_of(config),
         updates=config.updates,
         width=width_of(config.student),
         export_dtype=config.sampler.dtype,

@@ -98,6 +98,8 @@ def needs(plan: EnginesPlan) -> list[Need]:
     learns = learner(plan.learner, on_host=not gpu)
     found = [Need(name, where, learns) for name in names("learner", plan.learner.settings.ranks)]
     found += [Need(name, where, sampler(plan.sampler)) for name in names("sampler", plan.sampler.replicas)]
+    for name, runs in plan.teacher_samplers.items():
+        found += [Need(each, where, sampler(runs)) for each in names(f"sampler-{name}", runs.replicas)]
     for name, scorer in plan.scorers.items():
         if isinstance(scorer.runs, Endpoint):
             found.append(Need(f"teacher {name}", f"at {scorer.runs.url}"))

@@ -12,9 +12,13 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
+from slipstream.config.base import at_first
 from slipstream.config.costs import load as load_costs
 from slipstream.config.engines import ENGINES
+from slipstream.config.losses import DistillationLoss
 from slipstream.config.schema import Config, DataConfig, most_replicas
+from slipstream.data.given import Limits, answers_of, read_trajectories
+from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.order import Epochs, Mixture, shares_of
 from slipstream.data.prompts import Prompts, Row, check_columns_used, check_there, load_rows
 from slipstream.data.selection import WORDS, difficulties, fitting, overlap_of, without_copies
@@ -37,7 +41,7 @@ from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import check_adapters, lora_of_student
-from slipstream.plan.ends import EndProbe
+from slipstream.plan.ends import EndProbe, template_end
 from slipstream.plan.engines import (
     EnginesPlan,
     check_reward_model,
@@ -53,7 +57,7 @@ from slipstream.plan.teachers import check_budget, check_endpoints, check_teache
 from slipstream.plan.templates import TemplateProbe
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.protocols import Sampling
-from slipstream.records import Ints, Prompt
+from slipstream.records import Given, Ints, Prompt
 from slipstream.rewards import grading
 from slipstream.rewards.functions import APART, is_own
 from slipstream.run_dir.writing import check_trackers
@@ -113,6 +117,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     stops = end_ids(config.student, tokenizer, config.sampler.stop)
     tools = tools_of(environment_of(config), tokenizer, stops, notes.append)
     prompts = training_prompts(config, tokenizer, tools, notes.append)
+    prompts.use(off_policy(config, prompts, tokenizer, notes.append))
     check_adapters(config.student, config.learner.lora, models_here(config))
     check_effects(config)
     teachers = check_teachers(config, tokenizer, prompts, tools)
@@ -123,7 +128,8 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_lengths(config, longest + config.sampler.max_tokens, teachers.longest)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
-    notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config), *running_notes(config)]
+    notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config)]
+    notes += [*off_policy_notes(config), *running_notes(config)]
     engines = engines_of(config, method, teachers.one_ends)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
     if config.environment is None:  # in an environment, rows with equal prompts may still differ
@@ -269,6 +275,8 @@ def check_processes(config: Config) -> None:
     if runtime.address is not None:
         return
     engines = samplers + config.learner.ranks + sum(map(most_replicas, config.teachers.values()))
+    if "teacher" in config.offpolicy_sources:
+        engines += sum(at_first(teacher.replicas) for teacher in config.teachers.values())
     threads = max(runtime.threads, config.learner.threads or 1)
     for number, what, setting in (
         (engines, "engines", "sampler.replicas or those of a teacher"),
@@ -319,9 +327,15 @@ def check_in_flight(config: Config) -> None:
 
 def check_effects(config: Config) -> None:
     """Raise ConfigError if loss.k exceeds the student's vocabulary, or if learner.dropout has no effect."""
-    student, k, vocabulary = config.student, config.loss.spec.k, vocabulary_of(config.student)
-    if config.loss.weight and k > vocabulary:
-        raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
+    student, vocabulary = config.student, vocabulary_of(config.student)
+    losses: dict[str, DistillationLoss] = {"loss": config.loss} if config.loss.weight else {}
+    if config.sft is not None:
+        losses["sft.loss"] = config.sft.loss
+    for name, loss in losses.items():
+        if loss.spec.k > vocabulary:
+            raise ConfigError(
+                f"{name}.k = {loss.spec.k} is more than the vocabulary of {vocabulary}: write that or less"
+            )
     named = load_config(student).get_text_config().to_dict() if config.learner.dropout else {}
     rates = [value for name, value in named.items() if "drop" in name and isinstance(value, float)]
     if config.learner.dropout and not any(rate > 0 for rate in rates):
@@ -438,6 +452,39 @@ def overlap_line(what: str, prompts: Prompts, rows: Sequence[Row], tokens: Seque
 def tells_prompts(config: Config) -> bool:
     """Return whether prompts keep their text or messages, for agents and for graders that read conversations."""
     return config.has_agents or not set(APART).isdisjoint(config.task.reward)
+
+
+def off_policy(
+    config: Config, prompts: Prompts, tokenizer: Tokenizer, say: Callable[[str], object]
+) -> OffPolicy | None:
+    """Return the responses that the student does not draw; None if it draws all."""
+    sft, mix, groups, longest = config.sft, config.mix, config.groups_per_update, config.sampler.max_tokens
+    if sft is None and mix is None:
+        return None
+    rows, vocabulary = prompts.rows, vocabulary_of(config.student)
+    stops = stop_ids(tokenizer, generation_of(config.student), config.sampler.stop)
+    answers, trajectories = list[Given](), dict[int, Sequence[Given]]()
+    if "data" in config.offpolicy_sources:
+        plain = isinstance(rows[0].prompt, str) and not config.data.chat
+        template = None if plain else template_end(tokenizer, config.data.template_args)
+        end = next(token for token in (template, tokenizer.eos_token_id, *sorted(stops)) if token in stops)
+        answers = answers_of(rows, tokenizer, end=end, longest=longest, vocabulary=vocabulary)
+        if cut := sum(answer.finish == "length" for answer in answers):
+            say(f"{cut} of {len(answers)} answers are longer than sampler.max_tokens, and are cut there")
+    if mix is not None and mix.path is not None:
+        limits = Limits(vocabulary=vocabulary, longest=longest, stops=stops)
+        trajectories = read_trajectories(mix.path, rows, limits, group=config.sampler.group)
+    return OffPolicy(
+        seed=config.seed,
+        supervised=sft.source if sft is not None else "",
+        first=config.supervised_updates * groups,
+        mix=mix,
+        groups=groups,
+        updates=config.updates - config.supervised_updates,
+        group=config.sampler.group,
+        answers=answers,
+        trajectories=trajectories,
+    )
 
 
 def check_prompts(config: Config, rows: Sequence[Row] | Sequence[Prompt], tokens: Sequence[Ints]) -> None:
@@ -578,6 +625,19 @@ def freshness_notes(config: Config) -> list[str]:
         for name, teacher in config.teachers.items()
         if teacher.base_url is not None and teacher.relabel != "never"
     ]
+
+
+def off_policy_notes(config: Config) -> list[str]:
+    found, sft, mix = list[str](), config.sft, config.mix
+    names = {"data": "answers of the data", "teacher": "rollouts of the teacher", "file": f"{mix and mix.path}"}
+    if sft is not None:
+        found.append(f"first {sft.updates} updates: {sft.loss.kind} on {names[sft.source]}, without rollouts")
+    if mix is not None:
+        change = "" if mix.final is None else f" to {mix.final:.0%}"
+        found.append(
+            f"groups that the student does not draw: {mix.share:.0%}{change} of an update, {names[mix.source]}"
+        )
+    return found
 
 
 def beyond_embeddings(config: Config, tokenizer: Tokenizer) -> list[str]:

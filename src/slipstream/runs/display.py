@@ -95,9 +95,10 @@ class Progress:
     def doing(self) -> str:
         where = listed(self.stages())
         if self.update > self.start:
-            return f"groups: {where or 'none'}"
+            return f"{'supervised updates, ' * self.admission.supervising}groups: {where or 'none'}"
         first = "samplers load the first weights" + self.evaluates * " and answer held-out prompts"
-        return f"first rollouts: {where}" if where else first
+        kind = "supervised updates" if self.admission.supervising else "rollouts"
+        return f"first {kind}: {where}" if where else first
 
     def stages(self) -> list[tuple[str, int]]:
         a = self.admission

@@ -35,7 +35,7 @@ from slipstream.plan.engines import (
     SamplerPlan,
     ScorerPlan,
 )
-from slipstream.protocols import Graded
+from slipstream.protocols import Graded, TeacherSampler
 from slipstream.rewards.grading import PoolGrader
 
 
@@ -115,8 +115,20 @@ def build_policy(
             return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
         case ModelPlan() as student:
             lm = build_model(student)
-            ends = stop_ids(tokenizer, lm.model.generation_config, plan.stop)
+            generation = generation_of(plan.ends_as) if plan.ends_as else lm.model.generation_config
+            ends = stop_ids(tokenizer, generation, plan.stop)
             return kind(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads, on_publish=plan.on_publish)
+
+
+class OwnTeacherSampler(TeacherSampler):
+    """Sampler with a teacher's weights, and the model that it closes."""
+
+    def __init__(
+        self, plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
+    ) -> None:
+        policy = build_policy(plan, tokenizer, kind)
+        super().__init__(policy)
+        self.close = policy.close
 
 
 class SelfGrading(Graded):
@@ -163,6 +175,8 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
                 cache=plan.spec.cache,
                 k=plan.spec.k,
                 temperature=plan.temperature,
+                supervised=plan.supervised,
+                supervised_temperature=plan.supervised_temperature,
                 token_budget=plan.token_budget,
                 packing=plan.packing,
                 vocabulary=plan.vocabulary,
@@ -220,6 +234,7 @@ def build_learner(
     return kind(
         student,
         method=plan.method,
+        supervised=plan.supervised,
         config=plan.settings,
         updates=plan.updates,
         export_dtype=plan.export_dtype,

@@ -11,7 +11,15 @@ import torch
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.plan.engines import EnginesPlan
 from slipstream.protocols import Engines, Graded, Unscored
-from slipstream.runtimes.build import REAL, AnyScorer, build_grader, build_learner, build_sampler, build_scorer
+from slipstream.runtimes.build import (
+    REAL,
+    AnyScorer,
+    OwnTeacherSampler,
+    build_grader,
+    build_learner,
+    build_sampler,
+    build_scorer,
+)
 from slipstream.runtimes.modelled import modelled
 
 
@@ -30,7 +38,11 @@ def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str]
             if teacher.here:
                 say(f"loading teacher {teacher.here}")
             scorers[name] = tuple(build_scorer(teacher, tokenizer, kinds.scorer) for _ in range(teacher.replicas))
-        for sampler in samplers:
+        teacher_samplers: dict[str, tuple[OwnTeacherSampler, ...]] = {}
+        for name, own in plan.teacher_samplers.items():
+            replicas = (OwnTeacherSampler(own, tokenizer, kinds.sampler) for _ in range(own.replicas))
+            teacher_samplers[name] = tuple(replicas)
+        for sampler in (*samplers, *chain.from_iterable(teacher_samplers.values())):
             stack.callback(sampler.close)
         for scorer in chain.from_iterable(scorers.values()):
             stack.callback(scorer.close)
@@ -39,5 +51,6 @@ def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str]
         samplers=tuple(Graded(sampler, grader) for sampler in samplers),
         scorers=scorers or {"": (Unscored(),)},
         learner=learner,
+        teacher_samplers=teacher_samplers,
         close=opened.close,
     )

@@ -106,7 +106,7 @@ class Place:
     meets: bool = False
     """True if the engine is one of several ranks; `build` then also gets the ranks' rendezvous address."""
     teacher: str = ""
-    """Teacher of which the engine is a replica; "" for other engines."""
+    """Teacher whose scorer or sampler the engine is; "" for other engines."""
     computes: int = 1
     """Number of devices that the engine's model runs on, each of which may be a GPU; 0 if it runs no model."""
 
@@ -114,7 +114,7 @@ class Place:
     def what(self) -> str:
         """Kind of worker that can be scaled, such as "sampler"; "" if more workers of this kind are useless."""
         if self.kind is RemoteSampler:
-            return "sampler"
+            return "" if self.teacher else "sampler"
         return f"teacher.{self.teacher}" if self.teacher and self.computes else ""
 
 
@@ -140,6 +140,10 @@ def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
     build = partial(construct, "SelfGrading", sampler, plan.grader, tokenizer)
     for name in names("sampler", sampler.replicas):
         found.append(Place(RemoteSampler, name, sampler.threads, build, computes=sampler.devices))
+    for teacher, runs in plan.teacher_samplers.items():
+        build = partial(construct, "OwnTeacherSampler", runs, tokenizer)
+        for name in names(f"sampler-{teacher}", runs.replicas):
+            found.append(Place(RemoteSampler, name, runs.threads, build, teacher=teacher))
     for teacher, scorer in plan.scorers.items():
         build, computes = partial(construct, "build_scorer", scorer, tokenizer), int(bool(scorer.here))
         for name in names(scorer_name(teacher, plan.scorers), scorer.replicas):
@@ -269,9 +273,12 @@ def shorten(names: Sequence[str]) -> str:
 
 def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> Engines:
     scorers: dict[str, tuple[RemoteScorer, ...]] = {}
+    samplers: dict[str, tuple[RemoteSampler, ...]] = {}
     for worker, place in staff.places.items():
         if isinstance(worker, RemoteScorer):
             scorers[place.teacher] = (*scorers.get(place.teacher, ()), worker)
+        elif isinstance(worker, RemoteSampler):
+            samplers[place.teacher] = (*samplers.get(place.teacher, ()), worker)
     ranks = [worker for worker in staff.places if isinstance(worker, RemoteLearner)]
     learner: RemoteLearner | RankedLearner = ranks[0]
     if len(ranks) > 1:
@@ -282,7 +289,8 @@ def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> 
             shared_prompt=plan.learner.settings.shared_prompt,
         )
     return Engines(
-        samplers=tuple(worker for worker in staff.places if isinstance(worker, RemoteSampler)),
+        samplers=samplers.pop(""),
+        teacher_samplers=samplers,
         scorers=scorers or {"": (Unscored(),)},
         learner=learner,
         close=close,

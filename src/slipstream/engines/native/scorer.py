@@ -14,13 +14,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.config.losses import Cache
+from slipstream.config.losses import Cache, LossSpec
 from slipstream.engines.native.config import ENOUGH, PASS_INTERVAL
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
@@ -47,6 +48,14 @@ class Call(NamedTuple):
     answer: asyncio.Future[list[Handle]]
 
 
+class Needs(NamedTuple):
+    """Scores that a loss needs."""
+
+    cache: Cache
+    k: int
+    temperature: float
+
+
 class Then(NamedTuple):
     """Hidden states (in host memory) and head that reproduce the scores of an earlier version of the teacher."""
 
@@ -63,6 +72,8 @@ class NativeScorer(Probed):
         cache: Cache = "sampled",
         k: int = 32,
         temperature: float = 1.0,
+        supervised: LossSpec | None = None,
+        supervised_temperature: float = 1.0,
         token_budget: int = 16384,
         packing: bool = True,
         vocabulary: int | None = None,
@@ -73,18 +84,23 @@ class NativeScorer(Probed):
     ) -> None:
         """Prepare a teacher; the last `keep` published versions are stored, so that `relabel` can recompute old scores.
 
-        `vocabulary` is the student's vocabulary size; larger ids of the teacher never occur in its top-k. `one_end`
-        maps the teacher's end tokens to the student's in every distribution that is read.
+        `supervised` names the scores of responses for supervised updates, if those need any. `vocabulary` is the
+        student's vocabulary size; larger ids of the teacher never occur in its top-k. `one_end` maps the teacher's end
+        tokens to the student's in every distribution that is read.
         """
         self.vocabulary = vocabulary or lm.vocab_size
         if cache == "teacher_topk" and k > self.vocabulary:
             raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
-        self.lm, self.name, self.cache, self.k, self.one_end = lm, name, cache, k, one_end
+        self.lm, self.name, self.one_end = lm, name, one_end
+        self.needs = {False: Needs(cache, k, temperature)}
+        """Scores to compute, by whether a response is for a supervised update."""
+        if supervised is not None:
+            self.needs[True] = Needs(supervised.cache, supervised.k, supervised_temperature)
         self.version = 0
         """Version of the weights; 0: the initial weights."""
         self.keep, self.stored = keep, dict[int, WeightsRef]()
         self.context = context or SamePrompt()
-        self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
+        self.token_budget, self.packing = token_budget, packing
         use_rows(lm, packed=packing, field=f"teachers.{name}.packing")
         self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
         self.waiting: list[Call] = []
@@ -129,8 +145,9 @@ class NativeScorer(Probed):
                 await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, PASS_INTERVAL - since))
             taken, self.waiting = [call for call in self.waiting if not call.answer.cancelled()], []
             self.enough.clear()
-            for again in (False, True):
-                if calls := [call for call in taken if call.again == again]:
+            for again, supervised in product((False, True), self.needs):
+                calls = [call for call in taken if call.again == again and is_supervised(call.group) == supervised]
+                if calls:
                     await self._pass(calls)
             self.ended = loop.time()
 
@@ -227,46 +244,53 @@ class NativeScorer(Probed):
     ) -> dict[int, dict[str, Any]]:
         """Return the values to cache for each response, by index; add the KL to its scores in `earlier`, if any."""
         rollouts, answers = {i: graded(handles[i]) for i in seen}, dict[int, dict[str, Any]]()
+        needs = self.needs[is_supervised(handles)]
         for members, hidden_ND in self._passes(rollouts, seen):
             chosen = [rollouts[i] for i in members]
-            answers |= zip(members, self._answers(hidden_ND, chosen), strict=True)
+            answers |= zip(members, self._answers(hidden_ND, chosen, needs), strict=True)
             for i, own_ND in zip(members, by_sample(hidden_ND, chosen), strict=True):
                 if i in earlier:
-                    answers[i]["supervision_kl"] = _numpy(self._kl_to_earlier(own_ND, earlier[i]))
+                    kl_N = self._kl_to_earlier(own_ND, earlier[i], needs.temperature)
+                    answers[i]["supervision_kl"] = _numpy(kl_N)
         return answers
 
-    def _kl_to_earlier(self, hidden_ND: Tensor, then: Then) -> Tensor:
+    def _kl_to_earlier(self, hidden_ND: Tensor, then: Then, temperature: float) -> Tensor:
         """Return KL(current teacher ‖ earlier teacher) over the whole vocabulary at each trained token."""
-        size = max(1, HELD // self.lm.vocab_size)
+        size, now = max(1, HELD // self.lm.vocab_size), self.lm.head
         parts = [
-            dense(self._log_softmax(self.lm.head, now_CD), self._log_softmax(then.head, then_CD), kind="reverse")
+            dense(
+                self._log_softmax(now, now_CD, temperature),
+                self._log_softmax(then.head, then_CD, temperature),
+                kind="reverse",
+            )
             for now_CD, then_CD in zip(torch.split(hidden_ND, size), torch.split(then.hidden_ND, size), strict=True)
         ]
         return torch.cat(parts) if parts else hidden_ND.new_zeros(0)
 
-    def _log_softmax(self, head: Head, hidden_CD: Tensor) -> Tensor:
+    def _log_softmax(self, head: Head, hidden_CD: Tensor, temperature: float) -> Tensor:
         logits_CV = head(hidden_CD.to(self.lm.device))
-        logp_CV = (logits_CV.to(wide(logits_CV)) / self.temperature).log_softmax(-1)
+        logp_CV = (logits_CV.to(wide(logits_CV)) / temperature).log_softmax(-1)
         return logp_CV if self.one_end is None else all_read_as_one(logp_CV, **self.one_end._asdict())
 
-    def _logprobs_at(self, hidden_ND: Tensor, ids_NM: Tensor) -> Tensor:
+    def _logprobs_at(self, hidden_ND: Tensor, ids_NM: Tensor, temperature: float) -> Tensor:
         hidden, weight, bias = self.lm.head.inputs(hidden_ND)
         asked = ids_NM if self.one_end is None else with_ends(ids_NM, ends=self.one_end.ends)
-        logp_NM = logprobs_at(hidden, weight, asked, bias=bias, temperature=self.temperature, **self.lm.head.bend)
+        logp_NM = logprobs_at(hidden, weight, asked, bias=bias, temperature=temperature, **self.lm.head.bend)
         return logp_NM if self.one_end is None else read_as_one(logp_NM, ids_NM, **self.one_end._asdict())
 
-    def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout], needs: Needs) -> list[dict[str, Any]]:
         """Return the values to cache for every sample of a micro-batch, as one dict per sample."""
-        ids_NM = joined([self._scored_ids(rollout) for rollout in rollouts], hidden_ND.device, torch.int64)
-        logp_NM = self._logprobs_at(hidden_ND, ids_NM)
+        ids = [scored_ids(rollout, needs.cache) for rollout in rollouts]
+        ids_NM = joined(ids, hidden_ND.device, torch.int64)
+        logp_NM = self._logprobs_at(hidden_ND, ids_NM, needs.temperature)
         found = {"teacher_logp": logp_NM[:, 0]}
-        match self.cache:
+        match needs.cache:
             case "sampled":
                 found["teacher_action_logp"] = logp_NM
             case "student_topk":
                 found["teacher_best_logp"] = logp_NM[:, 1:]
             case "teacher_topk":
-                found |= self._topk(hidden_ND, ids_NM[:, 0], logp_NM[:, 0])
+                found |= self._topk(hidden_ND, ids_NM[:, 0], logp_NM[:, 0], needs)
             case "hidden":
                 found["teacher_hidden"] = hidden_ND
         parts: dict[str, list[Any]] = {
@@ -274,20 +298,10 @@ class NativeScorer(Probed):
         }
         return [{name: part[i] for name, part in parts.items()} for i in range(len(rollouts))]
 
-    def _scored_ids(self, rollout: Rollout) -> Ints:
-        """Return the token ids [N, M] to score at each trained position; the first column is the emitted token."""
-        if self.cache == "sampled":
-            return rollout.actions
-        emitted_N1 = rollout.tokens[rollout.loss_mask][:, None]
-        if self.cache != "student_topk":
-            return emitted_N1
-        assert rollout.best_ids is not None, "the sampler recorded no best ids"
-        return np.concatenate([emitted_N1, rollout.best_ids], 1)
-
-    def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor) -> dict[str, Tensor]:
+    def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor, needs: Needs) -> dict[str, Tensor]:
         ids, logps = [], []
         for hidden_CD in torch.split(hidden_ND, max(1, HELD // self.lm.vocab_size)):
-            best = self._log_softmax(self.lm.head, hidden_CD)[:, : self.vocabulary].topk(self.k, -1)
+            best = self._log_softmax(self.lm.head, hidden_CD, needs.temperature)[:, : self.vocabulary].topk(needs.k, -1)
             ids.append(best.indices.int())
             logps.append(best.values)
         ids_NK, logp_NK = torch.cat(ids), torch.cat(logps)
@@ -296,6 +310,22 @@ class NativeScorer(Probed):
             "teacher_ids": ids_NK,
             "teacher_topk_logp": torch.where(ids_NK == tokens_N[:, None], logp_N[:, None], logp_NK),
         }
+
+
+def scored_ids(rollout: Rollout, cache: Cache) -> Ints:
+    """Return the token ids [N, M] to score at each trained position; the first column is the emitted token."""
+    if cache == "sampled":
+        return rollout.actions
+    emitted_N1 = rollout.tokens[rollout.loss_mask][:, None]
+    if cache != "student_topk":
+        return emitted_N1
+    assert rollout.best_ids is not None, "the sampler recorded no best ids"
+    return np.concatenate([emitted_N1, rollout.best_ids], 1)
+
+
+def is_supervised(group: Group) -> bool:
+    rollouts = [handle.body.rollout if isinstance(handle.body, Scored) else handle.body for handle in group]
+    return any(rollout.prompt.supervised for rollout in rollouts)
 
 
 def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:

@@ -138,5 +138,13 @@ DISTILLATION = {
         targets="k2's biased value and k1's variance",
         use_when="as k1+, with a less noisy logged value",
     ),
+    "cross_entropy": Description(
+        what="−log p of tokens from the data, or from the teacher's rollouts",
+        unit="given token",
+        importance="not needed: the student drew no token",
+        targets="a student whose own rollouts teach it nothing",
+        cost="none: no teacher scores",
+        use_when="in [sft], before the first rollout",
+    ),
 }
-"""Description of each loss, by `loss.kind`."""
+"""Description of each loss, by `loss.kind` or `sft.loss.kind`."""

@@ -70,7 +70,10 @@ class Health:
             self.recent.clear()
 
     def _add(self, line: Line) -> None:
-        if len(self.first) < self.health.updates:
+        """Add a line; the usual values after supervised updates are those of later updates alone."""
+        if self.recent and self.recent[-1].get("sft") != line.get("sft"):
+            self.recent.clear()
+        if len(self.first) < self.health.updates and not line.get("sft"):
             self.first.append(line)
         self.recent.append(line)
 

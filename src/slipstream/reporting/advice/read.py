@@ -29,7 +29,7 @@ def case_of(run: RunDir, config: Config, metrics: Sequence[Line], evaluations: S
     models = [settings_of(model) for model in (config.student, *local)]
     return Case(
         config=config,
-        lines=metrics,
+        lines=[line for line in metrics if not line.get("sft")],
         evaluations=evaluations,
         samples=run.picked(SAMPLES, lambda number, _: number < SAMPLES_READ),
         ledger=run.ledger if config.freshness is not None else (),

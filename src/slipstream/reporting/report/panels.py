@@ -44,6 +44,8 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel(r"grad_norm", "Gradient norm", "before clipping"),
         Panel(r"student/entropy", "Entropy of the student", "nats per token"),
         Panel(r"lr", "Learning rate", "per step", True),
+        Panel(r"sft", "Supervised updates", "1 if supervised", True),
+        Panel(r"off_policy/(\w+)", "Trained tokens from {}", SHARE),
         Panel(r"reference/kl", "KL to the initial student", "nats per token"),
         Panel(r"distill/clip_fraction", "Clipped draws", SHARE),
         Panel(r"distill/masked_fraction", "Draws masked by m2po", SHARE),

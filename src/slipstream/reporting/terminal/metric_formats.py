@@ -75,7 +75,7 @@ def displayed(numbers: Iterable[str]) -> list[str]:
 
 def readings(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return name and value of the most important metrics of an update."""
-    found = []
+    found = [("stage", "supervised")] if numbers.get("train/sft") else []
     if "train/loss" in numbers:
         found.append((label("loss"), value_text("train/loss", numbers["train/loss"])))
     rewards = [name for name in numbers if re.fullmatch(r"reward/\w+", name)]

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from slipstream.metric_names import extreme
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
 from slipstream.objective.frozen import Frozen, freeze, present, unrejected
 from slipstream.objective.loss import Objective
-from slipstream.objective.method import Method
+from slipstream.objective.method import Method, Supervised
 from slipstream.objective.sample_weights import Drifted, FreshnessWeights, SampleWeight, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
 from slipstream.protocols import Fingerprint, Follower, Metrics, OneEnd, Quote, SampleFreshness, WeightsRef
@@ -52,6 +52,16 @@ PER_STEP = ("policy/loss", "loss", "freshness/anchor")
 """Metrics that are divided like the loss; all other sums are divided by the number of tokens."""
 
 
+@dataclass(frozen=True)
+class Phase:
+    """The objective of a range of updates, and all that computes it."""
+
+    method: Method
+    objective: Objective
+    judge: FreshnessWeights | None
+    first_passes: FirstPasses
+
+
 class NativeLearner:
     def __init__(
         self,
@@ -60,6 +70,7 @@ class NativeLearner:
         method: Method,
         config: LearnerConfig,
         updates: int,
+        supervised: Supervised | None = None,
         export_dtype: str | None = None,
         tokenizer: Any = None,
         teacher_head: Head | None = None,
@@ -72,8 +83,9 @@ class NativeLearner:
     ) -> None:
         """Prepare the model for training; `follow` lists the teachers whose weights come from this learner.
 
-        With `one_end` the teacher's distribution is read with its end tokens mapped to the student's, as its scorer
-        reads it. The gradients of fresh and stale samples are compared every `cosine_every` updates (0: never).
+        The first updates have the method of `supervised`, if any. With `one_end` the teacher's distribution is read
+        with its end tokens mapped to the student's, as its scorer reads it. The gradients of fresh and stale samples
+        are compared every `cosine_every` updates (0: never).
         """
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
         self.cosine_every = cosine_every
@@ -83,10 +95,11 @@ class NativeLearner:
         self.ranks = ranks or Ranks()
         self.passes = Passes(lm, config, self.ranks, temperature=method.temperature, snapshots=snapshots)
         self.snapshots = self.passes.snapshots
-        self.objective = Objective(method, teacher_head, one_end)
-        self.judge = FreshnessWeights(method.freshness) if method.freshness is not None else None
+        self.supervised, methods = supervised, (method, supervised and supervised.method)
+        self.phases = [self._phase(each, teacher_head, one_end) for each in methods if each]
+        """Phase after the supervised updates, then that of the supervised updates, if any."""
+        self._enter(self.phases[0])
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
-        self.first_passes = FirstPasses(method, self.passes)
         self.noise = Noise(self.ranks)
         if method.keeps_reference:  # must precede `restore`: the reference is the initial student
             self.snapshots.take(REFERENCE, host=method.hosts_reference)
@@ -158,6 +171,21 @@ class NativeLearner:
     def close(self) -> None:
         self.thread.shutdown()
 
+    # --- phases ----------------------------------------------------------------------------------------------
+
+    def _phase(self, method: Method, teacher_head: Head | None, one_end: OneEnd | None) -> Phase:
+        judge = FreshnessWeights(method.freshness) if method.freshness is not None else None
+        return Phase(method, Objective(method, teacher_head, one_end), judge, FirstPasses(method, self.passes))
+
+    def _enter(self, phase: Phase) -> None:
+        self.current = phase.method
+        """Method of the update in progress; `method` is that after the supervised updates."""
+        self.objective, self.judge, self.first_passes = phase.objective, phase.judge, phase.first_passes
+
+    @property
+    def supervising(self) -> bool:
+        return self.supervised is not None and self.update <= self.supervised.updates
+
     # --- before the first gradient ---------------------------------------------------------------------------
 
     def _prepare(self, batch: Batch) -> list[Counts]:
@@ -166,22 +194,23 @@ class NativeLearner:
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
         version, own = self.update - 1, list(samples.values())
-        distances = self.first_passes.distances(own, version, drift=self.config.exact_drift or self.method.replays)
-        if self.config.exact_drift:
+        exact = self.config.exact_drift and not self.supervising
+        distances = self.first_passes.distances(own, version, drift=exact or self.current.replays)
+        if exact:
             size = sum(self.ranks.gathered(len(samples)))
             self.notes.append((size, self.first_passes.rollout_drift(own, distances)))
         self._freeze(samples, version, distances)
         if self.judge is not None:
             known = None
-            ahead = self.method.by_episode or not self.method.weighs_all
-            if self.method.replays or self.config.dropout or ahead:  # otherwise the training pass computes it
+            ahead = self.current.by_episode or not self.current.weighs_all
+            if self.current.replays or self.config.dropout or ahead:  # otherwise the training pass computes it
                 known = self._drifted(own, version, distances)
             self.judge.take(own, [self.frozen[key] for key in samples], known)
         left = {key: int(self.frozen[key].mask_T.sum()) for key in samples}
         return [counts_of(group, [left[key_of(handle.header)] for handle in group]) for group in batch.groups]
 
     def _freeze(self, samples: dict[Key, Scored], version: int, distances: Distances) -> None:
-        if not self.method.looks_first:
+        if not self.current.looks_first:
             self.frozen |= {key: unrejected(sample) for key, sample in samples.items()}
             return
         own = list(samples.values())
@@ -189,7 +218,7 @@ class NativeLearner:
         # all ranks get the whole batch in the same order
         everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
         everyone.sort(key=lambda pair: pair[0])
-        frozen, noted = freeze([sample for _, sample in everyone], self.method, update=self.update, beta=self.beta)
+        frozen, noted = freeze([sample for _, sample in everyone], self.current, update=self.update, beta=self.beta)
         self.size += len(everyone)
         decided = {key: each for (key, _), each in zip(everyone, frozen, strict=True)}
         self.frozen |= {key: decided[key] for key in keys}
@@ -213,6 +242,7 @@ class NativeLearner:
     def _begin(self, update: int) -> None:
         self.beta, self.kl, self.size = self._next_beta(), [], 0
         self.samples, self.frozen, self.notes, self.update = {}, {}, [], update
+        self._enter(self.phases[self.supervising])
         if self.judge is not None:
             self.judge.begin()
         if self.config.dropout:  # a resumed run uses the same dropout masks
@@ -236,11 +266,12 @@ class NativeLearner:
 
     def _accumulate(self, keys: Sequence[Key], counts: Counts) -> list[SampleFreshness]:
         self.weighed += keys
-        if self.judge is not None and not self.method.weighs_all:
+        if self.judge is not None and not self.current.weighs_all:
             self._judged([self.samples[key] for key in keys])
             self.objective.divisor = self.judge.divisor(self.ranks.gathered(self.judge.totals(keys)))
         ahead = self._ahead(keys, counts)
         due = self.cosine_every and self.update % self.cosine_every == 0 and self.made < self.update
+        due = due and not self.supervising
         if due and (cut := halves({key: self.samples[key] for key in keys}, self.ranks)):
             total = self._backward(cut[0], counts)
             fresh = [None if gradient is None else gradient.clone() for gradient in self._gradients()]
@@ -257,7 +288,7 @@ class NativeLearner:
     def _ahead(self, keys: Sequence[Key], counts: Counts) -> float:
         """Return the policy loss of episodes with several samples (branches), which is computed first; 0 if none."""
         self.slopes = {}
-        count = Counter(episode_of(self.samples[key]) for key in keys if self.method.by_episode)
+        count = Counter(episode_of(self.samples[key]) for key in keys if self.current.by_episode)
         samples = [self.samples[key] for key in keys if count[episode_of(self.samples[key])] > 1]
         samples.sort(key=lambda each: (*episode_of(each), each.rollout.index))
         if not any(self.ranks.gathered(len(samples))):
@@ -325,8 +356,8 @@ class NativeLearner:
     def _step(self, counts: Counts, factor: float) -> Metrics:
         groups = self.optimizer.param_groups
         grads = [gradient for gradient in self._gradients() if gradient is not None]
-        loss_scale = 1 / max(counts.n_sequences if self.method.over_sequences else counts.n_tokens, 1)
-        if self.judge is not None and self.method.weighs_all:
+        loss_scale = 1 / max(counts.n_sequences if self.current.over_sequences else counts.n_tokens, 1)
+        if self.judge is not None and self.current.weighs_all:
             loss_scale /= self.judge.divisor(self.ranks.gathered(self.judge.totals(self.weighed)))
         if loss_scale != 1.0:
             torch._foreach_mul_(grads, loss_scale)
@@ -336,7 +367,7 @@ class NativeLearner:
             raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
         if (shrink := self.config.clip_norm / (norm + 1e-6)) < 1:  # same formula as torch's clip_grad_norm_
             torch._foreach_mul_(grads, shrink)
-        lr = factor * learning_rate(self.config, self.update - 1, self.updates)
+        lr = factor * self._learning_rate()
         for group in groups:
             group["lr"] = lr
         if self.method.previous and self.made < self.update:
@@ -351,6 +382,14 @@ class NativeLearner:
         if norm > 0 and "reference/kl" in found:
             self.kl.append(found["reference/kl"])
         return found | moved | {"grad_norm": norm, "lr": lr}
+
+    def _learning_rate(self) -> float:
+        """Return the learning rate of this update; warm-up and decay begin again after the supervised updates."""
+        if (sft := self.supervised) is None:
+            return learning_rate(self.config, self.update - 1, self.updates)
+        if self.supervising:
+            return sft.lr * min(1.0, self.update / max(sft.warmup, 1))
+        return learning_rate(self.config, self.update - 1 - sft.updates, self.updates - sft.updates)
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
         """Return the metrics since the last step over all ranks, and drop gradients and sums."""

@@ -1,0 +1,67 @@
+"""Decide which groups have responses that the student does not draw, and where these responses come from.
+
+The origin of a group's responses depends only on the seed and the number of the group. So a run can resume at any
+group, and no restart, delay or order of completion changes the origin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import floor
+
+from slipstream.config.offpolicy import MixConfig
+from slipstream.records import Given, Prompt, derive_seed
+
+
+@dataclass(frozen=True)
+class OffPolicy:
+    """The origin of every group's responses, and the responses of the data and of a file, by the index of their row."""
+
+    seed: int
+    supervised: str
+    """Origin of the responses of the supervised updates; empty without [sft]."""
+    first: int
+    """Number of groups of the supervised updates."""
+    mix: MixConfig | None
+    groups: int
+    """Number of groups of one update."""
+    updates: int
+    """Number of updates after the supervised ones."""
+    group: int
+    """Number of responses of a group."""
+    answers: Sequence[Given] = ()
+    trajectories: Mapping[int, Sequence[Given]] = field(default_factory=dict)
+
+    def source(self, number: int) -> str:
+        """Return the origin of a group outside of the supervised updates; empty if the student draws it.
+
+        An update of B groups has share · B others on average: the integer part, and one more by chance. Which of the B
+        groups these are is random, too. Dropped groups move later groups to earlier updates, but never change them.
+        """
+        update, place = divmod(number - self.first, self.groups)
+        if self.mix is None or update < 0:
+            return ""
+        rng = random.Random(derive_seed(self.seed, "mix", update))
+        others = floor(self.mix.share_at(update, self.updates) * self.groups + rng.random())
+        return self.mix.source if place in rng.sample(range(self.groups), min(others, self.groups)) else ""
+
+    @property
+    def digest(self) -> str:
+        """Return a hash of the responses that exist before the run; empty if there are none."""
+        known = [*self.answers, *(given for index in sorted(self.trajectories) for given in self.trajectories[index])]
+        found = hashlib.sha256()
+        for given in known:
+            found.update(len(given.tokens).to_bytes(8, "little"))
+            found.update(given.tokens.tobytes())
+            found.update(given.logp.tobytes())
+        return found.hexdigest() if known else ""
+
+    def responses(self, prompt: Prompt, row: int, epoch: int) -> Sequence[Given]:
+        """Return the known responses of a group: the answer of its row, or the next trajectories in every epoch."""
+        if prompt.source == "data":
+            return [self.answers[row]]
+        known = self.trajectories[row]
+        return [known[(epoch * self.group + index) % len(known)] for index in range(self.group)]
