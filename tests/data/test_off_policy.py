@@ -154,3 +154,6 @@ def test_answers_end_with_the_end_token_or_are_cut() -> None:
     assert np.isnan(short.logp).all() and short.logp.shape == short.tokens.shape
     with pytest.raises(DataError, match="rows:9: has no answer in text"):
         answers_of([*rows, Row(id="9", prompt="x", where="rows:9")], tokenizer, end=0, longest=4, vocabulary=39)
+    odd = Row(id="9", prompt="x", response="ä", where="rows:9")
+    with pytest.raises(DataError, match="rows:9: builtin:student cannot encode this answer"):
+        answers_of([*rows, odd], tokenizer, end=0, longest=4, vocabulary=39)

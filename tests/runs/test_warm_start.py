@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
+from slipstream.cli import main
 from slipstream.config.file import parse
 from slipstream.data.prompts import load_rows
 from slipstream.data.tokenizers import load_tokenizer
@@ -107,3 +108,17 @@ def test_engines_in_their_own_processes_make_the_same_run(tmp_path: Path) -> Non
     for one, other in zip(lines["inline"], lines["local"], strict=True):
         for key in ("loss", "grad_norm", "tokens", "lr"):
             assert one[key] == pytest.approx(other[key], rel=1e-3), (one["update"], key)
+
+
+def test_samples_and_report_say_who_wrote_a_response(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Answers of the data have no version, no log-prob and no reward; whoever reads them does without."""
+    changes = {"sft": {"updates": 1}, "mix": {"share": 0.5}, "loss": {"kind": "jsd"}, "log": {"samples": 8}}
+    path = train(parse({**TREE, **changes, "updates": 2, "output": str(tmp_path / "run")}), QUIET, name="run")
+    by = Counter(quote["source"] for quote in read_lines(path / "samples.jsonl"))
+    assert by == {"data": 12, "": 4}
+    assert main(["samples", str(path), "-n", "16"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("tokens by the data, ended") == 12 and said.count("tokens by version 1, ") == 4
+    assert main(["report", str(path)]) == 0
+    assert "Supervised updates" in (path / "report.html").read_text()
+    assert main(["advise", str(path)]) == 0

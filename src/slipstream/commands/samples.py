@@ -43,9 +43,14 @@ def samples_of(path: Path, update: int | None) -> list[Line]:
     return of_update
 
 
+ORIGINS = {"data": "the data", "teacher": "the teacher", "file": "mix.path"}
+"""Who wrote a response, by `source`."""
+
+
 def head(quote: dict[str, Any]) -> str:
     versions = [version for version, _ in quote["versions"]] or [0]
     drawn = f"version {versions[0]}" if len(set(versions)) == 1 else f"versions {min(versions)} to {max(versions)}"
+    drawn = ORIGINS.get(quote.get("source", ""), drawn)
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
     return (
         f"update {quote['update']}: {quote['prompt_id']}, answer {quote.get('index', 0)}, "

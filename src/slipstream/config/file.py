@@ -210,8 +210,8 @@ def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[
             yield dotted, info, ""
         for each in sections:
             kind = " | ".join(each.kinds()) if len(sections) > 1 else ""
-            for inner, field, _ in fields(each, f"{dotted}."):
-                yield inner, field, kind
+            for inner, field, below in fields(each, f"{dotted}."):
+                yield inner, field, kind or below
 
 
 def to_toml(config: Config) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from slipstream.data.prompts import Row
 from slipstream.data.sources import check_there
-from slipstream.data.tokenizers import Tokenizer
+from slipstream.data.tokenizers import Tokenizer, encode_texts
 from slipstream.errors import DataError, did_you_mean
 from slipstream.records import Finish, Given
 
@@ -29,10 +29,8 @@ def answers_of(rows: Sequence[Row], tokenizer: Tokenizer, *, end: int, longest: 
                 f'{row.place}: has no answer in text, from which [sft] and [mix] learn with source = "data": name its '
                 'column in data.response, or write source = "teacher"'
             )
-    texts = [row.response for row in rows]
-    found = []
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    for row, ids in zip(rows, encoded, strict=True):
+    found, texts = list[Given](), [str(row.response) for row in rows]
+    for row, ids in zip(rows, encode_texts(texts, rows, tokenizer, special=False, what="answer"), strict=True):
         if max(ids, default=0) >= vocabulary:
             raise DataError(f"{row.place}: token {max(ids)} of the answer is beyond the {vocabulary} embeddings")
         finish: Finish = "eos" if len(ids) < longest else "length"

@@ -74,21 +74,29 @@ def encode_rows(
             why = "prompts are plain text" if plain else f"{template} does not read it"
             raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
     # the text of a rendered template already includes the special tokens
-    encode = partial(tokenizer, add_special_tokens=plain, return_attention_mask=False, verbose=False)
+    ids = encode_texts(texts, rows, tokenizer, special=plain, what="prompt")
+    for row, tokens in zip(rows, ids, strict=True):
+        if not tokens:
+            raise DataError(f"{row.place}: the prompt has no tokens")
+    return [np.array(tokens, np.int32) for tokens in ids]
+
+
+def encode_texts(
+    texts: Sequence[str], rows: Sequence[Row], tokenizer: Tokenizer, *, special: bool, what: str
+) -> list[list[int]]:
+    """Encode a text of each row, with special tokens if `special`; raise DataError for the first that is impossible."""
+    encode = partial(tokenizer, add_special_tokens=special, return_attention_mask=False, verbose=False)
     try:
-        ids = encode(texts)["input_ids"]
+        found: list[list[int]] = encode(texts)["input_ids"]
     except Exception:  # the library raises plain Exception
         for row, each in zip(rows, texts, strict=True):
             try:
                 encode(each)
             except Exception as error:
                 why = first_line(error)
-                raise DataError(f"{row.place}: {tokenizer.name_or_path} cannot encode this prompt: {why}") from None
+                raise DataError(f"{row.place}: {tokenizer.name_or_path} cannot encode this {what}: {why}") from None
         raise
-    for row, tokens in zip(rows, ids, strict=True):
-        if not tokens:
-            raise DataError(f"{row.place}: the prompt has no tokens")
-    return [np.array(tokens, np.int32) for tokens in ids]
+    return found
 
 
 def rendered(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None) -> str:

@@ -96,7 +96,7 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
     ends = [await same_end(plan, engines, teacher) for teacher in plan.ends]
     ends += [await known_template(plan, engines, teacher) for teacher in plan.templates]
     same = agreement(numbers, Limits.of(plan.engines), groups)
-    return [*same, *teachers(numbers, headers), *ends, *returned, *failed]
+    return [*same, *teachers(numbers, headers, cold=plan.config.sft is not None), *ends, *returned, *failed]
 
 
 async def same_end(plan: Plan, engines: Engines, teacher: str) -> Finding:
@@ -261,14 +261,14 @@ def mismatch_cause(numbers: Metrics) -> str:
     return "precision: give both sides one dtype (sampler.dtype, learner.compute_dtype); try float32 to confirm"
 
 
-def teachers(numbers: Metrics, headers: Sequence[Header]) -> list[Finding]:
+def teachers(numbers: Metrics, headers: Sequence[Header], *, cold: bool) -> list[Finding]:
     """Return one finding per teacher: unusable scores, a mean KL below 0, or the correlation with the student."""
     found = []
     for name in sorted({header.teacher for header in headers if header.teacher}):
         theirs = [header for header in headers if header.teacher == name]
         seen = {key.rpartition("/")[2]: value for key, value in numbers.items() if key.startswith(f"teacher/{name}/")}
         seen |= {"longest": max(header.tokens for header in theirs)} if seen else {}
-        found.append(impossible_finding(name, theirs) or correlation_finding(name, seen))
+        found.append(impossible_finding(name, theirs) or correlation_finding(name, seen, cold=cold))
     return found
 
 
@@ -286,13 +286,14 @@ def impossible_finding(name: str, headers: Sequence[Header]) -> Finding | None:
     return Finding(f"teacher {name}", False, detail, "its log-probs are not of these tokens, or are no log-probs")
 
 
-def correlation_finding(name: str, seen: Metrics) -> Finding:
+def correlation_finding(name: str, seen: Metrics, *, cold: bool = False) -> Finding:
     """Check that a teacher's scores are of the right tokens: correlate its probabilities with the student's.
 
     If the scores did not depend on the tokens, any order of them would be equally likely. Over all permutations of
     n scores the correlation has mean 0 and standard deviation 1/√(n − 1), exactly. The limit is `CHANCE` standard
     deviations: 0.19 for 256 tokens, 0.38 for 64. With fewer tokens than `FEW`, a low correlation is not fatal. Equal
-    tokens after equal prefixes count once. The shifted correlation pairs scores with the next or previous token.
+    tokens after equal prefixes count once. Nor is it fatal for a `cold` student, which [sft] is to teach first. The
+    shifted correlation pairs scores with the next or previous token.
     """
     name = f"teacher {name}"
     if not seen or not seen["student_spread"] > SURE:
@@ -311,6 +312,9 @@ def correlation_finding(name: str, seen: Metrics) -> Finding:
         fix = "it finds likely what the student finds unlikely: these may be negated log-probs"
     elif aligned < chance and (n < FEW or seen.get("longest", SHORT) < SHORT):
         return Finding(name, False, detail, "too few different tokens, or too short answers, to judge", fatal=False)
+    elif aligned < chance and cold:
+        fix = "either the student knows nothing yet, which [sft] can mend, or the scores are not of these tokens"
+        return Finding(name, False, detail, fix, fatal=False)
     elif aligned < chance:
         fix = "its scores are not of these tokens: check its model, its tokenizer and the order of its rows"
     else:

@@ -120,7 +120,7 @@ class Bench:
     async def short_run(self) -> tuple[float, float, list[int]]:
         """Return CPU seconds per sample of the coordinator and of all engines, and the lengths of all responses."""
         quiet = self.config.eval.model_copy(update={"every": 0})
-        config = self.config.model_copy(update={"updates": UPDATES, "eval": quiet})
+        config = self.config.model_copy(update={"updates": UPDATES, "eval": quiet, "sft": None})
         with tempfile.TemporaryDirectory() as path:
             with RunLog.create(config, Path(path) / "run") as log:
                 began, before = time.thread_time(), await self._engines_cpu()

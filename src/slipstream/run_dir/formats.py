@@ -35,7 +35,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "metrics.jsonl": {"kind": "train|eval", "update": 0, "set?": "", "*": inf},
     "metrics.jsonl train": {"time?": 0.0, "tokens?": 0.0, "samples?": 0.0, "lag/max?": 0.0},
     "metrics.jsonl eval": {"accuracy?": 0.0, "samples?": 0.0},
-    "ledger.jsonl": {"number": 0, "version?": 0, "end": "trained|dropped", "cause?": "", "causes?": [""]},
+    "ledger.jsonl": {
+        "number": 0,
+        "version?": 0,
+        "end": "trained|dropped",
+        "cause?": "",
+        "causes?": [""],
+        "source?": "",
+    },
     "ledger.jsonl trained": {"tokens?": [0], "lag?": [0.0], "rewards?": [{"*": inf}], "f?": [(0.0, None)]},
     "ledger.jsonl dropped": {"reason": ""},
     "samples.jsonl": {
@@ -44,6 +51,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "update": 0,
         "index?": 0,
         "finish": "",
+        "source?": "",
         "rewards": {"*": inf},
         "turns?": ([["", ""]], None),
         "versions": [[0, 0]],

@@ -31,7 +31,7 @@ def case_of(run: RunDir, config: Config, metrics: Sequence[Line], evaluations: S
         config=config,
         lines=[line for line in metrics if not line.get("sft")],
         evaluations=evaluations,
-        samples=run.picked(SAMPLES, lambda number, _: number < SAMPLES_READ),
+        samples=[each for each in run.picked(SAMPLES, lambda n, _: n < SAMPLES_READ) if not each.get("source")],
         ledger=run.ledger if config.freshness is not None else (),
         at=str(run.path),
         context=min((model[name] for model in models for name in POSITIONS if name in model), default=None),
