@@ -44,7 +44,7 @@ def samples_of(path: Path, update: int | None) -> list[Line]:
 
 
 ORIGINS = {"data": "the data", "teacher": "the teacher", "file": "mix.path"}
-"""Who wrote a response, by `source`."""
+"""Names of the authors of responses that the student did not draw, by `source`."""
 
 
 def head(quote: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ class Row:
     meta: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of tools for the chat template; None if the row names no tools."""
-    response: str | None = None
+    response: str | None = field(default=None, compare=False)
     """Whole text of the answer, for [sft] and [mix]; None if the row has none."""
     where: str = field(default="", compare=False)
     """File and line of the row; empty if unknown."""
