@@ -1,9 +1,10 @@
-"""Who falls back from what it had reached, and who collapses: of the study of freshness.
+"""Collapse of runs in a study of freshness: how far the end of each run is below its best.
 
     python benchmarks/ladder.py runs/fopd > docs/findings/ladder.md
+    python benchmarks/ladder.py runs/fopd_tools > docs/findings/ladder_tools.md
 
-Reads a finished study (configs/lab/fopd.toml). Of each run the mean rewards over ten updates: how far the last is below
-the best, and whether the run has collapsed, as the source of [freshness] has it.
+Reads a study (configs/lab/fopd.toml, fopd_tools.toml). The mean reward of ten updates is compared with the best such
+mean of the run. A run has collapsed by the definition of f-OPD.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from slipstream.studies.statistics import estimate as over_seeds
 
 WINDOW = 10
 END, LOW, LASTS = 0.6, 0.9, 0.1
-"""Collapsed: it ends below the first share of its best, and was below the second for the last part of all updates."""
-TEXT = """# How far freshness lets a run fall back
+"""Collapse: the end is below the first share of the best, and all of the last part of the updates below the second."""
+TEXT = """# Collapse of runs: {title}
 
 f-OPD reports that three of five runs collapse at lag 8 (for a coding agent), and that none does with freshness. The
-table reads the runs of [the freshness study](fopd.md). `best less end` is the best mean reward of ten updates minus
+table reads the runs of [this study]({name}.md). `best less end` is the best mean reward of ten updates minus
 the last one. A run has collapsed if it ends more than 40 % below its best, and was more than 10 % below it for the
 last tenth of its updates. Rewards belong to students that are up to eight updates older.
 
 ```console
-python benchmarks/ladder.py {path} > docs/findings/ladder.md
+python benchmarks/ladder.py {path} > docs/findings/{page}.md
 ```
 
 | | best | best less end | collapsed |
@@ -47,10 +48,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sweep", type=Path)
     args = parser.parse_args()
-    print(TEXT.format(path=args.sweep))
+    sweep, name = Sweep(args.sweep), args.sweep.resolve().name
+    page = "ladder" + name.removeprefix("fopd") if name.startswith("fopd") else "ladder"
+    print(TEXT.format(path=args.sweep, title=sweep.study.sweep.title, name=name, page=page))
     found, collapsed = dict[str, list[tuple[float, float, bool]]](), dict[str, int]()
-    for cell in Sweep(args.sweep).finished:
-        found.setdefault(cell.point.arm, []).append(fall([line["reward/exact"] for line in cell.run.metrics]))
+    for cell in sweep.finished:
+        row = f"{cell.point.x}: {cell.point.arm}" if sweep.study.sweep.conditions else cell.point.arm
+        found.setdefault(row, []).append(fall([line["reward/exact"] for line in cell.run.metrics]))
     for arm, runs in found.items():
         best, fell = (over_seeds([each[i] for each in runs]) for i in (0, 1))
         cells = [estimate(each.mean, each.se, share=True) for each in (best, fell)]
