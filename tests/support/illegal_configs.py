@@ -68,6 +68,7 @@ sft.updates=1 data.train=table.csv data.prompt=question data.response=nothing
 sft.updates=1 sft.source=teacher data.response=solution
 sft.updates=1 sft.source=teacher teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl
 sft.updates=1 sft.source=teacher teachers.main.engine=vllm
+sft.updates=1 sft.source=teacher teachers.main.ends=map
 sft.updates=1 sft.source=teacher teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}}
 sft.updates=1 sft.loss.kind=jsd teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl
 {RL} sft.updates=1 sft.source=teacher

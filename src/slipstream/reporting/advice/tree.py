@@ -155,7 +155,8 @@ RULES: tuple[Rule, ...] = (
         when=f"KL > {drift.KL_LIMIT:g} on stale tokens while the engines agree. Only a warning unless the student gets "
         "worse, or has a low effective sample size and does not improve.",
         cause="The learner's weights changed too much while the sampled tokens waited.",
-        change="half of `schedule.tau`, `schedule.k` or `schedule.publish_every`",
+        change="half of `schedule.tau`, `schedule.k` or `schedule.publish_every`. In a new run with a native teacher: "
+        '`loss.kind = "reverse_kl"`, which stale tokens harm least (docs/freshness.md)',
         watch="drift/k3_kl below 0.02, drift/ess above 0.5",
         find=drift.stale,
         hides=(*STALE[1:], "spikes", "sequence weights"),
