@@ -352,8 +352,6 @@ class Engines:
     """Scorers by teacher name. A run without teachers has the single entry `""` with `Unscored`."""
     learner: Learner
     close: Callable[[], None]
-    teacher_samplers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Samplers with a teacher's weights, by teacher; their weights never change. Empty unless teachers generate."""
     replace: Callable[[Any], Awaitable[Any]] | None = None
     """Replace a dead sampler or scorer: end its process and calls, and return a new engine whose weights are loaded.
     None if the engines share this process."""
@@ -366,3 +364,5 @@ class Engines:
     """Resources that one engine needs, by kind of engine; only for kinds of which more engines can be started."""
     free: Callable[[], Mapping[str, float]] = dict
     """Return the numbers of GPUs and CPUs that are neither used nor reserved."""
+    teacher_samplers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Samplers with a teacher's weights, by teacher; their weights never change. Empty unless teachers generate."""

@@ -26,7 +26,7 @@ from slipstream.estimators.tables.correction import PRESETS, Unit
 from slipstream.estimators.tables.policy import LOSSES, Mode
 from slipstream.objective.method import TENSOR_OPTIONS, method_of
 from slipstream.plan import engines
-from slipstream.rewards.functions import BUILT_IN
+from slipstream.rewards.functions import APART, BUILT_IN
 
 
 def config(**sections: Any) -> Config:
@@ -47,7 +47,7 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
         folded = {"weights"} if name == "opob" else set()  # those of tokens are in its ‖g‖²
         assert set(each.options) == {*each.settings, *each.evidence, *folded}, name
     assert get_args(LevelName) == get_args(Unit) and get_args(EstimateName) == KL_KINDS
-    assert set(BUILT_IN) == set(REWARDS)
+    assert {*BUILT_IN, *APART} == set(REWARDS)
     for name, loss in LOSSES.items():
         assert loss.takes == tuple(loss.options), name
     required = {name for each in LOSSES.values() for name, default in each.options.items() if default is REQUIRED}
