@@ -50,8 +50,11 @@ def test_readme_names_every_dependency() -> None:
 
 def pins(file: str) -> dict[str, str]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()]
-    required = [Requirement(line) for line in lines if line]
-    return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in required}
+    included = [pins(line.removeprefix("-r ")) for line in lines if line.startswith("-r ")]
+    required = [Requirement(line) for line in lines if line and not line.startswith("-r ")]
+    return dict(item for found in included for item in found.items()) | {
+        canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in required
+    }
 
 
 def test_the_lowest_versions_that_are_tested_are_those_that_are_allowed() -> None:

@@ -5,6 +5,7 @@ A string that is not `Html` is plain text, and is escaped when it is inserted.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -80,7 +81,7 @@ def shell(title: str, body: str, figures: Mapping[str, Figure]) -> str:
         f"<title>{visible(title)}</title><style>{asset('page.css')}</style></head><body>\n{body}\n"
         "<noscript><p>The figures need JavaScript. The page loads nothing from the network.</p></noscript>\n"
         f'<script type="application/json" id="figures">{data}</script>\n'
-        f"{f'<script>{plotly_js()}</script>' if figures else ''}\n"
+        f'<script type="text/plain" id="plotly">{compressed_plotly() if figures else ""}</script>\n'
         f"<script>{asset('page.js')}</script>\n</body></html>\n"
     )
     return text.encode("utf-8", "replace").decode("utf-8")  # replace lone surrogates, which UTF-8 cannot encode
@@ -163,7 +164,9 @@ def asset(name: str) -> str:
     return files("slipstream.reporting.report").joinpath(name).read_text("utf-8")
 
 
-def plotly_js() -> str:
-    from plotly.offline import get_plotlyjs
+def compressed_plotly() -> str:
+    """Return plotly.js, compressed by gzip, in base64. page.js unpacks it.
 
-    return str(get_plotlyjs())
+    plotly.js.gz is `gzip -9n` of plotly-cartesian.min.js from the npm package plotly.js-cartesian-dist-min 4.1.1 (MIT).
+    """
+    return base64.b64encode(files("slipstream.reporting.report").joinpath("plotly.js.gz").read_bytes()).decode()

@@ -162,6 +162,19 @@ def panel_of(name: str) -> Panel:
     return Panel(name, name, "")
 
 
+def by_stage(name: str, label: str, runs: Sequence[Reading]) -> list[tuple[str, dict[str, list[float]]]]:
+    """Return the label and the values of each stage of a run, if the metric spans both; else those of whole runs."""
+    supervised = {
+        update for run in runs for update, value in zip(*run.columns.get("sft", ([], [])), strict=True) if value
+    }
+    parts: dict[str, list[float]] = {"supervised": [], "later": []}
+    for update, value in zip(*runs[0].columns.get(name, ([], [])), strict=True):
+        parts["supervised" if update in supervised else "later"].append(value)
+    if len(runs) == 1 and all(parts.values()) and name != "sft":
+        return [(f"{label} in {stage} updates", {runs[0].name: part}) for stage, part in parts.items()]
+    return [(label, {run.name: run.values(name) for run in runs})]
+
+
 def draw(name: str, runs: Sequence[Reading]) -> Figure:
     panel = panel_of(name)
     (term,) = vocabulary.find(name)
@@ -169,7 +182,7 @@ def draw(name: str, runs: Sequence[Reading]) -> Figure:
     values = {run.name: run.values(name) for run in runs}
     health = f" {inside(band, values)}" if band else "" if term.healthy == "–" else f" Healthy: {term.healthy}."
     return figures.curves(
-        course(panel.label, values, share=panel.share),
+        ". ".join(course(label, part, share=panel.share) for label, part in by_stage(name, panel.label, runs)),
         f"{name}: {term.meaning}.{health}",
         [Series(run.name, *run.columns[name], slot) for slot, run in enumerate(runs) if name in run.columns],
         x="update",
