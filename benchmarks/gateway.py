@@ -1,6 +1,7 @@
 """What the gateway itself costs: conversations with tools through HTTP, answered by a model that computes nothing.
 
     python benchmarks/gateway.py [--seconds 10] [--clients 16] [--turns 8]
+    python benchmarks/gateway.py --clients 1000 --pace 1        # 1,000 sessions at once, each with one call per second
 
 The gateway has one core, and the clients another where there is one. Every call goes the whole way: HTTP, the template,
 the comparison with what was told, ids, log-probs, the text of the answer and its calls. Clients keep their connections.
@@ -55,7 +56,10 @@ class NoModel:
         return Loaded("")
 
 
-def client(url: str, names: list[str], turns: int, until: float, latencies: list[float]) -> None:
+def client(
+    url: str, names: list[str], turns: int, until: float, latencies: list[float], pace: float, due: float
+) -> None:
+    """Play sessions one after the other; with `pace`, the next call is made `pace` seconds after the last was due."""
     host, _, port = url.removeprefix("http://").partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=60)
     for name in names:
@@ -63,6 +67,8 @@ def client(url: str, names: list[str], turns: int, until: float, latencies: list
         for turn in range(turns):
             if time.monotonic() > until:
                 return
+            time.sleep(max(0.0, due - time.monotonic()))
+            due += pace
             body = json.dumps({"model": "student", "messages": messages, "tools": TOOLS})
             began = time.monotonic()
             connection.request("POST", f"/sessions/{name}/v1/chat/completions", body)
@@ -75,13 +81,16 @@ def client(url: str, names: list[str], turns: int, until: float, latencies: list
             messages += [message, {"role": "tool", "tool_call_id": call, "content": f"the {turn}. one is 42"}]
 
 
-def ask(told: Connection, clients: int, turns: int, seconds: float, core: int) -> None:
+def ask(told: Connection, clients: int, turns: int, seconds: float, pace: float, core: int) -> None:
     pinned(core)
     url, names = told.recv()
     latencies: list[list[float]] = [[] for _ in range(clients)]
-    until = time.monotonic() + seconds
+    began = time.monotonic() + (pace and 1)  # threads start in the first second
     threads = [
-        threading.Thread(target=client, args=(url, names[n::clients], turns, until, latencies[n]))
+        threading.Thread(
+            target=client,
+            args=(url, names[n::clients], turns, began + seconds, latencies[n], pace, began + pace * n / clients),
+        )
         for n in range(clients)
     ]
     for thread in threads:
@@ -96,7 +105,7 @@ def pinned(core: int) -> None:
         os.sched_setaffinity(0, {core})
 
 
-async def measure(clients: int, turns: int, seconds: float) -> None:
+async def measure(clients: int, turns: int, seconds: float, pace: float) -> None:
     tokenizer = load_tokenizer("builtin:tool_student")
     ends = stop_ids(tokenizer, None)
     renderer = Renderer(tokenizer, stop_ids=ends)
@@ -105,14 +114,14 @@ async def measure(clients: int, turns: int, seconds: float) -> None:
     server = Server("student")
     await server.started()
     prompt = Prompt(id="p", number=0, tokens=renderer.open(ASKED, TOOLS))
-    limits = Limits(turns=turns, calls=turns, turn_tokens=None, seconds=seconds, step_seconds=seconds)
+    limits = Limits(turns=turns, calls=turns, turn_tokens=None, seconds=2 * seconds, step_seconds=seconds)
     names = [
         server.open(Session(policy, renderer, prompt, Sampling(max_tokens=1 << 20), 0, limits, len(tokenizer)))
         for _ in range(int(4000 * seconds / turns))
     ]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     ours, theirs = get_context("spawn").Pipe()
-    asking = get_context("spawn").Process(target=ask, args=(theirs, clients, turns, seconds, cores[-1]))
+    asking = get_context("spawn").Process(target=ask, args=(theirs, clients, turns, seconds, pace, cores[-1]))
     asking.start()
     pinned(cores[0])
     began = time.process_time()
@@ -133,8 +142,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--pace", type=float, default=0, help="seconds between two calls of a client (default: none)")
     given = parser.parse_args()
-    asyncio.run(measure(given.clients, given.turns, given.seconds))
+    asyncio.run(measure(given.clients, given.turns, given.seconds, given.pace))
 
 
 if __name__ == "__main__":

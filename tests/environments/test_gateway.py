@@ -28,7 +28,7 @@ from slipstream.environments.gateway import server, web
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.gateway.server import Server
-from slipstream.environments.gateway.sessions import Session
+from slipstream.environments.gateway.sessions import Refused, Session
 from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt, Rollout, derive_seed, unfinished
 from slipstream.simulation import toy
@@ -851,6 +851,56 @@ def test_only_who_has_the_token_takes_episodes_and_grades_them() -> None:
         assert handle.header.outcome["reward"] == 0.75 and handle.header.outcome["reward/right"] == 0.5
 
     asyncio.run(main())
+
+
+async def offered(agents: ExternalAgents, name: str) -> None:
+    async with agents.playing({}, f"http://127.0.0.1/sessions/{name}/v1", name):
+        pass
+
+
+def test_a_thousand_requests_wait_for_their_episodes_and_each_gets_its_own() -> None:
+    async def main() -> list[str]:
+        agents = ExternalAgents("the token")
+        requests = [asyncio.create_task(agents.next()) for _ in range(1000)]
+        await asyncio.sleep(0)
+        assert not any(request.done() for request in requests)
+        await asyncio.gather(*(offered(agents, str(n)) for n in range(1000)))
+        return [json.loads(offer)["id"] for offer in await asyncio.gather(*requests)]
+
+    assert asyncio.run(main()) == [str(n) for n in range(1000)]
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_an_episode_goes_to_the_next_request_if_its_client_has_left(ready: bool) -> None:
+    """With `ready`, the client leaves after the episode came, and before its request could go on."""
+
+    async def main() -> str:
+        agents = ExternalAgents("the token")
+        left = asyncio.create_task(agents.next())
+        await asyncio.sleep(0)
+        offering = asyncio.create_task(offered(agents, "it"))
+        if ready:
+            await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+        found = str(json.loads(await agents.next())["id"])
+        await offering
+        return found if left.cancelled() else "the first request was answered"
+
+    assert asyncio.run(main()) == "it"
+
+
+def test_a_request_without_an_episode_is_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.environments.gateway.external_agents.POLL", 0.01)
+
+    async def main() -> Any:
+        try:
+            return await ExternalAgents("the token").next()
+        except Refused as error:
+            return web.error_response(error)
+
+    answer = asyncio.run(main())
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
 
 def test_guests_that_never_close_never_call_or_share_a_session() -> None:

@@ -17,7 +17,7 @@ from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.score_checks import scored
-from slipstream.errors import EndpointError, EngineError, Unhealthy, WorkerDied
+from slipstream.errors import EndpointError, EngineError, RecordsLost, Unhealthy, WorkerDied
 from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.control import canary
 from slipstream.pipeline.control.canary import difference, distrusted, limit_of, prompts_of, reference_of, texts_of
@@ -461,6 +461,25 @@ def test_a_moving_teacher_that_lies_from_an_update_on_is_found(tmp_path: Path, l
     with pytest.raises(Unhealthy, match="teacher main lacks the exported weights: a log-prob by scorer is"):
         train(tmp_path, scorer, learner=learner, **MOVES)
     assert BEGINS <= len(read_lines(tmp_path / "metrics.jsonl")) <= BEGINS - 1 + 2 * EVERY
+
+
+@pytest.mark.parametrize("lost", ["answers of a sampler", "scores of a teacher"])
+def test_a_check_whose_records_are_lost_with_their_machine_is_repeated_at_the_next_update(
+    tmp_path: Path, lost: str
+) -> None:
+    learner = moving()[1]
+    compare, checked = learner.compare, list[int]()
+
+    async def fails_once(batch: Any, teacher: str = "") -> Any:
+        if bool(teacher) == (lost == "scores of a teacher"):
+            checked.append(batch.update - 1)
+            if len(checked) == 2:
+                raise RecordsLost("the machine that held them is gone")
+        return await compare(batch, teacher)
+
+    learner.compare = fails_once  # type: ignore[method-assign]
+    train(tmp_path, Follows(), learner=learner, updates=12, **MOVES)
+    assert checked == [0, 5, 6, 11, 12]
 
 
 # --- samplers ---------------------------------------------------------------------------------------------------------

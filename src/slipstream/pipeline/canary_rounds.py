@@ -199,7 +199,9 @@ class Canaries:
         handles = [handle for handle in handles if handle.header.finish != "error" and handle.header.trained_tokens]
         if not handles:  # handed over, or every episode failed: nothing to check
             return None
-        numbers = await self.learner.compare(Batch((handles,), version + 1))
+        numbers = await self._compare(worker, handles, version)
+        if numbers is None:
+            return None
         self._note("sampler", numbers["drift/k3_kl"])
         versions = {version for handle in handles for version, _ in handle.header.versions}
         if wrong := canary.distrusted(numbers, versions, version=version, exact=self.exact):
@@ -212,7 +214,9 @@ class Canaries:
         """Check a teacher that follows the student: compare its scores with the learner's, for equal weights."""
         groups_before, teacher = list(worker.since), watched.teacher
         for scored in await self._answers(teacher.pool, worker, [worker.engine.score(handles)]) or ():
-            numbers = await self.learner.compare(Batch((scored,), version + 1), teacher.name)
+            numbers = await self._compare(worker, scored, version, teacher.name)
+            if numbers is None:
+                continue
             apart = canary.worst_gap(numbers, scored)
             self._note("teacher", apart)
             if apart <= canary.FOLLOWS[watched.exact]:
@@ -220,6 +224,14 @@ class Canaries:
                 continue
             wrong = f"teacher {teacher.name} lacks the exported weights: a log-prob by {worker.name} is {apart:.2g} off"
             self._bad(teacher.pool, worker, wrong, harmful=False, roll=False)
+
+    async def _compare(self, worker: Worker[Any], group: Group, version: int, teacher: str = "") -> Metrics | None:
+        """Compare with the learner; return None if the group's records are lost, and check this worker again later."""
+        try:
+            return await self.learner.compare(Batch((group,), version + 1), teacher)
+        except RecordsLost:
+            worker.unproven = True
+            return None
 
     def distrust(self, worker: Worker[Sampler], wrong: str) -> None:
         self._bad(self.samplers, worker, f"{worker.name} cannot be trusted: {wrong}", harmful=False, roll=True)

@@ -21,8 +21,8 @@ from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway.sessions import Refused
 from slipstream.rewards.functions import rewards_of
 
-POLL = 20.0
-"""Maximum seconds that a request for an episode waits."""
+POLL = 600.0
+"""Maximum seconds that a request for an episode waits. A client that disconnects earlier gets no episode."""
 
 
 @dataclass(eq=False)
@@ -72,7 +72,6 @@ class ExternalAgents:
     def _offer(self, guest: ExternalAgent) -> None:
         while self.requests:
             if not (request := self.requests.popleft()).done():
-                guest.taken.set_result(None)
                 request.set_result(guest)
                 return
         self.waiting.append(guest)
@@ -84,15 +83,22 @@ class ExternalAgents:
 
     async def next(self) -> bytes:
         """Wait at most POLL seconds for an episode; return its id, base_url and row as JSON."""
-        if self.waiting:
-            guest = self.waiting.popleft()
+        guest = self.waiting.popleft() if self.waiting else await self._handed_over()
+        if not guest.taken.done():
             guest.taken.set_result(None)
-            return wire.dumped(guest.offer)
+        return wire.dumped(guest.offer)
+
+    async def _handed_over(self) -> ExternalAgent:
         request: asyncio.Future[ExternalAgent] = asyncio.get_running_loop().create_future()
         self.requests.append(request)
         try:
             async with asyncio.timeout(POLL):
-                return wire.dumped((await request).offer)
+                try:
+                    return await request
+                except asyncio.CancelledError:
+                    if not request.cancelled():  # the client left at the moment when an episode came
+                        self._offer(request.result())
+                    raise
         except TimeoutError:
             raise Refused(503, "no episode is waiting; repeat the request", code="no_episode") from None
 

@@ -42,6 +42,8 @@ OPTIONS: dict[str, Any] = {
     "timeout_keep_alive": IDLE,
     "h11_max_incomplete_event_size": HEAD,
 }
+HEADERS = {408: {"connection": "close"}, 413: {"connection": "close"}, 503: {"retry-after": "1"}}
+"""Further headers of answers by status."""
 HERE = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?")
 """Host headers that name this machine."""
 T = TypeVar("T")
@@ -113,8 +115,7 @@ async def while_there(request: Request, work: Awaitable[T]) -> T:
 
 
 def as_json(body: bytes, status: int = 200) -> Response:
-    headers = {"connection": "close"} if status in (408, 413) else None
-    return Response(body, status, headers, media_type="application/json")
+    return Response(body, status, HEADERS.get(status), media_type="application/json")
 
 
 def error_response(error: Exception) -> Response:
@@ -145,12 +146,22 @@ class Bounded(H11Protocol):
 
 async def listening(app: ASGIApp, sockets: Sequence[socket.socket]) -> uvicorn.Server:
     """Start to serve these sockets on the running event loop, without uvicorn's signal handlers."""
-    config = uvicorn.Config(guarded(app), http=Bounded, ws="none", lifespan="off", **OPTIONS)
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await guard(scope, receive, send)
+        finally:
+            if aborting.cancelling():  # the loop ends; uvicorn would answer a cancelled request with status 500
+                abort(found)
+
+    guard = guarded(app)
+    config = uvicorn.Config(serve, http=Bounded, ws="none", lifespan="off", **OPTIONS)
     config.load()
     found = uvicorn.Server(config)
     found.lifespan = config.lifespan_class(config)
+    aborting = asyncio.create_task(abort_with_loop(found))
     await found.startup(list(sockets))
-    found.server_state.tasks.add(asyncio.create_task(abort_with_loop(found)))
+    found.server_state.tasks.add(aborting)
     return found
 
 

@@ -76,8 +76,8 @@ def text_of(prompt: Prompt, index: int, tokens_N: Ints, sampling: Sampling) -> R
 
 
 def drawn_by(sampling: Sampling) -> Sampling:
-    """Return sampling options for short untruncated answers, without an external agent or a greedy answer."""
-    whole = replace(sampling, top_p=1.0, top_k=0, min_p=0.0, keep_mask=False, greedy=False, alone=True)
+    """Return options for short untruncated answers of the student, without external agent, teacher or greedy answer."""
+    whole = replace(sampling, top_p=1.0, top_k=0, min_p=0.0, keep_mask=False, interleave=0, greedy=False, alone=True)
     return replace(whole, group=1, max_tokens=min(DRAWN_TOKENS, sampling.max_tokens))
 
 
