@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.prompts import Row, load_rows
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.errors import DataError
+from slipstream.records import Prompt
 
 GROUPS, UPDATES = 8, 200
 
@@ -71,14 +73,15 @@ GOOD = {"prompt": "a", "tokens": [3, 9, 0], "logp": [-0.1, 0.0, -20.5]}
 
 def write(path: Path, *entries: Any) -> str:
     file = path / "given.jsonl"
-    file.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in entries))
+    lines = [each if isinstance(each, str | bytes) else json.dumps(each) for each in entries]
+    file.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
     return str(file)
 
 
 def test_trajectories_are_read_in_their_order(tmp_path: Path) -> None:
     long = {"prompt": "b", "tokens": [1, 2, 3, 4], "logp": [-1, -2, -3, -4]}
     path = write(tmp_path, GOOD, "", long, GOOD | {"tokens": [5, 5, 0]}, long)
-    found = read_trajectories(path, ROWS, LIMITS, group=2)
+    found = read_trajectories(path, ROWS, LIMITS, least=2, drawn=True)
     assert [[given.tokens.tolist() for given in found[row]] for row in (0, 1)] == [
         [[3, 9, 0], [5, 5, 0]],
         [[1, 2, 3, 4], [1, 2, 3, 4]],
@@ -91,8 +94,10 @@ def test_trajectories_are_read_in_their_order(tmp_path: Path) -> None:
     ("entry", "fault"),
     [
         ("{", "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not valid JSON: 'utf-8' codec can't decode"),
         ([1], "expected an object such as"),
         ({"prompt": "a", "tokens": [1]}, "expected an object such as"),
+        (GOOD | {"logp": None}, "expected an object such as"),
         (GOOD | {"prompt": "c"}, "no row of the data has the id 'c'"),
         (GOOD | {"tokens": []}, "tokens and logp must be lists, and not empty"),
         (GOOD | {"logp": "x"}, "tokens and logp must be lists, and not empty"),
@@ -112,13 +117,29 @@ def test_trajectories_are_read_in_their_order(tmp_path: Path) -> None:
 )
 def test_a_wrong_trajectory_is_found_at_its_line(entry: Any, fault: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
-        read_trajectories(write(tmp_path, GOOD, "", entry), ROWS, LIMITS, group=1)
+        read_trajectories(write(tmp_path, GOOD, "", entry), ROWS, LIMITS, least=1, drawn=True)
     assert f"given.jsonl:3: {fault}" in str(error.value)
 
 
 def test_every_prompt_needs_a_trajectory_for_each_member_of_its_group(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has 0 trajectories of prompt 'b', and a group has 1"):
-        read_trajectories(write(tmp_path, GOOD), ROWS, LIMITS, group=1)
+    with pytest.raises(DataError, match="has 0 trajectories of prompt 'b', and every prompt needs 1"):
+        read_trajectories(write(tmp_path, GOOD), ROWS, LIMITS, least=1, drawn=True)
+
+
+def test_responses_to_supervise_on_need_no_log_probs_and_may_be_fewer_than_a_group(tmp_path: Path) -> None:
+    entries = [
+        {"prompt": "a", "tokens": [3, 0]},
+        GOOD | {"prompt": "b"},
+        {"prompt": "b", "tokens": [4, 0], "logp": None},
+    ]
+    found = read_trajectories(write(tmp_path, *entries), ROWS, LIMITS, least=1, drawn=False)
+    assert [np.isnan(given.logp).all() for row in (0, 1) for given in found[row]] == [True, False, True]
+    with pytest.raises(DataError, match=r"given.jsonl:1: token 10 at position 0 is no id below 10"):
+        read_trajectories(write(tmp_path, {"prompt": "a", "tokens": [10]}), ROWS, LIMITS, least=1, drawn=False)
+    plan = replace(plan_of(), supervised="file", group=2, lessons=found, trajectories={0: (), 1: ()})
+    prompt = Prompt(id="b", number=0, tokens=np.ones(1, np.int32), source="file", supervised=True)
+    assert [len(plan.responses(prompt, row, epoch)) for row in (0, 1) for epoch in (0, 1)] == [1, 1, 2, 2]
+    assert plan.digest and plan.digest != replace(plan, lessons={0: found[0]}).digest
 
 
 # --- answers of the data ----------------------------------------------------------------------------------------------

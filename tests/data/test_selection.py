@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.data.prompts import Row
+from slipstream.data.prompts import Row, load_rows
 from slipstream.data.selection import COMMON, WORDS, difficulties, fitting, overlap_of, without_copies
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Ints
@@ -129,3 +133,50 @@ def test_words_that_many_training_rows_share_are_a_template() -> None:
 def test_words_in_a_row_are_of_one_row() -> None:
     train = [" ".join(STORY[:7]), " ".join(STORY[7:])]
     assert overlap_of(rows(*train), ids(*train), rows(story()), ids("x")) == ({}, {})
+
+
+# --- data.where -------------------------------------------------------------------------------------------------------
+
+
+def leveled(path: Path) -> str:
+    levels = [1, 2, 2.0, "2", 3, None]
+    rows = [{"prompt": f"p{i}", "extra": {"level": level}, "ok": i % 2 == 0} for i, level in enumerate(levels)]
+    file = path / "leveled.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("where", "limit", "expected"),
+    [
+        ({}, None, [0, 1, 2, 3, 4, 5]),
+        ({"extra.level": 2}, None, [1, 2, 3]),
+        ({"extra.level": (1, 3)}, None, [0, 4]),
+        ({"extra.level": (2, 3), "ok": True}, None, [2, 4]),
+        ({"ok": False}, 2, [1, 3]),  # the limit counts rows that are used
+    ],
+)
+def test_rows_are_chosen_by_their_columns(
+    tmp_path: Path, where: dict[str, Any], limit: int | None, expected: list[int]
+) -> None:
+    said = list[str]()
+    rows = load_rows(leveled(tmp_path), where=where, limit=limit, say=said.append)
+    assert [row.prompt for row in rows] == [f"p{i}" for i in expected]
+    if where:
+        read = expected[-1] + 1 if limit else 6
+        dropped = read - len(expected)
+        assert said[-1].endswith(f": {len(expected)} rows are used, {dropped} of those that were read are not (where)")
+
+
+def test_a_choice_that_leaves_no_row_is_told(tmp_path: Path) -> None:
+    source = leveled(tmp_path)
+    with pytest.raises(
+        DataError, match=r"no rows with the values of data.where or data.eval_where: .*:1 has extra.level = 1"
+    ):
+        load_rows(source, where={"extra.level": 7})
+    with pytest.raises(
+        DataError, match=r":1: has no 'extra.levl' \(data.where or data.eval_where\); did you mean 'extra.level'"
+    ):
+        load_rows(source, where={"extra.levl": 7})
+    with pytest.raises(ConfigError, match="builtin:arithmetic has none: drop them"):
+        load_rows("builtin:arithmetic", where={"level": 7})

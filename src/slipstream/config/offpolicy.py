@@ -12,12 +12,28 @@ from slipstream.config.losses import LOSSES, CrossEntropy, SupervisedLoss
 OFFERED = tuple(kind for row in get_args(get_args(SupervisedLoss)[0]) for kind in row.kinds())
 
 
+def _check_path(source: str, path: str | None) -> None:
+    if (source == "file") != (path is not None):
+        raise ValueError('path names the file of source = "file": write both, or neither')
+
+
 class SupervisedConfig(Section):
     updates: int = Field(50, ge=1)
     """Number of supervised updates at the start of the run. They count among the run's `updates`."""
-    source: Literal["data", "teacher"] = "data"
+    until: float | None = Field(None, gt=0, lt=1)
+    """Bound of the student's probability mass on the teacher's top-k tokens (metric distill/student_mass), 0 … 1. The
+    stage ends after the first supervised update whose mass is at least the bound; `updates` is then the upper limit.
+    None makes all supervised updates."""
+    source: Literal["data", "teacher", "file"] = "data"
     """Responses to learn from. data: the answers of the data, one for each prompt. teacher: sampler.group rollouts of
-    the prompt's teacher for each prompt, by a native sampler that has the teacher's weights."""
+    the prompt's teacher for each prompt, by a native sampler that has the teacher's weights. file: up to sampler.group
+    responses for each prompt, from `path`."""
+    path: str | None = None
+    """JSONL file for source = "file": one response per line, with the id of its prompt and its tokens; log-probs of the
+    tokens may be left out (docs/warm_start.md)."""
+    cache: str | None = None
+    """Directory for the teacher's rollouts of source = "teacher". A resumed run, or another run with the same teacher,
+    prompts, seed and sampling options, reads them instead of drawing them again. None stores none."""
     loss: SupervisedLoss = CrossEntropy()
     """Loss of the supervised updates: cross_entropy, or a distillation loss that needs no draws of the student."""
     lr: float | None = Field(None, gt=0)
@@ -41,6 +57,15 @@ class SupervisedConfig(Section):
     def _check(self) -> Self:
         if self.warmup > self.updates:
             raise ValueError(f"warmup = {self.warmup} is more than updates = {self.updates}: lower it")
+        if self.until is not None and self.loss.spec.cache != "teacher_topk":
+            raise ValueError(
+                f"until = {self.until:g} is a bound of the mass on the teacher's top-k tokens, and loss.kind = "
+                f'"{self.loss.kind}" does not compare these here: write loss.kind = "forward_kl"; jsd and eopd need '
+                'loss.cache = "teacher_topk"'
+            )
+        _check_path(self.source, self.path)
+        if self.cache is not None and self.source != "teacher":
+            raise ValueError('cache does nothing: it stores the rollouts of source = "teacher"; write that, or drop it')
         return self
 
 
@@ -66,8 +91,7 @@ class MixConfig(Section):
             raise ValueError(f"final = {self.final:g} is the share at the start: drop final")
         if self.share == 0 and self.final is None:
             raise ValueError("share = 0 mixes nothing in: raise it, or drop [mix]")
-        if (self.source == "file") != (self.path is not None):
-            raise ValueError('path names the file of source = "file": write both, or neither')
+        _check_path(self.source, self.path)
         return self
 
     def share_at(self, update: int, updates: int) -> float:

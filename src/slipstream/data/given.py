@@ -48,14 +48,21 @@ class Limits:
     stops: Collection[int]
 
 
-def read_trajectories(path: str, rows: Sequence[Row], limits: Limits, *, group: int) -> dict[int, Sequence[Given]]:
-    """Read a JSONL file of trajectories; raise DataError, with its line, for the first that is wrong."""
+def read_trajectories(
+    path: str, rows: Sequence[Row], limits: Limits, *, least: int, drawn: bool
+) -> dict[int, Sequence[Given]]:
+    """Read a JSONL file of trajectories; raise DataError, with its line, for the first that is wrong.
+
+    Every prompt needs at least `least` trajectories. If `drawn` is True, every token needs its log-prob under the
+    policy that drew it; otherwise a line may leave log-probs out.
+    """
     check_there(path)
     indices: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         indices.setdefault(row.id, []).append(index)
     found: dict[str, list[Given]] = {}
-    with Path(path).open(encoding="utf-8") as lines:
+    needed = ("prompt", "tokens", "logp") if drawn else ("prompt", "tokens")
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -64,27 +71,29 @@ def read_trajectories(path: str, rows: Sequence[Row], limits: Limits, *, group: 
                 entry = json.loads(line)
             except ValueError as error:
                 raise DataError(f"{where}: not valid JSON: {error}") from None
-            if not isinstance(entry, dict) or not {"prompt", "tokens", "logp"} <= entry.keys():
+            if not isinstance(entry, dict) or any(entry.get(name) is None for name in needed):
                 raise DataError(f"{where}: expected an object such as {LINE}")
             if (prompt := str(entry["prompt"])) not in indices:
                 raise DataError(f"{where}: no row of the data has the id {prompt!r}; {did_you_mean(prompt, indices)}")
-            if fault := fault_of(entry["tokens"], entry["logp"], limits):
+            if fault := fault_of(entry["tokens"], entry.get("logp"), limits):
                 raise DataError(f"{where}: {fault}")
             tokens = np.array(entry["tokens"], np.int32)
+            logp = np.full(len(tokens), np.nan) if entry.get("logp") is None else np.array(entry["logp"])
             ended = int(tokens[-1]) in limits.stops
-            given = Given(tokens, np.array(entry["logp"], np.float32), "eos" if ended else "length")
+            given = Given(tokens, logp.astype(np.float32), "eos" if ended else "length")
             found.setdefault(prompt, []).append(given)
     for row in rows:
-        if (count := len(found.get(row.id, ()))) < group:
+        if (count := len(found.get(row.id, ()))) < least:
             raise DataError(
-                f"{row.place}: {path} has {count} trajectories of prompt {row.id!r}, and a group has {group}: every "
-                "prompt needs as many; add them, or lower sampler.group or data.limit"
+                f"{row.place}: {path} has {count} trajectories of prompt {row.id!r}, and every prompt needs {least}: "
+                f"add them, or lower {'sampler.group or ' if drawn else ''}data.limit"
             )
     return {index: found[each] for each, its in indices.items() for index in its}
 
 
 def fault_of(tokens: Any, logp: Any, limits: Limits) -> str:
-    """Return what is wrong with a trajectory; empty if nothing is."""
+    """Return what is wrong with a trajectory; empty if nothing is. `logp` is None if the log-probs are unknown."""
+    logp = [0.0] * len(tokens) if logp is None and isinstance(tokens, list) else logp
     if not isinstance(tokens, list) or not tokens or not isinstance(logp, list):
         return "tokens and logp must be lists, and not empty"
     if len(tokens) != len(logp):

@@ -34,6 +34,9 @@ class OffPolicy:
     """Number of responses of a group."""
     answers: Sequence[Given] = ()
     trajectories: Mapping[int, Sequence[Given]] = field(default_factory=dict)
+    """Responses of the file of [mix]."""
+    lessons: Mapping[int, Sequence[Given]] = field(default_factory=dict)
+    """Responses of the file of [sft]."""
 
     def source(self, number: int) -> str:
         """Return the origin of a group outside of the supervised updates; empty if the student draws it.
@@ -51,7 +54,8 @@ class OffPolicy:
     @property
     def digest(self) -> str:
         """Return a hash of the responses that exist before the run; empty if there are none."""
-        known = [*self.answers, *(given for index in sorted(self.trajectories) for given in self.trajectories[index])]
+        files = (self.trajectories, self.lessons)
+        known = [*self.answers, *(given for file in files for index in sorted(file) for given in file[index])]
         found = hashlib.sha256()
         for given in known:
             found.update(len(given.tokens).to_bytes(8, "little"))
@@ -63,5 +67,6 @@ class OffPolicy:
         """Return the known responses of a group: the answer of its row, or the next trajectories in every epoch."""
         if prompt.source == "data":
             return [self.answers[row]]
-        known = self.trajectories[row]
-        return [known[(epoch * self.group + index) % len(known)] for index in range(self.group)]
+        known = (self.lessons if prompt.supervised else self.trajectories)[row]
+        size = min(self.group, len(known))
+        return [known[(epoch * size + index) % len(known)] for index in range(size)]

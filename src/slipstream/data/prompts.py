@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -70,28 +71,71 @@ def check_columns_used(data: DataConfig, *given: str) -> None:
                 raise ConfigError(f"data.{name} does nothing: {given[0]} has no columns; drop it")
 
 
+def check_where(source: str, where: Mapping[str, Any]) -> None:
+    """Raise ConfigError if rows of a built-in task shall be chosen by their columns."""
+    if where and source.startswith("builtin:"):
+        raise ConfigError(f"data.where and data.eval_where choose rows by columns, and {source} has none: drop them")
+
+
 def load_rows(
     source: str,
     data: DataConfig | None = None,
     *,
     split: str = "train",
     limit: int | None = None,
+    where: Mapping[str, Any] = MappingProxyType({}),
     say: Callable[[str], object] = str,
 ) -> list[Row]:
-    """Load and check all rows of a source; raise DataError for the first bad row. `say` prints the layout."""
+    """Load and check all rows of a source; raise DataError for the first bad row. `say` prints the layout.
+
+    `where` is data.where, or data.eval_where: the values that a row must have, by column.
+    """
     data = data or DataConfig()
     if source.startswith("builtin:"):
         name = source.removeprefix("builtin:")
         builtin.check(name, split)
+        check_where(source, where)
         return [built_in_row(name, split, index) for index in range(limit or BUILT_IN_ROWS)]
-    found = islice(sources.rows_of(source, split), limit)
+    chosen = Filter(source, where)
+    found = islice(filter(chosen, sources.rows_of(source, split)), limit)
     first = list(islice(found, LOOKED_AT))
     layout = with_configured_paths(layout_of([fields for _, fields in first]), data)
     rows = [_row(where, fields, layout, data) for where, fields in chain(first, found)]
     if not rows:
-        raise DataError(f"{source}: no rows")
+        raise DataError(f"{source}: no rows" + chosen.reason)
     say(f"{source}: {layout}")
+    if where:
+        say(f"{source}: {len(rows)} rows are used, {chosen.dropped} of those that were read are not (where)")
     return rows
+
+
+class Filter:
+    """Choice of rows by the values of their columns."""
+
+    def __init__(self, source: str, where: Mapping[str, Any]) -> None:
+        self.source = source
+        self.where = {path: values if isinstance(values, tuple) else (values,) for path, values in where.items()}
+        self.dropped, self.seen = 0, dict[str, str]()
+        """Number of rows that are left out, and for each column a value that left out a row."""
+
+    def __call__(self, row: tuple[str, Any]) -> bool:
+        place, fields = row
+        if not isinstance(fields, dict):  # the reader of rows refuses it
+            return True
+        for path, values in self.where.items():
+            found = told(place, fields, path, "data.where or data.eval_where")
+            if not any(found == value or str(found) == str(value) for value in values):
+                self.seen.setdefault(path, f"{place} has {path} = {reprlib.repr(found)}")
+                self.dropped += 1
+                return False
+        return True
+
+    @property
+    def reason(self) -> str:
+        """Return the reason why no row is left; empty if none was left out."""
+        return (
+            f" with the values of data.where or data.eval_where: {'; '.join(self.seen.values())}" if self.seen else ""
+        )
 
 
 def built_in_row(task: str, split: str, index: int) -> Row:
@@ -281,6 +325,11 @@ class Prompts:
         self.off_policy = off_policy
         if off_policy is not None and (known := off_policy.digest):
             self.digest = hashlib.sha256(f"{self.digest} {known}".encode()).hexdigest()
+
+    def move_rollouts(self, first: int, updates: int) -> None:
+        """Let [mix] begin at this group, and spread its shares over this number of updates."""
+        if self.off_policy is not None:
+            self.off_policy = replace(self.off_policy, first=first, updates=updates)
 
     def at(self, number: int) -> Prompt:
         return self.row(self.order.at(number), number)
