@@ -373,21 +373,21 @@ def test_memory_is_worked_out_from_the_config() -> None:
 
 def test_weights_of_versions_before_count_where_they_are_kept() -> None:
     """They lie in host memory, which here is that of the engines."""
-    config = parse(
-        {
-            "student": "builtin:student",
-            "teachers": {
-                "self": {"model": "self", "context": "{last}{prompt}", "follow": {"copy_every": 2}, "relabel": "stale"}
-            },
-            "schedule": {"kind": "async", "tau": 3},
-            "learner": {"snapshots": 4, "exact_drift": True},
-            "sampler": {"max_tokens": 40},
-            "runtime": {"device": "cpu"},
-        }
-    )
-    learner, _, teacher = plan(config).needs
+    tree: dict[str, Any] = {
+        "student": "builtin:student",
+        "teachers": {
+            "self": {"model": "self", "context": "{last}{prompt}", "follow": {"copy_every": 2}, "relabel": "stale"}
+        },
+        "schedule": {"kind": "async", "tau": 3},
+        "learner": {"snapshots": 4, "exact_drift": True},
+        "sampler": {"max_tokens": 40},
+        "runtime": {"device": "cpu"},
+    }
+    learner, _, teacher = plan(parse(tree)).needs
     assert teacher.parts["~versions before"] == (3 // 2 + 2) * teacher.parts["weights"]
     assert learner.parts["versions before"] == (4 + 1) * learner.parts["weights"]
+    learner, _, _ = plan(parse(tree | {"freshness": {}})).needs
+    assert learner.parts["versions before"] == (4 + 1 + 3 // 2 + 1) * learner.parts["weights"], "earlier teachers, too"
 
 
 def test_what_does_not_fit_is_said() -> None:

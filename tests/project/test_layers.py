@@ -94,7 +94,6 @@ LOADS_LATER = {
     "environments": "transformers jinja2",
     "engines.native.config": "transformers",
     "plan": "torch",
-    "reporting": "plotly",
     "studies": "pyarrow tomli_w",
     "api": "transformers",
     "cli": "rich",

@@ -20,7 +20,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.scorer import VllmScorer
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.plan.vllm import with_vllm
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, Rollout, header_of
@@ -34,7 +34,7 @@ TEACHER = "builtin:teacher"
 
 @pytest.fixture(scope="module")
 def scorer() -> Iterator[VllmScorer]:
-    settings = Settings(TEACHER, "float32", 8, where="teachers.main")
+    settings = Settings(TEACHER, "float32", 8, where="teachers.main.engine_args")
     vocabulary = load_config(TEACHER).vocab_size
     scorer = VllmScorer(settings, name="main", k=K, vocabulary=vocabulary)
     try:
@@ -126,3 +126,10 @@ def test_a_run_with_a_teacher_in_vllm(tmp_path: Path) -> None:
     config = config.model_copy(update={"output": str(tmp_path / "run")})
     path = train(config, Console(file=io.StringIO()), name="vllm")
     assert [line["update"] for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"] == [1, 2]
+
+
+def test_arguments_of_a_teacher_do_not_come_to_nothing() -> None:
+    config = config_of(kind="reverse_kl")
+    teacher = config.teachers["main"].model_copy(update={"engine_args": {"block_size": 64}})
+    with pytest.raises(ConfigError, match="teachers.main.engine_args are for vLLM, and vLLM gives no hidden states"):
+        with_vllm(config.model_copy(update={"teachers": {"main": teacher}}), str)

@@ -45,7 +45,7 @@ COLUMNS = {field.name for field in fields(EvalSettings)} & DataConfig.model_fiel
 """Names of fields of `EvalSettings` (settings of an evaluation) that are also in section [data] of a config."""
 WIDEST = 160
 """Minimum width in columns of the console that prints the table."""
-OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings", "apart")
+OF_RUNS = ("where", "template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings", "apart")
 """Fields of `EvalSettings` that no command-line option sets."""
 SHARES = ("exact", "math", "environment", "format")
 """Rewards that are shown in percent."""
@@ -142,7 +142,8 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     data = data_section({name: getattr(settings, name) for name in COLUMNS})
     sets = {}
     for name, source in settings.data.items():
-        rows = load_rows(source, data, split=settings.split, limit=settings.limit, say=notes.append)
+        split, limit, where = settings.split, settings.limit, settings.where
+        rows = load_rows(source, data, split=split, limit=limit, where=where, say=notes.append)
         sets[name] = graded_rows(rows, settings.reward, settings.sandbox, settings.reward_settings)
     check_adapter(subject.model)
     tokenizer = load_tokenizer(subject.model)
@@ -199,6 +200,8 @@ def settings_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callab
     # a template names its own columns: an option for the template unsets the prompt column, and the reverse
     instead = {"prompt": "template", "template": "prompt"}
     changes: dict[str, Any] = {instead[name]: None for name in options if name in instead} | dict(options)
+    if "data" in options:  # other data have other columns
+        changes["where"] = {}
     settings = replace(settings, **changes)
     if "split" in options and not any(map(has_splits, settings.data.values())):
         source = next(iter(settings.data.values()))

@@ -1,4 +1,7 @@
-"""Resolution of model names: directories, hub names, adapters, and `builtin:NAME` for tiny models of this package."""
+"""Resolution of model names: directories, hub names, adapters, and two kinds of names for models of this package.
+
+`builtin:NAME` is a tiny model. `shapes:NAME` is the config.json, without weights, of a model on the hub.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from slipstream.models.adapters import base_of, is_adapter
 
 HERE = Path(__file__).parent / "builtin"
 DEMO = HERE / "demo.toml"
+SHAPES = Path(__file__).parent / "shapes"
 MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher", "tool_reader")
 KNOCK = 10.0
 """Timeout in seconds of the test request to the hub."""
@@ -25,6 +29,10 @@ def model_path(name: str) -> str:
         except ModelError as error:
             raise ModelError(str(error) if str(error).startswith(name) else f"{name}: base model: {error}") from None
     kind, _, rest = name.partition(":")
+    if kind == "shapes":
+        if rest not in shipped_shapes():
+            raise ModelError(f"no shapes of {rest!r} are shipped; {did_you_mean(rest, shipped_shapes())}")
+        return str(SHAPES / rest)
     if kind != "builtin":
         if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
             raise ModelError(f"{name}: no such directory")
@@ -34,6 +42,17 @@ def model_path(name: str) -> str:
     if rest not in MODELS:
         raise ModelError(f"no built-in model {rest!r}; {did_you_mean(rest, MODELS)}")
     return str(HERE / rest)
+
+
+def shipped_shapes() -> list[str]:
+    """Return the hub names of all models whose config.json is part of this package."""
+    return sorted(path.parent.relative_to(SHAPES).as_posix() for path in SHAPES.glob("*/*/config.json"))
+
+
+def without_weights(name: str) -> str:
+    """Return a name whose config.json is on this machine if there is one: the given name, or one of `shapes:NAME`."""
+    here = is_adapter(name) or name.startswith("builtin:") or file_of(name, "config.json")
+    return f"shapes:{name}" if not here and name in shipped_shapes() else name
 
 
 def file_of(name: str, file: str) -> Path | None:

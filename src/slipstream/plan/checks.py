@@ -168,9 +168,12 @@ async def publish(engines: Engines) -> str:
 async def sample_groups(
     plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1, tokens: int = TOKENS
 ) -> list[Group]:
-    """Sample answers from all samplers in turn, without top_p, top_k and min_p. Short answers use no agents."""
+    """Sample answers of the student alone, without top_p, top_k and min_p, from all samplers in turn.
+
+    Short answers use no agents.
+    """
     alone, samplers = tokens == TOKENS and plan.config.has_agents, engines.samplers
-    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "interleave": 0}
     limit = min(tokens, plan.sampling.max_tokens)
     sampling = replace(plan.sampling, max_tokens=limit, group=group, alone=alone, **whole)
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]

@@ -22,6 +22,7 @@ from slipstream.engines.http.judge import Judge, JudgeEndpoint
 from slipstream.engines.native.config import check_there, context_length, load_config, vocabulary_of, width_of
 from slipstream.engines.native.reward_process import RewardModel
 from slipstream.engines.sampling_options import rollout_sampling
+from slipstream.engines.server.api import ServerSettings
 from slipstream.engines.vllm.core import Settings
 from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agent_processes import Agent
@@ -29,7 +30,7 @@ from slipstream.environments.hosts import HostSettings
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method, Supervised, supervised_of
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings
+from slipstream.plan.vllm import sampler_settings, scorer_settings, server_settings
 from slipstream.protocols import Follower, OneEnd
 from slipstream.rewards.functions import RewardSettings
 
@@ -43,6 +44,8 @@ class ModelPlan:
     device: str
     longest: int | None = None
     """Longest sequence (prompt and response) in tokens; None if unknown."""
+    devices: int = 1
+    """Number of devices over which its layers are split."""
     lora: LoraConfig | None = None
     """Settings of the LoRA adapters that are trained; None: no adapters, and all weights are trained."""
     seed: int = 0
@@ -78,8 +81,8 @@ class EnvironmentPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerPlan:
-    runs: ModelPlan | Settings
-    """Model and engine: a `ModelPlan` for the native engine, `Settings` for vLLM."""
+    runs: ModelPlan | Settings | ServerSettings
+    """Model and engine: a `ModelPlan` for the native engine, `Settings` for vLLM, `ServerSettings` for a server."""
     slots: int
     stop: tuple[int | str, ...] = ()
     """Tokens at which responses stop besides the end tokens in the student's files, as ids or texts."""
@@ -88,12 +91,19 @@ class SamplerPlan:
     on_publish: Literal["rebuild", "reuse"] = "rebuild"
     threads: int = 1
     replicas: int = 1
-    devices: int = 1
-    """Number of devices per replica."""
     environment: EnvironmentPlan | None = None
     """Environment, if responses are episodes of several turns; None: a response is one turn."""
+    teacher: ModelPlan | None = None
+    """Teacher that replaces tokens while the student draws (`sampler.interleave`); None: the student draws alone."""
     ends_as: str = ""
     """Model whose end tokens end a response; empty: those of the sampler's own model."""
+    cache: str | None = None
+    """Directory that stores the rollouts of supervised updates; None: they are not stored."""
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices per replica."""
+        return self.runs.devices
 
     @property
     def model(self) -> str:
@@ -134,6 +144,11 @@ class ScorerPlan:
                 return name
             case Endpoint():
                 return ""
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices per replica; 0 for an endpoint."""
+        return 0 if isinstance(self.runs, Endpoint) else self.runs.devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,9 +314,17 @@ def sampler_of(config: Config) -> SamplerPlan:
         on_publish=sampler.on_publish,
         threads=config.runtime.threads,
         replicas=at_first(sampler.replicas),
-        devices=sampler_devices(config),
         environment=environment_of(config),
+        teacher=beside_sampler(config),
     )
+
+
+def beside_sampler(config: Config) -> ModelPlan | None:
+    """Return the teacher that the sampler asks at every token (`sampler.interleave`); None: it asks none."""
+    if not config.sampler.interleave:
+        return None
+    (name,) = config.teachers
+    return replace(teacher_of(config, name), longest=config.sampler.longest)
 
 
 def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
@@ -314,8 +337,9 @@ def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
             own,
             runs=teacher_of(config, name),
             replicas=at_first(teacher.replicas),
-            devices=1,
+            teacher=None,
             ends_as=config.student,
+            cache=str(Path(config.sft.cache).absolute()) if config.sft is not None and config.sft.cache else None,
         )
         for name, teacher in config.teachers.items()
     }
@@ -390,8 +414,14 @@ def scorer_of(config: Config, name: str, one_end: OneEnd | None = None) -> Score
 def teacher_of(config: Config, name: str) -> ModelPlan:
     teacher, device = config.teachers[name], config.runtime.device
     if teacher.follow is not None:  # has the same architecture and adapters as the student
-        return replace(student_of(config, teacher.dtype), longest=teacher.longest)
-    return ModelPlan(name=config.model_of(teacher), dtype=teacher.dtype, device=device, longest=teacher.longest)
+        return replace(student_of(config, teacher.dtype), longest=teacher.longest, devices=teacher.devices)
+    return ModelPlan(
+        name=config.model_of(teacher),
+        dtype=teacher.dtype,
+        device=device,
+        longest=teacher.longest,
+        devices=teacher.devices,
+    )
 
 
 def endpoint_of(config: Config, name: str) -> Endpoint | None:
@@ -422,7 +452,7 @@ def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
         width=width_of(config.student),
         export_dtype=config.sampler.dtype,
         stop=config.sampler.stop,
-        teacher=None if head is None else teacher_of(config, head),
+        teacher=None if head is None else replace(teacher_of(config, head), devices=1),
         one_end=None if head is None else one_ends.get(head),
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
@@ -434,7 +464,12 @@ def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
 
 def followers_of(config: Config) -> dict[str, Follower]:
     return {
-        name: Follower(teacher.follow.decay, teacher.follow.period, teacher.dtype)
+        name: Follower(
+            teacher.follow.decay,
+            teacher.follow.period,
+            teacher.dtype,
+            keep=max(versions_in_flight(config, teacher) - 1, 0) if config.freshness is not None else 0,
+        )
         for name, teacher in config.teachers.items()
         if teacher.follow is not None
     }
@@ -457,9 +492,10 @@ def snapshots_of(config: Config, method: Method) -> int:
     return max(schedule.reach, schedule.max_lag or 0) // schedule.publish_every + 1
 
 
-SAMPLERS: dict[str, Callable[[Config], ModelPlan | Settings]] = {
+SAMPLERS: dict[str, Callable[[Config], ModelPlan | Settings | ServerSettings]] = {
     "native": lambda config: student_of(config, config.sampler.dtype),
     "vllm": sampler_settings,
+    "server": server_settings,
 }
 SCORERS: dict[str, Callable[[Config, str], ModelPlan | Settings]] = {"native": teacher_of, "vllm": scorer_settings}
 """Functions that plan local engines, by the engine's name in `config.engines.ENGINES`: samplers and scorers."""

@@ -29,6 +29,7 @@ class EvalSettings:
     data: Mapping[str, str] = field(default_factory=lambda: {"": "builtin:arithmetic"})
     """Data source of each set of prompts, by the set's name. The name may be empty if there is only one set."""
     split: str = "eval"
+    where: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | None = None
     answer: str | None = None
     template: str | None = None

@@ -6,12 +6,13 @@ Weights, gradients, moments and caches are computed exactly. Estimates, such as 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from slipstream.config.schema import RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
+from slipstream.engines.server.api import ServerSettings
 from slipstream.engines.vllm.core import Settings
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names
@@ -29,6 +30,8 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 @dataclass(frozen=True)
 class Shape:
     parameters: int
+    sizes: tuple[int, list[int]]
+    """Bytes outside the decoder layers, and of each layer."""
     width: int
     layers: int
     cache: int
@@ -43,7 +46,10 @@ class Need:
     name: str
     where: str
     parts: dict[str, float] = field(default_factory=dict)
-    """Bytes by purpose (`weights`, …); names of estimated parts begin with ~."""
+    """Bytes on each device (the fullest, if they differ) by purpose (`weights`, …); names of estimates begin with ~."""
+    devices: int = 1
+    share: float = 1.0
+    """Share of a device's memory that the process may use."""
 
     @property
     def total(self) -> float:
@@ -60,7 +66,8 @@ class Need:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size(value)}" for name, value in self.parts.items() if value)
-        return f"{self.name}: {self.where}, {size(self.total)} ({parts})"
+        each = " on each" if self.devices > 1 else ""
+        return f"{self.name}: {self.where}, {size(self.total)}{each} ({parts})"
 
 
 def size(value: float) -> str:
@@ -70,8 +77,9 @@ def size(value: float) -> str:
 @cache
 def shape_of(model: str) -> Shape:
     from slipstream.engines.native.files import empty_model
+    from slipstream.engines.native.over_devices import sizes_of
 
-    config = load_config(model)
+    config, empty = load_config(model), empty_model(model)
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 1  # a purely recurrent model has no heads
     per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -80,7 +88,8 @@ def shape_of(model: str) -> Shape:
     # all layers except recurrent ones keep keys and values of every token
     cached = [kind for kind in kinds if kind.endswith("attention") and not kind.startswith("linear")]
     return Shape(
-        parameters=sum(parameter.numel() for parameter in empty_model(model).parameters()),
+        parameters=sum(parameter.numel() for parameter in empty.parameters()),
+        sizes=sizes_of(empty),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
         cache=2 * len(cached) * grouped * per_head,
@@ -88,16 +97,31 @@ def shape_of(model: str) -> Shape:
     )
 
 
-def needs(plan: EnginesPlan) -> list[Need]:
+def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
+    """Return the memory that every process needs; `gpu`: on GPUs, or on CPUs, or where this machine would run them."""
     import torch
 
     runtime = plan.runtime
-    gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
+    if gpu is None:
+        gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
     own = "the one GPU" if runtime.kind == "inline" else "a GPU"
     where = own if gpu else f"{runtime.threads} CPU thread{'s' * (runtime.threads > 1)}"
     learns = learner(plan.learner, on_host=not gpu)
     found = [Need(name, where, learns) for name in names("learner", plan.learner.settings.ranks)]
-    found += [Need(name, where, sampler(plan.sampler)) for name in names("sampler", plan.sampler.replicas)]
+
+    def need(name: str, parts: dict[str, float], runs: ModelPlan | Settings) -> Need:
+        devices = runs.devices if gpu else 1  # on a CPU all devices are the host
+        parts = parts | {"weights": parts["weights"] * share_of(runs, devices)}
+        args = runs.args if gpu and isinstance(runs, Settings) else {}
+        place = f"{devices} GPUs" if devices > 1 else where
+        return Need(name, place, parts, devices, args.get("gpu_memory_utilization", 1.0))
+
+    rolls = plan.sampler
+    if isinstance(rolls.runs, ServerSettings):  # its copy of the weights is in host memory
+        copy = {} if gpu else sampler(rolls)
+        found += [Need(name, f"at {rolls.runs.endpoint.url}", copy) for name in names("sampler", rolls.replicas)]
+    else:
+        found += [need(name, sampler(rolls), rolls.runs) for name in names("sampler", rolls.replicas)]
     for name, runs in plan.teacher_samplers.items():
         found += [Need(each, where, sampler(runs)) for each in names(f"sampler-{name}", runs.replicas)]
     for name, scorer in plan.scorers.items():
@@ -105,22 +129,29 @@ def needs(plan: EnginesPlan) -> list[Need]:
             found.append(Need(f"teacher {name}", f"at {scorer.runs.url}"))
         else:
             parts = teacher(scorer, scorer.runs, on_host=not gpu)
-            found += [Need(each, where, parts) for each in names(f"teacher {name}", scorer.replicas)]
+            found += [need(each, parts, scorer.runs) for each in names(f"teacher {name}", scorer.replicas)]
     return found
 
 
-def check_room(plan: EnginesPlan) -> list[str]:
-    """Raise ConfigError if the exact parts exceed the memory; return warnings if exact and estimated parts do."""
-    if plan.runtime.address is not None:  # the devices are on a cluster
+def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> list[str]:
+    """Raise ConfigError if the exact parts exceed the memory; return warnings if exact and estimated parts do.
+
+    `room`: bytes of memory of each GPU and of all GPUs of the run. None: the memory of this machine.
+    """
+    if room is None and plan.runtime.address is not None:  # the devices are on a cluster
         return []
-    needed, (each, available) = needs(plan), memory(plan.runtime)
+    needed, (each, available) = needs(plan, gpu=None if room is None else True), room or memory(plan.runtime)
     for need in needed:
-        if need.counted > each:
-            raise ConfigError(f"{need}, and its device has {size(each)}: {need.advice}")
-    if (counted := sum(need.counted for need in needed)) > available:
+        if need.counted > each * need.share:
+            raise ConfigError(f"{need}, and its device has {size(each * need.share)}: {need.advice}")
+    if (counted := sum(need.counted * need.devices for need in needed)) > available:
         raise ConfigError(f"all engines together need {size(counted)}, and there are {size(available)}: {LESS_MEMORY}")
-    tight = [f"{need}, and its device has {size(each)}: {need.advice}" for need in needed if need.total > each]
-    if not tight and (wanted := sum(need.total for need in needed)) > available:
+    tight = [
+        f"{need}, and its device has {size(each * need.share)}: {need.advice}"
+        for need in needed
+        if need.total > each * need.share
+    ]
+    if not tight and (wanted := sum(need.total * need.devices for need in needed)) > available:
         tight = [f"all engines together need about {size(wanted)}, and there are {size(available)}: {LESS_MEMORY}"]
     return tight
 
@@ -136,7 +167,8 @@ LESS_MEMORY = "use smaller models, fewer sampler.slots, learner.lora, learner.ch
 LESS_MEMORY_OF = {
     "learner": "lower learner.token_budget, use learner.lora, learner.checkpointing or more learner.ranks",
     "sampler": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
-    "teacher": "lower its token_budget, or use a smaller teacher",
+    "teacher": "split it over devices (devices, or for vLLM engine_args.tensor_parallel_size), lower its token_budget, "
+    "or use a smaller teacher",
 }
 """Advice for an engine whose memory does not suffice, by kind of engine."""
 
@@ -165,7 +197,7 @@ def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
     kept = trained if method.keeps_reference and not method.hosts_reference else 0
     # a copy of the weights while others are loaded; two more versions if policy.old = "previous"
     others = int(method.keeps_reference or method.decoupled) + 3 * method.previous
-    others += (plan.snapshots + len(plan.follow)) if on_host else 0
+    others += plan.snapshots + sum(1 + each.keep for each in plan.follow.values()) if on_host else 0
     per_token = ACTIVATIONS * shape.width * WIDTHS[settings.compute_dtype or settings.dtype] / 2
     activations = per_token * shape.layers
     if settings.checkpointing:  # keep the inputs of all layers in 32 bits, and the activations of one layer
@@ -181,23 +213,46 @@ def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
     }
 
 
+def share_of(runs: ModelPlan | Settings, devices: int) -> float:
+    """Return the share of a model's weights on the fullest of its devices."""
+    if devices == 1 or isinstance(runs, Settings):  # vLLM splits every matrix, or equal numbers of layers
+        return 1 / devices
+    from slipstream.engines.native.over_devices import fullest
+
+    outside, layers = shape_of(runs.name).sizes
+    return fullest(outside, layers, devices) / (outside + sum(layers))
+
+
 def sampler(plan: SamplerPlan) -> dict[str, float]:
     match plan.runs:
-        case Settings(model=name, dtype=dtype):  # vLLM's cache uses the memory that is left
-            return {"weights": shape_of(name).parameters * WIDTHS[dtype]}
+        case Settings():
+            return in_vllm(plan.runs)
+        case ServerSettings(model=name, dtype=dtype):
+            return {"copy of the weights": shape_of(name).parameters * WIDTHS[dtype]}
         case ModelPlan(name=name, dtype=dtype, longest=longest):
             shape = shape_of(name)
             positions = min(longest or shape.context, shape.context)
+            teacher = {} if plan.teacher is None else sampler(replace(plan, runs=plan.teacher, teacher=None))
             return {
                 "weights": shape.parameters * WIDTHS[dtype],
                 "keys and values": plan.slots * positions * shape.cache * WIDTHS[dtype],
+                "the teacher beside it": sum(size for name, size in teacher.items() if name != "draws"),
                 "draws": plan.slots * positions * (plan.draws + plan.best) * DRAW,
             }
+
+
+def in_vllm(runs: Settings) -> dict[str, float]:
+    """Return the bytes without which vLLM does not start; its cache uses all memory that is left."""
+    shape, width = shape_of(runs.model), WIDTHS[runs.dtype]
+    positions = int(runs.args.get("max_model_len", shape.context))
+    return {"weights": shape.parameters * width, "~keys and values of one sequence": positions * shape.cache * width}
 
 
 def teacher(plan: ScorerPlan, runs: ModelPlan | Settings, *, on_host: bool) -> dict[str, float]:
     """Return the bytes that one scorer needs, by purpose. Earlier versions are kept in host memory."""
     shape = shape_of(plan.here)
+    if isinstance(runs, Settings):
+        return in_vllm(runs)
     return {
         "weights": shape.parameters * WIDTHS[runs.dtype],
         "~versions before": plan.keep * shape.parameters * WIDTHS[runs.dtype] if on_host else 0,

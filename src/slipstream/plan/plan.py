@@ -10,34 +10,35 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from slipstream.config.base import at_first
 from slipstream.config.costs import load as load_costs
 from slipstream.config.engines import ENGINES
 from slipstream.config.losses import DistillationLoss
-from slipstream.config.schema import Config, DataConfig, most_replicas
+from slipstream.config.schema import Config, DataConfig, RuntimeConfig, most_replicas
 from slipstream.data.given import Limits, answers_of, read_trajectories
 from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.order import Epochs, Mixture, shares_of
-from slipstream.data.prompts import Prompts, Row, check_columns_used, check_there, load_rows
+from slipstream.data.prompts import Prompts, Row, check_columns_used, check_there, check_where, load_rows
 from slipstream.data.selection import WORDS, difficulties, fitting, overlap_of, without_copies
 from slipstream.data.sources import has_splits
 from slipstream.data.teacher_context import check_function
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.config import check_there as check_model
 from slipstream.engines.native.config import (
-    context_length,
     generation_of,
     load_config,
     position_note,
     vocabulary_of,
 )
 from slipstream.engines.sampling_options import rollout_sampling
+from slipstream.engines.vllm import VERSION
 from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.models.adapters import is_adapter
-from slipstream.models.resolve import model_path
+from slipstream.models.resolve import model_path, without_weights
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import check_adapters, lora_of_student
@@ -52,10 +53,26 @@ from slipstream.plan.engines import (
 )
 from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows, reward_warnings
+from slipstream.plan.gpus import Gpus
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
-from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes, sources_of
+from slipstream.plan.shapes import ShapeCheck, check_heads, check_split_heads, shape_line
+from slipstream.plan.teachers import (
+    check_budget,
+    check_endpoints,
+    check_teachers,
+    possible_lengths,
+    routes,
+    sources_of,
+)
 from slipstream.plan.templates import TemplateProbe
-from slipstream.plan.vllm import sampler_context, with_vllm
+from slipstream.plan.vllm import (
+    check_folder,
+    check_server,
+    sampler_context,
+    teacher_context,
+    with_server,
+    with_vllm,
+)
 from slipstream.protocols import Sampling
 from slipstream.records import Given, Ints, Prompt
 from slipstream.rewards import grading
@@ -100,17 +117,21 @@ class Plan:
         return needs(self.engines)
 
 
-def plan(config: Config, *, ask: bool = True) -> Plan:
+def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
     """Make the plan of a run; raise an error if the config is invalid or does not fit its files.
 
-    `ask`: send small requests to endpoints, to test that they can serve the run.
+    `ask`: send small requests to endpoints, to test that they can serve the run. `gpus`: GPUs of the run on other
+    machines; None: the run is for this machine.
     """
+    if gpus is not None:
+        config = config.model_copy(update={"runtime": on_gpus(config.runtime)})
     fast_checks(config)
     notes: list[str] = []
     lora = lora_of_student(config.student, config.learner.lora, notes.append)
     config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
-    check_device(config)
-    config = with_vllm(config, notes.append)
+    if gpus is None:
+        check_device(config)
+    config = with_server(with_vllm(config, notes.append), notes.append)
     method = method_of(config)
     tokenizer = load_tokenizer(config.student)
     check_weights(config)
@@ -128,10 +149,12 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_lengths(config, longest + config.sampler.max_tokens, teachers.longest)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
+        check_server(config, longest + config.sampler.max_tokens, prompts.tokens[0], notes.append)
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config)]
     notes += [*off_policy_notes(config), *running_notes(config)]
     engines = engines_of(config, method, teachers.one_ends)
-    warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
+    warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer)]
+    warnings += check_room_on(engines, gpus)
     if config.environment is None:  # in an environment, rows with equal prompts may still differ
         warnings += [*copy_warnings(prompts), *leaks]
         compares = [each for each in config.task.reward if each == "math" or is_own(each)]
@@ -153,6 +176,55 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     )
 
 
+def check_shapes(config: Config, gpus: Gpus | None = None) -> ShapeCheck:
+    """Check the rules that need no more of the models than their config.json; raise the error of the first broken rule.
+
+    `gpus`: devices of the run, whose memory is compared with its needs. None: nothing is compared.
+    """
+    notes = list[str]()
+    config = with_shapes(config)
+    if gpus is not None:
+        config = config.model_copy(update={"runtime": on_gpus(config.runtime)})
+    check_data_settings(config)
+    check_adapter_engines(config)
+    check_models(config)
+    lora = lora_of_student(config.student, config.learner.lora, notes.append)
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
+    config = with_server(with_vllm(config, notes.append, planned=VERSION), notes.append)
+    method, models = method_of(config), models_here(config)
+    for model in models:
+        check_heads(model)
+    check_adapters(config.student, config.learner.lora, models)
+    check_effects(config)
+    config = with_lengths(config, *possible_lengths(config, notes.append))
+    notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config), *off_policy_notes(config)]
+    engines, warnings = engines_of(config, method), warnings_of(config)
+    if gpus is not None:
+        warnings += check_room_on(engines, gpus)
+    return ShapeCheck(method, engines, tuple(map(shape_line, models)), tuple(notes), tuple(warnings))
+
+
+def with_shapes(config: Config) -> Config:
+    """Return the config with `shapes:NAME` for every model on the hub whose config.json is part of this package."""
+    local = {n: t for n, t in config.teachers.items() if t.base_url is None and config.model_of(t) == t.model}
+    teachers = {n: t.model_copy(update={"model": without_weights(t.model)}) for n, t in local.items()}
+    update = {"student": without_weights(config.student), "teachers": {**config.teachers, **teachers}}
+    return config.model_copy(update=update)
+
+
+def check_room_on(engines: EnginesPlan, gpus: Gpus | None) -> list[str]:
+    """Check the memory of this machine, or that of `gpus` if it is known; return warnings."""
+    if gpus is None:
+        return check_room(engines)
+    return check_room(engines, room) if (room := gpus.room(engines.runtime)) else []
+
+
+def on_gpus(runtime: RuntimeConfig) -> RuntimeConfig:
+    if runtime.device == "cpu":
+        raise ConfigError('--gpus: runtime.device = "cpu" uses no GPU: drop one of them')
+    return runtime.model_copy(update={"device": "cuda"}) if runtime.device == "auto" else runtime
+
+
 INSTALL_CHECKS = {"vllm": check_installed}
 """Functions that raise ConfigError if an engine's package is not installed, by engine."""
 
@@ -161,15 +233,13 @@ def fast_checks(config: Config) -> None:
     """Check for contradictions in the config, missing packages and missing files. No data and no model is loaded."""
     check_trackers(config.log.to)
     check_runtime(config)
-    for model, engine in engines_here(config):
-        if not ENGINES[engine].loads_adapters and is_adapter(model):
-            raise ConfigError(f'{model} is an adapter, and vLLM takes only whole models here: write engine = "native"')
+    check_folder(config)
+    check_adapter_engines(config)
     chosen = {"sampler": config.sampler.engine, **{f"teachers.{n}": t.engine for n, t in config.teachers.items()}}
     for where, engine in chosen.items():
         if check := INSTALL_CHECKS.get(engine):
             check(f"{where}.engine")
-    method_of(config)
-    check_reward_model(config)
+    check_models(config)
     grading.needs(config.task.reward, config.task.sandbox, reward_settings(config))
     for name, teacher in config.teachers.items():
         if teacher.context is not None and teacher.own_context:
@@ -178,19 +248,52 @@ def fast_checks(config: Config) -> None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
     if config.has_agents and find_spec("uvicorn") is None:
         raise ConfigError("environment.gateway needs Starlette and uvicorn: pip install 'slipstream[gateway]'")
-    for model in models_here(config):
-        check_model(model)
     for name, teacher in config.teachers.items():
         endpoint_of(config, name)
         if teacher.tokenizer is not None:
             model_path(teacher.tokenizer)
-    evaluated = config.data.held_out.values() if config.eval.every else ()
-    trained = config.data.sources.values()
-    check_columns_used(config.data, *trained, *evaluated)
-    for name, given in (("split", trained), ("eval_split", evaluated)):
-        check_split(config.data, name, given)
+    check_data_settings(config)
+    for name, given in sources_by_split(config).items():
         for source in given:
             check_there(source, getattr(config.data, name))
+
+
+def check_adapter_engines(config: Config) -> None:
+    """Raise ConfigError if an adapter is a model of an engine that takes only whole models."""
+    for model, engine in engines_here(config):
+        if not ENGINES[engine].loads_adapters and is_adapter(model):
+            what = {"vllm": "vLLM", "server": "a rollout server"}[engine]
+            raise ConfigError(
+                f'{model} is an adapter, and {what} takes only whole models here: write engine = "native"'
+            )
+
+
+def check_models(config: Config) -> None:
+    """Check the rules that need no more of a model than its config.json."""
+    for model in models_here(config):
+        check_model(model)
+    check_split_heads(config.student, config.sampler.engine_args, "sampler")
+    for name, teacher in config.teachers.items():
+        if teacher.engine_args:
+            check_split_heads(config.model_of(teacher), teacher.engine_args, f"teachers.{name}")
+    method_of(config)
+    check_reward_model(config)
+
+
+def sources_by_split(config: Config) -> dict[str, list[str]]:
+    """Return the sources of the run's data, by the key in [data] that names their split."""
+    evaluated = [*config.data.held_out.values()] if config.eval.every else []
+    return {"split": [*config.data.sources.values()], "eval_split": evaluated}
+
+
+def check_data_settings(config: Config) -> None:
+    """Check settings of [data] that have no effect on these sources, without reading the sources."""
+    given = sources_by_split(config)
+    check_columns_used(config.data, *chain(*given.values()))
+    for name, sources in given.items():
+        check_split(config.data, name, sources)
+        for source in sources:
+            check_where(source, config.data.where if name == "split" else config.data.eval_where)
 
 
 def check_weights(config: Config) -> None:
@@ -267,6 +370,16 @@ def check_device(config: Config) -> None:
         from slipstream.engines.native.model import pick_device
 
         pick_device(config.runtime.device)
+    if config.runtime.kind == "inline" and not on_cpu(config):
+        from torch import cuda
+
+        first, there = int(config.runtime.device.partition(":")[2] or 0), cuda.device_count()
+        for name, teacher in config.teachers.items():
+            if first + teacher.devices > there:
+                raise ConfigError(
+                    f"teachers.{name}.devices = {teacher.devices}: this machine has {there} GPUs, and runtime.device "
+                    f"begins at number {first}: lower it"
+                )
 
 
 def check_processes(config: Config) -> None:
@@ -336,6 +449,11 @@ def check_effects(config: Config) -> None:
             raise ConfigError(
                 f"{name}.k = {loss.spec.k} is more than the vocabulary of {vocabulary}: write that or less"
             )
+    if config.sampler.interleave >= vocabulary:
+        raise ConfigError(
+            f"sampler.interleave = {config.sampler.interleave} replaces no token, because the vocabulary has "
+            f"{vocabulary}: write less"
+        )
     named = load_config(student).get_text_config().to_dict() if config.learner.dropout else {}
     rates = [value for name, value in named.items() if "drop" in name and isinstance(value, float)]
     if config.learner.dropout and not any(rate > 0 for rate in rates):
@@ -356,7 +474,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
     data, max_tokens = config.data, config.sampler.max_tokens
     rows, names = list[Row](), list[str]()
     for name, source in data.sources.items():
-        loaded = load_rows(source, data, split=data.split, limit=data.limit, say=say)
+        loaded = load_rows(source, data, split=data.split, limit=data.limit, where=data.where, say=say)
         rows += [replace(row, data_source=name) if name and row.data_source == "default" else row for row in loaded]
         names += [name] * len(loaded)
     graded_rows(rows, config.task.reward, config.task.sandbox, reward_settings(config))
@@ -414,7 +532,7 @@ def prompts_that_fit(
             f'data.too_long = "{how}" is for text prompts, and would cut a part off the chat template: write "skip"'
         )
     same = [each for each in config.teachers.values() if each.base_url is None and each.context is None]
-    contexts = [context_length(load_config(config.model_of(teacher))) for teacher in same]
+    contexts = [teacher_context(config, teacher) for teacher in same]
     longest = [each for each in (sampler.longest, *(teacher.longest for teacher in same)) if each is not None]
     limit = min(sampler_context(config), *contexts, *longest) - sampler.max_tokens
     special = list(tokenizer.all_special_ids)
@@ -463,7 +581,8 @@ def off_policy(
         return None
     rows, vocabulary = prompts.rows, vocabulary_of(config.student)
     stops = stop_ids(tokenizer, generation_of(config.student), config.sampler.stop)
-    answers, trajectories = list[Given](), dict[int, Sequence[Given]]()
+    answers, limits = list[Given](), Limits(vocabulary=vocabulary, longest=longest, stops=stops)
+    lessons, trajectories = dict[int, Sequence[Given]](), dict[int, Sequence[Given]]()
     if "data" in config.offpolicy_sources:
         plain = isinstance(rows[0].prompt, str) and not config.data.chat
         template = None if plain else template_end(tokenizer, config.data.template_args)
@@ -471,9 +590,12 @@ def off_policy(
         answers = answers_of(rows, tokenizer, end=end, longest=longest, vocabulary=vocabulary)
         if cut := sum(answer.finish == "length" for answer in answers):
             say(f"{cut} of {len(answers)} answers are longer than sampler.max_tokens, and are cut there")
+    if sft is not None and sft.cache is not None and Path(sft.cache).exists() and not Path(sft.cache).is_dir():
+        raise ConfigError(f"sft.cache: {sft.cache} is a file, and rollouts are stored in a directory: name another")
+    if sft is not None and sft.path is not None:
+        lessons = read_trajectories(sft.path, rows, limits, least=1, drawn=False)
     if mix is not None and mix.path is not None:
-        limits = Limits(vocabulary=vocabulary, longest=longest, stops=stops)
-        trajectories = read_trajectories(mix.path, rows, limits, group=config.sampler.group)
+        trajectories = read_trajectories(mix.path, rows, limits, least=config.sampler.group, drawn=True)
     return OffPolicy(
         seed=config.seed,
         supervised=sft.source if sft is not None else "",
@@ -484,6 +606,7 @@ def off_policy(
         group=config.sampler.group,
         answers=answers,
         trajectories=trajectories,
+        lessons=lessons,
     )
 
 
@@ -504,7 +627,7 @@ def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Confi
     """Return the config with missing `longest` settings of the sampler and of local teachers filled in."""
     teachers = {
         name: teacher.model_copy(update={"longest": length_for(f"teachers.{name}", teacher.longest, scored[name])})
-        if name in scored and ENGINES[teacher.engine].packs
+        if name in scored
         else teacher
         for name, teacher in config.teachers.items()
     }
@@ -527,7 +650,8 @@ def held_out_prompts(
     """Return the held-out prompts, by the name of their set. Add notes, and warnings about training prompts."""
     data, found = config.data, dict[str, Sequence[Prompt]]()
     for name, source in data.held_out.items():
-        loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=notes.append)
+        split, limit = data.eval_split, config.eval.prompts
+        loaded = load_rows(source, data, split=split, limit=limit, where=data.eval_where, say=notes.append)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
         every = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=tells_prompts(config))
         what, tokens = f"data.eval{name and '.'}{name}", [prompt.tokens for prompt in every]
@@ -629,13 +753,18 @@ def freshness_notes(config: Config) -> list[str]:
 
 def off_policy_notes(config: Config) -> list[str]:
     found, sft, mix = list[str](), config.sft, config.mix
-    names = {"data": "answers of the data", "teacher": "rollouts of the teacher", "file": f"{mix and mix.path}"}
+    if k := config.sampler.interleave:
+        found.append(f"tokens outside of the teacher's {k} most likely are replaced by its draws (SKD)")
+    names = {"data": "answers of the data", "teacher": "rollouts of the teacher"}
     if sft is not None:
-        found.append(f"first {sft.updates} updates: {sft.loss.kind} on {names[sft.source]}, without rollouts")
+        responses = names.get(sft.source, f"responses of {sft.path}")
+        end = "" if sft.until is None else f", until distill/student_mass is {sft.until:g}"
+        found.append(f"first {sft.updates} updates{end}: {sft.loss.kind} on {responses}, without rollouts")
     if mix is not None:
         change = "" if mix.final is None else f" to {mix.final:.0%}"
         found.append(
-            f"groups that the student does not draw: {mix.share:.0%}{change} of an update, {names[mix.source]}"
+            f"groups that the student does not draw: {mix.share:.0%}{change} of an update, "
+            f"{names.get(mix.source, mix.path)}"
         )
     return found
 

@@ -64,6 +64,7 @@ def eval_settings_of(config: Config) -> EvalSettings:
     return EvalSettings(
         data=data.held_out or data.sources,
         split=data.eval_split if data.held_out else data.split,
+        where=data.eval_where if data.held_out else data.where,
         prompt=data.prompt,
         answer=data.answer,
         template=data.template,

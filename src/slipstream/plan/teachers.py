@@ -16,13 +16,16 @@ from slipstream.data.teacher_context import TemplateContext
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
 from slipstream.engines.http.check import Requirements, check
 from slipstream.engines.http.client import Endpoint
-from slipstream.engines.native.config import context_length, load_config, vocabulary_of
+from slipstream.engines.native.config import vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.plan.ends import EndProbe, end_probes, end_tokens, template_end
 from slipstream.plan.engines import endpoint_of
 from slipstream.plan.environment import Tools
+from slipstream.plan.placement import shape_of
+from slipstream.plan.shapes import check_context
 from slipstream.plan.templates import TemplateProbe, template_probe
+from slipstream.plan.vllm import sampler_context, teacher_context
 from slipstream.protocols import OneEnd
 from slipstream.records import Ints
 
@@ -135,14 +138,11 @@ def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> Tokeniz
 
 def longest_of(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -> int:
     """Return the longest sequence that a teacher scores here; raise an error if its model cannot score all of them."""
-    teacher, student = config.teachers[name], config.student
+    teacher = config.teachers[name]
     model = config.model_of(teacher)
-    sizes, context = [vocabulary_of(each) for each in (student, model)], context_length(load_config(model))
-    if sizes[0] > sizes[1]:
-        raise ModelError(
-            f"teachers.{name}: {model} has {sizes[1]} embeddings, {student} has {sizes[0]}: the teacher could "
-            "not score all tokens that the student may sample"
-        )
+    context = teacher_context(config, teacher)
+    check_embeddings(config.student, model, f"teachers.{name}")
+    check_layers(model, teacher.devices, f"teachers.{name}")
     if teacher.own_context:  # of unknown length, so that the config has to set `longest`
         longest = teacher.longest or 0
         if longest > context:
@@ -157,6 +157,52 @@ def longest_of(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts
     if ENGINES[teacher.engine].packs:
         check_budget(f"teachers.{name}", teacher.token_budget, longest)
     return longest
+
+
+def possible_lengths(config: Config, say: Callable[[str], None]) -> tuple[int, dict[str, int]]:
+    """Return the longest sequence of the sampler and of each local teacher, as far as it is known without data.
+
+    Raise an error if the longest sequence that the config allows does not fit a model or a token budget.
+    """
+    drawn, student = config.sampler.max_tokens + 1, config.student  # a prompt has at least one token
+    longest = config.sampler.longest or drawn
+    if config.sampler.longest is None:
+        say(f"sequences count as {drawn} tokens, one of them of a prompt: sampler.longest counts more")
+    check_context("sampler", student, longest, sampler_context(config))
+    check_budget("learner", config.learner.token_budget, longest)
+    scored = dict[str, int]()
+    for name, teacher in config.teachers.items():
+        if teacher.base_url is not None:
+            continue
+        where, model = f"teachers.{name}", config.model_of(teacher)
+        check_embeddings(student, model, where)
+        ours, theirs = vocabulary_of(student), vocabulary_of(model)
+        if ours != theirs:
+            say(f"{where}: {model} has {theirs} embeddings, the student {ours}; tokens are not compared")
+        scored[name] = longest
+        if teacher.context is not None:  # its template has an unknown length
+            scored[name] = (teacher.longest or 0) if teacher.own_context else longest_answer(config, teacher) + 1
+        check_layers(model, teacher.devices, where)
+        check_context(where, model, scored[name], teacher_context(config, teacher))
+        if ENGINES[teacher.engine].packs:
+            check_budget(where, teacher.token_budget, scored[name])
+    return drawn, scored
+
+
+def check_layers(model: str, devices: int, where: str) -> None:
+    """Raise ConfigError if a teacher is split over more devices than it has layers."""
+    if devices > 1 and devices > (most := len(shape_of(model).sizes[1])):
+        raise ConfigError(f"{where}.devices = {devices}: {model} has {most} layers to split: write {most} or less")
+
+
+def check_embeddings(student: str, teacher: str, where: str) -> None:
+    """Raise ModelError if the teacher has fewer embeddings than the student."""
+    ours, theirs = vocabulary_of(student), vocabulary_of(teacher)
+    if ours > theirs:
+        raise ModelError(
+            f"{where}: {teacher} has {theirs} embeddings, {student} has {ours}: the teacher could not score all tokens "
+            "that the student may sample"
+        )
 
 
 def check_budget(section: str, budget: int, longest: int) -> None:

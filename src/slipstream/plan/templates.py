@@ -51,8 +51,9 @@ def template_probe(
 ) -> TemplateProbe | None:
     """Return the probe of a teacher with this tokenizer; None if it writes the prompts as the student does.
 
-    Without a chat template the teacher's own form is the plain text of the messages. Forms with more than `more` tokens
-    in addition to those of the student's are left out, because they might not fit the teacher's context.
+    If the tokenizer has no chat template, the teacher's own form is the plain text of the messages. `more` is the
+    number of tokens by which the teacher's form may be longer than the student's. Prompts with longer forms are left
+    out, because they might not fit the teacher's context.
     """
     found, plain = [], tokenizer.chat_template is None
     for row, prompt in islice(prompts, PROMPTS):

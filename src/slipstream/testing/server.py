@@ -10,11 +10,15 @@ from types import TracebackType
 from typing import Any, Self
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # more connections at once would be reset
+
+
 class Loopback(ABC):
     def __init__(self, port: int = 0) -> None:
         self.over = threading.Event()
         """Set when the server ends; handlers wait on this event instead of sleeping."""
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), handler_of(self))
+        self.server = Server(("127.0.0.1", port), handler_of(self))
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
 
@@ -56,7 +60,7 @@ def handler_of(fake: Loopback) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             try:
-                fake.post(self, json.loads(content))
+                fake.post(self, json.loads(content or b"{}"))
             except (BrokenPipeError, ConnectionResetError):  # the client has disconnected
                 self.close_connection = True
 

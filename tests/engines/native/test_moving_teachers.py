@@ -42,6 +42,7 @@ from slipstream.objective.method import Method
 from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
+from slipstream.plan.engines import followers_of
 from slipstream.protocols import Engines, Follower, Graded, Loaded, WeightsRef
 from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, header_of, total
 from slipstream.run_dir.writing import RunLog, read_lines
@@ -110,6 +111,20 @@ def test_what_cannot_follow_is_told_in_one_line(case: str) -> None:
 def test_a_teacher_may_follow_what_sees_the_same_where_rewards_teach() -> None:
     policy = {"policy": {"loss": "vanilla"}, "task": {"reward": "exact"}, "sampler": {"group": 2}}
     assert parsed({"context": None, "follow": {"ema": 0.9}}, **policy).teachers["me"].follow is not None
+
+
+def test_the_learner_stores_earlier_teachers_where_freshness_reads_their_drift() -> None:
+    teacher, schedule = {"follow": {"ema": 0.9, "every": 2}, "relabel": "stale"}, {"kind": "async", "tau": 6}
+    batch = {"batch_size": 4}
+    without, with_freshness = (
+        followers_of(parsed(teacher, schedule=schedule, learner=batch, **more))["me"]
+        for more in ({}, {"freshness": {}})
+    )
+    assert without == Follower(0.9, 2, "float32")
+    # 6 updates in flight, at most 4 versions in them, and the newest version is not an earlier one
+    assert with_freshness == replace(without, keep=4)
+    never = parsed(teacher | {"relabel": "never"}, schedule=schedule, learner=batch, freshness={})
+    assert followers_of(never)["me"].keep == 0
 
 
 # --- native -----------------------------------------------------------------------------------------------------------
@@ -229,6 +244,68 @@ def test_a_teacher_that_was_to_move_when_the_run_was_stopped_moves_where_it_goes
     asyncio.run(work())
 
 
+def test_a_resumed_scorer_measures_the_same_drift_of_supervision(tmp_path: Path, groups: Any) -> None:
+    how = Follower(0.5, 1, "float64", keep=2)
+    made, again, scorer, fresh = learner(me=how), learner(me=how), self_scorer(), self_scorer()
+
+    async def work() -> None:
+        await scorer.publish((await made.export("me"))[0])
+        in_flight = [await scorer.score(groups[0])]
+        for number in (1, 2, 3):
+            await update(made, groups, number)
+            await scorer.publish((await made.export("me"))[0])
+            in_flight.append(await scorer.score(groups[0]))
+        await made.save(tmp_path, in_flight[1:])
+        assert "earlier" in json.loads((tmp_path / "learner.json").read_text())
+        unfinished = await again.restore(tmp_path)
+        versions = []
+        for _ in range(3):
+            weights, fingerprint = await again.export("me")
+            versions.append(weights.version)
+            assert (await fresh.publish(weights)).fingerprint == fingerprint
+        assert versions == [1, 2, 3]  # version 0 scored nothing that is in flight
+        assert [(await each.export("me"))[0].version for each in (made, again)] == [3, 3]
+        for before, restored in zip(in_flight[1:], unfinished, strict=True):
+            for one, other in zip(await scorer.relabel(before), await fresh.relabel(restored), strict=True):
+                np.testing.assert_array_equal(one.body.supervision_kl, other.body.supervision_kl)
+                assert one.header.moved == other.header.moved
+        first = (await fresh.relabel(unfinished[0]))[0].body.supervision_kl
+        assert np.isfinite(first).all() and first.mean() > 0
+        for each in (made, again):  # both go on alike
+            await update(each, groups, 4)
+        assert (await made.export("me"))[1] == (await again.export("me"))[1]
+        assert made.earlier == again.earlier == {"me": [2, 3]}
+
+    asyncio.run(work())
+    for each in (made, again, scorer, fresh):
+        each.close()
+
+
+def self_scorer() -> NativeScorer:
+    return NativeScorer(student(None), name="me", keep=3)
+
+
+def test_a_teacher_that_moves_as_a_run_resumes_hands_over_its_weights_before(tmp_path: Path, groups: Any) -> None:
+    how = Follower(0.5, 1, "float64", keep=2)
+    made, again = learner(me=how), learner(me=how)
+
+    async def work() -> None:
+        for number in (1, 2):
+            await update(made, groups, number)
+            await made.export("me")
+        scored = [[handle.with_header(teacher_version=version) for handle in groups[0]] for version in (1, 2)]
+        await update(made, groups, 3)
+        await made.save(tmp_path, scored)  # before the teacher moved
+        await again.restore(tmp_path)
+        exported = [await again.export("me") for _ in range(4)]
+        assert [weights.version for weights, _ in exported] == [1, 2, 3, 3]
+        assert exported[2][1] == (await made.export("me"))[1]
+
+    asyncio.run(work())
+    for each in (made, again):
+        each.close()
+
+
 # --- a run, of toys ---------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +341,8 @@ def engines(settings: Config, scorer: type[toy.ToyScorer] = toy.ToyScorer) -> En
     async def replace(old: Any) -> Any:
         return toy.ToyScorer(toy.random_table(VOCAB, seed=9))  # whatever it was loaded with
 
-    learner = toy.ToyLearner(table, cost=lambda _: 1.0, follow={"me": Follower(follow.decay, follow.period, "float64")})
+    how = Follower(follow.decay, follow.period, "float64", keep=4)
+    learner = toy.ToyLearner(table, cost=lambda _: 1.0, follow={"me": how})
     learner.teachers["me"] = 0, toy.random_table(VOCAB, seed=1)  # of itself a toy would learn nothing
     return Engines(
         samplers=(Graded(toy.ToySampler(table, seconds=0.3), toy.ToyGrader()),),
@@ -342,6 +420,13 @@ def test_a_run_that_was_stopped_ends_with_the_same_teacher(tmp_path: Path, follo
         ledgers = [read_lines(each / "ledger.jsonl") for each in (path, tmp_path / "whole")]
         found = [{e["number"]: e.get("teacher_version") for e in entries if "update" in e} for entries in ledgers]
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("seconds", "last"), [(19.0, 5), (24.0, 4)])
+def test_a_resumed_run_may_change_how_often_its_teacher_moves(tmp_path: Path, seconds: float, last: int) -> None:
+    """Stopped after updates 5 and 6 of 8: with the new period the teacher moves after update 5 only."""
+    go(tmp_path, config(Sync(), FollowConfig(copy_every=4)), until=seconds)
+    assert go(tmp_path, config(Sync(), FollowConfig(copy_every=5))).teachers["me"][0] == last
 
 
 def test_who_takes_the_place_of_a_scorer_runs_the_newest_weights_and_proves_it(tmp_path: Path) -> None:
@@ -549,6 +634,18 @@ def test_what_is_learned_from_is_what_its_teacher_says_now(tmp_path: Path, sched
     again = [line for line in lines if "teacher/relabelled" in line]
     assert again and all(line["teacher/aligned"] == 1 and line["teacher/moved"] > 0 for line in again)
     assert all("seconds/relabel" in line for line in again)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_drift_of_supervision_is_known_after_a_stop(every: int, tmp_path: Path) -> None:
+    settings = config(Async(tau=2), FollowConfig(ema=0.5, every=every))
+    teachers = {"me": settings.teachers["me"].model_copy(update={"relabel": "stale"})}
+    settings = settings.model_copy(update={"teachers": teachers})
+    for seconds in (3.0, 2.5, None):
+        go(tmp_path, settings, until=seconds)
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "teacher/relabelled" in line]
+    assert sum(line["teacher/moved"] > 0 for line in lines) > 2
+    assert [line["teacher/aligned"] for line in lines] == [1] * len(lines)
 
 
 def test_who_says_nothing_any_more_is_not_learned_from(tmp_path: Path) -> None:

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from slipstream.config.file import parse
 from slipstream.config.losses import CrossEntropy, ForwardKL, ReverseKLMC
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.errors import NonFiniteError
-from slipstream.objective.method import Method, Supervised
-from slipstream.records import Batch, Given, Handle, Scored, given_group, total
+from slipstream.objective.method import Method, Supervised, method_of
+from slipstream.records import Batch, Counts, Given, Handle, Scored, given_group, total
 from support.tiny_models import EOS, logits_of, make_model, make_prompts, wrap
 
 NAN = float("nan")
@@ -159,3 +162,84 @@ def test_a_scorer_gives_supervised_responses_the_scores_of_their_own_loss() -> N
                 assert (np.sort(sample.teacher_ids) == np.sort(best)).all() and sample.teacher_action_logp is None
             else:
                 assert sample.teacher_ids is None and sample.teacher_action_logp is not None
+
+
+RL = {
+    "student": "tiny",
+    "updates": 2,
+    "sampler": {"max_tokens": 8, "group": 3},
+    "learner": {"batch_size": 12},
+    "teachers": {"main": {"model": "tiny"}},
+    "loss": {"kind": "forward_kl", "k": 5},
+    "schedule": {"kind": "step_off", "k": 1},
+    "task": {"reward": "exact"},
+}
+POLICIES = {
+    "vanilla": {"loss": "vanilla"},
+    "whitened over the batch": {"loss": "reinforce", "advantage": "reinforce_plus_plus"},
+    "of whole rows": {"loss": "gspo"},
+    "chosen from the batch": {"loss": "m2po"},
+    "previous weights": {"loss": "vanilla", "old": "previous"},
+}
+REFERENCES: list[dict[str, Any]] = [
+    {},
+    {"reference": {"weight": 0.1}},
+    {"reference": {"weight": 0.1, "into": "reward"}},
+]
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=str)
+@pytest.mark.parametrize("name", POLICIES)
+def test_mixed_in_groups_leave_the_policy_loss_of_own_groups_as_it_is(name: str, reference: dict[str, Any]) -> None:
+    """Gradient of both losses on all groups = distillation on all + policy loss on own groups alone, by counts."""
+    config = parse({**RL, **reference, "policy": POLICIES[name]})
+    whole, distilled = method_of(config), method_of(parse(RL))
+    alone = replace(whole, loss=replace_weight(config.loss))
+
+    async def own_groups() -> list[list[Handle]]:
+        sampler = NativeSampler(wrap(make_model(seed=5, dtype=torch.float64)), slots=16, stop_ids={EOS})
+        found = [list(await sampler.generate(p, rollout_sampling(config))) for p in make_prompts(6)[:3]]
+        sampler.close()
+        graded = [[h.with_header(rewards={"exact": float(h.body.tokens[0] % 2)}) for h in group] for group in found]
+        assert len({h.header.rewards["exact"] for group in graded for h in group}) == 2
+        return graded
+
+    async def gradient_of(method: Method, groups: list[list[Handle]]) -> tuple[Tensor, Counts, dict[str, float]]:
+        learner = learner_of(make_model(dtype=torch.float64), method)
+        batch = Batch(tuple(groups), 1)
+        counts = total(await learner.prepare(batch))
+        await learner.accumulate(batch, counts)
+        found = gradient(learner.lm.model)
+        metrics = await learner.step()
+        learner.close()
+        return found, counts, {name: x for name, x in metrics.items() if name.startswith(("policy/", "reference/"))}
+
+    async def work() -> None:
+        teacher = make_model(seed=3, dtype=torch.float64)
+        mixed = [[replace_number(h, 10) for h in group] for group in groups_of("data")]
+        own = await scored_by(teacher, await own_groups(), cache="teacher_topk", k=5)
+        others = await scored_by(teacher, mixed, cache="teacher_topk", k=5)
+        both, counts, metrics = await gradient_of(whole, [*others[:2], *own, *others[2:]])
+        distillation, _, _ = await gradient_of(distilled, [*own, *others])
+        policy, its, expected = await gradient_of(alone, own)
+        share = its.n_sequences / counts.n_sequences if whole.over_sequences else its.n_tokens / counts.n_tokens
+        assert policy.abs().max() > 1e-6
+        # as without mixed-in groups: the one pass for both losses rounds at 1e-7 of gradients of 0.1 to 0.5
+        torch.testing.assert_close(both, distillation + share * policy, rtol=0, atol=2e-7)
+        assert metrics.pop("policy/loss") == pytest.approx(share * expected.pop("policy/loss"), abs=1e-7)
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-9), "means over the tokens of the student"
+        nothing, _, _ = await gradient_of(alone, others)
+        assert nothing.abs().max() == 0, "an update of mixed-in groups alone"
+
+    asyncio.run(work())
+
+
+def replace_weight(loss: Any) -> Any:
+    return loss.model_copy(update={"weight": 0.0})
+
+
+def replace_number(handle: Handle, more: int) -> Handle:
+    """The number of a group that no own group has."""
+    rollout = handle.body
+    prompt = replace(rollout.prompt, number=rollout.prompt.number + more)
+    return Handle(replace(handle.header, number=prompt.number), replace(rollout, prompt=prompt))

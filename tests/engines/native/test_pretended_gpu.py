@@ -24,6 +24,7 @@ from slipstream.engines.native import rows
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.learning.optimizer import make_optimizer
 from slipstream.engines.native.model import LanguageModel, split
+from slipstream.engines.native.over_devices import layers_of, spread
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint
@@ -181,6 +182,35 @@ def test_adamw_is_fused_on_a_gpu_and_nowhere_else(gpu: None) -> None:
         with using(device):
             parameters = list(torch.nn.Linear(2, 3).to(device).parameters())
             assert make_optimizer(parameters, LearnerConfig()).defaults["fused"] == fused
+
+
+def split_over(devices: list[torch.device], name: str, seed: int) -> LanguageModel:
+    model = make_model(name, seed=seed)
+    spread(name, model, devices)
+    model.tie_weights()
+    return split(name, model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "phi", "mistral-window", "gemma3-window"])
+@pytest.mark.parametrize("cache", ["sampled", "teacher_topk", "hidden"])
+def test_a_teacher_whose_layers_are_on_two_devices_says_the_same(gpu: None, name: str, cache: Any) -> None:
+    """The first layer is on the GPU, where the head is, and the second on the CPU: all values have to move."""
+    handles = sampled(CPU)[:8]
+    expected = NativeScorer(split(name, make_model(name, seed=2)), cache=cache, k=4)._score(handles)
+    with using(CUDA):
+        lm = split_over([CUDA, CPU], name, seed=2)
+        first, second = layers_of(lm.model)
+        assert {parameter.device for parameter in first.parameters()} == {CUDA}
+        assert {parameter.device for parameter in second.parameters()} == {CPU}
+        assert lm.device == CUDA and lm.model.get_input_embeddings().weight.device == CUDA
+        found = NativeScorer(lm, cache=cache, k=4)._score(handles)
+    for one, other in zip(found, expected, strict=True):
+        assert one.header.finish != "error"
+        np.testing.assert_allclose(one.body.teacher_logp, other.body.teacher_logp, atol=1e-5)
+    with pretend_gpu(), pytest.raises(RuntimeError, match="same device"):  # with nothing that moves values
+        whole = make_model(name).to(CUDA)
+        layers_of(whole)[1].to(CPU)
+        whole(torch.ones(1, 3, dtype=torch.int64, device=CUDA))
 
 
 def test_what_is_pretended_refuses_what_a_gpu_refuses() -> None:

@@ -363,7 +363,7 @@ def test_what_some_ranks_saved_others_go_on_from(make: Any, tmp_path: Path, spec
         assert sum(path.stat().st_size for path in (tmp_path / str(ranks)).glob("*.safetensors")) == size
 
 
-FOLLOW = {"slow": Follower(0.9, 2, "float64"), "copy": Follower(0.0, 3, "float64")}
+FOLLOW = {"slow": Follower(0.9, 2, "float64", keep=1), "copy": Follower(0.0, 3, "float64")}
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": LoraConfig(rank=2)}], ids=["plain", "lora"])
@@ -389,13 +389,16 @@ def test_teachers_that_follow_are_spread_over_the_ranks_saved_and_gone_on_with(
     for size in (1, 2):
         learner = make(spec, size)
         before = moved(learner, work[:3])
-        asyncio.run(learner.save(tmp_path / str(size)))
+        asyncio.run(learner.save(tmp_path / str(size), work[0].groups))  # scored by version 0 of the teacher
         whole = before + moved(learner, work[3:])
         for (version, _, body), (expected, _, theirs) in zip(whole, alone, strict=True):
             assert version == expected
             np.testing.assert_allclose(body, theirs, atol=1e-8, rtol=0)
         again = make(spec, size)
         asyncio.run(again.restore(tmp_path / str(size)))
+        weights, expected = asyncio.run(again.export("slow"))
+        assert (weights.version, expected) == alone[0][:2], "the earlier version, which scored what is in flight"
+        assert asyncio.run(again.export("slow"))[0].version == 2
         assert [each[:2] for each in moved(again, work[3:])] == [each[:2] for each in whole[6:]], "to the bit"
 
 

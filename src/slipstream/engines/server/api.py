@@ -1,0 +1,259 @@
+"""HTTP interfaces of rollout servers: requests of vLLM and SGLang, and parsers that compare answers with requests.
+
+Both interfaces generate from token ids, abort requests, and load weights from a directory. A label names the loaded
+weights; every answer repeats it. `Client` retries short failures. All other failures raise EndpointError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from slipstream.engines.http.answers import WrongAnswer, number
+from slipstream.engines.http.client import Client, Endpoint
+from slipstream.errors import EndpointError, NonFiniteError
+from slipstream.protocols import Sampling
+
+TOKEN = 512
+"""Upper bound of the mean bytes per token in an answer."""
+CONTROLS = 8
+"""Number of concurrent requests that are not generations, such as aborts."""
+CLAMPED = -9999.0
+"""Log-prob that vLLM sends in place of NaN and −∞."""
+SURE = -1e-3
+"""Lowest log-prob of the only token that remains after truncation."""
+NO_FIELD = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+"""Errors of a parser whose answer lacks a field."""
+
+
+@dataclass(frozen=True)
+class ServerEndpoint(Endpoint):
+    @property
+    def where(self) -> str:
+        return f"the rollout server at {self.url}"
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    endpoint: ServerEndpoint
+    api: str
+    model: str
+    dtype: str
+    folder: str
+    longest: int | None = None
+    threads: int = 1
+    devices: int = 0
+    """Number of devices here: none, as the server has its own."""
+
+
+class Drawn(NamedTuple):
+    """Answer to one request: its tokens, why it ended, and the label of the weights ("" without tokens)."""
+
+    tokens: list[int]
+    logps: list[tuple[int, float]]
+    """Token id and log-prob at each position."""
+    used: int
+    """Number of tokens that the server counted."""
+    finish: str
+    label: str
+
+
+class Api(ABC):
+    path: str
+    """Path of generations."""
+    begin: str
+    """Advice for a server that lacks an interface."""
+
+    def __init__(self, endpoint: ServerEndpoint) -> None:
+        self.where, self.client = endpoint.where, Client(endpoint)
+        # generations may occupy all connections of the first client
+        self.control = Client(ServerEndpoint("", endpoint.url, "", endpoint.key, CONTROLS, endpoint.timeout))
+
+    async def draw(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Drawn:
+        """Generate one response; `name` identifies the request for `abort`."""
+        body = self.request(name, prompt, sampling, ends, seed)
+        answer = await self.client.ask("POST", self.path, body, expected=TOKEN * sampling.max_tokens)
+        try:
+            return checked(self.read(answer), sampling, ends)
+        except (WrongAnswer, *NO_FIELD) as error:
+            raise EndpointError(f"{self.where} gives a wrong answer: {named(error)}") from None
+
+    async def log_probs(self, tokens: list[int]) -> list[float]:
+        """Return the log-prob of each token but the first, given the tokens before it."""
+        answer = await self.control.ask("POST", self.path, self.probe(tokens), expected=TOKEN * len(tokens))
+        try:
+            return [number(row[token]) for row, token in zip(self.rows(answer), tokens[1:], strict=True)]
+        except NO_FIELD as error:
+            raise EndpointError(
+                f"{self.where} gives a wrong answer: no log-prob of a sent token ({named(error)})"
+            ) from None
+
+    async def context(self) -> int | None:
+        """Return the server's longest sequence in tokens; None if the server omits it."""
+        answer = await self.control.ask("GET", "/v1/models")
+        models = answer.get("data") if isinstance(answer, dict) else None
+        length = models[0].get("max_model_len") if isinstance(models, list) and models else None
+        return length if isinstance(length, int) else None
+
+    async def do(self, path: str, body: dict[str, Any] | None = None, *, bare: bool = False) -> Any:
+        return await self.control.ask("POST", path, body, bare=bare)
+
+    @abstractmethod
+    def request(
+        self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int
+    ) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def read(self, answer: Any) -> Drawn: ...
+
+    @abstractmethod
+    def probe(self, tokens: list[int]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def rows(self, answer: Any) -> list[dict[int, Any]]: ...
+
+    @abstractmethod
+    async def abort(self, names: Collection[str]) -> None:
+        """End these requests, which then answer with the tokens drawn so far; ignore unknown names."""
+
+    @abstractmethod
+    async def load(self, path: str, label: str) -> None:
+        """End all requests, load the weights in a directory, clear the prefix cache, and set the label."""
+
+    @abstractmethod
+    async def label(self) -> str:
+        """Return the label of the loaded weights."""
+
+    @abstractmethod
+    async def unprocessed(self, tokens: list[int], temperature: float) -> str:
+        """Return the error message if log-probs do not belong to the sampling distribution, else an empty string."""
+
+
+class VllmApi(Api):
+    path = "/inference/v1/generate"
+    begin = "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+
+    def request(
+        self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int
+    ) -> dict[str, Any]:
+        options = {each: getattr(sampling, each) for each in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
+        options |= {"seed": seed, "stop_token_ids": list(ends), "ignore_eos": True, "logprobs": 0, "detokenize": False}
+        return {"request_id": name, "token_ids": prompt, "sampling_params": options}
+
+    def read(self, answer: Any) -> Drawn:
+        (choice,) = answer["choices"]
+        tokens, spans = choice["token_ids"] or [], choice["weight_versions"] or []
+        if len(spans) > 1 or any((span["start"], span["end"]) != (0, len(tokens)) for span in spans):
+            raise WrongAnswer("another client changed the weights while a request was open")
+        rows = [(row["token_id"], row["logprob"]) for row in present(choice["logprobs"])["content"]]
+        label = spans[0]["version"] if spans else ""
+        return Drawn(tokens, rows, answer["usage"]["completion_tokens"], choice["finish_reason"], label)
+
+    def probe(self, tokens: list[int]) -> dict[str, Any]:
+        return {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}}
+
+    def rows(self, answer: Any) -> list[dict[int, Any]]:
+        return [{int(token): entry["logprob"] for token, entry in row.items()} for row in answer["prompt_logprobs"][1:]]
+
+    async def abort(self, names: Collection[str]) -> None:
+        # vLLM puts this text before the names of requests
+        await self.do("/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]})
+
+    async def load(self, path: str, label: str) -> None:
+        await self.do("/pause?mode=abort")  # also clears the prefix cache
+        try:
+            await self.do("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+            await self.do("/update_weight_version", {"new_version": label})
+        finally:
+            await self.do("/resume")
+
+    async def label(self) -> str:
+        return str((await self.control.ask("GET", "/weight_info"))["weight_version"])
+
+    async def unprocessed(self, tokens: list[int], temperature: float) -> str:
+        drawn = await self.draw("check", tokens, Sampling(max_tokens=1, top_k=1), (), 0)
+        if drawn.logps[0][1] >= SURE:
+            return ""
+        return "gives log-probs before temperature and truncation: start vLLM with --logprobs-mode processed_logprobs"
+
+
+class SglangApi(Api):
+    path = "/generate"
+    begin = "start an SGLang with /pause_generation and weight_version (0.5.4 or newer)"
+
+    def request(
+        self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int
+    ) -> dict[str, Any]:
+        options = {each: getattr(sampling, each) for each in ("temperature", "top_p", "min_p")}
+        options |= {"max_new_tokens": sampling.max_tokens, "top_k": sampling.top_k or -1, "stop_token_ids": list(ends)}
+        options |= {"no_stop_trim": True, "skip_special_tokens": False}
+        return {"rid": name, "input_ids": prompt, "sampling_params": options, "return_logprob": True}
+
+    def read(self, answer: Any) -> Drawn:
+        info, tokens = answer["meta_info"], answer["output_ids"]
+        rows = [(row[1], row[0]) for row in present(info.get("output_token_logprobs"))] if tokens else []
+        label = info["weight_version"] if tokens else ""
+        return Drawn(tokens, rows, info["completion_tokens"], info["finish_reason"]["type"], label)
+
+    def probe(self, tokens: list[int]) -> dict[str, Any]:
+        options = {"max_new_tokens": 1, "temperature": 1.0}
+        return {"input_ids": tokens, "sampling_params": options, "return_logprob": True, "logprob_start_len": 0}
+
+    def rows(self, answer: Any) -> list[dict[int, Any]]:
+        return [{row[1]: row[0]} for row in answer["meta_info"]["input_token_logprobs"][1:]]
+
+    async def abort(self, names: Collection[str]) -> None:
+        await asyncio.gather(*(self.do("/abort_request", {"rid": name}, bare=True) for name in names))
+
+    async def load(self, path: str, label: str) -> None:
+        await self.do("/pause_generation", {"mode": "abort"})
+        try:
+            body = {"model_path": path, "weight_version": label, "flush_cache": True}
+            answer = await self.do("/update_weights_from_disk", body)
+            if not isinstance(answer, dict) or answer.get("success") is not True:
+                raise EndpointError(f"{self.where} does not load the weights: {answer}", status=400)
+        finally:
+            await self.do("/continue_generation", {})
+
+    async def label(self) -> str:
+        return str((await self.control.ask("GET", "/get_model_info"))["weight_version"])
+
+    async def unprocessed(self, tokens: list[int], temperature: float) -> str:
+        options = [Sampling(max_tokens=1, top_k=1, temperature=each) for each in (1.0, temperature)]
+        plain, scaled = [(await self.draw("check", tokens, each, (), 0)).logps[0][1] for each in options]
+        if temperature == 1 or plain != scaled or plain >= SURE:
+            return ""
+        return "gives log-probs before temperature: start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+
+APIS: dict[str, type[Api]] = {"vllm": VllmApi, "sglang": SglangApi}
+
+
+def named(error: Exception) -> str:
+    return str(error) if isinstance(error, WrongAnswer) else f"{type(error).__name__}: {error}"
+
+
+def present(found: Any) -> Any:
+    if found is None:
+        raise WrongAnswer("no log-probs of the drawn tokens")
+    return found
+
+
+def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int]) -> Drawn:
+    """Return an answer that fits its request; raise WrongAnswer for others, and NonFiniteError for NaN."""
+    tokens, asked, known = drawn.tokens, sampling.max_tokens, [token for token, _ in drawn.logps]
+    if known != tokens or drawn.used != len(tokens):
+        raise WrongAnswer(f"{len(tokens)} token ids, {len(known)} log-probs, and {drawn.used} tokens in its usage")
+    if any(math.isnan(number(logp)) or logp <= CLAMPED for _, logp in drawn.logps):
+        raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
+    ended = [i for i, token in enumerate(tokens) if token in ends]
+    fits = {"stop": ended == [len(tokens) - 1], "length": not ended[:-1] and len(tokens) == asked, "abort": not ended}
+    if not fits.get(drawn.finish) or len(tokens) > asked:
+        raise WrongAnswer(
+            f"it ended with {drawn.finish!r} after {len(tokens)} of {asked} tokens, with end tokens at {ended}"
+        )
+    return drawn

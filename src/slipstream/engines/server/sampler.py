@@ -1,0 +1,348 @@
+"""Sampler that uses an HTTP server of vLLM or SGLang: token ids in and out, weights through a shared folder.
+
+While weights load, this sampler has no open request: in drain mode requests end first, in the other modes they are
+aborted and answer with the tokens drawn so far. A response continues as a new request, whose prompt holds these tokens.
+So every request runs under one version, and the versions of a response are exact at each token.
+
+Every load is proven twice. The server's label names the loaded directory, and every answer repeats it; an answer with
+another label is discarded, and the weights are loaded again (the server has started again, or another client loaded
+weights). Then log-probs of fixed texts are compared with those of a copy of the student here (`proof`).
+
+The continuation of a response is reproducible with vLLM, which takes seeds, but differs from the tokens of a single
+request. SGLang's draws depend on its load.
+
+Shapes: T tokens, N tokens of the fixed texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from slipstream.engines.native.model import load_model
+from slipstream.engines.server.api import APIS, Drawn, ServerSettings
+from slipstream.engines.server.proof import Answers, apart, moved, objection, texts
+from slipstream.engines.vllm.core import COLDEST
+from slipstream.engines.vllm.sampler import finished
+from slipstream.engines.weights import fingerprint, load_weights
+from slipstream.errors import ConfigError, EndpointError, EngineError, ModelError
+from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
+from slipstream.records import (
+    Finish,
+    Floats,
+    Group,
+    Handle,
+    Prompt,
+    Rollout,
+    continued,
+    derive_seed,
+    handed_over,
+    header_of,
+    one_turn,
+)
+
+T = TypeVar("T")
+ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
+PAUSES = (1.0, 4.0, 15.0, 30.0)
+"""Seconds between the tries of a publish while the server is not available."""
+AGAIN = 0.05
+"""Seconds after which an abort is repeated, because a request may not have reached the server before."""
+TRIES = 2
+"""Number of loads of one version before a publish fails."""
+LOST = 3
+"""Number of answers in a row with other weights, or without a token, after which a request fails."""
+
+
+@dataclass(eq=False)
+class Open:
+    """Running group of responses to one prompt."""
+
+    prompt: Prompt
+    sampling: Sampling
+    parts: dict[int, Rollout] = field(default_factory=dict)
+    """Tokens of each member so far, by index."""
+    released: bool = False
+    restarts: int = 0
+    """Number of publishes that made the group start again."""
+
+    @property
+    def indices(self) -> range:
+        return range(self.prompt.first, self.prompt.first + self.sampling.group)
+
+    def complete(self, index: int) -> bool:
+        return index in self.parts and self.parts[index].finish != "released"
+
+
+class ServerSampler:
+    def __init__(self, settings: ServerSettings, *, stop_ids: Collection[int]) -> None:
+        """Load a copy of the student into host memory; the server gets its weights before the first request."""
+        self.settings, self.ends = settings, sorted(stop_ids)
+        self.api = APIS[settings.api](settings.endpoint)
+        self.thread = ThreadPoolExecutor(1, "server", initializer=torch.set_num_threads, initargs=(settings.threads,))
+        self.copy = load_model(settings.model, dtype=settings.dtype, device="cpu", longest=settings.longest)
+        self.texts = texts(self.copy.vocab_size, self.copy.longest)
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir=settings.folder))
+            self.folder.chmod(0o755)  # the server may run as another user
+        except OSError as error:
+            raise ConfigError(f"sampler.server.folder = {settings.folder!r} cannot be written: {error}") from None
+        self.version, self.label = 0, ""
+        """Version and label of the loaded weights; the label is empty before the first load."""
+        self.proven: Answers | None = None
+        """Answers for the last version that was proven; None before the first."""
+        self.noise = 0.0
+        """Root mean square difference between two equal requests for the log-probs of the fixed texts."""
+        self.loads, self.numbers = count(), count()
+        self.open: set[Open] = set()
+        self.running: dict[str, tuple[Open, asyncio.Task[str]]] = {}
+        """Open requests by name, with their group."""
+        self.gate: asyncio.Future[None] | None = None
+        """Future that is pending while weights load; None while requests may start."""
+        self.failure: EngineError | None = None
+        """Error of a load that failed; no tokens are sampled afterwards. None if no load failed."""
+
+    def close(self) -> None:
+        self.thread.shutdown()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def _here(self, work: Callable[..., T], *given: object) -> T:
+        """Run work of the copy on its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work, *given)
+
+    # --- generating ------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        if len(prompt.tokens) + sampling.max_tokens > self.copy.longest:
+            raise ModelError(
+                f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
+                f"exceeds the context of {self.copy.longest}"
+            )
+        if sampling.draws > 1 or sampling.best or sampling.keep_mask:
+            raise EngineError("a rollout server returns one token per position, without draws, best ids and supports")
+        if 0 < sampling.temperature < COLDEST:
+            raise EngineError(f"a rollout server samples at temperature 0, or at least {COLDEST}")
+        if not self.label and self.failure is None:
+            await self._alone(self._load_first)
+        group = Open(prompt, sampling, {handle.body.index: handle.body for handle in begun})
+        self.open.add(group)
+        try:
+            while not group.released and not all(map(group.complete, group.indices)):
+                async with asyncio.TaskGroup() as members:  # one failure or cancellation ends all
+                    for index in group.indices:
+                        members.create_task(self._member(group, index))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.open.discard(group)
+        rollouts = [group.parts[index] for index in group.indices if index in group.parts]
+        if not all(map(group.complete, group.indices)):
+            return handed_over(rollouts)
+        return [Handle(header_of(rollout), rollout) for rollout in rollouts]
+
+    async def _member(self, group: Open, index: int) -> None:
+        """Generate the rest of a response, in as many requests as weights change and aborts need."""
+        restarts, lost = group.restarts, 0
+        while not group.complete(index):
+            while self.gate is not None:
+                await asyncio.shield(self.gate)
+            if group.released or group.restarts > restarts:
+                return
+            if self.failure is not None:
+                raise self.failure
+            before, label, name = group.parts.get(index), self.label, f"{self.folder.name}-{next(self.numbers)}"
+            request = asyncio.create_task(self._request(group, index, name))
+            self.running[name] = group, request
+            try:
+                found = await request
+            finally:
+                request.cancel()
+                self.running.pop(name, None)
+            lost = 0 if group.parts.get(index) is not before or self.gate is not None else lost + 1
+            if found != label:
+                if lost > LOST:
+                    raise EndpointError(f"{self.api.where} serves weights {found!r}, although {label!r} were loaded")
+                await self._alone(self._restore)
+            elif lost > LOST:
+                raise EndpointError(f"{self.api.where} ended a request {lost} times without a token")
+            elif lost:
+                await asyncio.sleep(AGAIN)
+
+    async def _request(self, group: Open, index: int, name: str) -> str:
+        """Make one request, add its tokens to the group if they are from the loaded weights, and return its label."""
+        prompt, sampling, version, label = group.prompt, group.sampling, self.version, self.label
+        begun = group.parts.get(index)
+        tokens = prompt.tokens[:0] if begun is None else begun.tokens
+        drawn = prompt.offset + len(tokens)
+        found = await self.api.draw(
+            name,
+            [*prompt.tokens.tolist(), *tokens.tolist()],
+            replace(sampling, max_tokens=sampling.max_tokens - len(tokens)),
+            self.ends,
+            derive_seed(prompt.seed, index, *((drawn,) if drawn else ())),
+        )
+        if not found.tokens:  # vLLM's answer then has no label
+            return label
+        if found.label == label:
+            rest = rollout_of(prompt, index, found, version, greedy=sampling.temperature == 0)
+            group.parts[index] = rest if begun is None else continued(begun, rest)
+        return found.label
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        leaving = [group for group in self.open if not numbers or group.prompt.number in numbers]
+        for group in leaving:
+            group.released = True
+        try:
+            await self._end(lambda group: group.released)
+        except EndpointError:  # hand over the tokens that have arrived
+            for group, request in list(self.running.values()):
+                if group.released:
+                    request.cancel()
+
+    async def _end(self, which: Callable[[Open], bool]) -> None:
+        """End the requests of these groups, and wait until their tokens are in the groups."""
+        while open_now := {name: r for name, (group, r) in self.running.items() if which(group) and not r.done()}:
+            await self.api.abort(list(open_now))
+            await asyncio.wait(open_now.values(), timeout=AGAIN)
+
+    # --- publishing ------------------------------------------------------------------------------------------
+
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        called = time.perf_counter()
+
+        async def work() -> Loaded:
+            return await self._publish(weights, mode, called)
+
+        return await self._alone(work)
+
+    async def _alone(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run work while no request starts; work that has begun ends, even if the caller is cancelled."""
+        while self.gate is not None:
+            await asyncio.shield(self.gate)
+        self.gate = asyncio.get_running_loop().create_future()
+        try:
+            return await finished(asyncio.ensure_future(work()))  # type: ignore[no-any-return]
+        finally:
+            self.gate.set_result(None)
+            self.gate = None
+
+    async def _publish(self, weights: WeightsRef, mode: Mode, called: float) -> Loaded:
+        await self._here(load_weights, self.copy.model, weights)
+        if mode == "drain":
+            while running := [request for _, request in self.running.values() if not request.done()]:
+                await asyncio.wait(running)
+        still, thrown = time.perf_counter(), 0
+        try:
+            if mode != "drain":
+                await patiently(lambda: self._end(lambda _: True))
+                still = time.perf_counter()
+            if mode == "restart":
+                thrown = sum(len(part.tokens) for group in self.open for part in group.parts.values())
+                for group in self.open:
+                    group.parts.clear()
+                    group.restarts += 1
+            await self._load(weights.version)
+        except EndpointError as error:
+            self.failure = EngineError(
+                f"publish of version {weights.version}: {error}; the server must read sampler.server.folder = "
+                f"{self.settings.folder!r} under the same path"
+            )
+            raise self.failure from None
+        found = await self._here(fingerprint, self.copy.model, weights.manifest[0].dtype)
+        return Loaded(found, wait=still - called, load=time.perf_counter() - still, thrown=thrown)
+
+    async def _load_first(self) -> None:
+        if not self.label:  # another call may have loaded them
+            await self._load(0)
+
+    async def _load(self, version: int) -> None:
+        """Write the copy's weights into a new directory, load and prove them, and delete the directory before."""
+        before, label = self.label, f"{self.folder.name}-{next(self.loads)}-v{version}"
+        await self._here(self._write, self.folder / label)
+        await self._proven_load(label)
+        self.version, self.label = version, label
+        if before:
+            await self._here(shutil.rmtree, self.folder / before, True)
+
+    def _write(self, path: Path) -> None:
+        """Write the copy's weights so that a server of another user can read them."""
+        self.copy.model.save_pretrained(path)
+        path.chmod(0o755)
+        for file in path.iterdir():
+            file.chmod(0o644)
+
+    async def _proven_load(self, label: str) -> None:
+        wrong = ""
+        for _ in range(TRIES):
+            await patiently(lambda: self.api.load(str(self.folder / label), label))
+            if not (wrong := await self._wrong()):
+                return
+        self.failure = EngineError(f"{self.api.where} {wrong}")
+        raise self.failure
+
+    async def _restore(self) -> None:
+        """Load the newest weights again if the server does not name them."""
+        if await self.api.label() != self.label:
+            await self._end(lambda _: True)
+            await self._proven_load(self.label)
+
+    async def _wrong(self) -> str:
+        """Return why the server does not run the copy's weights; empty if it does."""
+        now, known = Answers(await self._served(), await self._here(self._log_probs)), self.settings.dtype
+        if self.proven is None:
+            self.noise = apart(now.served_N, await self._served())
+        wrong = objection(now, self.proven, noise=self.noise, dtype=known)
+        if not wrong and (self.proven is None or moved(now, self.proven, noise=self.noise, dtype=known)):
+            self.proven = now
+        return wrong
+
+    async def _served(self) -> Floats:
+        return np.concatenate(await asyncio.gather(*map(self.api.log_probs, self.texts)))
+
+    def _log_probs(self) -> Floats:
+        return np.concatenate([log_probs_of(self.copy.model, text) for text in self.texts])
+
+
+async def patiently(work: Callable[[], Awaitable[None]]) -> None:
+    """Repeat work while the server is not available; raise its last error, or at once the error of a refusal."""
+    for pause in (*PAUSES, None):
+        try:
+            await work()
+            return
+        except EndpointError as error:
+            if pause is None or error.status:
+                raise
+            await asyncio.sleep(pause)
+
+
+@torch.inference_mode()
+def log_probs_of(model: torch.nn.Module, tokens: Sequence[int]) -> Floats:
+    """Return the log-prob of each token but the first."""
+    ids_T = torch.tensor(tokens)
+    logp_TV = model(ids_T[None]).logits[0, :-1].float().log_softmax(-1)
+    found: Floats = logp_TV.gather(1, ids_T[1:, None])[:, 0].numpy()
+    return found
+
+
+def rollout_of(prompt: Prompt, index: int, drawn: Drawn, version: int, *, greedy: bool) -> Rollout:
+    tokens_T = np.array(drawn.tokens, np.int32)
+    # servers report log-probs before greedy selection
+    logp_T = np.array([0.0 if greedy else logp for _, logp in drawn.logps])
+    return one_turn(
+        prompt,
+        index,
+        actions=tokens_T[:, None],
+        action_logp=logp_T[:, None].astype(np.float32),
+        versions=np.full(len(tokens_T), version, np.int32),
+        finish=ENDS[drawn.finish],
+    )

@@ -1,0 +1,125 @@
+"""GPUs that a run needs, by kind of worker, and the checks that they fit the machines.
+
+A worker never spans machines: all its GPUs are on one. So the sum must fit, the largest worker must fit the largest
+machine, and there must be a distribution of the workers over the machines that leaves none out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from slipstream.config.schema import RuntimeConfig
+from slipstream.errors import ConfigError
+from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.placement import GIB
+
+
+class Gpus(NamedTuple):
+    """GPUs that a run will have, on other machines than this one."""
+
+    machines: tuple[int, ...]
+    """Number of GPUs of each machine."""
+    memory: float | None
+    """Memory of each GPU in bytes; None if it is not known."""
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Gpus:
+        """Parse the GPUs of each machine: 8, or 8x80 with the GiB of each GPU."""
+        found = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", word) for word in words]
+        memories = {match and match[2] for match in found}
+        if None in found or len(memories) > 1:
+            raise ConfigError(
+                f"--gpus {' '.join(words)}: write the number of GPUs of each machine, for example 8 8; or also the GiB "
+                "of each GPU, equal on all machines, for example 8x80 8x80"
+            )
+        (gib,) = memories
+        return cls(tuple(int(match[1]) for match in found if match), int(gib) * GIB if gib else None)
+
+    def room(self, runtime: RuntimeConfig) -> tuple[float, float] | None:
+        """Return the bytes of memory of one GPU and of all GPUs; inline engines share one. None if it is not known."""
+        if self.memory is None:
+            return None
+        return self.memory, self.memory * (1 if runtime.kind == "inline" else sum(self.machines))
+
+
+class Crew(NamedTuple):
+    """All workers of one kind."""
+
+    kind: str
+    workers: int
+    each: int
+    """GPUs of each worker."""
+    key: str = ""
+    """Config key that sets the number of workers; "" if no key does."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.workers}" + (f" × {self.each} = {self.workers * self.each}" if self.each > 1 else "")
+
+
+def crews_of(plan: EnginesPlan) -> list[Crew]:
+    """Return the workers that each need a GPU or more."""
+    crews = [
+        Crew("learner", plan.learner.settings.ranks, 1),
+        Crew("sampler", plan.sampler.replicas, plan.sampler.devices, "sampler.replicas"),
+        *(Crew(f"sampler of teacher {name}", own.replicas, own.devices) for name, own in plan.teacher_samplers.items()),
+        *(
+            Crew(f"teacher {name}", own.replicas, own.devices, f"teachers.{name}.replicas")
+            for name, own in plan.scorers.items()
+        ),
+    ]
+    return [crew for crew in crews if crew.each]
+
+
+def needed(crews: Sequence[Crew]) -> int:
+    return sum(crew.workers * crew.each for crew in crews)
+
+
+def sum_line(crews: Sequence[Crew]) -> str:
+    return f"{needed(crews)} GPUs are needed ({', '.join(map(str, crews))})"
+
+
+def problem(crews: Sequence[Crew], machines: Sequence[int]) -> str:
+    """Return the reason why these workers do not fit machines with these numbers of GPUs; empty if they fit."""
+    if needed(crews) > sum(machines):
+        return f"{sum_line(crews)}, there are {sum(machines)}"
+    largest = max(crews, key=lambda crew: crew.each)
+    if largest.each > max(machines):
+        return (
+            f"each {largest.kind} needs {largest.each} GPUs on one machine, and the largest machine has {max(machines)}"
+        )
+    sizes = tuple(sorted((crew.each for crew in crews for _ in range(crew.workers) if crew.each > 1), reverse=True))
+    if not _fit(sizes, tuple(sorted(machines))):
+        several = ", ".join(str(crew) for crew in crews if crew.each > 1)
+        return (
+            f"the GPUs of a worker must be on one machine, and machines with {', '.join(map(str, machines))} GPUs have "
+            f"no room for {several}, although {sum(machines)} GPUs are enough in all"
+        )
+    return ""
+
+
+@cache
+def _fit(sizes: tuple[int, ...], free: tuple[int, ...]) -> bool:
+    """Return True if blocks of these sizes, largest first, fit into the free GPUs of the machines."""
+    if not sizes:
+        return True
+    rest = (
+        tuple(sorted((*free[:i], each - sizes[0], *free[i + 1 :])))
+        for i, each in enumerate(free)
+        if each >= sizes[0] and each not in free[:i]
+    )
+    return any(_fit(sizes[1:], each) for each in rest)
+
+
+def unused_line(crews: Sequence[Crew], machines: Sequence[int]) -> str:
+    """Return a line about GPUs that no worker uses, with the numbers of workers that would use them; empty if none."""
+    left = sum(machines) - needed(crews)
+    keys = []
+    for crew in crews:
+        counts = range(left // crew.each, 0, -1)
+        count = next((n for n in counts if not problem([*crews, Crew("", n, crew.each)], machines)), 0)
+        if count and crew.key:
+            keys.append(f"{crew.key} = {crew.workers + count}")
+    return f"{left} of {sum(machines)} GPUs are unused: there is room for {' or '.join(keys)}" if keys else ""

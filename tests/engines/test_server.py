@@ -1,0 +1,442 @@
+"""Rollout servers: both interfaces against a fake with a real model; each fault ends in a recovery or in a line."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import SecretStr
+from rich.console import Console
+
+from slipstream.commands.doctor import doctor
+from slipstream.config.file import parse
+from slipstream.config.schema import Config
+from slipstream.engines.http import breaker, client
+from slipstream.engines.native.model import load_model
+from slipstream.engines.server import sampler as served
+from slipstream.engines.server.api import ServerEndpoint, ServerSettings
+from slipstream.engines.server.proof import Answers, objection
+from slipstream.engines.server.sampler import ServerSampler, log_probs_of
+from slipstream.engines.weights import export_weights, fingerprint
+from slipstream.errors import ConfigError, EndpointError, EngineError
+from slipstream.plan.plan import plan
+from slipstream.protocols import Mode, Sampling, WeightsRef
+from slipstream.records import Handle, Prompt
+from slipstream.run_dir.writing import read_lines
+from slipstream.runs.start import train
+from slipstream.testing.rollout_server import FakeRolloutServer, Fault
+
+APIS: list[Any] = ["vllm", "sglang"]
+STUDENT, EOS = "builtin:student", 1
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PAUSES", (0.005, 0.01, 0.02))
+    monkeypatch.setattr(breaker, "PAUSES", (0.02, 0.1))
+    monkeypatch.setattr(breaker, "SPREAD", 0.01)
+    monkeypatch.setattr(served, "AGAIN", 0.005)
+    monkeypatch.setattr(served, "PAUSES", (0.01, 0.02, 0.05))
+
+
+@pytest.fixture(params=APIS)
+def fake(request: pytest.FixtureRequest) -> Iterator[FakeRolloutServer]:
+    with FakeRolloutServer(STUDENT, api=request.param) as server:
+        yield server
+
+
+@contextmanager
+def opened(fake: FakeRolloutServer, folder: Path, **changes: Any) -> Iterator[ServerSampler]:
+    endpoint = ServerEndpoint("", fake.url, STUDENT, **changes)
+    sampler = ServerSampler(ServerSettings(endpoint, fake.api, STUDENT, "float32", str(folder)), stop_ids={EOS})
+    try:
+        yield sampler
+    finally:
+        sampler.close()
+
+
+def prompts(count: int = 2) -> list[Prompt]:
+    return [Prompt(id=f"p{i}", number=i, tokens=np.array([5, 6, 7 + i], np.int32), seed=i) for i in range(count)]
+
+
+def weights(version: int, *, by: float = 0.01) -> WeightsRef:
+    """The student's weights, moved by a small step that differs from version to version."""
+    model = load_model(STUDENT, dtype="float32", device="cpu").model
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator)
+    return export_weights(model, "float32", version=version)
+
+
+def worst_gap(handles: list[Handle], version: int) -> float:
+    """The largest difference from the log-probs of the tokens that this version drew, as a model gives them here."""
+    lm = load_model(STUDENT, dtype="float32", device="cpu").model
+    if version:
+        ref = weights(version)
+        flat = torch.from_numpy(ref.body)
+        own = dict(lm.named_parameters())
+        with torch.no_grad():
+            for spec in ref.manifest:
+                part = flat[spec.offset : spec.offset + spec.nbytes]
+                own[spec.name].copy_(part.view(torch.float32).view(spec.shape))
+    found = 0.0
+    for rollout in (handle.body for handle in handles):
+        known = log_probs_of(lm, [*rollout.prompt.tokens.tolist(), *rollout.tokens.tolist()])
+        gaps = np.abs(known[len(rollout.prompt.tokens) - 1 :] - rollout.logp)[rollout.versions == version]
+        found = max([found, *gaps.tolist()])
+    return found
+
+
+async def until(true: Callable[[], Any]) -> None:
+    while not true():
+        await asyncio.sleep(0.005)
+
+
+def run(work: Awaitable[Any]) -> Any:
+    async def main() -> Any:
+        return await asyncio.wait_for(work, 60)
+
+    return asyncio.run(main())
+
+
+# --- what it gives -----------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_log_probs_are_the_students(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    async def work(sampler: ServerSampler) -> Any:
+        return await asyncio.gather(*(sampler.generate(p, Sampling(max_tokens=20, group=3)) for p in prompts()))
+
+    with opened(fake, tmp_path) as sampler:
+        groups = run(work(sampler))
+    handles = [handle for group in groups for handle in group]
+    assert [handle.header.index for handle in handles] == [0, 1, 2] * 2
+    assert all((h.header.finish == "eos") == (h.body.tokens[-1] == EOS) for h in handles)
+    assert all(h.header.finish == "eos" or h.header.tokens == 20 for h in handles)
+    assert worst_gap(handles, 0) < 1e-4
+    assert list(tmp_path.iterdir()) == [], "its directory is deleted"
+
+
+def test_a_server_of_another_user_can_read_the_weights(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    """Runs make their files with a mask that hides them from other users."""
+    mask = os.umask(0o077)
+    try:
+        with opened(fake, tmp_path) as sampler:
+            run(sampler.publish(weights(1), "drain"))
+            found = list(sampler.folder.rglob("*"))
+            assert len(found) > 2 and all(path.stat().st_mode & 0o044 == 0o044 for path in [sampler.folder, *found])
+    finally:
+        os.umask(mask)
+
+
+@pytest.mark.parametrize("mode", ["keep", "restart", "drain"])
+def test_every_token_has_the_version_that_drew_it(fake: FakeRolloutServer, mode: Mode, tmp_path: Path) -> None:
+    """A publish in the middle of responses: log-probs of both parts are those of their own version."""
+    fake.pause = 0.01
+
+    async def work(sampler: ServerSampler) -> Any:
+        await sampler.generate(prompts(1)[0], Sampling(max_tokens=1))
+        call = asyncio.create_task(sampler.generate(prompts(1)[0], Sampling(max_tokens=40, group=4)))
+        await until(lambda: len(fake.running) == 4 and all(len(each.tokens) > 2 for each in fake.running))
+        published = weights(1)
+        loaded = await sampler.publish(published, mode)
+        return loaded, await call
+
+    with opened(fake, tmp_path) as sampler:
+        loaded, handles = run(work(sampler))
+    model = load_model(STUDENT, dtype="float32", device="cpu").model
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+    assert loaded.fingerprint == fingerprint(model, "float32")
+    versions = {version for handle in handles for version, _ in handle.header.versions}
+    assert versions == {"keep": {0, 1}, "restart": {1}, "drain": {0}}[mode]
+    assert (loaded.thrown > 0) == (mode == "restart")
+    assert max(worst_gap(handles, version) for version in versions) < 1e-4
+    assert all(h.header.tokens <= 40 and (h.body.tokens[:-1] != EOS).all() for h in handles)
+
+
+def test_released_responses_continue_elsewhere(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    fake.pause = 0.01
+
+    async def work(sampler: ServerSampler) -> Any:
+        sampling = Sampling(max_tokens=40, group=2)
+        calls = [asyncio.create_task(sampler.generate(prompt, sampling)) for prompt in prompts()]
+        await until(lambda: len(fake.running) == 4 and all(len(each.tokens) > 2 for each in fake.running))
+        await sampler.release([0])
+        begun = await calls[0]
+        assert not calls[1].done(), "only the named group is released"
+        return begun, await sampler.generate(prompts()[0], sampling, begun), await calls[1]
+
+    with opened(fake, tmp_path) as sampler:
+        begun, whole, other = run(work(sampler))
+    assert [handle.header.finish for handle in begun] == ["released"] * 2
+    for part, handle in zip(begun, whole, strict=True):
+        assert handle.body.tokens[: part.header.tokens].tolist() == part.body.tokens.tolist()
+        assert handle.header.finish != "released"
+    assert worst_gap([*whole, *other], 0) < 1e-4
+
+
+def test_a_cancelled_call_ends_its_requests(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    fake.pause = 0.01
+
+    async def work(sampler: ServerSampler) -> None:
+        call = asyncio.create_task(sampler.generate(prompts(1)[0], Sampling(max_tokens=40, group=2)))
+        await until(lambda: len(sampler.running) == 2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not sampler.running and not sampler.open
+
+    with opened(fake, tmp_path) as sampler:
+        run(work(sampler))
+
+
+# --- faults --------------------------------------------------------------------------------------------------------
+
+
+def drawn(fake: FakeRolloutServer, folder: Path, *faults: Fault, **changes: Any) -> list[Handle]:
+    async def work(sampler: ServerSampler) -> Any:
+        await sampler.generate(prompts(1)[0], Sampling(max_tokens=1))
+        fake.tell(*faults)
+        return await sampler.generate(prompts(1)[0], Sampling(max_tokens=8))
+
+    with opened(fake, folder, **changes) as sampler:
+        found: list[Handle] = run(work(sampler))
+    return found
+
+
+@pytest.mark.parametrize("fault", ["cut", "unavailable", "empty abort", "wrong label"])
+def test_a_fault_that_passes_costs_a_retry(fake: FakeRolloutServer, fault: Fault, tmp_path: Path) -> None:
+    handles = drawn(fake, tmp_path, fault)
+    assert handles[0].header.versions[0][0] == 0 and worst_gap(handles, 0) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fault", "times", "line"),
+    [
+        ("cut", 4, "cannot be reached: RemoteProtocolError"),
+        ("unavailable", 4, 'answers 503: {"error": {"message": "the engine is loading"}}'),
+        ("no logprobs", 1, "gives a wrong answer: no log-probs of the drawn tokens"),
+        ("short", 1, "gives a wrong answer: 7 token ids, 8 log-probs, and 8 tokens in its usage"),
+        ("early stop", 1, "gives a wrong answer: it ended with 'stop' after 7 of 8 tokens, with end tokens at []"),
+        ("wrong label", 4, "serves weights 'other', although"),
+        ("empty abort", 4, "ended a request 4 times without a token"),
+    ],
+)
+def test_a_fault_that_stays_is_one_line(
+    fake: FakeRolloutServer, fault: Fault, times: int, line: str, tmp_path: Path
+) -> None:
+    with pytest.raises(EndpointError) as raised:
+        drawn(fake, tmp_path, *[fault] * times)
+    assert str(raised.value).startswith(f"the rollout server at {fake.url} ") and line in str(raised.value)
+
+
+def test_a_server_that_started_again_gets_the_weights_again(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    async def work(sampler: ServerSampler) -> Any:
+        await sampler.publish(weights(3), "keep")
+        fake.restart()
+        return await sampler.generate(prompts(1)[0], Sampling(max_tokens=8, group=4))
+
+    with opened(fake, tmp_path) as sampler:
+        handles = run(work(sampler))
+    assert {handle.header.versions[0][0] for handle in handles} == {3} and worst_gap(handles, 3) < 1e-4
+    assert len(fake.loaded) == 2 and len(set(fake.loaded)) == 1
+
+
+@pytest.mark.parametrize("by", [1e-2, 1e-5])
+def test_a_load_without_effect_is_found_and_repeated(fake: FakeRolloutServer, by: float, tmp_path: Path) -> None:
+    async def work(sampler: ServerSampler, keeps: int) -> None:
+        await sampler.publish(weights(0, by=0), "keep")
+        fake.keeps = keeps
+        await sampler.publish(weights(1, by=by), "keep")
+
+    with opened(fake, tmp_path) as sampler:
+        run(work(sampler, 1))
+    assert len(fake.loaded) == 3, "the second load of version 1 had an effect"
+    line = "does not run the published weights: its log-probs" if by == 1e-2 else "keeps old weights: its log-probs"
+    with opened(fake, tmp_path) as sampler, pytest.raises(EngineError, match=line):
+        run(work(sampler, 2))
+
+
+def test_a_publish_outlasts_a_short_outage_and_names_a_long_one(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    async def work(sampler: ServerSampler, down: int) -> None:
+        fake.down = down
+        await sampler.publish(weights(1), "keep")
+
+    with opened(fake, tmp_path) as sampler:
+        run(work(sampler, 6))
+    assert len(fake.loaded) == 1
+    with opened(fake, tmp_path) as sampler, pytest.raises(EngineError, match="publish of version 1: .*answers 503"):
+        run(work(sampler, 1000))
+
+
+def test_a_release_without_the_server_hands_over_what_arrived(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    fake.pause = 0.02
+
+    async def work(sampler: ServerSampler) -> Any:
+        await sampler.generate(prompts(1)[0], Sampling(max_tokens=1))
+        call = asyncio.create_task(sampler.generate(prompts(1)[0], Sampling(max_tokens=40, group=2)))
+        await until(lambda: len(fake.running) == 2)
+        fake.down = 1000
+        await sampler.release()
+        return await call
+
+    with opened(fake, tmp_path) as sampler:
+        assert all(handle.header.finish == "released" for handle in run(work(sampler)))
+
+
+def test_a_failed_load_stops_the_sampler(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    async def work(sampler: ServerSampler) -> None:
+        fake.refuses = 4
+        with pytest.raises(EngineError, match=r"publish of version 1: .*no weights in .*under the same path"):
+            await sampler.publish(weights(1), "keep")
+        with pytest.raises(EngineError, match="publish of version 1"):
+            await sampler.generate(prompts(1)[0], Sampling(max_tokens=8))
+
+    with opened(fake, tmp_path) as sampler:
+        run(work(sampler))
+
+
+def test_small_moves_add_up_before_they_prove_anything() -> None:
+    """By hand: rms moves are the numbers added to every log-prob; float32 moves count above 1e-5."""
+    zero, old = np.zeros(4, np.float64), Answers(np.zeros(4), np.zeros(4))
+    same = {"noise": 0.0, "dtype": "float32"}
+    assert objection(Answers(zero, zero + 9e-6), old, **same) == ""  # type: ignore[arg-type]
+    assert objection(Answers(zero, zero + 2e-5), old, **same).startswith("keeps old weights")  # type: ignore[arg-type]
+    assert objection(Answers(zero + 2e-5, zero + 2e-5), old, **same) == ""  # type: ignore[arg-type]
+    assert objection(Answers(zero, zero + 0.011), None, **same).startswith("does not run")  # type: ignore[arg-type]
+    assert objection(Answers(zero + np.nan, zero), None, **same).startswith("does not run")  # type: ignore[arg-type]
+    noisy = {"noise": 1e-4, "dtype": "float32"}  # moves count above 4e-4
+    assert objection(Answers(zero, zero + 3e-4), old, **noisy) == ""  # type: ignore[arg-type]
+    assert objection(Answers(zero + 2e-4, zero + 5e-4), old, **noisy) != ""  # type: ignore[arg-type]
+
+
+# --- configs and runs ------------------------------------------------------------------------------------------------
+
+
+def config_of(fake: FakeRolloutServer, path: Path, *changes: tuple[str, str]) -> Config:
+    folder = path / "weights"
+    folder.mkdir(exist_ok=True)
+    server = {"url": fake.url, "folder": str(folder), "api": fake.api}
+    base = {
+        "student": STUDENT,
+        "updates": 3,
+        "output": str(path / "run"),
+        "teachers": {"main": {"model": "builtin:teacher"}},
+        "data": {"train": "builtin:arithmetic", "eval": "builtin:arithmetic"},
+        "sampler": {"engine": "server", "max_tokens": 10, "group": 2, "slots": 16, "server": server},
+        "learner": {"batch_size": 8, "lr": 1e-3},
+        "loss": {"kind": "reverse_kl_mc", "m": 1},
+        "schedule": {"kind": "async", "tau": 1},
+        "task": {"reward": "exact"},
+        "eval": {"every": 3, "prompts": 4},
+        "runtime": {"kind": "inline", "device": "cpu"},
+    }
+    return parse(base, changes, say=str)
+
+
+def test_a_run(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    """Rollouts by the server, publishes, an evaluation, checks; every version that a token names was published."""
+    said = io.StringIO()
+    path = train(config_of(fake, tmp_path), Console(file=said), name="server")
+    lines = read_lines(path / "metrics.jsonl")
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert len(trained) == 3 and [line["update"] for line in lines if line["kind"] == "eval"] == [0, 3]
+    assert 0 < trained[0]["drift/probs_diff_max"] < 1e-4, "sampler and learner are one policy"
+    assert all(f"-v{version}" in " ".join(fake.loaded) for version in (0, 1, 2, 3))
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_episodes_with_tools(tmp_path: Path) -> None:
+    """Turns are requests of their own; observed tokens are not trained, and sampled tokens are one policy's."""
+    with FakeRolloutServer("builtin:tool_student") as fake:
+        changes = [
+            ("student", "builtin:tool_student"),
+            ("teachers.main.model", "builtin:tool_teacher"),
+            ("data.train", "builtin:table"),
+            ("data.eval", "builtin:table"),
+            ("environment.use", "table"),
+            ("sampler.max_tokens", "60"),
+            ("updates", "1"),
+            ("eval.every", "0"),
+        ]
+        path = train(config_of(fake, tmp_path, *changes), Console(file=io.StringIO()), name="tools")
+    (line,) = [line for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"]
+    assert line["episode/calls"] > 0 and 0 < line["drift/probs_diff_max"] < 1e-4
+
+
+def test_doctor_finds_that_all_is_well(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    said = io.StringIO()
+    assert doctor(config_of(fake, tmp_path), Console(file=said, width=200)), said.getvalue()
+    assert "sampler and learner, after a publish" in said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ("sampler.server.folder=/not/there", "'/not/there' is not a directory that can be written here"),
+        ("sampler.server.folder=here", "the server starts in another directory: write an absolute path"),
+        ("sampler.server.url=http://h:1/v1", "is the root of the server: write http://HOST:PORT, without /v1"),
+        ("sampler.server.api_key_env=NO_SUCH_KEY", "sampler.server.api_key_env = 'NO_SUCH_KEY': this environment"),
+        ("sampler.replicas=2", "sampler.replicas: one sampler serves a whole server"),
+        ("loss.m=4", "loss.m = 4: a rollout server returns one token per position; write loss.m = 1"),
+        ("loss.kind=reverse_kl_topk", "needs the most likely tokens of the student"),
+        ("sampler.temperature=0.005", "sampler.temperature = 0.005: a rollout server needs at least 0.01"),
+        ("sampler.server.url=http://127.0.0.1:1", "it cannot serve rollouts: start "),
+        ("runtime.clock=modelled", "sampler runs in real time"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(fake: FakeRolloutServer, changes: str, line: str, tmp_path: Path) -> None:
+    key, _, value = changes.partition("=")
+    with pytest.raises(ConfigError) as refused:
+        plan(config_of(fake, tmp_path, (key, value)))
+    assert line in str(refused.value)
+
+
+def test_what_the_server_tells_before_a_run(tmp_path: Path) -> None:
+    for api in APIS:
+        wants = pytest.raises(ConfigError, match="the server wants a key: name its variable")
+        with FakeRolloutServer(STUDENT, api=api, key="sk-1") as fake, wants:
+            plan(config_of(fake, tmp_path))
+        with FakeRolloutServer(STUDENT, api=api) as fake:
+            fake.context = 12
+            with pytest.raises(ConfigError, match="has a context of 12, but prompt"):
+                plan(config_of(fake, tmp_path))
+            fake.context = 100
+            made = plan(config_of(fake, tmp_path))
+            assert f"the rollout server at {fake.url} answers, context 100" in made.notes
+            need = next(str(each) for each in made.needs if each.name == "sampler")
+            assert need.startswith(f"sampler: at {fake.url}, ") and "copy of the weights" in need
+        raw = pytest.raises(ConfigError, match="gives log-probs before temperature")
+        with FakeRolloutServer(STUDENT, api=api, processed=False) as fake, raw:
+            plan(config_of(fake, tmp_path, ("sampler.temperature", "0.7")))
+        other, lacks = "sglang" if api == "vllm" else "vllm", pytest.raises(ConfigError, match="rollouts: start ")
+        with FakeRolloutServer(STUDENT, api=other) as fake, lacks:
+            plan(config_of(fake, tmp_path, ("sampler.server.api", api)))
+
+
+def test_truncation_needs_vllm(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    changes = [("sampler.top_k", "5"), ("loss.importance", "false")]
+    if fake.api == "sglang":
+        with pytest.raises(ConfigError, match="sampler.top_k: SGLang gives log-probs before truncation"):
+            config_of(fake, tmp_path, *changes)
+    else:
+        assert config_of(fake, tmp_path, *changes).sampler.top_k == 5
+
+
+def test_a_key_goes_to_the_server_and_nowhere_else(tmp_path: Path) -> None:
+    with FakeRolloutServer(STUDENT, key="sk-secret") as fake:
+        assert drawn(fake, tmp_path, key=SecretStr("sk-secret"))
+        with pytest.raises(EndpointError, match="401") as refused:
+            drawn(fake, tmp_path, key=SecretStr("sk-wrong"))
+        assert "sk-wrong" not in str(refused.value)
