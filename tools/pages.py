@@ -55,7 +55,7 @@ def heading(section: str, *, several: bool) -> list[str]:
         return ["## The run", "", "At the top of the file, before any section."]
     default = default_of(section)
     if several:
-        return [f"## [{section}]", "", f'Of several kinds; without it, `kind = "{default.kind}"`.']
+        return [f"## [{section}]", "", f'The keys depend on `kind`. The default is `kind = "{default.kind}"`.']
     return [f"## [{section}]", *(["", "Left out by default."] if default is None else [])]
 
 

@@ -28,6 +28,8 @@ FLAGS = (
     "--",
     "--help",
     "--check",
+    "--shapes",
+    "--gpus",
     "--skip-checks",
     "--jobs",
     "--measure",
@@ -241,6 +243,17 @@ def parser() -> argparse.ArgumentParser:
     config = add("config", run_config, help="print a resolved config, or all settings with help")
     config.add_argument("config", nargs="?", help="a TOML file (default: list all settings)")
     config.add_argument("--check", action="store_true", help="also read data, tokenizers and weights, as `train` does")
+    config.add_argument(
+        "--shapes", action="store_true", help="with --check: read no more of the models than their config.json"
+    )
+    config.add_argument(
+        "--gpus",
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="with --check: GPUs of each machine of the run, such as 8, or 8x80 with the GiB of each GPU (default: of "
+        "this machine)",
+    )
 
     estimators = add("estimators", run_estimators, help="list losses, corrections and advantages, and when to use them")
     estimators.add_argument("name", nargs="?", help="print all details of this estimator")
@@ -423,27 +436,41 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None
     from slipstream.config.file import bounds, describe, fields, to_toml
 
     if args.config is None:
-        if changes or args.check:
+        if changes or args.check or args.shapes or args.gpus:
             raise ConfigError("name a config file: slipstream config CONFIG")
         for name, info, kind in fields():
             beside = "; ".join(filter(None, (bounds(info), kind and f"kind = {kind}")))
             print(f"{name}: {describe(info)}{beside and f'   ({beside})'}\n    {info.description or ''}")
         return
+    if (args.shapes or args.gpus) and not args.check:
+        raise ConfigError("--shapes and --gpus are for the check of a config: write --check beside them")
     config = load_config(args.config, changes)
     text = to_toml(config)
     print(printable(text) if sys.stdout.isatty() else text, end="")
-    if args.check:
+    gpus = None
+    if args.gpus:
+        from slipstream.plan.gpus import Gpus
+
+        gpus = Gpus.parse(args.gpus)
+    if args.shapes:
+        from slipstream.commands.shapes import shape_lines
+        from slipstream.plan.plan import check_shapes
+
+        for text in shape_lines(check_shapes(config, gpus), gpus):
+            print(printable(f"# {text}"))
+    elif args.check:
         from slipstream.plan.plan import plan, prompt_preview, read_weights
         from slipstream.run_dir.writing import check_free, run_path
         from slipstream.runtimes.local import check_gpus
 
         check_free(run_path(config, Path(args.config).stem))
-        made = plan(config)
+        made = plan(config, gpus=gpus)
         warnings = [f"warning: {each}" for each in made.warnings]
-        if made.engines.runtime.kind == "local":
-            check_gpus(made.engines, made.tokenizer, warnings.append)
+        counted = list[str]()
+        if gpus is not None or made.engines.runtime.kind == "local":
+            counted = check_gpus(made.engines, gpus.machines if gpus else (), warnings.append)
         read = read_weights(made.config)
-        for line in (*warnings, *prompt_preview(made), *made.notes, made.method, *made.needs, *read):
+        for line in (*warnings, *prompt_preview(made), *made.notes, made.method, *made.needs, *counted, *read):
             print(printable(f"# {line}"))
         print(f"# ok: {len(made.prompts.rows)} prompts; vocabularies match; everything fits the context")
 

@@ -359,6 +359,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "near mix.share; 1 in supervised updates",
             METRICS,
         ),
+        Term(
+            "sampler/replaced",
+            "with sampler.interleave: share of trained tokens that the teacher replaced while the student drew",
+            "falls as the student learns",
+            METRICS,
+        ),
         Term("truncated", "share of responses that reached sampler.max_tokens", below(0.1), METRICS, "cut off"),
         Term("accuracy", "mean reward on held-out prompts", "rises", "pipeline/evaluate.py", "held-out accuracy"),
     ),

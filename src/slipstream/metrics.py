@@ -19,6 +19,10 @@ WARMUP = 5
 """Number of first updates that averages over a run leave out."""
 NO_ADVANTAGE = "no advantage"
 """Reason in the ledger for groups whose rewards are all alike, and which policy.refill replaced."""
+STAGE_ENDED = "supervised stage ended"
+"""Reason in the ledger for groups in flight when a supervised update passed the bound sft.until."""
+INTENDED = (f"dropped/{NO_ADVANTAGE}", f"dropped/{STAGE_ENDED}")
+"""Metrics of groups that were dropped because the config asks for it."""
 TREND, ENDS = 100, 10
 """Number of updates between the two lengths that a trend compares, and number of updates averaged for each."""
 
@@ -46,6 +50,13 @@ def off_policy_metrics(headers: Sequence[Header]) -> Metrics:
         tokens[header.source] += header.trained_tokens
     total = max(tokens.total(), 1)
     return {f"off_policy/{source}": count / total for source, count in sorted(tokens.items()) if source}
+
+
+def interleave_metrics(headers: Sequence[Header]) -> Metrics:
+    """Return the share of tokens that the teacher replaced while the student drew; {} if it was not asked."""
+    asked = [header for header in headers if header.replaced is not None]
+    replaced = sum(header.replaced or 0 for header in asked)
+    return {"sampler/replaced": replaced / max(sum(header.trained_tokens for header in asked), 1)} if asked else {}
 
 
 def mean_lag(header: Header, version: int) -> float:

@@ -140,11 +140,14 @@ def kill_group(pid: int, number: int = signal.SIGKILL) -> bool:
 
 
 def kill_program(process: asyncio.subprocess.Process) -> None:
-    """Kill a program with all descendants and its process group, even if the program itself has ended."""
-    if process.returncode is None:
-        for pid in descendants(process.pid):
-            kill(pid)
+    """Kill a program with all descendants and its process group, even if the program itself has ended.
+
+    One signal ends the program with its group first. Otherwise it could react to the end of its children.
+    """
+    found = descendants(process.pid) if process.returncode is None else []
     kill_group(process.pid)
+    for pid in found:
+        kill(pid)
 
 
 def kill_at_home(home: str) -> None:

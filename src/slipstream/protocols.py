@@ -53,6 +53,9 @@ class Sampling:
     min_p: float = 0.0
     keep_mask: bool = False
     """Record the sampling support of every token: the ids that remain after min_p, top_k and top_p."""
+    interleave: int = 0
+    """Number K of the teacher's most likely tokens at every position: a token outside of them is replaced by a draw of
+    the teacher among them. 0 replaces none."""
     greedy: bool = False
     """Also generate and grade one greedy answer per prompt, and keep only its rewards (see `Graded`)."""
     alone: bool = False
@@ -167,6 +170,9 @@ class Follower:
     """Number of updates between two moves of the teacher."""
     dtype: str
     """Data type in which scorers run the teacher's weights."""
+    keep: int = 0
+    """Number of earlier versions that the learner stores, so that checkpoints hold those that scored groups in flight.
+    0 if nothing reads the drift of supervision."""
 
 
 class OneEnd(NamedTuple):
@@ -239,7 +245,8 @@ class Learner(Protocol):
         """Return the current weights, whose version is the number of the last completed update.
 
         With `teacher`, return the weights of that following teacher; their version is the update of its last move. The
-        teacher is moved first if it is due after this update.
+        teacher is moved first if it is due after this update. The first calls after `restore` return the earlier
+        versions that scored groups in flight, one version for each call, oldest first.
         """
         ...
 
@@ -278,7 +285,8 @@ class TeacherSampler:
         self.sampler, self.release = sampler, sampler.release
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        return [off_policy(handle) for handle in await self.sampler.generate(prompt, sampling, begun)]
+        drawn = await self.sampler.generate(prompt, replace(sampling, interleave=0), begun)
+        return [off_policy(handle) for handle in drawn]
 
 
 class Graded:

@@ -168,6 +168,9 @@ class Rollout:
     best_ids: Ints | None = None
     """Most likely ids under the sampling policy at each trained position, [N, K], and log-probs; None: unrecorded."""
     best_logp: Floats | None = None
+    replaced: NDArray[np.bool_] | None = None
+    """True at trained tokens that the teacher put in place of the student's draw (`sampler.interleave`), [N]. `logp` is
+    the log-prob of the mixture of both, which drew all trained tokens. None: the student drew alone."""
     finish: Finish
     kept: SamplingSupport | None = None
     rewards: dict[str, float] = field(default_factory=dict)
@@ -196,6 +199,8 @@ class Rollout:
             return "actions[:, 0] is not the emitted token (a shifted row?)"
         if not _same(self.action_logp[:, 0], self.logp[trained]):
             return "action_logp[:, 0] is not logp (a shifted row?)"
+        if self.replaced is not None and self.replaced.shape != (n,):
+            return f"replaced has shape {self.replaced.shape}, must be ({n},), an entry for each trained token"
         for name, ids in (("tokens", self.tokens), ("actions", self.actions)):
             if ids.dtype.kind not in "iu":
                 return f"{name} is {ids.dtype}, must be integers"
@@ -234,7 +239,7 @@ class Rollout:
 
 TOKENS = ("tokens", "versions", "logp", "turn", "loss_mask")
 """Arrays of a rollout with one row per token."""
-TRAINED = ("actions", "action_logp", "best_ids", "best_logp")
+TRAINED = ("actions", "action_logp", "best_ids", "best_logp", "replaced")
 """Arrays of a rollout with one row per trained token."""
 
 
@@ -316,6 +321,7 @@ def one_turn(
     finish: Finish,
     best_ids: Ints | None = None,
     best_logp: Floats | None = None,
+    replaced: NDArray[np.bool_] | None = None,
     kept: SamplingSupport | None = None,
 ) -> Rollout:
     """Build an episode of one response, sampled in one call."""
@@ -332,6 +338,7 @@ def one_turn(
         action_logp=action_logp,
         best_ids=best_ids,
         best_logp=best_logp,
+        replaced=replaced,
         finish=finish,
         kept=kept,
     )
@@ -488,12 +495,14 @@ class Header:
     """Mean of `supervision_kl` after scoring again; 0 if the teacher is unchanged, None if scored only once."""
     aligned: float = 1.0
     """Share of trained positions for which `supervision_kl` is known."""
+    replaced: int | None = None
+    """Number of trained tokens that the teacher replaced; None: the student drew alone."""
     spans: tuple[tuple[str, float, float], ...] = ()
     """Turns and steps of a new episode: (name, seconds from its start to the end of the group's rollout, duration)."""
     greedy_tokens: int = 0
     """Number of tokens of the group's additional greedy response; set on one member of the group, else 0."""
     cause: str = ""
-    """Reason why this member failed; empty if it succeeded or its engine gave no reason."""
+    """Reason why this member failed, or was drawn again although it was stored; empty if there is none."""
     gap: float = 0.0
     """Behaviour log-prob minus teacher log-prob, summed over trained tokens; the expected value is at least 0.
     0 if the student did not draw the tokens."""
@@ -505,11 +514,11 @@ class Header:
     @property
     def oldest(self) -> int:
         """Return the oldest version that drew a token; AGELESS if the student drew none."""
-        return AGELESS if self.source else min(version for version, _ in self.versions)
+        return AGELESS if self.source else min(self.versions)[0]
 
     @property
     def trained_tokens(self) -> int:
-        return sum(count for _, count in self.versions)
+        return sum([count for _, count in self.versions])
 
 
 @dataclass(frozen=True, slots=True)
@@ -548,6 +557,8 @@ class Batch:
 
     groups: tuple[Group, ...]
     update: int
+    supervised: int | None = None
+    """Number of supervised updates of the run, as far as known now; None: as configured."""
 
     @property
     def handles(self) -> list[Handle]:
@@ -562,7 +573,7 @@ class Batch:
         size, more = divmod(len(self.groups), number)
         edges = [i * size + min(i, more) for i in range(number + 1)]
         cuts = [self.groups[a:b] for a, b in pairwise(edges)]
-        return [Batch(groups, self.update) for groups in cuts if groups]
+        return [replace(self, groups=groups) for groups in cuts if groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -611,6 +622,7 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         tokens=len(rollout.tokens),
         versions=version_runs(rollout.versions, rollout.loss_mask),
         finish=rollout.finish,
+        replaced=None if rollout.replaced is None else int(rollout.replaced.sum()),
         rewards=dict(rollout.rewards),
         outcome=dict(rollout.outcome),
         source=rollout.prompt.source,

@@ -47,7 +47,13 @@ def test_student_and_teacher_are_all_that_must_be_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted([*ROOT.glob("configs/*.toml"), *ROOT.glob("src/slipstream/models/builtin/demo.toml")])
+    "path",
+    sorted(
+        path
+        for folder in ("configs", "configs/recipes", "src/slipstream/models/builtin")
+        for path in ROOT.glob(f"{folder}/*.toml")
+        if path.name != "costs.toml"
+    ),
 )
 def test_every_config_that_ships_loads(path: Path) -> None:
     load(path, say=silent)
@@ -286,7 +292,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "one of two numbers": ({"loss": {"clip": [0.2]}}, "loss.clip: input should be a valid number, got [0.2]"),
     "unknown choice": (
         {"sampler": {"engine": "sglang"}},
-        "sampler.engine: input should be 'native' or 'vllm', got 'sglang'",
+        "sampler.engine: input should be 'native', 'vllm' or 'server', got 'sglang'",
     ),
     "unknown tracker": ({"log": {"to": ["wandbb"]}}, "log.to: input should be 'tensorboard', 'wandb', 'mlflow' or"),
     "too small": ({"updates": 0}, "updates: input should be greater than or equal to 1, got 0"),
@@ -446,7 +452,7 @@ def test_every_setting_is_on_the_page_with_its_bounds() -> None:
         assert " ".join((info.description or "").split()) in part.replace("\\|", "|"), (dotted, kind)
     assert "| `min_p` | `float = 0.0` | ≥ 0, < 1 |" in text
     assert "## [runtime]\n\n| setting" in text, "its kind is a setting like any other"
-    assert 'without it, `kind = "async"`' in text and "## [policy]\n\nLeft out by default." in text
+    assert 'The default is `kind = "async"`.' in text and "## [policy]\n\nLeft out by default." in text
 
 
 def test_an_address_says_ray_by_itself() -> None:

@@ -14,16 +14,20 @@ from slipstream.errors import ConfigError
 from slipstream.plan.engines import SAMPLERS, SCORERS
 
 BASE = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}}
+SERVER = {"url": "http://127.0.0.1:1", "folder": "/tmp"}
 SAMPLER: dict[str, dict[str, object]] = {
+    "server": {"sampler": {"server": SERVER}},
     "engine_args": {"sampler": {"engine_args": {"seed": 1}}},
     "keep_mask": {"sampler": {"keep_mask": True, "top_p": 0.9}},
     "on_publish": {"sampler": {"on_publish": "reuse"}},
+    "interleave": {"sampler": {"interleave": 4}, "loss": {"kind": "forward_kl"}},
     "lora": {"learner": {"lora": {"rank": 2}}},
 }
 TEACHER: dict[str, dict[str, object]] = {
     "token_budget": {"token_budget": 4096},
     "packing": {"packing": False},
-    "longest": {"longest": 64},
+    "engine_args": {"engine_args": {"tensor_parallel_size": 2}},
+    "devices": {"devices": 2},
     "user_context": {"context": "./context.py:show", "longest": 64},
     "relabel": {"relabel": "always", "context": "{prompt}{best}"},
     "follow": {"model": "self", "follow": {"ema": 0.9}},
@@ -39,7 +43,8 @@ def test_every_engine_that_a_config_can_choose_has_a_row_and_a_plan() -> None:
 @pytest.mark.parametrize(("engine", "feature"), [(e, f) for e in SAMPLERS for f in ENGINES[e].sampler_refuses])
 def test_a_sampler_refuses_what_its_row_says(engine: str, feature: str) -> None:
     config: dict[str, object] = {**BASE, **SAMPLER[feature]}
-    config["sampler"] = {**SAMPLER[feature].get("sampler", {}), "engine": engine}  # type: ignore[dict-item]
+    served = {"server": SERVER} if engine == "server" else {}
+    config["sampler"] = {**SAMPLER[feature].get("sampler", {}), "engine": engine, **served}  # type: ignore[dict-item]
     with pytest.raises(ConfigError) as refused:
         parse(config)
     assert ENGINES[engine].sampler_refuses[feature] in str(refused.value)

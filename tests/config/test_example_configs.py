@@ -37,6 +37,7 @@ TELLS = {
     "self_best": {"distill/loss", "reward/exact", "teacher/kl"},
     "warm_start": {"distill/loss", "sft"},
     "gkd": {"distill/loss", "off_policy/data"},
+    "skd": {"distill/loss", "sampler/replaced", "teacher/kl"},
     "self_ema": {"distill/loss", "teacher/self/version", "teacher/kl"},
 }
 

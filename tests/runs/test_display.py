@@ -82,7 +82,19 @@ def test_the_few_numbers_worth_a_look_are_readable() -> None:
     assert readings({"eval/accuracy": 0.25, "eval/reward/exact": 0.25}) == [("held-out accuracy", "25.0%")]
 
 
-def test_where_there_is_no_terminal_every_update_is_one_plain_line() -> None:
+def test_outside_a_terminal_updates_are_plain_lines_at_most_every_five_seconds() -> None:
+    now = [0.0]
+    progress, text = progress_on(terminal=False, clock=lambda: now[0])
+    for update in range(1, 9):
+        now[0] += 1.5
+        progress.log(TRAIN, update)
+    progress.log({"eval/accuracy": 0.25}, 8)
+    shown = [line.partition("  ") for line in text.getvalue().splitlines()]
+    assert [first for first, _, _ in shown] == ["update 1/8", "update 5/8", "update 8/8", "update 8/8"]
+    assert shown[-1][2] == "held-out accuracy 25.0%", "results of an evaluation are always printed"
+
+
+def test_outside_a_terminal_a_line_holds_the_main_numbers() -> None:
     progress, text = progress_on(terminal=False)
     with progress:
         progress.log(MORE, 1)

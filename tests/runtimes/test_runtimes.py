@@ -29,6 +29,7 @@ from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDi
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import EnginesPlan, engines_of
+from slipstream.plan.gpus import Crew
 from slipstream.plan.plan import plan
 from slipstream.protocols import Engines, Loaded, Sampling
 from slipstream.records import Batch, Handle, total, unfinished
@@ -150,7 +151,7 @@ def test_a_run_has_the_losses_of_one_process_and_all_its_processes_end(
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_what_cannot_start_takes_all_with_it(runtime: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     before = children()
-    with pytest.raises(ConfigError, match="3 engines need a GPU each, there are 0"):
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed \(.*\), there are 0"):
         runtime.open_engines(shipped(runtime=RuntimeConfig(device="cuda")), tokenizer, say=silent)
     assert not ray.is_initialized()
     if runtime is local:
@@ -657,12 +658,13 @@ def test_whoever_waits_is_told_who_still_loads() -> None:
 
 
 def test_gpus_are_shared_out_or_left_alone() -> None:
-    said = list[str]()
-    assert gpus_each("auto", 3, 0, said.append) == gpus_each("cpu", 3, 8, said.append) == 0 and not said
-    assert gpus_each("auto", 3, 2, said.append) == 0 and "3 engines need a GPU each, there are 2" in said[0]
-    assert gpus_each("auto", 3, 3, said.append) == gpus_each("cuda", 3, 8, said.append) == 1
-    with pytest.raises(ConfigError, match="3 engines need a GPU each, there are 0"):
-        gpus_each("cuda", 3, 0, silent)
+    said, crews = list[str](), [Crew("learner", 1, 1), Crew("teacher main", 1, 2)]
+    assert gpus_each("auto", crews, [0], said.append) == gpus_each("cpu", crews, [8], said.append) == 0 and not said
+    short = r"3 GPUs are needed (learner 1, teacher main 1 × 2 = 2), there are 2"
+    assert gpus_each("auto", crews, [2], said.append) == 0 and short in said[0]
+    assert gpus_each("auto", crews, [3], said.append) == gpus_each("cuda", crews, [8], said.append) == 1
+    with pytest.raises(ConfigError, match="there are 0"):
+        gpus_each("cuda", crews, [0], silent)
 
 
 def test_what_ray_cannot_give_is_refused_at_once(cluster: None, tokenizer: PreTrainedTokenizerFast) -> None:

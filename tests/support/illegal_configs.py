@@ -48,6 +48,9 @@ data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.
 data.train={{a="builtin:arithmetic",b="missing.jsonl"}}
 data.train={{}}
 data.too_long=skip sampler.longest=17
+data.where={{level=[]}}
+data.where={{level=3}}
+data.eval=none eval.every=0 data.eval_where={{level=3}}
 policy.refill=2.0
 {BOTH} policy.refill=2.0
 {RL} policy.refill=2.0 policy.advantage=reinforce_plus_plus
@@ -62,6 +65,14 @@ sft.updates=1 sft.loss.weight=0.5
 sft.updates=1 sft.loss.kind=forward_kl sft.loss.k=1000
 sft.updates=1 sft.loss.k=4
 sft.updates=1 sft.source=file
+sft.updates=1 sft.path=x.jsonl
+sft.updates=1 sft.cache=drawn
+sft.updates=1 sft.source=teacher sft.cache=levels.jsonl
+sft.updates=1 sft.source=file sft.path=missing.jsonl
+sft.updates=1 sft.source=file sft.path=levels.jsonl
+sft.updates=1 sft.until=0.9
+sft.updates=1 sft.until=0.9 sft.loss.kind=jsd
+sft.updates=1 sft.until=1 sft.loss.kind=forward_kl
 sft.updates=1 reference.weight=0.1
 sft.updates=1 data.train=table.csv data.prompt=question
 sft.updates=1 data.train=table.csv data.prompt=question data.response=nothing
@@ -92,9 +103,33 @@ mix.source=teacher sampler.top_k=5 sampler.keep_mask=true
 mix.source=teacher freshness.weight=freshness
 mix.source=teacher guards.gac.every=1
 mix.source=teacher correction.preset=bypass_pg_geo_rs
-mix.source=teacher {BOTH}
+{RL} mix.source=file mix.path=missing.jsonl
 mix.share=0.5 loss.kind=forward_kl sampler.group=2
 mix.share=0.5 loss.kind=forward_kl environment.use=table
+sampler.interleave=-1
+sampler.interleave=1000000
+{RL} sampler.interleave=3
+sampler.interleave=3 teachers.other.model=builtin:teacher
+sampler.interleave=3 sampler.top_k=5 loss.importance=false
+sampler.interleave=3 sampler.top_k=5 sampler.keep_mask=true
+sampler.interleave=3 {BOTH}
+sampler.interleave=3 freshness.weight=freshness
+sampler.interleave=3 loss.kind=forward_kl environment.use=table
+sampler.interleave=3 correction.preset=bypass_pg_geo_rs
+sampler.interleave=3 schedule.kind=async schedule.tau=2 guards.gac.every=1
+sampler.interleave=3 runtime.clock=modelled
+sampler.interleave=3 schedule.kind=async schedule.tau=2 guards.kl.high=0.1
+sampler.interleave=3 schedule.kind=async schedule.tau=2 guards.ess.target=0.5
+sampler.interleave=3 schedule.kind=async schedule.tau=auto
+sampler.interleave=3 teachers.main.devices=2
+sampler.interleave=3 loss.kind=reverse_kl_topk loss.k=4
+sampler.interleave=3 loss.importance=false
+sampler.interleave=3 loss.kind=k2
+sampler.interleave=3 loss.kind=forward_kl teachers.main.base_url=http://127.0.0.1:1/v1
+sampler.interleave=3 teachers.main.engine=vllm
+sampler.interleave=3 sampler.engine=vllm
+sampler.interleave=3 teachers.main.ends=map
+sampler.interleave=3 teachers.main.context={{prompt}}{{ground_truth}}
 loss.kind=forward_kl loss.tail=true loss.renormalise=true
 loss.kind=forward_kl loss.cache=hidden loss.tail=true
 loss.kind=forward_kl loss.cache=hidden loss.renormalise=true
@@ -352,7 +387,12 @@ loss.kind=forward_kl loss.cache=hidden loss.k=4
 {RL} loss.temperature=0.5
 teachers.main.engine=vllm teachers.main.token_budget=2048
 teachers.main.engine=vllm teachers.main.packing=false
-teachers.main.engine=vllm teachers.main.longest=512
+teachers.main.engine=vllm teachers.main.devices=2
+teachers.main.engine=vllm teachers.main.engine_args={{dtype="float16"}}
+teachers.main.engine=vllm teachers.main.engine_args={{tensor_parallel_size=0}}
+teachers.main.engine_args={{tensor_parallel_size=2}}
+teachers.main.devices=5
+sft.updates=1 sft.source=teacher teachers.main.devices=2
 teachers.main.engine=vllm teachers.main.ends=map
 teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl teachers.main.ends=map
 teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.ends=map
@@ -396,5 +436,6 @@ SCHEMA = [
     for name, info, kind in fields()
     for value in beyond(info)
     if not name.startswith(("policy", "reference", "learner.lora", "correction.rs"))
-    and name not in ("policy.options", "data.template_args", "sampler.engine_args")
+    and name not in ("policy.options", "data.template_args")
+    and not name.endswith("engine_args")
 ]

@@ -94,7 +94,8 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         follow=followers_of(config),
         cosine_every=config.guards.gac.every if config.guards.gac else 0,
     )
-    sampler = NativeSampler(student, slots=8, stop_ids={EOS})
+    beside = wrap(teacher) if config.sampler.interleave else None
+    sampler = NativeSampler(student, slots=8, stop_ids={EOS}, teacher=beside)
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
     engines = Engines(
         samplers=(Graded(sampler, EveryOther()),),

@@ -8,12 +8,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Arguments of vLLM whose product is the number of devices of one engine."""
+RESERVED = {
+    "model": "{model}",
+    "tokenizer": "{model}",
+    "dtype": "{section}.dtype",
+    "data_parallel_size": "{section}.replicas",
+    "seed": "seed",
+    "max_logprobs": "the loss",
+    "generation_config": "the [sampler] section",
+    "skip_tokenizer_init": "",
+    "logprobs_mode": "",
+    "worker_extension_cls": "",
+    "weight_transfer_config": "",
+    "kv_transfer_config": "",
+    "enable_lora": "",
+    "speculative_config": "",
+}
+"""Arguments that engine_args may not hold, with the key that sets them; "" if they cannot be changed."""
+RESERVED_FOR = {
+    "sampler": RESERVED | {"max_num_seqs": "sampler.slots", "pipeline_parallel_size": ""},
+    "teachers": RESERVED | {"enable_prefix_caching": ""},
+}
+
+
+def check_engine_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError for a wrong value of an argument that plans compute with."""
+    for name in (*PARALLEL, "max_model_len", "max_num_seqs"):
+        if name in args and (type(args[name]) is not int or args[name] < 1):
+            raise ValueError(f"{name} = {args[name]!r} is no whole number of 1 or more")
+    share = args.get("gpu_memory_utilization", 1.0)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization = {share!r} is no share of a GPU's memory: write 0.9, for example")
+    return args
+
+
+EngineArgs = Annotated[dict[str, Any], AfterValidator(check_engine_args)]
+"""Arguments of vLLM's engine."""
+
+
+def check_reserved(section: str, model: str, args: Mapping[str, Any]) -> None:
+    """Raise ValueError if `engine_args` of a section (`sampler`, `teachers.NAME`) sets what other keys set."""
+    reserved = RESERVED_FOR[section.partition(".")[0]]
+    for name in sorted(args.keys() & reserved):
+        key = reserved[name].format(section=section, model=model)
+        why = f"{key} sets it" if key else "records would not match what vLLM did"
+        raise ValueError(f"{section}.engine_args.{name} cannot be set: {why}")
+
+
+def devices_of(args: Mapping[str, Any]) -> int:
+    """Return the number of devices of one vLLM engine with these arguments."""
+    return prod(args.get(name, 1) for name in PARALLEL)
+
 
 NATIVE_PASSES = 'is for engine = "native": drop one of them, as vLLM makes its own passes'
 MAPPED_ENDS = (
     'ends = "map" needs the log-probs of all end tokens at every position, and {} returns only those of the emitted '
     "token and the best: {}, or write sampler.stop = [...] with the token at which the teacher ends"
 )
+VLLM_ARGS = 'sampler.engine_args are for sampler.engine = "vllm": drop one of them'
+SERVER = '[sampler.server] is for sampler.engine = "server": drop it, or write that engine'
 USER_CONTEXT = 'a context that a function writes is for engine = "native": write a template'
 
 
@@ -39,7 +99,8 @@ class Engine:
 
 ENGINES: dict[str, Engine] = {
     "native": Engine(
-        sampler_refuses={"engine_args": 'sampler.engine_args are for sampler.engine = "vllm": drop one of them'},
+        sampler_refuses={"engine_args": VLLM_ARGS, "server": SERVER},
+        teacher_refuses={"engine_args": 'engine_args are for engine = "vllm": drop one of them'},
         same_code_as_learner=True,
         gathers_prompts=True,
         packs=True,
@@ -50,19 +111,36 @@ ENGINES: dict[str, Engine] = {
         sampler_refuses={
             "keep_mask": "sampler.keep_mask: vLLM does not return the sampling support: write "
             'sampler.engine = "native", or top_p = 1, top_k = 0 and min_p = 0 without keep_mask',
+            "interleave": "sampler.interleave: vLLM does not step together with a teacher: write "
+            'sampler.engine = "native", or drop it',
             "on_publish": 'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write '
             '"rebuild", or sampler.engine = "native"',
             "lora": '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
             'sampler.engine = "native", or drop [learner.lora]',
+            "server": SERVER,
         },
         teacher_refuses={
             "token_budget": f"token_budget {NATIVE_PASSES}",
             "packing": f"packing {NATIVE_PASSES}",
-            "longest": f"longest {NATIVE_PASSES}",
+            "devices": 'devices is for engine = "native": for vLLM write engine_args.tensor_parallel_size',
             "user_context": USER_CONTEXT,
             "relabel": 'relabel is for engine = "native", or an endpoint: drop it',
             "follow": 'follow is for engine = "native": no weights are published to a teacher in vLLM',
             "ends": MAPPED_ENDS.format("vLLM", 'write engine = "native"'),
+        },
+        loads_adapters=False,
+    ),
+    "server": Engine(
+        sampler_refuses={
+            "engine_args": VLLM_ARGS + ", and give them to the server when it starts",
+            "keep_mask": "sampler.keep_mask: a rollout server does not return the sampling support: write "
+            'sampler.engine = "native", or top_p = 1, top_k = 0 and min_p = 0 without keep_mask',
+            "interleave": "sampler.interleave: a rollout server does not step together with a teacher: write "
+            'sampler.engine = "native", or drop it',
+            "on_publish": 'sampler.on_publish = "reuse": a rollout server clears its cache when weights change: write '
+            '"rebuild", or sampler.engine = "native"',
+            "lora": '[learner.lora] sends adapters, and sampler.engine = "server" takes whole weights: write '
+            'sampler.engine = "native", or drop [learner.lora]',
         },
         loads_adapters=False,
     ),

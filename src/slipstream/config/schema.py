@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from slipstream.config.base import (
     GREEDY,
@@ -24,7 +24,7 @@ from slipstream.config.base import (
     check_own,
     template_fields,
 )
-from slipstream.config.engines import ENGINES
+from slipstream.config.engines import ENGINES, EngineArgs, check_reserved
 from slipstream.config.environment import EnvironmentConfig, Where
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
@@ -33,12 +33,27 @@ from slipstream.config.objective import CorrectionConfig, PolicyConfig, Referenc
 from slipstream.config.offpolicy import MixConfig, SupervisedConfig
 from slipstream.config.rewards import FormatConfig, JudgeConfig, OverlongConfig, RewardModelConfig
 from slipstream.config.schedule import Async, ScheduleConfig
+from slipstream.config.server import ServerConfig
 from slipstream.config.teacher import SELF, problems
 from slipstream.config.teacher import TeacherConfig as TeacherConfig
 from slipstream.errors import ConfigError, did_you_mean
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 REWARDS = ("exact", "math", "environment", "format", "overlong", "model", "judge")
+
+
+Value = str | int | float | bool
+
+
+def check_filter(given: dict[str, Any]) -> dict[str, Any]:
+    for column, values in given.items():
+        if values == ():
+            raise ValueError(f"{column} = [] leaves out every row: write the values of the rows to use, or drop it")
+    return given
+
+
+RowFilter = Annotated[dict[str, Value | tuple[Value, ...]], AfterValidator(check_filter)]
+"""Values that a row must have, by the path of a column; of several values a row has one."""
 
 
 class DataConfig(Section):
@@ -59,6 +74,11 @@ class DataConfig(Section):
     evaluates nothing during training."""
     eval_split: str = "eval"
     """Split of the held-out prompts, like `split`."""
+    where: RowFilter = Field({})
+    """Training rows to use, by columns and their values, with dots as in `prompt`: { level = [4, 5], type = "algebra" }
+    uses rows with one of these levels and this type. Empty uses all rows."""
+    eval_where: RowFilter = Field({})
+    """Held-out rows to use, like `where`."""
     limit: int | None = Field(None, ge=1)
     """Number of training rows to use, from the first row of each source. None uses all rows."""
     deduplicate: bool = False
@@ -146,6 +166,8 @@ class DataConfig(Section):
     def _check_prompt(self) -> Self:
         if self.prompt is not None and self.template is not None:
             raise ValueError("prompt does nothing beside template, which names the columns itself: drop one of them")
+        if self.eval_where and self.eval is None:
+            raise ValueError("eval_where has no held-out rows to choose from: set data.eval, or drop it")
         return self
 
     @model_validator(mode="after")
@@ -173,10 +195,13 @@ class DataConfig(Section):
 
 
 class SamplerConfig(Section):
-    engine: Literal["native", "vllm"] = "native"
-    """Inference engine that generates the rollouts."""
-    engine_args: dict[str, Any] = Field({})
-    """Arguments of vLLM's engine, for example gpu_memory_utilization = 0.8. Only for engine = "vllm"."""
+    engine: Literal["native", "vllm", "server"] = "native"
+    """Inference engine that generates the rollouts. server: an HTTP server that runs elsewhere (docs/servers.md)."""
+    server: ServerConfig | None = None
+    """Rollout server, for engine = "server"."""
+    engine_args: EngineArgs = Field({})
+    """Arguments of vLLM's engine, for example gpu_memory_utilization = 0.8. With tensor_parallel_size = 2 each sampler
+    runs on two GPUs. Only for engine = "vllm"."""
     max_tokens: int = Field(256, ge=1)
     """Largest number of tokens of a response with its end token, or of a whole episode with its observations."""
     group: int = Field(1, ge=1)
@@ -194,6 +219,10 @@ class SamplerConfig(Section):
     keep_mask: bool = False
     """Record the sampling support of each token: ids that top_p, top_k and min_p kept. Ratios and KLs are then
     exact."""
+    interleave: int = Field(0, ge=0)
+    """Number K for speculative knowledge distillation (SKD): a token that is not among the teacher's K most likely
+    tokens at its position is replaced by a draw of the teacher among these K. The sampler holds a copy of the teacher.
+    0: the student draws alone."""
     stop: Annotated[tuple[int | str, ...], BeforeValidator(as_tuple)] = ()
     """Further tokens at which a response stops, each as an id or as the text of one token, for example
     ["<|im_end|>"]. The trained student is saved with them. Empty: only the end tokens in the student's files."""
@@ -517,9 +546,14 @@ class Config(Section):
         self._check_learner()
         self._check_guards()
         self._check_offpolicy()
+        self._check_interleaved()
         for feature, why in ENGINES[self.sampler.engine].sampler_refuses.items():
             if feature in self.sampler_features:
                 raise ValueError(why)
+        self._check_server()
+        check_reserved("sampler", "student", self.sampler.engine_args)
+        for name, teacher in self.teachers.items():
+            check_reserved(f"teachers.{name}", f"teachers.{name}.model", teacher.engine_args)
         if self.sampler.keep_mask and not self.sampler.truncation:
             raise ValueError("sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token; drop it")
         if group > self.sampler.slots:
@@ -619,6 +653,51 @@ class Config(Section):
         if self.mix is not None:
             self._check_mix(self.mix)
 
+    def _check_interleaved(self) -> None:
+        """Raise ValueError if a section cannot use tokens that a teacher replaced, or if the teacher cannot follow."""
+        where, spec = "sampler.interleave", self.loss.spec
+        if not self.sampler.interleave:
+            return
+        if len(self.teachers) != 1:
+            raise ValueError(f"{where} needs exactly one teacher, and there are {len(self.teachers)}: drop it")
+        if names := [*self.sampler.truncation, *self.sampler.changed("keep_mask")]:
+            raise ValueError(f"{where}: the teacher may draw tokens outside of sampler.{names[0]}: drop one of them")
+        for name in ("policy", "freshness", "environment"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{where} does not work with [{name}]: drop one of them")
+        if self.correction.preset != "disabled":
+            raise ValueError(
+                f'{where}: correction.preset = "{self.correction.preset}" rejects tokens that the student would not '
+                "draw, which are those of the teacher: drop one of them"
+            )
+        if self.guards.gac is not None:
+            raise ValueError(f"[guards.gac] compares samples by the age of the student's weights: drop it, or {where}")
+        drift = {f"[guards.{name}]": getattr(self.guards, name) is not None for name in ("kl", "ess")}
+        drift['schedule.tau = "auto"'] = getattr(self.schedule, "tau", None) == "auto"
+        if found := next((name for name, used in drift.items() if used), None):
+            raise ValueError(
+                f"{found} acts on drift, which the tokens of the teacher raise without staleness: drop it, or {where}"
+            )
+        if self.runtime.clock == "modelled":
+            raise ValueError(f'runtime.clock = "modelled" has no cost for the teacher of {where}: drop one of them')
+        if spec.cache == "student_topk" or (spec.cache == "sampled" and not spec.compares):
+            raise ValueError(
+                f'loss.kind = "{self.loss.kind}" takes every token for a draw of the student alone, and {where} has '
+                'others: write "forward_kl", "reverse_kl", "jsd", or "reverse_kl_mc" with importance'
+            )
+        for key, teacher in self.teachers.items():
+            if teacher.base_url is not None or teacher.engine != "native":
+                what = "is an endpoint" if teacher.base_url is not None else f"runs in {teacher.engine}"
+                raise ValueError(
+                    f"{where}: teachers.{key} {what}, and only a native one steps with the sampler: drop {where}, or "
+                    'write engine = "native" without base_url'
+                )
+            if option := next(iter(teacher.changed("ends", "context", "follow", "devices")), None):
+                raise ValueError(
+                    f"{where} needs a teacher with constant weights, the student's prompt and its end tokens: drop it, "
+                    f"or teachers.{key}.{option}"
+                )
+
     def _check_teachers_roll(self, name: str) -> None:
         """Raise ValueError unless every teacher can generate responses: a constant model that runs here natively."""
         if not self.teachers:
@@ -629,6 +708,11 @@ class Config(Section):
                 raise ValueError(
                     f'{name}.source = "teacher": teachers.{key} {what}, and only a native engine here rolls out for '
                     'the student: write source = "data", or engine = "native" without base_url'
+                )
+            if teacher.devices > 1:
+                raise ValueError(
+                    f'{name}.source = "teacher": teachers.{key} runs on {teacher.devices} devices, and rolls out on '
+                    'one only: drop its devices, or write source = "data"'
                 )
             if teacher.ends == "map":
                 raise ValueError(
@@ -670,8 +754,11 @@ class Config(Section):
 
     def _check_mix(self, mix: MixConfig) -> None:
         spec, where = self.loss.spec, f'[mix] with source = "{mix.source}"'
-        if self.policy is not None:
-            raise ValueError("[mix] is for distillation: [policy] compares answers of the student; drop one of them")
+        if not self.loss.weight:
+            raise ValueError(
+                "[mix] with loss.weight = 0 teaches nothing: the policy loss learns only from tokens that the student "
+                "draws; add [teachers.main] and raise loss.weight, or drop [mix]"
+            )
         if self.freshness is not None:
             raise ValueError("[freshness] weighs samples by the student's weights that drew them: drop it, or [mix]")
         if self.correction.preset != "disabled":
@@ -842,6 +929,26 @@ class Config(Section):
                 "is for a whole episode; write less, or drop it"
             )
 
+    def _check_server(self) -> None:
+        sampler, server = self.sampler, self.sampler.server
+        if sampler.engine != "server":
+            return
+        if server is None:
+            raise ValueError(
+                'sampler.engine = "server" needs [sampler.server]: write url = "http://HOST:PORT" and folder = '
+                '"/SHARED/DIRECTORY"'
+            )
+        if sampler.replicas != 1:
+            raise ValueError(
+                "sampler.replicas: one sampler serves a whole server: drop it, and start the server with data "
+                "parallelism (vLLM: --data-parallel-size, SGLang: --dp-size)"
+            )
+        if sampler.truncation and server.api == "sglang":
+            raise ValueError(
+                f"sampler.{sampler.truncation[0]}: SGLang gives log-probs before truncation: drop it, or write "
+                'sampler.server.api = "vllm"'
+            )
+
     def _check_clock(self) -> None:
         if self.runtime.clock == "real":
             return
@@ -893,7 +1000,7 @@ class Config(Section):
     @property
     def sampler_features(self) -> set[str]:
         """Return names of the features that samplers of this config need from their engine, in addition to sampling."""
-        changed = self.sampler.changed("engine_args", "keep_mask", "on_publish")
+        changed = self.sampler.changed("engine_args", "keep_mask", "on_publish", "server", "interleave")
         return {*changed, "lora"} if self.learner.lora is not None else set(changed)
 
     def _check_guards(self) -> None:

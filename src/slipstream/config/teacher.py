@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import OWN, Dtype, Replicas, Section, Url, Variable, template_fields
-from slipstream.config.engines import ENGINES
+from slipstream.config.engines import ENGINES, EngineArgs, devices_of
 from slipstream.config.losses import LOSSES, DistillationLoss, caches
 
 SELF = "self"
@@ -21,7 +21,7 @@ ATTEMPTS = ("best", "best_reward", "last", "last_reward")
 """Fields of a context template that show earlier attempts at the prompt."""
 CONTEXT_FIELDS = ("prompt", "ground_truth", "response", *ATTEMPTS)
 ENDPOINT_OPTIONS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
-LOCAL_OPTIONS = ("engine", "dtype", "token_budget", "packing", "longest")
+LOCAL_OPTIONS = ("engine", "engine_args", "devices", "dtype", "token_budget", "packing", "longest")
 
 
 class FollowConfig(Section):
@@ -57,6 +57,12 @@ class TeacherConfig(Section):
     """HF directory or hub name, builtin:teacher, self (the student's weights at the start), or a name at base_url."""
     engine: Literal["native", "vllm"] = "native"
     """Inference engine that runs a local teacher."""
+    engine_args: EngineArgs = Field({})
+    """Arguments of vLLM's engine, for example { tensor_parallel_size = 4, gpu_memory_utilization = 0.9 }. Only for
+    engine = "vllm"."""
+    devices: int = Field(1, ge=1)
+    """Number of devices of one copy of the teacher: its layers are split over them, and its head is on the first. Only
+    for engine = "native"; on a CPU all of them are the CPU."""
     base_url: Url | None = None
     """URL of an OpenAI-compatible endpoint, for example http://teacher:8000/v1. None runs the teacher locally."""
     tokenizer: str | None = None
@@ -96,7 +102,8 @@ class TeacherConfig(Section):
     packing: bool = True
     """Put several sequences into one row; a sequence attends only to itself. Write false for models without support."""
     longest: int | None = Field(None, ge=2)
-    """Largest number of tokens of a prompt with its response. None: the longest in the data (see sampler.longest)."""
+    """Largest number of tokens of a prompt with its response. None: the longest in the data (see sampler.longest).
+    vLLM reserves memory for this length, and no more."""
     replicas: Replicas = 1
     """Number of copies of the teacher. For an endpoint this is the number of clients that share `concurrency`. Each
     group goes to the least busy copy. "auto" starts with one, adds copies while the learner waits for scores and more
@@ -111,6 +118,11 @@ class TeacherConfig(Section):
         """Return the allowed root mean square difference between two scorings of one response, in log-probs."""
         # rounding depends on the other rows of a batch; the precision of an endpoint is unknown
         return 0.01 if self.exact else 0.25
+
+    @property
+    def devices_each(self) -> int:
+        """Return the number of devices of one copy of this teacher; 0 for an endpoint."""
+        return 0 if self.base_url is not None else self.devices * devices_of(self.engine_args)
 
     @property
     def exact(self) -> bool:

@@ -74,6 +74,28 @@ def kept_ids(logp_NV: Tensor) -> list[NDArray[np.int32]]:
     return np.split(ids.cpu().numpy().astype(np.int32), np.cumsum(sizes)[:-1])
 
 
+def interleave(logp_NV: Tensor, teacher_NV: Tensor, k: int, uniform_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw from the student, and from the teacher's top k where the student's token is not among them.
+
+    Speculative knowledge distillation (Xu et al., 2410.11325). With q the student's distribution, S the teacher's k
+    most likely ids and p its distribution renormalised on S, an emitted token has the probability
+    b(y) = q(y)·1[y ∈ S] + (1 − q(S))·p(y). The first M of the 2·M uniforms draw from q, the others from p. Return ids
+    [N, M], their log b, and a mask that is True where the teacher replaced the token.
+    """
+    best_NK, ids_NK = teacher_NV.topk(k, -1)
+    if not best_NK[:, 0].isfinite().all():
+        raise NonFiniteError("the teacher's logits are not finite, and sampler.interleave draws from them")
+    inside_NV = torch.zeros_like(teacher_NV, dtype=torch.bool).scatter_(1, ids_NK, True)
+    teacher_NV = _cut(teacher_NV, ~inside_NV).to(logp_NV.dtype)
+    first_NM, second_NM = uniform_NM.chunk(2, -1)
+    drawn_NM, other_NM = draw(logp_NV, first_NM)[0], draw(teacher_NV, second_NM)[0]
+    replaced_NM = ~inside_NV.gather(1, drawn_NM)
+    ids_NM = torch.where(replaced_NM, other_NM, drawn_NM)
+    outside_N1 = logp_NV.masked_fill(inside_NV, -torch.inf).logsumexp(-1, keepdim=True)
+    behavior_NV = torch.logaddexp(logp_NV.masked_fill(~inside_NV, -torch.inf), outside_N1 + teacher_NV)
+    return ids_NM, behavior_NV.gather(1, ids_NM), replaced_NM
+
+
 def draw(logp_NV: Tensor, uniform_NM: Tensor) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution at the uniform numbers; return ids [N, M] and their log-probs."""
     cdf_NV = logp_NV.double().exp().cumsum(-1)

@@ -23,6 +23,7 @@ def rollout_sampling(config: Config) -> Sampling:
         min_p=sampler.min_p,
         greedy=config.policy is not None and "greedy_rewards" in ADVANTAGES[config.policy.advantage].evidence,
         keep_mask=sampler.keep_mask,
+        interleave=sampler.interleave,
     )
 
 

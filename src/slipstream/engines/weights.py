@@ -53,6 +53,14 @@ def combined(checksums: Iterable[int]) -> Fingerprint:
     return digest.hexdigest()
 
 
+def identity_of(model: nn.Module) -> str:
+    """Return a hash of all weights with their names and precision, and not only of those that `fingerprint` reads."""
+    found = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        found.update(f"{name} {weight.dtype} {tuple(weight.shape)} {checksum(whole(weight).cpu())}".encode())
+    return found.hexdigest()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank. All ranks must call this function."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

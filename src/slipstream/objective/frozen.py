@@ -49,6 +49,8 @@ class Evidence:
     group: int
     episode: int
     rewards: Mapping[str, float] = field(default_factory=dict)
+    drawn: bool = True
+    """True if the student drew the sample; other samples have no rewards, and no part in advantages."""
     mask_T: Tensor
     turn_T: Tensor
     behavior_T: Tensor
@@ -112,7 +114,9 @@ def freeze(
     batch, places = episodes_of(samples)
     mask_BT = padded([sample.mask_T for sample in batch])
     behavior_BT = padded([sample.behavior_T for sample in batch])
+    others_B1 = torch.tensor([not sample.drawn for sample in batch])[:, None]
     old_BT = padded([sample.behavior_T if sample.old_T is None else sample.old_T for sample in batch])
+    old_BT = old_BT.masked_fill(others_B1, 0)  # it may be unknown, and policy losses never read it
     rewards = Rewards(batch, method, old_BT, beta)
     found: dict[str, Tensor] = {"old_T": old_BT}
     metrics: Metrics = {"reference/beta": beta} if method.steers else {}
@@ -138,15 +142,15 @@ def freeze(
         metrics["kl_missing"] = int(lost_BT.sum()) / max(int((mask_BT != 0).sum()), 1)
     positive_B = torch.zeros(len(batch), dtype=torch.bool)
     if method.policy is not None:
-        policy = method.policy
-        found["advantage_T"] = advantage_BT = rewards.advantages(kept_BT, found.get("weight_T"))
-        positive_B = advantage_BT.masked_fill(kept_BT == 0, 0.0).sum(-1) > 0
-        metrics |= rewards.metrics(advantage_BT, kept_BT)
+        policy, own_BT = method.policy, kept_BT.masked_fill(others_B1, 0)
+        found["advantage_T"] = advantage_BT = rewards.advantages(own_BT, found.get("weight_T"))
+        positive_B = advantage_BT.masked_fill(own_BT == 0, 0.0).sum(-1) > 0
+        metrics |= rewards.metrics(advantage_BT, own_BT)
         if method.proximal:
             found["proximal_T"] = _current(batch)
         if method.chooses:
             found["chosen_T"], of_choice = choose(
-                policy.loss, _current(batch), old_BT, advantage_BT, kept_BT, **_options(method, update)
+                policy.loss, _current(batch), old_BT, advantage_BT, own_BT, **_options(method, update)
             )
             metrics |= {f"policy/{name}": float(value) for name, value in of_choice.items()}
     keep: Sequence[Tensor | None] = [None] * len(samples)
@@ -285,7 +289,8 @@ class Rewards:
         return found
 
     def _named(self, name: str) -> Tensor:
-        return torch.tensor([sample.rewards[name] for sample in self.batch], dtype=torch.float64)
+        values = [sample.rewards[name] if sample.drawn else 0.0 for sample in self.batch]
+        return torch.tensor(values, dtype=torch.float64)
 
     def _summed(self, by_name: Mapping[str, Tensor]) -> Tensor:
         zero_B = torch.zeros(len(self.batch), dtype=torch.float64)

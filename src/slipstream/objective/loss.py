@@ -36,6 +36,8 @@ from slipstream.protocols import OneEnd
 from slipstream.records import Counts, Scored
 
 Metrics = dict[str, Tensor]
+MIXED = "policy/mixed"
+"""Share of tokens that the student did not draw; the learner divides means over its own tokens by the rest."""
 DENSE = 4
 """Divisor of the chunk size for a loss over the vocabulary, which needs about twelve tensors of that size."""
 Cut = Callable[[Tensor], Tensor]
@@ -88,7 +90,7 @@ class Objective:
                 parts.append(terms.anchored(logp_NM, slice(None)))
             if slope_N is not None:
                 slope_N = slope_N.to(logp_N)
-                terms.others_N = terms.mask_N & slope_N.isnan()
+                terms.others_N = terms.others_N & slope_N.isnan()
                 parts.append(((slope_N.nan_to_num() * (logp_N - logp_N.detach())).sum(), {}))
             if self.has_policy_terms:
                 parts.append(terms.others(terms.rows(logp_N), terms.rows))
@@ -206,10 +208,12 @@ class Terms:
         names = [each.name for each in fields(Frozen) if each.name.endswith("_T")]
         present = [name for name in names if getattr(frozen[0], name) is not None]
         self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
-        self.others_N = self.mask_N
-        """Tokens at which the policy loss and the KL to the reference are computed."""
         counts_B = torch.tensor([mask_T.sum() for mask_T in self.masks], device=device)
         self.sample_N = torch.arange(len(samples), device=device).repeat_interleave(counts_B)
+        drawn_B = torch.tensor([not sample.rollout.prompt.source for sample in samples], device=device)
+        self.others_N = self.mask_N & drawn_B[self.sample_N]
+        """Tokens at which the policy loss and the KL to the reference are computed; the student drew them."""
+        self.mixed_N = self.mask_N & ~self.others_N
         episodes = [list(its) for _, its in groupby(range(len(samples)), lambda i: episode_of(samples[i]))]
         self.rows_B = [int(counts_B[its].sum()) for its in episodes]
         """Number of trained tokens of each row. Adjacent samples of one episode form a row."""
@@ -286,7 +290,8 @@ class Terms:
         """Return the sum of policy loss and reference KL, and metrics. `cut` gives every tensor the shape of `logp`."""
         policy, reference, counts = self.method.policy, self.method.reference, self.counts
         parts = list[tuple[Tensor, Metrics]]()
-        known = {name: cut(value_N) for name, value_N in self.frozen_N.items()}
+        # log-probs of tokens that the student did not draw may be unknown (NaN)
+        known = {name: cut(value_N.masked_fill(~self.others_N, 0)) for name, value_N in self.frozen_N.items()}
         if self.method.weighs_policy:
             factor_BT = cut(self.weight_B[self.sample_N])
             known["weight_T"] = factor_BT * known["weight_T"] if "weight_T" in known else factor_BT
@@ -319,7 +324,10 @@ class Terms:
                 n_tokens=counts.n_tokens,
             )
             parts.append((self.frozen[0].beta * part, {"reference/kl": found["kl_loss"]}))
-        return _summed_parts(parts)
+        loss, metrics = _summed_parts(parts)
+        if (mixed := cut(self.mixed_N).sum()) > 0:
+            metrics[MIXED] = mixed.to(loss.dtype) / max(counts.n_tokens, 1)
+        return loss, metrics
 
     def _evidence(self, known: dict[str, Tensor]) -> dict[str, Any]:
         found: dict[str, Any] = {}

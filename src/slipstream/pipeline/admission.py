@@ -71,6 +71,10 @@ class AdmissionState:
     """Groups without any advantage about which `refill` has not decided."""
     refilled: int = 0
     """Number of groups that `refill` has dropped beyond what the updates since then allow."""
+    supervised: int | None = None
+    """Number of supervised updates, if the stage ended early; None: as configured."""
+    first: int | None = None
+    """Number of the first group after a supervised stage that ended early; None: as configured."""
 
 
 class Admission:
@@ -92,11 +96,15 @@ class Admission:
         No group of a later update starts before update `supervised` is published, so that the two kinds of groups are
         never in flight together, and the first rollouts have the weights that supervision has made.
         """
-        self.schedule, self.updates, self.supervised = schedule, updates, supervised
+        self.schedule, self.updates = schedule, updates
         self.credits, self.publish_every = schedule.credits, schedule.publish_every
         """Current limits: groups in flight (at most the schedule's credits), and updates between two publishes."""
         self.source, self.most_refilled = source, most_refilled
         saved = standing or AdmissionState(version=0, submitted=0, dropped={}, restarted=0, in_flight={})
+        self.planned, self.supervised = supervised, supervised if saved.supervised is None else saved.supervised
+        """Number of supervised updates as configured, and as known now."""
+        self.first = supervised * schedule.groups if saved.first is None else saved.first
+        """Number of the first group after the supervised updates."""
         self.version = self.published_version = saved.version
         """Number of updates made, and the last update whose weights are in every sampler."""
         self.submitted, self.restarted, self.dropped = saved.submitted, saved.restarted, Counter[str](saved.dropped)
@@ -239,6 +247,8 @@ class Admission:
             turns=list(self.turns),
             alike=list(self.alike),
             refilled=self.refilled,
+            supervised=None if self.supervised == self.planned else self.supervised,
+            first=None if self.supervised == self.planned else self.first,
         )
 
     # --- transitions -----------------------------------------------------------------------------------------
@@ -326,6 +336,13 @@ class Admission:
         self.refilled = max(self.refilled - self.most_refilled, 0)
         nothing_left = self.remaining == 0 and not self.live
         self.gated = nothing_left or published
+
+    def end_supervision(self) -> list[int]:
+        """Make the last update the last supervised one; return the groups in flight, which the caller must drop."""
+        assert self.supervising and not self.learning
+        self.supervised, self.first = self.version, self.submitted
+        self.gated = True  # no group may start before the weights of this update are in every sampler
+        return list(self.live)
 
     def publish(self) -> None:
         """Record that the weights of all updates so far are in every sampler."""

@@ -12,6 +12,7 @@ from slipstream.metrics import (
     ENDS,
     TREND,
     Metrics,
+    interleave_metrics,
     lag_metrics,
     mean_lag,
     off_policy_metrics,
@@ -81,7 +82,9 @@ class Ledger:
                 "source": headers[0].source,
                 "teacher_version": teacher_versions if any(teacher_versions) else [],
                 **freshness_columns(list(islice(freshness, len(group)))),
-                "failed": sorted(set(range(1 if headers[0].source == "data" else size)) - {h.episode for h in headers}),
+                "failed": sorted(
+                    set(range(0 if headers[0].source in ("data", "file") else size)) - {h.episode for h in headers}
+                ),
                 "causes": self.causes.pop(number, []),
                 "distrusted": self.redone.pop(number, ""),
             }
@@ -189,6 +192,7 @@ class Ledger:
             **self._trust(batch),
             **relabel_metrics(batch.headers),
             **off_policy_metrics(batch.headers),
+            **interleave_metrics(batch.headers),
             **({"sft": float(batch.update <= admission.supervised)} if admission.supervised else {}),
             **lag_metrics(batch.headers, batch.update - 1),
             **{f"seconds/{name}": value for name, value in seconds.items()},

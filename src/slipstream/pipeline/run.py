@@ -115,6 +115,7 @@ class Run:
         self.references, self.ends = canaries or {}, ends
         self.choice = choice_of(config, prompts, choice)
         self.admission = admission_of(config, self.choice, standing)
+        prompts.move_rollouts(self.admission.first, config.updates - self.admission.supervised)
         self.responses = {group[0].header.number: group for group in groups}
         """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
         assert self.responses.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
@@ -281,6 +282,7 @@ class Run:
             say=self.say,
             settings=config.learner,
             quoted=config.log.samples,
+            until=config.sft.until if config.sft is not None else None,
             buffer=self._buffer(),
             lr=lambda: self.steering.lr,
             after_update=self._after_update,

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from slipstream.config.schema import LearnerConfig
 from slipstream.errors import NonFiniteError, RecordsLost
-from slipstream.metrics import Metrics, over_steps
+from slipstream.metrics import STAGE_ENDED, Metrics, over_steps
 from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.canary_rounds import Canaries
 from slipstream.pipeline.control import canary
@@ -110,7 +110,10 @@ class Rollouts:
                 return await self.samplers.call(number, generate)
             case "teacher":
                 pool = of_teacher(self.teacher_samplers, prompt.teacher)
-                return await pool.call(f"group {number} by its teacher", generate)
+                group = await pool.call(f"group {number} by its teacher", generate)
+                for cause in {handle.header.cause for handle in group if handle.header.cause}:
+                    pool.say(cause)
+                return group
             case _:
                 return given_group(prompt, choice.prompts.responses(prompt, choice.row(number)))
 
@@ -152,7 +155,7 @@ class Rollouts:
         worker.track.tokens += greedy_tokens + tokens_of(group)
         worker.track.trace.leaves(worker.track, number)
         worker.track.trace.episodes(headers)
-        return [handle.with_header(spans=()) for handle in group]
+        return [handle.with_header(spans=()) if handle.header.spans else handle for handle in group]
 
     async def pause(self) -> None:
         """Pause all rollouts until `Groups.resume`; samplers return partial rollouts after the current token."""
@@ -338,6 +341,13 @@ class Publishing:
             follow = teacher.settings.follow
             if follow is not None and (first or version % follow.period == 0):
                 weights, expected = await self.export(teacher.name)
+                while first and weights.version < version - version % follow.period:
+                    # after a resume, earlier versions, which scored groups in flight, come first
+                    loaded = weights.version
+                    await self._load(teacher, weights, expected, loaded)
+                    weights, expected = await self.export(teacher.name)
+                    if weights.version == loaded:  # the newest, if the period was changed
+                        break
                 due = weights.version if first else version
                 moving.append(self.groups.task_group.create_task(self._move(teacher, weights, expected, due)))
         return moving
@@ -345,9 +355,12 @@ class Publishing:
     async def _move(self, teacher: Teacher, weights: WeightsRef, expected: Fingerprint, version: int) -> None:
         clock = self.track.trace.now
         began = clock()
+        await self._load(teacher, weights, expected, version)
+        self.groups.ledger.moved(teacher.name, version, clock() - began)
+
+    async def _load(self, teacher: Teacher, weights: WeightsRef, expected: Fingerprint, version: int) -> None:
         assert isinstance(teacher.pool, MovingTeacher)
         await teacher.pool.publish(weights, expected, version=version, mode="drain")
-        self.groups.ledger.moved(teacher.name, version, clock() - began)
 
     async def deliver(self, weights: WeightsRef, expected: Fingerprint, moving: Sequence[asyncio.Task[None]]) -> None:
         """Publish to all samplers, and wait for moving teachers; then return credits and let groups start again."""
@@ -397,6 +410,8 @@ class Learning:
     settings: LearnerConfig
     quoted: int
     """Number of samples per update that are written to samples.jsonl."""
+    until: float | None
+    """Bound of the student's mass on the teacher's top-k that ends the supervised stage; None: no bound."""
     buffer: Buffer | None
     lr: Callable[[], float]
     """Return the factor on the learning rate of the next update."""
@@ -461,7 +476,8 @@ class Learning:
         the optimizer step divides them by the total counts.
         """
         groups = tuple(self.groups.responses[number] for number in numbers)
-        batch, began = Batch(groups, update.number), self.track.trace.now()
+        batch = Batch(groups, update.number, self.groups.admission.supervised)
+        began = self.track.trace.now()
         with self.track.busy(f"update {update.number}"):
             for number in numbers:
                 self.track.trace.arrives(self.track, number)
@@ -519,7 +535,22 @@ class Learning:
         size = self.rollouts.sampling.group
         ledger.trained(update.groups, update=update.number, version=version, size=size, weighed=weighed)
         ledger.quoted(quotes, update=update.number)
+        self._end_supervision(metrics)
         self.after_update(ledger.updated(batch, metrics, update.seconds))
+
+    def _end_supervision(self, metrics: Metrics) -> None:
+        """End the supervised stage after this update if it has passed the bound; drop the groups in flight."""
+        groups, admission = self.groups, self.groups.admission
+        mass = metrics.get("distill/student_mass", 0.0)
+        if self.until is None or admission.version >= admission.supervised or not mass >= self.until:
+            return
+        for number in admission.end_supervision():
+            groups.drop(number, STAGE_ENDED)
+        groups.choice.prompts.move_rollouts(admission.first, admission.updates - admission.supervised)
+        self.say(
+            f"the supervised stage ends after update {admission.version}: the student's mass on the teacher's top-k is "
+            f"{mass:.3f}"
+        )
 
     async def _accumulate(self, update: Update, batch: Batch, counts: Counts) -> None:
         weighed = await self.learner.accumulate(batch, counts)

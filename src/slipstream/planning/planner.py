@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.config.base import at_first
 from slipstream.config.costs import Costs
+from slipstream.config.engines import devices_of
 from slipstream.config.file import load
 from slipstream.config.schedule import Async, Periodic, ScheduleConfig, StepOff, Sync
 from slipstream.config.schema import Config
@@ -28,17 +29,22 @@ SAMPLES, LEAST_UPDATES, MOST_UPDATES = 2500, 10, 25
 """Number of samples of a simulation after warm-up, and least and largest number of its updates."""
 
 
-def splits(devices: int, scorers: int | None = None) -> Iterator[Split]:
-    """Yield all splits of the devices that give every stage at least one device.
+ONE = Split(1, 1, 1)
+
+
+def splits(devices: int, scorers: int | None = None, each: Split = ONE) -> Iterator[Split]:
+    """Yield all splits of the devices that give every stage at least one worker.
 
     `scorers` is the number of scorers that need no device: endpoints, or 0 without teachers. If it is None, each scorer
-    needs a device.
+    needs devices. `each` has the number of devices of one sampler and of one scorer; a rank of the learner has one.
     """
-    for samplers in range(1, devices):
-        if scorers is not None:
-            yield Split(samplers, scorers, devices - samplers)
-        else:
-            yield from (Split(samplers, own, devices - samplers - own) for own in range(1, devices - samplers))
+    for samplers in range(1, devices // each.samplers + 1):
+        left = devices - samplers * each.samplers
+        if scorers is None:
+            most = (left - 1) // each.scorers
+            yield from (Split(samplers, own, left - own * each.scorers) for own in range(1, most + 1))
+        elif left:
+            yield Split(samplers, scorers, left)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +91,20 @@ def outlook(
     updates: int,
     schedules: Sequence[ScheduleConfig] = USUAL,
     scorers: int | None = None,
+    each: Split = ONE,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outlook:
-    least = 3 if scorers is None else 2
+    least = each.samplers + (each.scorers if scorers is None else 0) + 1
     if devices < least:
-        raise ConfigError(f"--devices {devices}: sampler, scorer and learner need one each: write {least} or more")
+        needed = "one each" if each == ONE else f"{each.samplers}, {each.scorers} and 1"
+        raise ConfigError(f"--devices {devices}: sampler, scorer and learner need {needed}: write {least} or more")
 
     simulated = max(LEAST_UPDATES, min(MOST_UPDATES, SAMPLES // work.batch))
 
     def offers(count: int) -> list[Offer]:
         found, teacher = list[Offer](), scorers != 0
         for schedule in schedules:
-            for split in promising_splits(costs, work, list(splits(count, scorers)), schedule, teacher=teacher):
+            for split in promising_splits(costs, work, list(splits(count, scorers, each)), schedule, teacher=teacher):
                 say(f"{schedule.label} on {count} devices, split {split}")
                 seen = forecast(costs, split, schedule, work, updates=simulated, teacher=teacher)
                 seconds = seen.seconds(updates, work.batch)
@@ -158,6 +166,10 @@ class PlannedConfig:
         return cls(load(source, changes, say=say))
 
     def check(self, devices: int | None) -> None:
+        if self.config.sampler.engine == "server":
+            raise ConfigError(
+                'sampler.engine = "server": no costs of a rollout server are known, so no plan can be made'
+            )
         if self.config.runtime.kind == "inline" and devices is not None:
             raise ConfigError(
                 '--devices: runtime.kind = "inline" has all engines in one process: write "local" or "ray"'
@@ -165,10 +177,16 @@ class PlannedConfig:
 
     @property
     def devices(self) -> int:
-        """Number of workers of the config."""
+        """Number of devices of all workers of the config."""
         config = self.config
-        scorers = [at_first(teacher.replicas) for teacher in config.teachers.values() if teacher.base_url is None]
-        return at_first(config.sampler.replicas) + sum(scorers) + config.learner.ranks
+        scorers = [at_first(each.replicas) * each.devices_each for each in config.teachers.values()]
+        return at_first(config.sampler.replicas) * self.each.samplers + sum(scorers) + config.learner.ranks
+
+    @property
+    def each(self) -> Split:
+        """Number of devices of one worker of each stage; of several teachers, the one with most devices counts."""
+        scorers = [1, *(teacher.devices_each for teacher in self.config.teachers.values())]
+        return Split(devices_of(self.config.sampler.engine_args), max(scorers), 1)
 
     @property
     def schedules(self) -> list[ScheduleConfig]:
@@ -194,6 +212,7 @@ class PlannedConfig:
             updates=self.config.updates,
             schedules=self.schedules,
             scorers=self.scorers,
+            each=self.each,
             say=say,
         )
 

@@ -16,6 +16,9 @@ from slipstream.reporting.terminal.metric_formats import listed, readings
 from slipstream.reporting.terminal.panel import View, inline
 from slipstream.reporting.terminal.progress import RunProgress, SampleSelector
 
+LINE_EVERY = 5.0
+"""Smallest number of seconds between the printed lines of two updates where no panel can be shown."""
+
 
 class Progress:
     """Sink of the run log that prints progress; the panel also shows in which stage the groups are."""
@@ -37,6 +40,8 @@ class Progress:
         self.start = self.update = admission.version
         self.course, self.turning = RunProgress(), SampleSelector(clock)
         self.began = self.updated = clock()
+        self.printed = float("-inf")
+        """Time when the line of an update was printed last."""
         self.live = Live(get_renderable=self.panel, console=console, refresh_per_second=2) if is_live(console) else None
 
     def __enter__(self) -> Progress:
@@ -60,10 +65,13 @@ class Progress:
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.course.remember(numbers)
+        shown = not self.live
         if step > self.update:
             self.update, self.updated = step, self.clock()
             self.course.made(numbers)
-        if not self.live:
+            shown = shown and (step == self.updates or self.updated >= self.printed + LINE_EVERY)
+            self.printed = self.updated if shown else self.printed
+        if shown:
             self.console.print(self.line(numbers, step), soft_wrap=True)
 
     def samples(self, quotes: Sequence[Mapping[str, Any]], step: int) -> None:

@@ -291,7 +291,8 @@ def line_printer(console: Console) -> Callable[[str], None]:
 
 def process_launcher(config: Config) -> AbstractContextManager[Home]:
     """Return the launcher from which local engines are forked; open it before this process starts any thread."""
-    secrets = [teacher.api_key_env for teacher in config.teachers.values() if teacher.api_key_env is not None]
+    endpoints = [*config.teachers.values(), config.sampler.server]
+    secrets = [each.api_key_env for each in endpoints if each is not None and each.api_key_env is not None]
     return ProcessLauncher(secrets, config.runtime.heartbeat) if config.runtime.kind == "local" else ExitStack()
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import slipstream
 from slipstream.data.teacher_context import context_of
 from slipstream.data.tokenizers import Tokenizer, stop_ids
 from slipstream.engines.http.client import Endpoint
@@ -17,9 +20,13 @@ from slipstream.engines.native.model import LanguageModel, load_model, pick_devi
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.rollout_cache import RolloutCache
+from slipstream.engines.server.api import ServerSettings
+from slipstream.engines.server.sampler import ServerSampler
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
+from slipstream.engines.weights import identity_of
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Episodes
 from slipstream.environments.gateway.agent_processes import Programs
@@ -35,7 +42,8 @@ from slipstream.plan.engines import (
     SamplerPlan,
     ScorerPlan,
 )
-from slipstream.protocols import Graded, TeacherSampler
+from slipstream.protocols import Graded, Sampling, TeacherSampler
+from slipstream.records import Group, Handle, Prompt
 from slipstream.rewards.grading import PoolGrader
 
 
@@ -49,13 +57,20 @@ class NativeKinds:
 
 
 REAL = NativeKinds()
-AnySampler = NativeSampler | VllmSampler | Episodes | Agents
+AnySampler = NativeSampler | VllmSampler | ServerSampler | Episodes | Agents
 AnyScorer = NativeScorer | HttpScorer | VllmScorer
 
 
 def build_model(plan: ModelPlan) -> LanguageModel:
     trained = plan.lora is not None  # train an adapter on its unmerged base
-    lm = load_model(plan.name, dtype=plan.dtype, device=plan.device, longest=plan.longest, base=trained)
+    lm = load_model(
+        plan.name,
+        dtype=plan.dtype,
+        device=plan.device,
+        devices=plan.devices,
+        longest=plan.longest,
+        base=trained,
+    )
     return lm if plan.lora is None else with_adapters(lm, plan.lora, seed=plan.seed)
 
 
@@ -107,28 +122,44 @@ def build_agents(plan: SamplerPlan, environment: EnvironmentPlan, gateway: Gatew
 
 def build_policy(
     plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
-) -> NativeSampler | VllmSampler:
+) -> NativeSampler | VllmSampler | ServerSampler:
     """Build the sampler of the student, which generates one turn per call."""
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_of(settings.model), plan.stop)
             return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
+        case ServerSettings() as server:
+            ends = stop_ids(tokenizer, generation_of(server.model), plan.stop)
+            return ServerSampler(server, stop_ids=ends)
         case ModelPlan() as student:
             lm = build_model(student)
             generation = generation_of(plan.ends_as) if plan.ends_as else lm.model.generation_config
             ends = stop_ids(tokenizer, generation, plan.stop)
-            return kind(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads, on_publish=plan.on_publish)
+            teacher = None if plan.teacher is None else build_model(plan.teacher)
+            options: dict[str, Any] = {"slots": plan.slots, "threads": plan.threads, "on_publish": plan.on_publish}
+            return kind(lm, stop_ids=ends, teacher=teacher, **options)
 
 
 class OwnTeacherSampler(TeacherSampler):
-    """Sampler with a teacher's weights, and the model that it closes."""
+    """Sampler with a teacher's weights, and the model that it closes; it may store what it draws."""
 
     def __init__(
         self, plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
     ) -> None:
         policy = build_policy(plan, tokenizer, kind)
+        self.cache: RolloutCache | None = None
         super().__init__(policy)
+        if plan.cache is not None:
+            assert isinstance(policy, NativeSampler)
+            lm = policy.lm
+            settings = lm.model.config.to_json_string(use_diff=False)
+            own = (identity_of(lm.model), settings, lm.device.type, policy.stop_ids.tolist(), slipstream.__version__)
+            self.cache = RolloutCache(super().generate, Path(plan.cache), repr(own))
         self.close = policy.close
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        generate = super().generate if self.cache is None else self.cache.generate
+        return await generate(prompt, sampling, begun)
 
 
 class SelfGrading(Graded):

@@ -86,8 +86,8 @@ def map_bodies(value: Any, change: Callable[[Any], Any]) -> Any:
             return value if body is None else Handle(header, change(body))
         case WeightsRef(body=body):
             return replace(value, body=change(body))
-        case Batch(groups, update):
-            return Batch(map_bodies(groups, change), update)
+        case Batch(groups):
+            return replace(value, groups=map_bodies(groups, change))
         case list() | tuple():
             return type(value)([map_bodies(item, change) for item in value])
         case Call(id, method, args, options):

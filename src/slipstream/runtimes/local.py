@@ -29,8 +29,9 @@ from typing import Any
 
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.engines.http.client import TAKEN
-from slipstream.errors import AllDied, EngineError
+from slipstream.errors import AllDied, ConfigError, EngineError
 from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.gpus import crews_of, sum_line, unused_line
 from slipstream.processes import exit_text, kill, start_python
 from slipstream.protocols import Engines
 from slipstream.runtimes.channel import Channel, Parcel
@@ -221,7 +222,7 @@ def open_engines(
         if launcher is None or launcher.gone:
             launcher = stack.enter_context(launcher.another() if launcher else ProcessLauncher())
         gpus = launcher.gpus()
-        each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(gpus), say)
+        each = gpus_each(plan.runtime.device, crews_of(plan), [len(gpus)], say)
         say(loading_message(plan))
         staff = start(
             wanted, launcher, stack, gpus=gpus if each else [], heartbeat=plan.runtime.heartbeat, say=say, still=still
@@ -229,11 +230,22 @@ def open_engines(
         return engines_from(plan, staff, stack.pop_all().close)
 
 
-def check_gpus(plan: EnginesPlan, tokenizer: Tokenizer, say: Say) -> None:
-    """Raise the errors and print the messages about GPUs that `open_engines` would, but open nothing."""
+def check_gpus(plan: EnginesPlan, machines: Sequence[int], say: Say) -> list[str]:
+    """Raise the errors and print the messages about GPUs that `open_engines` would, but open nothing.
+
+    `machines` are the numbers of GPUs of assumed machines; if it is empty, those of this one. Return lines to print.
+    """
     from torch import cuda
 
-    gpus_each(plan.runtime.device, sum(place.computes for place in places(plan, tokenizer)), cuda.device_count(), say)
+    if machines and plan.runtime.kind == "inline":
+        return ["all engines share one GPU"]
+    if len(machines) > 1 and plan.runtime.kind == "local":
+        raise ConfigError('--gpus: runtime.kind = "local" uses one machine: write runtime.kind = "ray", or one number')
+    crews, device = crews_of(plan), plan.runtime.device
+    there = machines or [cuda.device_count()]
+    if not gpus_each(device, crews, there, say):
+        return []
+    return [f"{sum_line(crews)}, of {sum(there)}", *filter(None, [unused_line(crews, there)])]
 
 
 def start(

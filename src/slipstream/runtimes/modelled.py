@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.config.costs import Costs
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.sampling.decoding import Read
+from slipstream.engines.native.sampling.decoding import Decoder, Read
 from slipstream.engines.native.sampling.requests import Publish
 from slipstream.engines.native.sampling.sampler import NativeSampler, settle
 from slipstream.engines.native.scorer import Call, NativeScorer
@@ -93,21 +93,21 @@ class ModelledSampler(NativeSampler):
         self.owed += load
         return replace(found, load=load, rebuild=rebuild)
 
-    def _read_again(self, slots: Sequence[int]) -> None:
+    def _read_again(self, slots: Sequence[int], decoder: Decoder) -> None:
         rows = [self.rows[slot] for slot in slots]
         prompts = {row.request: len(row.request.prompt.tokens) for row in rows}
         self.owed += self.costs.read.seconds(sum(row.tokens for row in rows) + sum(prompts.values()))
-        super()._read_again(slots)
+        super()._read_again(slots, decoder)
 
     def _admit(self) -> list[Read]:
         reads = super()._admit()
         self.owed += self.costs.read.seconds(sum(read.stop - read.first for read in reads))
         return reads
 
-    def _emit(self, logits_NV: Tensor) -> list[Any]:
+    def _emit(self, logits_NV: Tensor, teacher_NV: Tensor | None = None) -> list[Any]:
         decode = self.costs.decode
         self.owed += decode.step + decode.row * len(self.rows) + decode.context * sum(row.length for row in self.rows)
-        return super()._emit(logits_NV)
+        return super()._emit(logits_NV, teacher_NV)
 
 
 class ModelledScorer(NativeScorer):

@@ -16,6 +16,7 @@ from slipstream.data.tokenizers import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.gpus import Crew, problem
 from slipstream.protocols import (
     Engines,
     Fingerprint,
@@ -94,7 +95,7 @@ class RemoteLearner(RemoteWorker):
 def without_bodies(batch: Batch) -> Batch:
     """Return a batch without bodies, which the learner stored at `prepare`."""
     groups = tuple([Handle(handle.header, None) for handle in group] for group in batch.groups)
-    return Batch(groups, batch.update)
+    return replace(batch, groups=groups)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Place:
     def what(self) -> str:
         """Kind of worker that can be scaled, such as "sampler"; "" if more workers of this kind are useless."""
         if self.kind is RemoteSampler:
-            return "" if self.teacher else "sampler"
+            return "" if self.teacher or not self.computes else "sampler"
         return f"teacher.{self.teacher}" if self.teacher and self.computes else ""
 
 
@@ -145,7 +146,7 @@ def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
         for name in names(f"sampler-{teacher}", runs.replicas):
             found.append(Place(RemoteSampler, name, runs.threads, build, teacher=teacher))
     for teacher, scorer in plan.scorers.items():
-        build, computes = partial(construct, "build_scorer", scorer, tokenizer), int(bool(scorer.here))
+        build, computes = partial(construct, "build_scorer", scorer, tokenizer), scorer.devices
         for name in names(scorer_name(teacher, plan.scorers), scorer.replicas):
             found.append(Place(RemoteScorer, name, scorer.threads, build, teacher=teacher, computes=computes))
     return found
@@ -156,20 +157,21 @@ def loading_message(plan: EnginesPlan) -> str:
     return f"loading student {plan.learner.student.name}{teachers}"
 
 
-def gpus_each(device: str, engines: int, there: float, say: Say) -> int:
-    """Return 1 if each engine gets a GPU, else 0; raise a ConfigError if "cuda" is configured but GPUs are too few."""
-    if device == "auto":
-        if 0 < there < engines:
-            say(
-                f"running on CPU: {engines} engines need a GPU each, there are {there:.0f}; see runtime.kind = 'inline'"
-            )
-        return int(there >= engines)
-    if not device.startswith("cuda"):
+def gpus_each(device: str, crews: Sequence[Crew], machines: Sequence[int], say: Say) -> int:
+    """Return 1 if each engine gets its GPUs, else 0; raise a ConfigError if "cuda" is configured and they do not fit.
+
+    `machines` are the numbers of GPUs of all machines.
+    """
+    if device != "auto" and not device.startswith("cuda"):
         return 0
-    if there < engines:
+    why = problem(crews, machines)
+    if device == "auto":
+        if why and sum(machines):
+            say(f"running on CPU: {why}; see runtime.kind = 'inline'")
+        return int(not why)
+    if why:
         raise ConfigError(
-            f"runtime.device = 'cuda': {engines} engines need a GPU each, there are {there:.0f}; lower the replicas, "
-            "or write runtime.kind = 'inline' to share one"
+            f"runtime.device = 'cuda': {why}; lower the replicas, or write runtime.kind = 'inline' to share one"
         )
     return 1
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,7 +86,7 @@ class RankedLearner:
         parts: list[list[Group]] = [[] for _ in self.ranks]
         for group in batch.groups:
             parts[self.homes[number_of(group)]].append(group)
-        return [Batch(tuple(groups), batch.update) for groups in parts]
+        return [replace(batch, groups=tuple(groups)) for groups in parts]
 
     # --- calls to all ranks ----------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from ray._private import worker as ray_worker
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.errors import AllDied, ConfigError, first_line
 from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.gpus import crews_of
 from slipstream.protocols import Engines
 from slipstream.run_dir.atomic_files import directory_lock, held, writer
 from slipstream.runtimes.actor import RayLink
@@ -62,10 +63,10 @@ def open_engines(
     plan: EnginesPlan, tokenizer: Tokenizer, *, home: ExitStack | None = None, say: Say = print, still: Say = str
 ) -> Engines:
     """Open all engines. Ray (started or connected here) closes with `home`, or with the engines if `home` is None."""
-    wanted = places(plan, tokenizer)
+    wanted = sorted(places(plan, tokenizer), key=lambda place: -place.computes)  # Ray places the largest first
     with ExitStack() as stack:
         connect(plan.runtime.address, wanted, home or stack, say)
-        gpus = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), resource_count("GPU"), say)
+        gpus = gpus_each(plan.runtime.device, crews_of(plan), machines(), say)
         say(loading_message(plan))
         cpus = 0 if resource_count(OWN_RESOURCE) else 1
         staff = start(wanted, stack, gpus=gpus, cpus=cpus, heartbeat=plan.runtime.heartbeat, say=say, still=still)
@@ -183,6 +184,11 @@ def start_there(address: str) -> None:
 def resource_count(resource: str) -> float:
     resources: dict[str, float] = dict(ray.cluster_resources())
     return resources.get(resource, 0.0)
+
+
+def machines() -> list[int]:
+    """Return the number of GPUs of each machine of the cluster."""
+    return [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
 def start(

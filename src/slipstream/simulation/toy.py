@@ -262,6 +262,10 @@ class ToyLearner:
         self.follow = follow or {}
         self.teachers = {name: (0, table_VV.clone()) for name in self.follow}
         """Teachers that follow the student: the update of their last move, and their table."""
+        self.earlier: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in self.follow}
+        """Earlier versions of these teachers, oldest first; at most `Follower.keep`."""
+        self.unsent: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in self.follow}
+        """Earlier versions that `restore` has read and `export` has not returned yet."""
 
     async def prepare(self, batch: Batch) -> list[Counts]:
         if batch.update != self.update:
@@ -362,14 +366,16 @@ class ToyLearner:
     def _moved(self, teacher: str) -> tuple[int, Tensor]:
         (version, table), how = self.teachers[teacher], self.follow[teacher]
         if self.made > version and self.made % how.every == 0:
+            self.earlier[teacher] = [*self.earlier[teacher], (version, table)][-how.keep :] if how.keep else []
             self.teachers[teacher] = self.made, table.lerp(self.table.detach(), 1 - how.decay)
-        return self.teachers[teacher]
+        return self.unsent[teacher].pop(0) if self.unsent[teacher] else self.teachers[teacher]
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         np.save(path / "table.npy", self.table.detach().numpy())
         (path / "update").write_text(str(self.made))
-        for name, (version, table) in self.teachers.items():
-            np.savez(path / f"teacher-{name}.npz", version=version, table=table.numpy())
+        for name, newest in self.teachers.items():
+            numbers, tables = zip(*self.earlier[name], newest, strict=True)
+            np.savez(path / f"teacher-{name}.npz", versions=numbers, tables=torch.stack(tables).numpy())
         write_groups(path, groups)
 
     async def restore(self, path: Path) -> Sequence[Group]:
@@ -377,7 +383,9 @@ class ToyLearner:
         self.made = int((path / "update").read_text())
         for name in self.teachers:
             saved = np.load(path / f"teacher-{name}.npz")
-            self.teachers[name] = int(saved["version"]), torch.from_numpy(saved["table"])
+            versions = list(zip(saved["versions"].tolist(), torch.from_numpy(saved["tables"]), strict=True))
+            self.earlier[name], self.teachers[name] = versions[:-1], versions[-1]
+            self.unsent[name] = list(self.earlier[name])
         return read_groups(path)
 
 

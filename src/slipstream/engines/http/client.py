@@ -79,8 +79,13 @@ class Client:
         self.endpoint, self.where = endpoint, endpoint.where
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    async def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, expected: int = 0) -> Any:
-        """Return the endpoint's JSON answer of at most `expected` + SPARE bytes; raise EndpointError on failure."""
+    async def ask(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, expected: int = 0, bare: bool = False
+    ) -> Any:
+        """Return the endpoint's JSON answer of at most `expected` + SPARE bytes; raise EndpointError on failure.
+
+        With `bare` the answer's text means nothing, and None is returned.
+        """
         await self._attach()
         for pause in (*PAUSES, None):
             try:
@@ -91,6 +96,8 @@ class Client:
                 if pause is None or not error.again or self.breaker.open:
                     raise EndpointError(f"{self.where} {error}") from None
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+        if bare:
+            return None
         try:
             return await asyncio.to_thread(json.loads, content)
         except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply

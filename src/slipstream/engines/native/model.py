@@ -19,6 +19,7 @@ from slipstream.engines.native.adapters import merge
 from slipstream.engines.native.config import context_length
 from slipstream.engines.native.files import check_numbers, missing
 from slipstream.engines.native.head import find_head
+from slipstream.engines.native.over_devices import devices_from, spread
 from slipstream.engines.native.positions import pin
 from slipstream.errors import ConfigError, ModelError, first_line
 from slipstream.estimators.logprobs.head import Head
@@ -78,9 +79,18 @@ def attention_of(backbone: nn.Module) -> str | None:
 
 
 def load_model(
-    name: str, *, dtype: str, device: str = "auto", longest: int | None = None, base: bool = False
+    name: str,
+    *,
+    dtype: str,
+    device: str = "auto",
+    devices: int = 1,
+    longest: int | None = None,
+    base: bool = False,
 ) -> LanguageModel:
-    """Load and check a causal LM; merge its adapter unless `base`. `longest`: maximum sequence length of the run."""
+    """Load and check a causal LM; merge its adapter unless `base`. `longest`: maximum sequence length of the run.
+
+    The layers are split over `devices` devices, of which `device` is the first.
+    """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             model_path(name), dtype=getattr(torch, dtype), attn_implementation=REFERENCE, output_loading_info=True
@@ -92,7 +102,12 @@ def load_model(
     if not base and (adapter := adapter_of(name)):
         merge(model, adapter)
     check_numbers(name, model.named_parameters())
-    return split(name, model.to(pick_device(device)).eval(), longest=longest)
+    first = pick_device(device)
+    if devices > 1:
+        spread(name, model, devices_from(first, devices))
+    else:
+        model.to(first)
+    return split(name, model.eval(), longest=longest)
 
 
 REFERENCE = "eager"

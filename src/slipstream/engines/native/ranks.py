@@ -90,12 +90,6 @@ def join(meeting: Meeting, index: int, size: int, *, device: torch.device, patie
     return Ranks(index, size, init_device_mesh(device.type, (size,)))
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers: the modules that the model lists in `_no_split_modules`."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def slice_of(tensor: Tensor, own: Tensor) -> Tensor:
     """Shard a whole tensor like `own`, without communication; return it unchanged if `own` is not sharded."""
     if not isinstance(own, DTensor):

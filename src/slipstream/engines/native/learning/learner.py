@@ -40,7 +40,7 @@ from slipstream.estimators.logprobs.head import Head
 from slipstream.metric_names import extreme
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
 from slipstream.objective.frozen import Frozen, freeze, present, unrejected
-from slipstream.objective.loss import Objective
+from slipstream.objective.loss import MIXED, Objective
 from slipstream.objective.method import Method, Supervised
 from slipstream.objective.sample_weights import Drifted, FreshnessWeights, SampleWeight, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
@@ -50,6 +50,8 @@ from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored
 T = TypeVar("T")
 PER_STEP = ("policy/loss", "loss", "freshness/anchor")
 """Metrics that are divided like the loss; all other sums are divided by the number of tokens."""
+OF_OWN = ("policy/", "reference/kl")
+"""Prefixes of metrics that are means over the tokens that the student drew."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,14 @@ class NativeLearner:
         self.follow = dict(follow or {})
         self.followed = dict.fromkeys(self.follow, 0)
         """For each following teacher, the update after which its weights last changed; 0: not yet."""
+        self.earlier: dict[str, list[int]] = {teacher: [] for teacher in self.follow}
+        """For each following teacher, its earlier versions that are stored, oldest first."""
+        self.unsent: dict[str, list[int]] = {teacher: [] for teacher in self.follow}
+        """For each following teacher, the versions that `restore` loaded and `export` has not returned yet."""
         for teacher in self.follow:
             self.snapshots.take(snapshot_of(teacher))
+        self.stage = supervised.updates if supervised else 0
+        """Number of supervised updates of the run, as the newest batch states it."""
         self.update = self.made = 0
         """`update`: the update in progress. `made`: the last update whose first optimizer step is done."""
         self.beta = method.beta
@@ -184,12 +192,13 @@ class NativeLearner:
 
     @property
     def supervising(self) -> bool:
-        return self.supervised is not None and self.update <= self.supervised.updates
+        return self.supervised is not None and self.update <= self.stage
 
     # --- before the first gradient ---------------------------------------------------------------------------
 
     def _prepare(self, batch: Batch) -> list[Counts]:
         if batch.update != self.update:
+            self.stage = self.stage if batch.supervised is None else batch.supervised
             self._begin(batch.update)
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
@@ -389,7 +398,7 @@ class NativeLearner:
             return learning_rate(self.config, self.update - 1, self.updates)
         if self.supervising:
             return sft.lr * min(1.0, self.update / max(sft.warmup, 1))
-        return learning_rate(self.config, self.update - 1 - sft.updates, self.updates - sft.updates)
+        return learning_rate(self.config, self.update - 1 - self.stage, self.updates - self.stage)
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
         """Return the metrics since the last step over all ranks, and drop gradients and sums."""
@@ -400,6 +409,9 @@ class NativeLearner:
         for name in found:
             if not extreme(name):
                 found[name] *= loss_scale if name in PER_STEP else token_scale
+        own = 1 - found.pop(MIXED, 0.0) or 1.0
+        for name in [name for name in found if name.startswith(OF_OWN) and not (name in PER_STEP or extreme(name))]:
+            found[name] /= own
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
         for name in [name for name in found if name.startswith("teacher/") and name.endswith("/loss")]:
             found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # mean over this teacher's tokens
@@ -418,12 +430,17 @@ class NativeLearner:
     def _save(self, path: Path, groups: Sequence[Group], optimizer: bool) -> None:
         drew = {version for group in groups for handle in group for version, _ in handle.header.versions}
         versions = sorted(set().union(*self.ranks.gathered(drew)) - {self.made}) if optimizer else []
+        scored = set().union(*self.ranks.gathered({each.header.teacher_version for group in groups for each in group}))
         state = State(
             update=self.made,
             previous=self.snapshots.state(PREVIOUS) if self.method.previous else {},
             beta=self._next_beta() if self.method.steers else None,
             versions={version: self.snapshots.state(version) for version in versions if version in self.snapshots},
             teachers={name: (self.followed[name], self.snapshots.state(snapshot_of(name))) for name in self.follow},
+            earlier={
+                name: {v: self.snapshots.state(snapshot_of(name, v)) for v in self.earlier[name] if v in scored}
+                for name in self.follow
+            },
             groups=groups,
         )
         save(path, self.lm, self.tokenizer, self.ranks, state, self.optimizer if optimizer else None)
@@ -444,19 +461,36 @@ class NativeLearner:
                 raise not_saved(path, f"the weights of teachers.{name}, which follows the student", "follow")
             self.followed[name], state = found.teachers[name]
             self.snapshots.put(snapshot_of(name), state, host=True)
+            self.earlier[name] = sorted(found.earlier[name]) if self.follow[name].keep else []
+            for version in self.earlier[name]:
+                self.snapshots.put(snapshot_of(name, version), found.earlier[name][version], host=True)
+            self.unsent[name] = [*self.earlier[name], self.followed[name]]
         self.update, self.made = 0, found.update
         if self.snapshots.keep:
             for version, state in found.versions.items():
                 self.snapshots.put(version, state, host=True)
         return found.groups
 
+    def _store_earlier(self, teacher: str) -> None:
+        """Store the weights of a teacher that is about to move, and delete the oldest if there are too many."""
+        earlier, keep = self.earlier[teacher], self.follow[teacher].keep
+        if keep:
+            earlier.append(self.followed[teacher])
+            self.snapshots.copy(snapshot_of(teacher), snapshot_of(teacher, earlier[-1]))
+        while len(earlier) > keep:
+            del self.snapshots.held[snapshot_of(teacher, earlier.pop(0))]
+
     def _export(self, teacher: str) -> tuple[WeightsRef, Fingerprint]:
         if teacher:
             follower, name = self.follow[teacher], snapshot_of(teacher)
             if self.made > self.followed[teacher] and self.made % follower.every == 0:
+                self._store_earlier(teacher)
                 self.snapshots.blend(name, follower.decay)
                 self.followed[teacher] = self.made
-            dtype, version, others = follower.dtype, self.followed[teacher], self.snapshots.state(name)
+            dtype, version, unsent = follower.dtype, self.followed[teacher], self.unsent[teacher]
+            if unsent and (oldest := unsent.pop(0)) in self.earlier[teacher]:
+                version, name = oldest, snapshot_of(teacher, oldest)
+            others = self.snapshots.state(name)
         else:
             if self.snapshots.keep:
                 self.snapshots.take(self.made)
@@ -466,8 +500,9 @@ class NativeLearner:
         return weights, fingerprint(model, dtype, exported=weights, still=self.checksums.setdefault(dtype, {}))
 
 
-def snapshot_of(teacher: str) -> str:
-    return f"teacher {teacher}"
+def snapshot_of(teacher: str, version: int | None = None) -> str:
+    """Return the name of the snapshot of a teacher, or of an earlier version of the teacher."""
+    return f"teacher {teacher}" if version is None else f"teacher {teacher} after {version}"
 
 
 def not_saved(path: Path, content: str, key: str) -> RunDirError:

@@ -16,8 +16,9 @@ from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.dropout import deterministic, prepare
 from slipstream.engines.native.learning.snapshots import Snapshots, Version
 from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.over_devices import layers_of
 from slipstream.engines.native.packing import Item, MicroBatch, pack
-from slipstream.engines.native.ranks import Ranks, layers_of
+from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder, use_rows
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD

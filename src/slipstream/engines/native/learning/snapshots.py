@@ -39,6 +39,10 @@ class Snapshots:
         for old in numbered[: max(0, len(numbered) - self.keep)]:
             del self.held[old]
 
+    def copy(self, version: Version, copy: Version) -> None:
+        """Store a copy of a snapshot under another name."""
+        self.held[copy] = [tensor.clone() for tensor in self.held[version]]
+
     @torch.no_grad()
     def blend(self, version: Version, decay: float) -> None:
         """Set the weights of a snapshot to decay · snapshot + (1 − decay) · current weights."""

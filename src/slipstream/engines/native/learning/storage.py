@@ -43,6 +43,8 @@ class State(NamedTuple):
     """Stored weights that drew tokens of `groups`."""
     teachers: Mapping[str, tuple[int, Mapping[str, Tensor]]]
     """For each teacher that follows the student, the update after which it last changed, and its weights."""
+    earlier: Mapping[str, Mapping[int, Mapping[str, Tensor]]]
+    """For each of these teachers, the weights of the earlier versions that scored `groups`."""
     groups: Sequence[Group]
     """Unfinished groups, on the first rank."""
 
@@ -68,6 +70,8 @@ def save(
         parts["previous"] = ranks.on_first(state.previous)
         parts |= {f"version {version}": ranks.on_first(old) for version, old in state.versions.items()}
         parts |= {f"teacher {name}": ranks.on_first(own) for name, (_, own) in state.teachers.items()}
+        for name, versions in state.earlier.items():
+            parts |= {f"earlier {version} {name}": ranks.on_first(own) for version, own in versions.items()}
     if ranks.index > 0:
         return
     try:
@@ -78,8 +82,9 @@ def save(
             tensors = {f"{part}/{name}": value for part, own in parts.items() for name, value in own.items()}
             save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / TENSORS)
             moved = {name: version for name, (version, _) in state.teachers.items()}
+            earlier = {name: list(versions) for name, versions in state.earlier.items()}
             numbers = {"update": state.update, "beta": state.beta, "versions": list(state.versions), "teachers": moved}
-            (path / NUMBERS).write_text(json.dumps(numbers))
+            (path / NUMBERS).write_text(json.dumps(numbers | {"earlier": earlier}))
         elif adapted_layers(lm.model):
             write_adapter(path / ADAPTER, lm.model, weights, base=lm.name)
     except Exception as error:  # safetensors and tokenizers raise errors of their own types if the disk is full
@@ -106,6 +111,8 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
         versions = {version: part(f"version {version}") for version in saved["versions"]}
         moved = saved.get("teachers", {})
         teachers = {name: (version, part(f"teacher {name}")) for name, version in moved.items()}
+        versions_of = {name: saved.get("earlier", {}).get(name, []) for name in moved}  # absent in older checkpoints
+        earlier = {name: {v: part(f"earlier {v} {name}") for v in own} for name, own in versions_of.items()}
     if not lora:
         dtype, device = str(lm.head.weight.dtype).removeprefix("torch."), "cpu" if ranks.size > 1 else str(lm.device)
         weights = load_model(str(path), dtype=dtype, device=device).model.state_dict()
@@ -120,4 +127,4 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     # learning rate, betas and weight decay do not change
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     groups = [] if ranks.index else read_groups(path)
-    return State(int(saved["update"]), previous, saved["beta"], versions, teachers, groups)
+    return State(int(saved["update"]), previous, saved["beta"], versions, teachers, earlier, groups)

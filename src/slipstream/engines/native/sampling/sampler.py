@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.draws import draw, kept_ids, process, uniforms
+from slipstream.engines.draws import draw, interleave, kept_ids, process, uniforms
 from slipstream.engines.native.config import ADMISSION_SHARE
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.sampling.arrivals import admit, prefix_reads
@@ -48,12 +48,18 @@ class NativeSampler:
         stop_ids: set[int],
         threads: int = 1,
         on_publish: Literal["rebuild", "reuse"] = "rebuild",
+        teacher: LanguageModel | None = None,
     ) -> None:
         """Prepare a model; if `on_publish` is "reuse", running sequences keep keys and values of older weights.
 
         Recorded log-probs are then exact for the drawn tokens, but no single version of the weights reproduces them.
+        `teacher` replaces tokens in requests with `Sampling.interleave`. It reads the same slots in its own cache.
         """
         prove(lm)
+        self.teacher = None
+        if teacher is not None:
+            prove(teacher)
+            self.teacher = Decoder(teacher, slots)
         self.rebuilds = on_publish == "rebuild"
         self.lm, self.count, self.version = lm, slots, 0
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=lm.device)
@@ -77,6 +83,8 @@ class NativeSampler:
                 f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
                 f"exceeds the context of {self.lm.longest}"
             )
+        if sampling.interleave and self.teacher is None:
+            raise ValueError("Sampling.interleave needs a sampler with a teacher")
         request = new_request(prompt, sampling, asyncio.get_running_loop().create_future(), begun)
         if not request.left:
             return request.group()
@@ -130,6 +138,10 @@ class NativeSampler:
     def busy(self) -> bool:
         return bool(self.waiting or self.rows or self.publishing)
 
+    @property
+    def decoders(self) -> list[Decoder]:
+        return [self.decoder] if self.teacher is None else [self.decoder, self.teacher]
+
     def close(self) -> None:
         self.thread.shutdown()
 
@@ -182,7 +194,7 @@ class NativeSampler:
         found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
         loaded = time.perf_counter()
         if self.rows and self.rebuilds:
-            self._read_again(range(len(self.rows)))
+            self._read_again(range(len(self.rows)), self.decoder)
         rebuilt = time.perf_counter()
         return Loaded(found, wait=start - publish.called, load=loaded - start, rebuild=rebuilt - loaded, thrown=thrown)
 
@@ -193,12 +205,12 @@ class NativeSampler:
         self.rows.clear()
         return thrown + sum(request.forget() for request in list(self.waiting))
 
-    def _read_again(self, slots: Sequence[int]) -> None:
-        """Recompute the cache of the rows in these slots with the current weights."""
-        reads = prefix_reads({slot: self.rows[slot] for slot in slots}, recurrent=self.decoder.slots.recurrent)
+    def _read_again(self, slots: Sequence[int], decoder: Decoder) -> None:
+        """Recompute a decoder's cache of the rows in these slots with its current weights."""
+        reads = prefix_reads({slot: self.rows[slot] for slot in slots}, recurrent=decoder.slots.recurrent)
         if not reads:
             return
-        self.decoder.fill(self.tape.ids_SL, reads)
+        decoder.fill(self.tape.ids_SL, reads)
         if self.lm.device.type == "cuda":
             torch.cuda.synchronize(self.lm.device)  # else `_load` would measure only part of the rebuild
 
@@ -210,7 +222,9 @@ class NativeSampler:
         admitted = admit(self.waiting, self.publishing, self.parking, free=free, room=PASS_TOKENS)
         stop = len(self.rows) + admitted.rows
         self._copy(self.parking.make_room(stop, admitted.places(stop)))
-        self._read_again([slot for request in admitted.requests for slot in self._resume(request)])
+        resumed = [slot for request in admitted.requests for slot in self._resume(request)]
+        for decoder in self.decoders:
+            self._read_again(resumed, decoder)
         reads = list[Read]()
         for same in admitted.fresh:
             slots = [slot for request, members in same for slot in self._seat(request, members)]
@@ -242,14 +256,23 @@ class NativeSampler:
         if not self.rows:
             return []
         at = [row.length - 1 for row in self.rows[: len(self.rows) - sum(len(read.slots) for read in reads)]]
-        hidden_NH = self.decoder.step(self.tape.ids_SL, at, reads)
-        logits_NV = self.lm.head(hidden_NH)
+        logits_NV = self._logits(self.decoder, at, reads)
+        teacher_NV = None
+        # rows that no teacher watches, such as those of an evaluation, need no place in its cache
+        watched = any(row.request.sampling.interleave for row in self.rows)
+        if self.teacher is not None and (watched or self.teacher.slots.recurrent):
+            teacher_NV = self._logits(self.teacher, at, reads)[:, : logits_NV.shape[-1]]  # only ids of the student
+        return self._emit(logits_NV, teacher_NV)
+
+    def _logits(self, decoder: Decoder, at: Sequence[int], reads: Sequence[Read]) -> Tensor:
+        """Return a model's logits of the next token of every row."""
+        logits_NV = decoder.lm.head(decoder.step(self.tape.ids_SL, at, reads))
         if len(logits_NV) < len(self.rows):  # members of a group share the logits of their first token
             counts = torch.tensor([1] * len(at) + [len(read.slots) for read in reads], device=logits_NV.device)
             logits_NV = logits_NV.repeat_interleave(counts, 0)
-        return self._emit(logits_NV)
+        return logits_NV
 
-    def _emit(self, logits_NV: Tensor) -> list[FutureResult]:
+    def _emit(self, logits_NV: Tensor, teacher_NV: Tensor | None = None) -> list[FutureResult]:
         """Draw the next token of every row from its logits and record it; return the results of complete groups."""
         tape, rows, n = self.tape, self.rows, len(self.rows)
         next_N = tape.last_S[:n] + 1
@@ -263,9 +286,16 @@ class NativeSampler:
             if len(distinct) > 1:
                 pick = torch.tensor([i for i, other in enumerate(options) if other == sampling])
             slot_N, time_N = row_N[pick], t_N[pick]
-            uniform_NM = uniforms(tape.seed_S[:n][pick], tape.offset_S[:n][pick] + time_N, sampling.draws)
+            numbers = sampling.draws * (2 if sampling.interleave else 1)
+            uniform_NM = uniforms(tape.seed_S[:n][pick], tape.offset_S[:n][pick] + time_N, numbers)
             logp_NV = process(logits_NV[pick], sampling)
-            ids_NM, logp_NM = draw(logp_NV, uniform_NM)
+            if sampling.interleave:
+                assert teacher_NV is not None
+                told_NV = process(teacher_NV[pick], sampling)
+                ids_NM, logp_NM, replaced_NM = interleave(logp_NV, told_NV, sampling.interleave, uniform_NM)
+                tape.replaced_ST[slot_N, time_N] = replaced_NM[:, 0]
+            else:
+                ids_NM, logp_NM = draw(logp_NV, uniform_NM)
             if sampling.keep_mask:
                 recorded = [row for row in rows if row.request.draws == sampling]
                 for row, ids in zip(recorded, kept_ids(logp_NV), strict=True):
@@ -316,8 +346,8 @@ class NativeSampler:
 
     def _copy(self, moves: Sequence[Move]) -> None:
         """Copy cached sequences between slots; all sources are read before any slot is written."""
-        if moves:
-            self.decoder.slots.copy(*self._pairs(moves), length=max(move.length for move in moves))
+        for decoder in self.decoders if moves else ():
+            decoder.slots.copy(*self._pairs(moves), length=max(move.length for move in moves))
 
     def _pairs(self, moves: Sequence[Move]) -> Tensor:
         return torch.tensor([(move.source, move.target) for move in moves], device=self.lm.device).T

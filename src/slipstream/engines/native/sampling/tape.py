@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engines.native.sampling.requests import Request, Row
@@ -29,6 +30,7 @@ class Tape:
         self.version_ST = torch.zeros(slots, 0, dtype=torch.int32, device=device)
         self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
         self.logp_STM = torch.zeros(slots, 0, 0, dtype=dtype, device=device)
+        self.replaced_ST = torch.zeros(slots, 0, dtype=torch.bool, device=device)
         self.best_STK = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
         self.best_logp_STK = torch.zeros(slots, 0, 0, dtype=dtype, device=device)
 
@@ -50,6 +52,8 @@ class Tape:
         self.version_ST[slot, :t] = torch.from_numpy(begun.versions)
         self.action_STM[slot, :t, :m] = torch.from_numpy(begun.actions)
         self.logp_STM[slot, :t, :m] = torch.from_numpy(begun.action_logp)
+        if begun.replaced is not None:
+            self.replaced_ST[slot, :t] = torch.from_numpy(begun.replaced)
         if begun.best_ids is not None and begun.best_logp is not None:
             k = begun.best_ids.shape[1]
             self.best_STK[slot, :t, :k] = torch.from_numpy(begun.best_ids)
@@ -61,6 +65,8 @@ class Tape:
         self.version_ST = _grown(self.version_ST, tokens)
         self.action_STM = _grown(self.action_STM, tokens, draws)
         self.logp_STM = _grown(self.logp_STM, tokens, draws)
+        if sampling.interleave:
+            self.replaced_ST = _grown(self.replaced_ST, tokens)
         if best:
             self.best_STK = _grown(self.best_STK, tokens, best)
             self.best_logp_STK = _grown(self.best_logp_STK, tokens, best)
@@ -71,7 +77,7 @@ class Tape:
                 tensor[target] = tensor[source]
 
     def _of_responses(self) -> tuple[Tensor, ...]:
-        return self.version_ST, self.action_STM, self.logp_STM, self.best_STK, self.best_logp_STK
+        return self.version_ST, self.action_STM, self.logp_STM, self.best_STK, self.best_logp_STK, self.replaced_ST
 
     def read(self, finishes: Mapping[int, Finish], rows: Sequence[Row]) -> list[Rollout]:
         """Return the responses of rows as rollouts; `finishes` has slot and finish reason of each row, in order."""
@@ -92,6 +98,7 @@ def _rollout(
     logp_TM: Floats,
     best_TK: Ints,
     best_logp_TK: Floats,
+    replaced_T: NDArray[np.bool_],
 ) -> Rollout:
     prompt, draws, best = row.request.prompt, row.request.sampling.draws, row.request.sampling.best
     return one_turn(
@@ -101,6 +108,7 @@ def _rollout(
         action_logp=logp_TM[:, :draws].copy(),
         best_ids=best_TK[:, :best].copy() if best else None,
         best_logp=best_logp_TK[:, :best].copy() if best else None,
+        replaced=replaced_T.copy() if row.request.sampling.interleave else None,
         versions=version_T.copy(),
         finish=finish,
         kept=support_from_ids(row.kept) if row.kept else None,

@@ -1,0 +1,181 @@
+"""Memory of every process of a run: does it grow with the updates, and how much does a parameter of the model need?
+
+    python benchmarks/memory.py flat [--updates 10000]       # a miniature run; resident memory as it goes on
+    python benchmarks/memory.py size [--hidden 1024] [--layers 8]    # random weights, float32; peaks against arithmetic
+
+`flat` prints the resident memory of the coordinator, sampler, scorer and learner at several updates. `size` runs three
+updates with a tiny model and with a large one, and prints the differences of their peaks, also as copies of weights.
+The arithmetic names one copy in the sampler, none in the scorer (its weights are pages of the file) and four in the
+learner: weights, gradients and two moments. Exported weights are shared pages, which all processes have together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.models.resolve import model_path
+
+CONFIG = """
+student = "{model}"
+updates = {updates}
+[data]
+train = "builtin:arithmetic"
+[teachers.main]
+model = "{model}"
+[sampler]
+max_tokens = 8
+slots = 8
+[learner]
+batch_size = 8
+lr = 1e-6
+[schedule]
+kind = "async"
+tau = 2
+[checkpoint]
+minutes = 0
+[health]
+canary = 0
+stop = false
+[runtime]
+kind = "local"
+device = "cpu"
+[log]
+samples = 0
+trace = false
+"""
+MIB = 2**20
+PARTS = ("RssAnon", "RssFile", "RssShmem")
+
+
+def processes(parent: int) -> Iterator[tuple[str, int]]:
+    """Name and pid of a process and of all its descendants."""
+    yield Path(f"/proc/{parent}/comm").read_text().strip(), parent
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from processes(int(child))
+
+
+def resident(parent: int) -> dict[str, dict[str, int]]:
+    """Resident bytes by process and kind of page."""
+    found = dict[str, dict[str, int]]()
+    try:
+        for name, pid in processes(parent):
+            lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            if "VmRSS" in lines:
+                name = "coordinator" if pid == parent else name
+                found[name] = {part: int(lines[part].split()[0]) * 1024 for part in PARTS}
+    except (FileNotFoundError, ProcessLookupError):  # a process ended meanwhile
+        pass
+    return found
+
+
+def updates_of(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        return 0
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - 65536))
+        last = lines.read().rsplit(b"\n", 2)
+    return int(json.loads(last[-2])["update"]) if len(last) > 2 else 0
+
+
+def watched(folder: Path, model: str, updates: int, pause: float) -> Iterator[tuple[int, dict[str, dict[str, int]]]]:
+    """Run, and yield the updates so far with the memory of all processes."""
+    folder.mkdir()
+    (folder / "run.toml").write_text(CONFIG.format(model=model, updates=updates))
+    command = [str(Path(sys.executable).with_name("slipstream")), "train", "run.toml", "--output", "run"]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as run:
+        while run.poll() is None:
+            yield updates_of(folder / "run"), resident(run.pid)
+            time.sleep(pause)
+    if run.returncode:
+        sys.exit((folder / "log").read_text()[-2000:])
+
+
+def flat(updates: int) -> None:
+    marks = [updates * share // 100 for share in (2, 5, 10, 20, 40, 60, 80, 100)]
+    names, last = list[str](), dict[str, dict[str, int]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for done, found in watched(Path(folder, "flat"), "builtin:student", updates, 0.2):
+            if marks and done >= marks[0] and found:
+                marks = [mark for mark in marks if mark > done]
+                if not names:
+                    names = list(found)
+                    print("resident MiB at update", *names, sep=" | ")
+                last = found
+                print(
+                    done,
+                    *(f"{sum(last[name].values()) / MIB:.0f}" for name in names if name in last),
+                    sep=" | ",
+                    flush=True,
+                )
+
+
+def enlarged(folder: Path, hidden: int, layers: int) -> int:
+    """Save a random model in the built-in student's family and with its tokenizer; return its number of parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(model_path("builtin:student"), folder)
+    (folder / "model.safetensors").unlink()
+    file = folder / "config.json"
+    shape = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": 3 * hidden,
+        "head_dim": hidden // 8,
+    }
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "layer_types": ["full_attention"] * layers}
+    file.write_text(json.dumps(json.loads(file.read_text()) | shape | heads | {"max_window_layers": layers}))
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def peaks(folder: Path, model: str) -> dict[str, dict[str, int]]:
+    """Peak of each kind of page by process."""
+    most = dict[str, dict[str, int]]()
+    for _, found in watched(folder, model, 3, 0.02):
+        for name, parts in found.items():
+            here = most.setdefault(name, {})
+            for part, size in parts.items():
+                here[part] = max(here.get(part, 0), size)
+    return most
+
+
+def size(hidden: int, layers: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        parameters = enlarged(root / "model", hidden, layers)
+        small, large = peaks(root / "small", "builtin:student"), peaks(root / "large", str(root / "model"))
+    print(f"{parameters / 1e6:.0f} M parameters, float32: {4 * parameters / MIB:.0f} MiB of weights")
+    print("process", "own MiB", "in copies", "shared MiB", "mapped files MiB", sep=" | ")
+    for name, most in large.items():
+        own, file, shared = (most[part] - small.get(name, most)[part] for part in PARTS)
+        row = f"{own / MIB:.0f}", f"{own / (4 * parameters):.2f}", f"{shared / MIB:.0f}", f"{file / MIB:.0f}"
+        print(name, *row, sep=" | ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("flat", "size"))
+    parser.add_argument("--updates", type=int, default=10_000)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    args = parser.parse_args()
+    if args.what == "flat":
+        flat(args.updates)
+    else:
+        size(args.hidden, args.layers)
+
+
+if __name__ == "__main__":
+    main()
