@@ -465,7 +465,7 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
             Place(RemoteSampler, "sampler", 1, ToyRollouts),
             Place(RemoteScorer, "scorer", 1, toy_scorer),
         ],
-        heartbeat=10.0,
+        heartbeat=30.0,  # a process that loads on a busy machine is silent for more than ten seconds
     )
     workers: Any = {place.name: worker for worker, place in staff.places.items()}
     engines = Engines(
@@ -476,27 +476,27 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
     def pids(name: str) -> int:
         return next(worker.pid for worker, place in staff.places.items() if place.name == name)
 
+    fates = {3: "sampler", 6: "scorer"} | ({8: "sampler"} if how == signal.SIGKILL else {})
+    victims = list(fates.values())
     config = settings(updates=10)
     with RunLog.create(config, tmp_path / "there") as log:
-        log.sinks.append(Fate(how, {3: "sampler", 6: "scorer", 8: "sampler"}, pids))
+        log.sinks.append(Fate(how, fates, pids))
         asyncio.run(Run(config, engines, prompts(), log, say=said.append).train())
     lines = read_lines(tmp_path / "there" / "metrics.jsonl")
     here = Engines(samplers=(ToyRollouts(),), scorers={"": (toy_scorer(),)}, learner=toy_learner(), close=lambda: None)
     assert [line["loss"] for line in lines] == losses(tmp_path / "here", config, here)
     assert "restarts/sampler" not in lines[2]
-    assert (lines[-1]["restarts/sampler"], lines[-1]["restarts/scorer"]) == (2, 1)
+    assert (lines[-1]["restarts/sampler"], lines[-1]["restarts/scorer"]) == (victims.count("sampler"), 1)
     numbers = [
         entry["number"] for entry in read_lines(tmp_path / "there" / "ledger.jsonl") if entry["end"] == "trained"
     ]
     assert numbers == list(range(40))
-    why = "it has not answered for 10 s" if how == signal.SIGSTOP else ""
+    why = "it has not answered for 30 s" if how == signal.SIGSTOP else ""
     assert re.fullmatch(rf"sampler died and is started again: sampler \(pid \d+\) is gone: {why}.*", said[0])
-    assert [line.split(" after ")[0] for line in said[1::2]] == [
-        f"{name} is at work" for name in ("sampler", "scorer", "sampler")
-    ]
+    assert [line.split(" after ")[0] for line in said[1::2]] == [f"{name} is at work" for name in victims]
     events = json.loads((tmp_path / "there" / "trace.json").read_text().rstrip(",\n") + "]")
     gaps = [event for event in events if event["name"] == "gone"]
-    assert len(gaps) == 3 and min(event["dur"] for event in gaps) > 1e6, "after a pause"
+    assert len(gaps) == len(victims) and min(event["dur"] for event in gaps) > 1e6, "after a pause"
 
 
 def test_a_worker_says_with_what_status_it_left(launcher: ProcessLauncher) -> None:
