@@ -52,7 +52,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 async def until(what: Callable[[], Any], run: Run) -> None:
     assert run.task is not None
-    for _ in range(600):
+    for _ in range(1200):
         if what():
             return
         assert not run.task.done(), run.task.result()
@@ -70,7 +70,7 @@ def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster:
                 Place(RemoteScorer, "scorer", 1, toy_scorer, teacher="main"),
             ],
             stack,
-            heartbeat=5.0,
+            heartbeat=20.0,
             say=silent,
         )
         workers: Any = {place.name: worker for worker, place in staff.places.items()}

@@ -145,7 +145,7 @@ def stops_while_it_loads() -> None:
 
 
 def loads_for_long() -> Busy:
-    time.sleep(4.0)
+    time.sleep(8.0)
     return Busy()
 
 
