@@ -635,8 +635,9 @@ def test_one_bad_answer_costs_one_response_of_a_run_and_the_ledger_says_why(tmp_
 
 
 def test_what_a_stalled_run_prints_names_the_teacher_that_is_down(
-    tmp_path: Path, fake: FakeEndpoint, hasty: None
+    tmp_path: Path, fake: FakeEndpoint, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(breaker, "PAUSES", (60.0, 60.0))  # on a busy machine probes would use up the tries first
     fake.always = "broken"
     with pytest.raises(Stalled, match=r"nothing has moved for 1 s") as caught:
         train(tmp_path, fake, patience=1.0)
