@@ -275,6 +275,7 @@ ALSO = {
 
 READ_BY = {
     "output": "run_dir/writing.py",
+    "runtime.turns": "runtimes/inline.py",
     "updates": "pipeline/run.py",
     "sft.until": "pipeline/run.py",
     "sampler.engine": "plan/engines.py",

@@ -202,6 +202,19 @@ def test_estimated_memory_is_a_warning(capsys: pytest.CaptureFixture[str]) -> No
     assert "# warning: teacher main: a GPU, 58.6 GiB" in capsys.readouterr().out
 
 
+def test_engines_in_turns_fit_a_gpu_that_is_too_small_for_all_together(capsys: pytest.CaptureFixture[str]) -> None:
+    words = shapes_of(str(ROOT / "configs" / "qwen3_0.6b_1gpu.toml"), "--schedule.kind", "sync")
+    assert main([*words, "--gpus", "1x40"]) == 2
+    assert "there are 40.0 GiB: " in (refused := capsys.readouterr().err) and ", or runtime.turns" in refused
+    assert main([*words, "--gpus", "1x80"]) == 0
+    together = "all engines together: 75.9 GiB on the device; with runtime.turns = true at most 38.6 GiB"
+    assert together in capsys.readouterr().out
+    assert main([*words, "--gpus", "1x40", "--runtime.turns", "true"]) == 0
+    assert "# turn of sampler: 29.2 GiB on the device, 14.2 GiB in host memory" in capsys.readouterr().out
+    assert main([*words, "--gpus", "1x20", "--runtime.turns", "true"]) == 2
+    assert "sampler: the one GPU, 29.2 GiB" in capsys.readouterr().err
+
+
 def test_flags_that_go_together(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--shapes"], ["--gpus", "8x80"]):
         assert main(["config", str(ROOT / ASYNC_OPD), *words]) == 2

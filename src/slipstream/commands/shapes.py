@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.plan.engines import EnginesPlan
 from slipstream.plan.gpus import Gpus, crews_of, sum_line
-from slipstream.plan.placement import needs
+from slipstream.plan.placement import needs, turn_lines
 from slipstream.plan.shapes import UNSEEN, ShapeCheck
 from slipstream.runtimes.local import check_gpus
 
@@ -27,5 +27,5 @@ def placement(plan: EnginesPlan, gpus: Gpus | None) -> list[str]:
     if plan.runtime.device == "cpu":
         return []
     if plan.runtime.kind == "inline":
-        return ["all engines share one GPU"]
+        return ["all engines share one GPU", *turn_lines(plan)]
     return [sum_line(crews_of(plan))] if gpus is None else check_gpus(plan, gpus.machines, str)

@@ -474,6 +474,10 @@ class RuntimeConfig(Section):
     Samplers and scorers restart while others continue. For the learner the run goes back to its last checkpoint."""
     device: str = "auto"
     """Device of the models: auto, cpu or cuda; with kind = "inline" also cuda:1 and so on."""
+    turns: bool = False
+    """Let sampler, teachers and learner take turns on one device. Weights and optimizer state of engines that wait are
+    in host memory. Needs kind = "inline", schedule.kind = "sync" or "replay", and native engines. Experimental: tried
+    on CPUs only."""
     threads: int = Field(1, ge=1, le=THREADS)
     """Number of CPU threads of one engine. One is fastest for very small models."""
     graders: int = Field(1, ge=1)
@@ -560,6 +564,7 @@ class Config(Section):
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         self._check_environment()
         self._check_clock()
+        self._check_turns()
         if self.task.overlong is not None and self.task.overlong.buffer > self.sampler.max_tokens:
             raise ValueError(
                 f"task.overlong.buffer = {self.task.overlong.buffer} is more than sampler.max_tokens = "
@@ -967,6 +972,32 @@ class Config(Section):
             raise ValueError(
                 'agents on environment.gateway run in real time: write runtime.clock = "real", or drop the gateway'
             )
+
+    def _check_turns(self) -> None:
+        """Raise ValueError if engines cannot take turns on one device."""
+        if not self.runtime.turns:
+            return
+        if self.runtime.kind != "inline":
+            raise ValueError('runtime.turns is for one device in one process: write runtime.kind = "inline"')
+        if self.runtime.clock == "modelled":
+            raise ValueError('runtime.clock = "modelled" has no cost for runtime.turns: drop one of them')
+        if not self.schedule.serial:
+            raise ValueError(
+                f'runtime.turns lets one engine work at a time, and the stages of schedule.kind = "'
+                f'{self.schedule.kinds()[0]}" overlap: write schedule.kind = "sync"'
+            )
+        teachers = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        workers: dict[str, SamplerConfig | TeacherConfig] = {"sampler": self.sampler, **teachers}
+        for where, each in workers.items():
+            if getattr(each, "base_url", None) is not None:
+                raise ValueError(f"runtime.turns cannot move {where}, which is an endpoint: drop one of them")
+            if each.engine != "native":
+                raise ValueError(
+                    f'runtime.turns cannot move {where}.engine = "{each.engine}": write "native", or drop runtime.turns'
+                )
+            for option in ("replicas", "devices"):
+                if getattr(each, option, 1) != 1:
+                    raise ValueError(f"runtime.turns has one device and one worker of each kind: drop {where}.{option}")
 
     def _check_learner(self) -> None:
         learner, groups = self.learner, self.groups_per_update

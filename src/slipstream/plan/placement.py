@@ -6,6 +6,7 @@ Weights, gradients, moments and caches are computed exactly. Estimates, such as 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -20,11 +21,14 @@ from slipstream.plan.adapters import adapted
 from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
 
 GIB = 2**30
+ONE_GPU = "the one GPU"
 ACTIVATIONS = 34
 """Bytes per token and hidden unit that a layer stores for its backward pass in 16 bits.  (Korthikanti et al.)"""
 DRAW = 8
 """Bytes of one draw: a token sampled at a position, and its log-prob."""
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+PARKED = ("weights", "moments", "reference", "versions before", "weights of the teacher beside it")
+"""Parts of an engine that are in host memory while others have their turn; it makes its other parts anew."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,10 @@ class Need:
     @property
     def total(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def parked(self) -> float:
+        return sum(self.parts.get(name, 0.0) for name in PARKED)
 
     @property
     def advice(self) -> str:
@@ -104,7 +112,7 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
     runtime = plan.runtime
     if gpu is None:
         gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
-    own = "the one GPU" if runtime.kind == "inline" else "a GPU"
+    own = ONE_GPU if runtime.kind == "inline" else "a GPU"
     where = own if gpu else f"{runtime.threads} CPU thread{'s' * (runtime.threads > 1)}"
     learns = learner(plan.learner, on_host=not gpu)
     found = [Need(name, where, learns) for name in names("learner", plan.learner.settings.ranks)]
@@ -144,16 +152,55 @@ def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> li
     for need in needed:
         if need.counted > each * need.share:
             raise ConfigError(f"{need}, and its device has {size(each * need.share)}: {need.advice}")
-    if (counted := sum(need.counted * need.devices for need in needed)) > available:
-        raise ConfigError(f"all engines together need {size(counted)}, and there are {size(available)}: {LESS_MEMORY}")
+    if plan.runtime.turns:
+        if room is None:
+            check_host(needed)
+    elif (counted := sum(need.counted * need.devices for need in needed)) > available:
+        turns = ", or runtime.turns" if plan.runtime.kind == "inline" and plan.runtime.device != "cpu" else ""
+        raise ConfigError(
+            f"all engines together need {size(counted)}, and there are {size(available)}: {LESS_MEMORY}{turns}"
+        )
     tight = [
         f"{need}, and its device has {size(each * need.share)}: {need.advice}"
         for need in needed
         if need.total > each * need.share
     ]
+    if plan.runtime.turns:
+        return tight
     if not tight and (wanted := sum(need.total * need.devices for need in needed)) > available:
         tight = [f"all engines together need about {size(wanted)}, and there are {size(available)}: {LESS_MEMORY}"]
     return tight
+
+
+def check_host(needed: Sequence[Need]) -> None:
+    """Raise ConfigError if the host memory does not suffice for the engines that wait for their turn."""
+    parked = sum(need.parked for need in needed)
+    if (most := max(parked - need.parked for need in needed)) > host_memory():
+        raise ConfigError(
+            f"engines that wait for their turn need {size(most)} of host memory, and there are {size(host_memory())}: "
+            "use smaller models, learner.lora or more memory"
+        )
+
+
+def turn_lines(plan: EnginesPlan, *, gpu: bool | None = None) -> list[str]:
+    """Return lines about the memory in each phase of a run on one GPU, in turns and together; none for other runs."""
+    runs = [plan.sampler.runs, *(scorer.runs for scorer in plan.scorers.values())]
+    native = all(isinstance(each, ModelPlan) and each.devices == 1 for each in runs)
+    needed, turns = needs(plan, gpu=gpu), plan.runtime.turns
+    if plan.runtime.kind != "inline" or not (turns or (native and needed[0].where == ONE_GPU)):
+        return []
+    parked, together = sum(need.parked for need in needed), sum(need.total for need in needed)
+    most, waiting = max(need.total for need in needed), max(parked - need.parked for need in needed)
+    if not turns:
+        return [
+            f"all engines together: {size(together)} on the device; with runtime.turns = true at most {size(most)}, "
+            f"and {size(waiting)} in host memory"
+        ]
+    phases = [
+        f"turn of {need.name}: {size(need.total)} on the device, {size(parked - need.parked)} in host memory"
+        for need in needed
+    ]
+    return [*phases, f"at most {size(most)} on the device, and without runtime.turns {size(together)}"]
 
 
 def check_alone(plan: SamplerPlan, device: str) -> None:
@@ -232,11 +279,12 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
         case ModelPlan(name=name, dtype=dtype, longest=longest):
             shape = shape_of(name)
             positions = min(longest or shape.context, shape.context)
-            teacher = {} if plan.teacher is None else sampler(replace(plan, runs=plan.teacher, teacher=None))
+            beside = {} if plan.teacher is None else sampler(replace(plan, runs=plan.teacher, teacher=None))
             return {
                 "weights": shape.parameters * WIDTHS[dtype],
                 "keys and values": plan.slots * positions * shape.cache * WIDTHS[dtype],
-                "the teacher beside it": sum(size for name, size in teacher.items() if name != "draws"),
+                "weights of the teacher beside it": beside.get("weights", 0.0),
+                "its keys and values": beside.get("keys and values", 0.0),
                 "draws": plan.slots * positions * (plan.draws + plan.best) * DRAW,
             }
 

@@ -54,6 +54,8 @@ class NativeKinds:
     sampler: Callable[..., NativeSampler] = NativeSampler
     scorer: Callable[..., NativeScorer] = NativeScorer
     learner: Callable[..., NativeLearner] = NativeLearner
+    built: Callable[[], object] = lambda: None
+    """Function to call after an engine is built, and before the next one is loaded."""
 
 
 REAL = NativeKinds()
@@ -80,7 +82,7 @@ def build_sampler(
     if plan.environment is None:
         return build_policy(plan, tokenizer, kind)
     if plan.environment.gateway is not None:
-        return build_agents(plan, plan.environment, plan.environment.gateway, tokenizer)
+        return build_agents(plan, plan.environment, plan.environment.gateway, tokenizer, kind)
     assert plan.environment.wanted is not None
     with ExitStack() as stack:
         hosts = Hosts(plan.environment.wanted, plan.environment.processes)  # their processes start while models load
@@ -93,7 +95,13 @@ def build_sampler(
         return Episodes(policy, renderer, hosts, plan.environment.limits)
 
 
-def build_agents(plan: SamplerPlan, environment: EnvironmentPlan, gateway: GatewayPlan, tokenizer: Tokenizer) -> Agents:
+def build_agents(
+    plan: SamplerPlan,
+    environment: EnvironmentPlan,
+    gateway: GatewayPlan,
+    tokenizer: Tokenizer,
+    kind: Callable[..., NativeSampler],
+) -> Agents:
     """Build a gateway for external agents; bind the port first, so that an occupied port fails before models load."""
     from slipstream.environments.gateway.server import Server  # needs an optional dependency
 
@@ -104,7 +112,7 @@ def build_agents(plan: SamplerPlan, environment: EnvironmentPlan, gateway: Gatew
         outside, walled = external if agent is None else None, agent is not None and agent.walled
         server = Server(gateway.name, gateway.host, gateway.port, outside, walled=walled)
         stack.callback(server.close)
-        policy = build_policy(plan, tokenizer)
+        policy = build_policy(plan, tokenizer, kind)
         stack.callback(policy.close)
         ends = stop_ids(tokenizer, generation_of(plan.model), plan.stop)
         agents = Agents(

@@ -21,10 +21,11 @@ from slipstream.runtimes.build import (
     build_scorer,
 )
 from slipstream.runtimes.modelled import modelled
+from slipstream.runtimes.turns import in_turns
 
 
 def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:
-    kinds = REAL if plan.costs is None else modelled(plan.costs)
+    kinds = in_turns() if plan.runtime.turns else REAL if plan.costs is None else modelled(plan.costs)
     torch.set_num_threads(plan.runtime.threads)  # for this thread only; engines set the number for theirs
     with ExitStack() as stack:
         grader = build_grader(plan.grader, tokenizer)
@@ -32,16 +33,20 @@ def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str]
         say(f"loading student {plan.learner.student.name}")
         learner = build_learner(plan.learner, tokenizer, kind=kinds.learner)
         stack.callback(learner.close)
+        kinds.built()
         samplers = [build_sampler(plan.sampler, tokenizer, kinds.sampler) for _ in range(plan.sampler.replicas)]
+        kinds.built()
         scorers: dict[str, tuple[AnyScorer, ...]] = {}
         for name, teacher in plan.scorers.items():
             if teacher.here:
                 say(f"loading teacher {teacher.here}")
             scorers[name] = tuple(build_scorer(teacher, tokenizer, kinds.scorer) for _ in range(teacher.replicas))
+            kinds.built()
         teacher_samplers: dict[str, tuple[OwnTeacherSampler, ...]] = {}
         for name, own in plan.teacher_samplers.items():
             replicas = (OwnTeacherSampler(own, tokenizer, kinds.sampler) for _ in range(own.replicas))
             teacher_samplers[name] = tuple(replicas)
+            kinds.built()
         for sampler in (*samplers, *chain.from_iterable(teacher_samplers.values())):
             stack.callback(sampler.close)
         for scorer in chain.from_iterable(scorers.values()):

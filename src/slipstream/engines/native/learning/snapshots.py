@@ -25,8 +25,11 @@ class Snapshots:
         """Create an empty store for at most `keep` numbered versions; the oldest version is dropped first."""
         self.keep = keep
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.parameters = [local(parameter) for parameter in self.trained.values()]
         self.held: dict[Version, list[Tensor]] = {}
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [local(parameter) for parameter in self.trained.values()]
 
     def __contains__(self, version: Version) -> bool:
         return version in self.held
