@@ -1,0 +1,43 @@
+"""docs/map.md: the settings that it names are accepted, and choose something."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config.file import parse
+from slipstream.errors import ConfigError
+from slipstream.plan.plan import fast_checks
+
+PAGE = Path(__file__).parents[2] / "docs" / "map.md"
+ROWS = re.findall(r"^\| ([^|]+) \| (works|in part|no) \| (.+) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+SETTING = re.compile(r"`([a-z_.]+\.[a-z_]+) = ([^`]+)`")
+CHOSEN = {name: SETTING.findall(text) for name, answer, text in ROWS if answer != "no"}
+BASE: dict[str, Any] = {
+    "student": "builtin:student",
+    "updates": 2,
+    "task": {"reward": "exact"},
+    "sampler": {"max_tokens": 8, "group": 4},
+    "learner": {"batch_size": 8},
+    "policy": {"loss": "vanilla"},
+    "loss": {"weight": 0.0},
+    "runtime": {"kind": "inline", "device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_settings_of_a_method_are_accepted(name: str) -> None:
+    assert CHOSEN[name], "a method that works has settings"
+    fast_checks(parse(BASE, CHOSEN[name], say=lambda _: None))
+    with pytest.raises(ConfigError):
+        key, _ = CHOSEN[name][0]
+        parse(BASE, [(key, "[[]]")], say=lambda _: None)
+
+
+def test_every_row_is_read_and_named_once() -> None:
+    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
+    assert len(lines) - len(ROWS) == 4, "beside the rows there are the headings of four tables"
+    assert len({name for name, _, _ in ROWS}) == len(ROWS) >= 48
