@@ -360,6 +360,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             METRICS,
         ),
         Term(
+            "mix/prefix",
+            "with mix.prefix: share of the tokens of all responses that were given to the student as prefixes",
+            "below mix.share times mix.prefix / 2",
+            METRICS,
+        ),
+        Term(
             "sampler/replaced",
             "with sampler.interleave: share of trained tokens that the teacher replaced while the student drew",
             "falls as the student learns",

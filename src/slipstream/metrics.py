@@ -52,6 +52,12 @@ def off_policy_metrics(headers: Sequence[Header]) -> Metrics:
     return {f"off_policy/{source}": count / total for source, count in sorted(tokens.items()) if source}
 
 
+def prefix_metrics(headers: Sequence[Header]) -> Metrics:
+    """Return the share of the responses' tokens that were given to the student as prefixes; {} if there are none."""
+    given = sum(header.prefix for header in headers)
+    return {"mix/prefix": given / sum(header.tokens for header in headers)} if given else {}
+
+
 def interleave_metrics(headers: Sequence[Header]) -> Metrics:
     """Return the share of tokens that the teacher replaced while the student drew; {} if it was not asked."""
     asked = [header for header in headers if header.replaced is not None]

@@ -24,8 +24,11 @@ from slipstream.records import (
     Ints,
     Prompt,
     Rollout,
+    after_prefix,
     off_policy,
     unfinished,
+    with_prefix,
+    without_prefix,
 )
 from slipstream.records import TextScores as TextScores
 
@@ -320,13 +323,22 @@ class Graded:
         await self.sampler.release(numbers)
 
     async def _graded(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        group = await self.sampler.generate(prompt, sampling, begun)
+        group = await draw_after_prefix(self.sampler, prompt, sampling, begun)
         if unfinished(group):
             return group
         # an episode is graded once, by its last branch
         answered = list({handle.header.episode: handle for handle in group if handle.header.finish != "error"}.values())
         graded = {h.header.episode: h.header for h in (await self.grader.grade(answered) if answered else ())}
         return [with_grade(handle, graded.get(handle.header.episode)) for handle in group]
+
+
+async def draw_after_prefix(sampler: Sampler, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+    """Return the sampler's group; if the prompt has a prefix of the response, the sampler continues that prefix."""
+    if prompt.prefix is None:
+        return await sampler.generate(prompt, sampling, begun)
+    rest = replace(sampling, max_tokens=sampling.max_tokens - len(prompt.prefix))
+    group = await sampler.generate(after_prefix(prompt), rest, [without_prefix(handle) for handle in begun])
+    return [with_prefix(prompt, handle) for handle in group]
 
 
 def with_grade(handle: Handle, graded: Header | None) -> Handle:

@@ -111,6 +111,8 @@ class Prompt:
     """Origin of the responses: data, teacher or file; empty if the student draws them."""
     supervised: bool = False
     """True if the responses are for the supervised updates."""
+    prefix: Ints | None = None
+    """Tokens with which every response begins; the student draws what follows. None: the student draws all tokens."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) == 0:
@@ -361,6 +363,29 @@ def given_group(prompt: Prompt, responses: Sequence[Given]) -> list[Handle]:
     return group
 
 
+def after_prefix(prompt: Prompt) -> Prompt:
+    """Return the prompt that a sampler continues, which includes the prefix of the response."""
+    assert prompt.prefix is not None
+    tokens = np.concatenate([prompt.tokens, prompt.prefix.astype(prompt.tokens.dtype)])
+    return replace(prompt, tokens=tokens, offset=prompt.offset + len(prompt.prefix), prefix=None)
+
+
+def with_prefix(prompt: Prompt, handle: Handle) -> Handle:
+    """Return a response to `after_prefix(prompt)` as a response to `prompt`, whose prefix is observed."""
+    assert prompt.prefix is not None
+    part: Rollout = handle.body
+    found = lineage(prompt, part.index, [prompt.prefix, part], finish=part.finish)
+    return Handle(replace(header_of(found), finish=handle.header.finish), found)
+
+
+def without_prefix(handle: Handle) -> Handle:
+    """Undo `with_prefix` for a response that a sampler will continue."""
+    rollout: Rollout = handle.body
+    _, part = parts_of(rollout)
+    assert isinstance(part, Rollout)
+    return Handle(handle.header, replace(part, prompt=after_prefix(rollout.prompt)))
+
+
 def off_policy(handle: Handle) -> Handle:
     """Return a response that another model drew without versions of the student's weights."""
     rollout: Rollout = handle.body
@@ -483,6 +508,8 @@ class Header:
     """Reason why grading failed; such a sample is not trained. None: graded, or no rewards are configured."""
     source: str = ""
     """Origin of the response: data, teacher or file; empty if the student drew it."""
+    prefix: int = 0
+    """Number of tokens at the start of the response that were given to the student ([mix] with `prefix`)."""
     teacher: str = ""
     """Name of the teacher that scores or has scored the sample; empty without teacher."""
     teacher_version: int = 0
@@ -626,5 +653,6 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         rewards=dict(rollout.rewards),
         outcome=dict(rollout.outcome),
         source=rollout.prompt.source,
+        prefix=0 if rollout.prompt.prefix is None else len(rollout.prompt.prefix),
         teacher=teacher or rollout.prompt.teacher,
     )

@@ -25,7 +25,7 @@ from slipstream.engines.sampling_options import eval_sampling
 from slipstream.errors import ConfigError
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.plan import Plan, plan
-from slipstream.protocols import Metrics
+from slipstream.protocols import Metrics, draw_after_prefix
 from slipstream.records import Batch, Handle, Prompt, given_group, total
 from slipstream.runtimes.build import OwnTeacherSampler, build_learner, build_sampler, build_scorer
 
@@ -228,6 +228,7 @@ OTHER = {
     "mix.final": "0.0",
     "mix.over": "1",
     "mix.path": "others.jsonl",
+    "mix.prefix": "0.5",
     "freshness.drift": "snapshots",
     "freshness.m": "3",
     "freshness.also": "policy",
@@ -424,7 +425,7 @@ def trained(changes: tuple[tuple[str, str], ...]) -> tuple[str, list[Metrics]]:
     async def responses(prompt: Prompt) -> Sequence[Handle]:
         if prompt.source in ("data", "file"):
             return given_group(prompt, made.prompts.responses(prompt, made.prompts.order.at(prompt.number)))
-        return await (teachers[0] if prompt.source else sampler).generate(prompt, made.sampling)
+        return await draw_after_prefix(teachers[0] if prompt.source else sampler, prompt, made.sampling)
 
     async def updates() -> str:
         size, settings = made.config.groups_per_update, made.engines.learner.settings
@@ -433,7 +434,8 @@ def trained(changes: tuple[tuple[str, str], ...]) -> tuple[str, list[Metrics]]:
         for update in (1, 2):
             supervised = update <= made.config.supervised_updates
             prompts = [
-                made.prompts.with_origin(made.prompts.at(number), supervised=supervised) for number in range(size)
+                made.prompts.with_origin(made.prompts.at(number), made.prompts.order.at(number), supervised=supervised)
+                for number in range(size)
             ]
             groups = [graded(each) for each in await asyncio.gather(*map(responses, prompts))]
             if not supervised or made.config.sft.loss.kind != "cross_entropy":

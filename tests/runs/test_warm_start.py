@@ -98,6 +98,32 @@ def test_a_run_that_was_stopped_anywhere_ends_with_the_same_weights(name: str, t
             np.testing.assert_array_equal(value, weights[key], err_msg=f"{key} from checkpoint {version}")
 
 
+@pytest.mark.parametrize("source", ["data", "file"])
+def test_groups_that_begin_with_a_part_of_the_answer_learn_from_their_rest(source: str, tmp_path: Path) -> None:
+    """Every loss works then, a policy loss too; tokens of the prefix have no version. A resumed run is the same."""
+    mix = {"source": source, "share": 0.5, "prefix": 0.9}
+    if source == "file":
+        mix["path"] = trajectories(tmp_path / "given.jsonl")
+    sampler = {"max_tokens": 80, "group": 2}
+    tree = {**TREE, "updates": 4, "mix": mix, "sampler": sampler, "policy": {"loss": "vanilla"}, "loss": {"m": 2}}
+    whole = train(parse({**tree, "output": str(tmp_path / "whole")}), QUIET, name="whole", checks=False)
+    ledger = read_lines(whole / "ledger.jsonl")
+    for update in range(1, 5):
+        given = [entry for entry in ledger if entry["update"] == update and entry.get("prefix")]
+        assert 1 <= len(given) <= 2 and all("source" not in entry for entry in given)
+        assert all(entry["prefix"] < min(entry["tokens"]) for entry in given)
+    lines = read_lines(whole / "metrics.jsonl")
+    assert all(0 < line["mix/prefix"] < 0.5 and line["lag/max"] == 0 for line in lines if "mix/prefix" in line)
+    samples = {line["number"]: line for line in read_lines(whole / "samples.jsonl")}
+    for entry in ledger:
+        if entry.get("prefix") and entry["number"] in samples:
+            assert [next(iter(turn)) for turn in samples[entry["number"]]["turns"]] == ["seen", "said"]
+    shutil.copytree(whole, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "final")
+    resume(tmp_path / "again", QUIET, number=2)
+    assert read_lines(tmp_path / "again" / "ledger.jsonl") == ledger
+
+
 def test_engines_in_their_own_processes_make_the_same_run(tmp_path: Path) -> None:
     """A sampler with the teacher's weights has a process of its own, and two ranks share the learner."""
     changes = CASES["rollouts of the teacher, with scores, then draws of the teacher beside rollouts"]

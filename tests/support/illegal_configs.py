@@ -96,6 +96,8 @@ mix.source=file loss.kind=forward_kl
 mix.source=file mix.path=missing.jsonl loss.kind=forward_kl
 mix.source=file mix.path=levels.jsonl loss.kind=forward_kl
 mix.source=file mix.path=levels.jsonl loss.m=2
+mix.source=teacher mix.prefix=0.5
+mix.prefix=1.0
 mix.source=teacher loss.kind=reverse_kl_topk loss.k=4
 mix.source=teacher loss.importance=false
 mix.source=teacher loss.kind=k2

@@ -82,6 +82,9 @@ class MixConfig(Section):
     path: str | None = None
     """JSONL file for source = "file": one trajectory per line, with the id of its prompt, its tokens and the log-prob
     of each token under the policy that drew it (docs/warm_start.md)."""
+    prefix: float | None = Field(None, gt=0, lt=1)
+    """Largest share of a known response with which a mixed-in group begins; the share is uniform from 0 to it. The
+    student draws the rest, and learns only from what it draws. None mixes in whole responses."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -92,6 +95,11 @@ class MixConfig(Section):
         if self.share == 0 and self.final is None:
             raise ValueError("share = 0 mixes nothing in: raise it, or drop [mix]")
         _check_path(self.source, self.path)
+        if self.prefix is not None and self.source == "teacher":
+            raise ValueError(
+                'prefix cuts responses that are known before the run, and source = "teacher" draws them in it: write '
+                'source = "data" or "file"'
+            )
         return self
 
     def share_at(self, update: int, updates: int) -> float:

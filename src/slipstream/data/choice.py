@@ -116,7 +116,7 @@ class AdaptiveChoice(Choice):
         return int(rows[min(int(np.searchsorted(odds, drawn, side="right")), len(rows) - 1)])
 
     def note(self, group: Group) -> None:
-        if group[0].header.source:  # the student drew no answer
+        if group[0].header.source or group[0].header.prefix:  # the student did not draw a whole answer
             return
         headers = {handle.header.episode: handle.header for handle in group}.values()
         if self.by == "reward":

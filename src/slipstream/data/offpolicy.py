@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import floor
 
 from slipstream.config.offpolicy import MixConfig
-from slipstream.records import Given, Prompt, derive_seed
+from slipstream.records import Given, Ints, Prompt, derive_seed
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,14 @@ class OffPolicy:
         rng = random.Random(derive_seed(self.seed, "mix", update))
         others = floor(self.mix.share_at(update, self.updates) * self.groups + rng.random())
         return self.mix.source if place in rng.sample(range(self.groups), min(others, self.groups)) else ""
+
+    def prefix(self, number: int, row: int, epoch: int) -> Ints | None:
+        """Return the start of a known response with which a mixed-in group of this row begins; None if it is empty."""
+        assert self.mix is not None and self.mix.prefix is not None
+        known = [self.answers[row]] if self.mix.source == "data" else self.trajectories[row]
+        tokens = known[epoch % len(known)].tokens
+        share = self.mix.prefix * random.Random(derive_seed(self.seed, "prefix", number)).random()
+        return tokens[: int(share * len(tokens))] if share * len(tokens) >= 1 else None
 
     @property
     def digest(self) -> str:

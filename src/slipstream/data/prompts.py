@@ -334,12 +334,19 @@ class Prompts:
     def at(self, number: int) -> Prompt:
         return self.row(self.order.at(number), number)
 
-    def with_origin(self, prompt: Prompt, *, supervised: bool = False) -> Prompt:
-        """Return the prompt with the origin of its responses in `source`, which is empty if the student draws them."""
+    def with_origin(self, prompt: Prompt, row: int, *, supervised: bool = False) -> Prompt:
+        """Return the prompt of this row with the origin of its responses in `source`; empty if the student draws them.
+
+        With `mix.prefix` the student draws them, too, but after the prefix of a known response.
+        """
         if (off_policy := self.off_policy) is None:
             return prompt
-        source = off_policy.supervised if supervised else off_policy.source(prompt.number)
-        return replace(prompt, source=source, supervised=supervised)
+        if supervised:
+            return replace(prompt, source=off_policy.supervised, supervised=True)
+        source = off_policy.source(prompt.number)
+        if not source or off_policy.mix is None or off_policy.mix.prefix is None:
+            return replace(prompt, source=source)
+        return replace(prompt, prefix=off_policy.prefix(prompt.number, row, prompt.number // len(self.rows)))
 
     def responses(self, prompt: Prompt, row: int) -> Sequence[Given]:
         """Return the responses of an off-policy group with this row that are known before the run."""

@@ -47,8 +47,8 @@ class Groups:
 
     def prompt(self, number: int) -> Prompt:
         """Return the prompt of a group; its `source` names the origin of its responses if the student draws none."""
-        prompt = self.choice.prompt(number)
-        return self.choice.prompts.with_origin(prompt, supervised=self.admission.supervising)
+        choice, supervised = self.choice, self.admission.supervising
+        return choice.prompts.with_origin(choice.prompt(number), choice.row(number), supervised=supervised)
 
     def advance(self) -> None:
         """Start all rollouts and scoring that may start after a change, and let the learner check its waits again."""

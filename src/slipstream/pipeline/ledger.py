@@ -16,6 +16,7 @@ from slipstream.metrics import (
     lag_metrics,
     mean_lag,
     off_policy_metrics,
+    prefix_metrics,
     relabel_metrics,
     sample_metrics,
     trend,
@@ -80,6 +81,7 @@ class Ledger:
             number, teacher_versions = headers[0].number, [header.teacher_version for header in headers]
             optional = {
                 "source": headers[0].source,
+                "prefix": headers[0].prefix,
                 "teacher_version": teacher_versions if any(teacher_versions) else [],
                 **freshness_columns(list(islice(freshness, len(group)))),
                 "failed": sorted(
@@ -192,6 +194,7 @@ class Ledger:
             **self._trust(batch),
             **relabel_metrics(batch.headers),
             **off_policy_metrics(batch.headers),
+            **prefix_metrics(batch.headers),
             **interleave_metrics(batch.headers),
             **({"sft": float(batch.update <= admission.supervised)} if admission.supervised else {}),
             **lag_metrics(batch.headers, batch.update - 1),

@@ -595,7 +595,8 @@ def off_policy(
     if sft is not None and sft.path is not None:
         lessons = read_trajectories(sft.path, rows, limits, least=1, drawn=False)
     if mix is not None and mix.path is not None:
-        trajectories = read_trajectories(mix.path, rows, limits, least=config.sampler.group, drawn=True)
+        least, drawn = (config.sampler.group, True) if mix.prefix is None else (1, False)
+        trajectories = read_trajectories(mix.path, rows, limits, least=least, drawn=drawn)
     return OffPolicy(
         seed=config.seed,
         supervised=sft.source if sft is not None else "",
@@ -762,10 +763,10 @@ def off_policy_notes(config: Config) -> list[str]:
         found.append(f"first {sft.updates} updates{end}: {sft.loss.kind} on {responses}, without rollouts")
     if mix is not None:
         change = "" if mix.final is None else f" to {mix.final:.0%}"
-        found.append(
-            f"groups that the student does not draw: {mix.share:.0%}{change} of an update, "
-            f"{names.get(mix.source, mix.path)}"
-        )
+        kind = "groups that the student does not draw"
+        if mix.prefix is not None:
+            kind = f"groups that begin with up to {mix.prefix:.0%} of a known response"
+        found.append(f"{kind}: {mix.share:.0%}{change} of an update, {names.get(mix.source, mix.path)}")
     return found
 
 
