@@ -44,7 +44,10 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "learner": {"minibatches": 2, "exact_drift": True},
     },
     "draws around a proximal policy": {"loss": {"kind": "decoupled_ppo", "m": 2}},
-    "draws within a budget": {"loss": {"kind": "m2po", "m": 2}},
+    "draws within a budget, after parts of answers": {
+        "loss": {"kind": "m2po", "m": 2},
+        "mix": {"share": 0.9, "prefix": 0.9},
+    },
     "the student's own best": {"loss": {"kind": "reverse_kl_topk", "k": 3}},
     "the emitted token as a reward": {"loss": {"kind": "k1", "as": "reward"}},
     "a teacher that follows": {
