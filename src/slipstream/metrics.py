@@ -45,6 +45,8 @@ def drawn_by_student(headers: Iterable[Header]) -> list[Header]:
 
 def off_policy_metrics(headers: Sequence[Header]) -> Metrics:
     """Return the shares of trained tokens that the student did not draw, by their origin; {} if it drew all."""
+    if not any(header.source for header in headers):
+        return {}
     tokens = Counter[str]()
     for header in headers:
         tokens[header.source] += header.trained_tokens

@@ -545,7 +545,8 @@ class Header:
 
     @property
     def trained_tokens(self) -> int:
-        return sum([count for _, count in self.versions])
+        runs = self.versions
+        return runs[0][1] if len(runs) == 1 else sum([count for _, count in runs])  # read five times for each sample
 
 
 @dataclass(frozen=True, slots=True)

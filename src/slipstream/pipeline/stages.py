@@ -54,6 +54,7 @@ from slipstream.records import (
     Counts,
     Group,
     Handle,
+    Prompt,
     derive_seed,
     given_group,
     total,
@@ -104,7 +105,8 @@ class Rollouts:
 
     async def _responses(self, number: int) -> Group:
         """Return responses of the student, of the prompt's teacher, or those that were known before the run."""
-        prompt, choice, generate = self.groups.prompt(number), self.groups.choice, partial(self._generate, number)
+        prompt, choice = self.groups.prompt(number), self.groups.choice
+        generate = partial(self._generate, prompt)
         match prompt.source:
             case "":
                 return await self.samplers.call(number, generate)
@@ -117,12 +119,12 @@ class Rollouts:
             case _:
                 return given_group(prompt, choice.prompts.responses(prompt, choice.row(number)))
 
-    async def _generate(self, number: int, worker: Worker[Sampler]) -> Group:
-        """Let a sampler begin or continue a group.
+    async def _generate(self, prompt: Prompt, worker: Worker[Sampler]) -> Group:
+        """Let a sampler begin or continue the group of this prompt.
 
         If schedule.publish is "restart", a partial rollout with tokens of older weights is discarded first.
         """
-        groups, admission, ledger = self.groups, self.groups.admission, self.groups.ledger
+        groups, admission, ledger, number = self.groups, self.groups.admission, self.groups.ledger, prompt.number
         begun, newest = groups.responses.get(number, ()), self.samplers.version
         if groups.paused:
             return begun
@@ -131,7 +133,7 @@ class Rollouts:
             begun = ()
         self.generating.add(number)
         try:
-            rolled = await worker.engine.generate(groups.prompt(number), self.sampling, begun)
+            rolled = await worker.engine.generate(prompt, self.sampling, begun)
         except RecordsLost:  # the partial rollout is lost, so the group starts again
             ledger.thrown += tokens_of(begun)
             return ()
