@@ -56,10 +56,12 @@ def lengths(mean: float, sigma: float, endless: float, count: int = 2000) -> Len
     return Lengths(prompt=PROMPT, responses=tuple(max(1, min(LONGEST, round(n))) for n in body) + (LONGEST,) * cut)
 
 
-def found(student: Model, said: Lengths, reached: Reached, *, updates: int, device: Any = B200) -> dict[str, Forecast]:
+def found(
+    student: Model, said: Lengths, reached: Reached, *, updates: int, device: Any = B200, group: int = 1
+) -> dict[str, Forecast]:
     mean = sum(said.responses) / len(said.responses)
     slots = min(MOST_ROWS, room(device, student, context=PROMPT + mean))
-    work = Work(batch=BATCH, max_tokens=LONGEST, slots=slots, minibatches=MINIBATCHES)
+    work = Work(batch=BATCH, group=group, max_tokens=LONGEST, slots=slots, minibatches=MINIBATCHES)
     costs = costs_on(device, student, QWEN3_30B_A3B, said, reached)
     return {
         name: forecast(
@@ -104,6 +106,8 @@ def main() -> None:
             "a step costs 10 ms more": {"reached": Reached(overhead=13e-3)},
             "a publish takes 10 s": {"reached": Reached(publish=10.0)},
             "H100": {"device": H100},
+            "groups of 8": {"group": 8},
+            "groups of 8, scoring takes no time": {"group": 8, "reached": Reached(score=1e6)},
         }
         for label, change in changes.items():
             print(row(label, found(**(usual | change), updates=args.updates)), flush=True)
