@@ -49,13 +49,15 @@ transformers.utils.logging.disable_progress_bar()
 
 class Clock(transformers.TrainerCallback):
     def __init__(self):
-        self.begun, self.ended = [], []
+        self.begun, self.ended, self.cpu = [], [], []
 
     def on_step_begin(self, *_, **__):
         self.begun.append(time.perf_counter())
+        self.cpu.append(time.process_time())
 
     def on_step_end(self, *_, **__):
         self.ended.append(time.perf_counter())
+        self.last_cpu = time.process_time()
 
 
 def load(path):
@@ -114,6 +116,7 @@ result = {
     "seconds": seconds,
     "samples_per_s": samples / seconds,
     "tokens_per_s": tokens / seconds,
+    "cpu_ms": 1000 * (clock.last_cpu - clock.cpu[WARM_UP]) / samples,
     "loss": [row["loss"] for row in log],
 }
 print(json.dumps(result))
