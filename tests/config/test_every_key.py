@@ -64,7 +64,6 @@ JUDGE = "task.reward=judge task.judge.base_url=http://127.0.0.1:1/v1 task.judge.
 STEERED = "reference.control=adaptive reference.target=0.001 reference.horizon=10"
 WITH = {
     "policy.reward_weights": 'policy.loss=vanilla policy.advantage=gdpo task.reward=["exact","math"]',
-    "policy.drop_alike": "policy.loss=vanilla loss.weight=0",
     "policy.": "policy.loss=vanilla",
     "correction.ctpo_clip": "policy.loss=vanilla correction.preset=decoupled_token_is correction.is_level=cumulative",
     "correction.verl_compat": "policy.loss=vanilla correction.preset=decoupled_geo_rs "
@@ -294,6 +293,7 @@ READ_BY = {
     "data.floor": "pipeline/run.py",
     "data.too_long": "plan/plan.py",
     "policy.refill": "config/schema.py",
+    "policy.drop_alike": "objective/method.py",
     "eval.every": "pipeline/run.py",
     "checkpoint.every": "pipeline/run.py",
     "checkpoint.minutes": "pipeline/run.py",
