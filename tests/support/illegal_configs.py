@@ -64,6 +64,7 @@ policy.drop_alike=true
 {RL} policy.loss=a3po correction.preset=decoupled_token_is
 {RL} policy.loss=oapl policy.options={{beta=0.1}}
 {RL} policy.loss=vespo sampler.top_p=0.9
+{RL} policy.loss=oapl schedule.kind=periodic reference.weight=0.1
 sft.updates=2
 sft.updates=1 sft.warmup=2
 sft.updates=1 sft.loss.kind=reverse_kl_mc

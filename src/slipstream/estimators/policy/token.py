@@ -179,7 +179,8 @@ def a3po(
     """Interpolate the proximal policy of decoupled_ppo, which then needs no pass of its own (A-3PO, 2512.06547).
 
     `decoupled_ppo` with log π_prox = α logπ_old + (1 − α) sg(logπ), α = 1/max(lag, 1). So r = (π/π_old)^α.
-    `lag` [B, T] is the age of each token in updates. AReaL's code counts from 1, so that α = 1/(lag + 1) there.
+    `lag` [B, T] is the age of each token in updates. AReaL's code counts from 1, so that α = 1/(lag + 1) there. The
+    paper has no weight_cap.
     Use this loss instead of decoupled_ppo if the pass for the proximal policy takes too long.
     """
     same_shape(logp=tokens.logp, lag=lag)
