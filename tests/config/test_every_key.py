@@ -294,6 +294,7 @@ READ_BY = {
     "data.floor": "pipeline/run.py",
     "data.too_long": "plan/plan.py",
     "policy.refill": "config/schema.py",
+    "policy.drop_alike": "objective/method.py",
     "eval.every": "pipeline/run.py",
     "checkpoint.every": "pipeline/run.py",
     "checkpoint.minutes": "pipeline/run.py",

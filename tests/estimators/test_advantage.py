@@ -23,6 +23,7 @@ NAN = math.nan
 REWARDS = torch.tensor([[1, -1.5, 0.5], [3, NAN, NAN], [0, 2, NAN], [NAN] * 3], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
 GROUPS = torch.tensor([5, 5, 7, 5])
+SOFT = 2 * math.log((1 + math.exp(1.5)) / 2)
 SIGMA = 3 / math.sqrt(2) + 1e-6  # of 0 and 3
 
 
@@ -65,6 +66,8 @@ LITERAL: dict[str, tuple[str, dict[str, Any], list[float]]] = {
         {"components": {"a": per_row(0, 3, 2), "b": per_row(1, 1, 5)}, "component_weights": {"b": 0.5}},
         whitened(by_row(-1.5 / SIGMA, 1.5 / SIGMA, (2 + 0.5 * 5) / (1 + 1e-6))),
     ),
+    # 0 and 3: 2 ln((1 + e^1.5)/2); a row alone is its own value
+    "oapl": ("oapl", {"beta": 2.0}, by_row(-SOFT, 3 - SOFT, 0)),
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}, whitened(by_row(-1.5, 1.5, 2))),
     # from the back: 0.5, −1.5 + 0.5/2, 1 − 1.25/2
     "reinforce_plus_plus": ("reinforce_plus_plus", {"gamma": 0.5}, whitened([0.375, -1.25, 0.5, 3, 1, 2])),
@@ -89,6 +92,18 @@ def test_six_tokens_by_hand(case: str) -> None:
     low = advantage(name, REWARDS.bfloat16(), MASK.bool(), groups=GROUPS, **options)
     assert low.dtype == torch.float32
     torch.testing.assert_close(low.double(), six(expected), atol=1e-6, rtol=1e-6)
+
+
+def test_oapl_goes_from_the_mean_to_the_best_without_overflow() -> None:
+    rewards, mask = torch.tensor([[0.0], [1.0], [1.0], [2.0], [-900.0]]), torch.ones(5, 1)
+    groups = torch.tensor([0, 0, 0, 0, 1])
+    for beta, value in ((1e6, 1.0), (1e-3, 2 - 1e-3 * math.log(4))):
+        found = advantage("oapl", rewards, mask, groups=groups, beta=beta)[:, 0]
+        torch.testing.assert_close(
+            found, torch.tensor([-value, 1 - value, 1 - value, 2 - value, 0.0]), atol=1e-4, rtol=0
+        )
+    with pytest.raises(ValueError, match="beta of the advantage oapl must be above 0, got 0"):
+        advantage("oapl", rewards, mask, groups=groups, beta=0)
 
 
 def test_every_estimator_has_a_literal_test() -> None:

@@ -52,6 +52,19 @@ def weighted(weights: list[float]) -> tuple[list[float], list[float]]:
     ]
 
 
+def phi(c1: float, c2: float, w: float) -> float:
+    """VESPO's weight of a row with ratio w."""
+    return w**c1 * math.exp(c2 * (1 - w))
+
+
+def regression(beta: float) -> tuple[list[float], list[float]]:
+    """OAPL: −(A − ½βS) δ and, from ½βS² − Σ A δ, −A + βS, with S the row's sum of δ: ln 3 and ln 1.8."""
+    row_sums = [math.log(3)] * 4 + [math.log(1.8)] * 2
+    losses = [-(a - beta / 2 * s) * d for a, s, d in zip(A, row_sums, D, strict=True)]
+    return losses, [-a + beta * s for a, s in zip(A, row_sums, strict=True)]
+
+
+R = [math.exp(d) for d in D]
 GATE = [sigmoid(t * (math.exp(d) - 1)) for t, d in zip([1, 1, 1.05, 1.05, 1, 1.05], D, strict=True)]
 
 LITERAL: dict[str, tuple[dict[str, Any], list[float], list[float], float]] = {
@@ -61,6 +74,12 @@ LITERAL: dict[str, tuple[dict[str, Any], list[float], list[float], float]] = {
     "reinforce": ({}, *weighted([1] * 6), 0),
     "gpg": ({}, *weighted([1] * 6), 0),
     "cispo": ({}, *weighted([1, 1.2, 0.8, 1.2, 1.2, 0.9]), 4),
+    # bad tokens at least 0.6 and at most 2, good ones at most 1.4
+    "dispo": (
+        {"clip_high_pos": 0.4, "clip_low_neg": 0.4, "clip_high_neg": 1.0},
+        *weighted([1, 1.4, 0.6, 2, 1.4, 0.9]),
+        4,
+    ),
     # s = S0 or S1, both above 1.2: good tokens clipped; d s/dlogp = s/4 or s/2 at every token, from −A = 1 + 2 and 1
     "gspo": ({}, [-1.2, -1.2, S0, 2 * S0, -2.4, S1], [3 * S0 / 4] * 4 + [S1 / 2] * 2, 3),
     "gspo_token": ({}, [-1.2, -1.2, S0, 2 * S0, -2.4, S1], [0, 0, S0, 2 * S0, 0, S1], 3),
@@ -98,6 +117,13 @@ LITERAL: dict[str, tuple[dict[str, Any], list[float], list[float], float]] = {
         [-a + d / 2 for a, d in zip(A, D, strict=True)],
         0,
     ),
+    # −A r + 0.04 (r − 1)²; dr/dlogp = r
+    "r2vpo": (
+        {},
+        [-a * r + 0.04 * (r - 1) ** 2 for a, r in zip(A, R, strict=True)],
+        [(-a + 0.08 * (r - 1)) * r for a, r in zip(A, R, strict=True)],
+        0,
+    ),
     # harmful are 2, 3, 5, 6; the fourth alone exceeds the budget: (0 + ln² 4)/2 > 0.04
     "m2po": ({}, [-1, 0, 0, 8, 0, 0], [-1, 0, 0, 8, 0, 0], 4),
     # r = p/prox = 1, 0.9, 0.5, 1.6, –, 0.9; w = prox/old = 1, 5/3, 1, 2.5, 6 > 5, 1
@@ -106,6 +132,13 @@ LITERAL: dict[str, tuple[dict[str, Any], list[float], list[float], float]] = {
         [-1, -1.5, 0.8, 8, 0, 0.9],
         [-1, -1.5, 0, 8, 0, 0.9],
         2,
+    ),
+    # α = 1, ½, ½, ¼ and 1, ½: r^α = 1, √1.5 > 1.2, √½ < 0.8, √2, 2 > 1.2, √0.9; w = r^(1−α) = 1, √1.5, √½, 2√2, 1, √0.9
+    "a3po": (
+        {"lag": rows([0, 2, 2, 4, 1, 2], fill=0.0)},
+        [-1, -1.2 * 1.5**0.5, 0.8 * 0.5**0.5, 8, -2.4, 0.9],
+        [-1, 0, 0, 8, 0, 0.9],
+        3,
     ),
     # the bad row has w = min(1.8, 1)
     "topr": ({"positive": torch.tensor([True, False])}, *weighted([1] * 6), 2),
@@ -119,6 +152,13 @@ LITERAL: dict[str, tuple[dict[str, Any], list[float], list[float], float]] = {
         *weighted([math.exp(c * math.sqrt(t) / 20) for c, t in [(0, 1), (1, 2), (-1, 3), (1, 4), (1, 1), (1, 2)]]),
         5,
     ),
+    # W = 3 and 1.8; good tokens have c1 = 2, c2 = 3, bad ones 3, 2
+    "vespo": (
+        {},
+        *weighted([phi(2, 3, 3), phi(2, 3, 3), phi(3, 2, 3), phi(3, 2, 3), phi(2, 3, 1.8), phi(3, 2, 1.8)]),
+        0,
+    ),
+    "oapl": ({"oapl_beta": 0.5}, *regression(0.5), 0),
 }  # fmt: skip
 
 
@@ -138,7 +178,8 @@ def test_six_tokens_by_hand(name: str) -> None:
 
     by_row = name in ("gspo", "gspo_token", "gmpo", "sapo")
     own, _ = policy_loss(name, *args, **hyper)
-    assert own.item() == pytest.approx((sum(losses[:4]) / 4 + sum(losses[4:]) / 2) / 2 if by_row else sum(losses) / 6)
+    over_tokens = sum(losses) / (2 if name == "oapl" else 6)
+    assert own.item() == pytest.approx((sum(losses[:4]) / 4 + sum(losses[4:]) / 2) / 2 if by_row else over_tokens)
     for i, expected in enumerate(losses if name != "gmpo" else []):  # one token at a time; gmpo weighs rows
         alone, _ = policy_loss(name, *args, agg="token-sum", weights=rows([float(i == j) for j in range(6)]), **hyper)
         assert alone.item() == pytest.approx(expected)
@@ -224,6 +265,42 @@ def test_dppo_truncates_at_20_where_verl_truncates_at_3() -> None:
         assert gradient(loss, logp)[0, 3].item() == pytest.approx(2 * weight)
 
 
+def test_dispo_clips_four_ways() -> None:
+    """The paper's bounds: good tokens within 0.8 and 11, bad ones within 0 and 101."""
+    ratios, signs = [0.5, 20.0, 0.5, 200.0], [1.0, 1.0, -1.0, -1.0]
+    logp = torch.tensor([ratios], dtype=torch.float64).log().requires_grad_()
+    advantages = torch.tensor([signs], dtype=torch.float64)
+    loss, _ = policy_loss("dispo", logp, torch.zeros(1, 4), advantages, torch.ones(1, 4), agg="token-sum")
+    torch.testing.assert_close(gradient(loss, logp), torch.tensor([[-0.8, -11, 0.5, 101]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("beta", [1e-3, 0.5, 2.0])
+def test_oapl_is_the_square_of_the_paper_divided_by_two_beta(beta: float) -> None:
+    """(β ln(π/π_inf) − A)² of each row, whose minimum has ln(π/π_inf) = A/β whatever drew the row."""
+    logp, answers = rows(P).log().requires_grad_(), torch.tensor([0.7, -1.1], dtype=torch.float64)
+    advantages, valid = answers[:, None].expand(2, 4), MASK != 0
+    loss, _ = policy_loss("oapl", logp, rows(OLD).log(), advantages, MASK, oapl_beta=beta)
+    gap = (beta * (logp - rows(OLD).log()).where(valid, 0.0).sum(-1) - answers).square()
+    assert loss.item() == pytest.approx(((gap - answers.square()) / (2 * beta)).mean().item())
+    torch.testing.assert_close(gradient(loss, logp), gradient((gap / (2 * beta)).mean(), logp))
+    reached = (rows(OLD).log() + answers[:, None] / beta / valid.sum(-1, keepdim=True)).requires_grad_()
+    loss, _ = policy_loss("oapl", reached, rows(OLD).log(), advantages, MASK, oapl_beta=beta)
+    torch.testing.assert_close(gradient(loss, reached), torch.zeros(2, 4, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_vespo_fades_on_both_sides_and_is_greatest_at_c1_by_c2(sign: float) -> None:
+    """φ(1) = 1, φ′(W) = 0 at W = c1/c2 = ⅔ or 3/2, and both a forgotten and a runaway row have no weight."""
+    ratio = torch.tensor([1.0, 2 / 3 if sign > 0 else 1.5, 1e-6, 40.0], dtype=torch.float64)
+    logp = ratio.log()[:, None].requires_grad_()
+    ones = torch.ones_like(logp)
+    loss, _ = policy_loss("vespo", logp, torch.zeros_like(logp), sign * ones, ones, agg="token-sum")
+    one, most, low, high = (-sign * gradient(loss, logp)).flatten().tolist()
+    assert one == pytest.approx(1) and low < 1e-9 and high < 1e-9
+    near = torch.tensor([0.98, 1.02], dtype=torch.float64) * ratio[1]
+    assert all(phi(*((2, 3) if sign > 0 else (3, 2)), w) < most for w in near.tolist()) and most >= 1
+
+
 # --- verl's vectors ---------------------------------------------------------------------------------------------------
 
 VECTORS = json.loads((Path(__file__).parents[1] / "fixtures" / "verl_vectors.json").read_text())
@@ -260,6 +337,10 @@ def test_mistakes_are_named() -> None:
         policy_loss("reinforce", x, x, x, x, clip_low=0.3)
     with pytest.raises(ValueError, match="decoupled_ppo needs proximal_logp"):
         policy_loss("decoupled_ppo", x, x, x, x)
+    with pytest.raises(ValueError, match="a3po needs lag"):
+        policy_loss("a3po", x, x, x, x)
+    with pytest.raises(ValueError, match=r"lag \(2, 1\)"):
+        policy_loss("a3po", x, x, x, x, lag=x[:, :1])
     with pytest.raises(ValueError, match="clip_cov needs generator"):
         policy_loss("clip_cov", x, x, x, x)
     with pytest.raises(ValueError, match="unknown option of m2po 'budge'"):

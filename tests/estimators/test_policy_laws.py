@@ -15,6 +15,7 @@ from slipstream.estimators.policy import policy_loss, prepare
 from slipstream.estimators.policy.token import Tokens
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 
+PULLING = {"dro", "kl_cov", "r2vpo", "oapl"}
 BATCH = [name for name in LOSSES if LOSSES[name].scope == "batch"]
 
 
@@ -49,6 +50,8 @@ def needs(name: str, old: Tensor) -> dict[str, Any]:
             return {"budget": 0.25}
         case "decoupled_ppo":
             return {"proximal_logp": old * 0.9}
+        case "a3po":
+            return {"lag": torch.arange(old.numel()).reshape(old.shape) % 4}
         case "topr":
             return {"positive": torch.arange(len(old)) % 2}
         case _:
@@ -100,9 +103,9 @@ def test_at_ratio_one_every_method_is_the_plain_policy_gradient(name: str) -> No
     _, old, advantages, mask = random_batch(7)
     advantages = advantages[:, :1].expand_as(old) / 10
     logp = old.clone().requires_grad_()
-    hyper = {"clip_cov": {"generator": seeded()}, "decoupled_ppo": {"proximal_logp": old}}.get(name) or (
-        {"positive": torch.zeros(len(old))} if name == "topr" else {}
-    )
+    hyper = {} if LOSSES[name].scope == "batch" else needs(name, old)
+    if name in ("clip_cov", "decoupled_ppo"):
+        hyper = {"generator": seeded()} if name == "clip_cov" else {"proximal_logp": old}
     loss, metrics = policy_loss(name, logp, old, advantages, mask, agg="seq-mean-token-mean", **hyper)
     plain, _ = policy_loss("reinforce", logp, old, advantages, mask, agg="seq-mean-token-mean")
     torch.testing.assert_close(gradient(loss, logp), gradient(plain, logp))
@@ -121,7 +124,7 @@ def test_gspo_token_is_gspo_where_a_row_has_one_advantage(seed: int) -> None:
     torch.testing.assert_close(gradient(one, logp), gradient(other, logp))
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"dro", "kl_cov"}))  # which pull back to the old policy too
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - PULLING))  # which pull back to the old policy too
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(name: str, sign: float) -> None:
     """Rows of one token each, their ratios from e^−40 to e^40: no numeric bound silences a token or turns it round."""
@@ -132,13 +135,54 @@ def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(na
         "clip_cov": {"chosen": nobody},
         "m2po": {"chosen": nobody},
         "decoupled_ppo": {"proximal_logp": old},
+        "a3po": {"lag": torch.full_like(logp, 3)},
         "topr": {"positive": torch.full((len(logp),), sign > 0)},
     }.get(name, {})
     loss, acted = LOSSES[name].loss(Tokens(logp, old, advantages, mask != 0), **hyper)
     slope = gradient(loss.sum(), logp)
     assert (slope * sign <= 0).all()
-    faded = (logp > 3) if name == "sapo" else nobody  # its sigmoid is flat there
+    faded = (logp > 3) if name in ("sapo", "vespo") else nobody  # the sigmoid is flat there, and exp(−W) is 0
     assert (slope != 0)[~acted & ~faded].all()
+
+
+@given(seed=st.integers(0, 10_000))
+def test_dispo_with_equal_bounds_is_cispo(seed: int) -> None:
+    logp, old, advantages, mask = random_batch(seed)
+    logp.requires_grad_()
+    bounds = {f"clip_{side}_{sign}": 0.2 for side in ("low", "high") for sign in ("pos", "neg")}
+    (one, a), (other, b) = (
+        policy_loss(name, logp, old, advantages, mask, **options)
+        for name, options in (("dispo", bounds), ("cispo", {}))
+    )
+    assert torch.equal(one, other) and torch.equal(gradient(one, logp), gradient(other, logp))
+    assert a["clip_fraction"] == b["clip_fraction"]
+
+
+@given(seed=st.integers(0, 10_000), lag=st.integers(0, 5))
+def test_a3po_is_decoupled_ppo_around_the_interpolated_policy(seed: int, lag: int) -> None:
+    """Up to lag 1 the proximal policy is the old one: PPO without the dual clip."""
+    logp, old, advantages, mask = random_batch(seed)
+    logp.requires_grad_()
+    near = 1 / max(lag, 1)
+    proximal = (near * old + (1 - near) * logp).detach()
+    found, _ = policy_loss("a3po", logp, old, advantages, mask, lag=torch.full_like(old, lag))
+    expected, _ = policy_loss("decoupled_ppo", logp, old, advantages, mask, proximal_logp=proximal)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient(found, logp), gradient(expected, logp))
+    if lag <= 1:
+        ppo, _ = policy_loss("vanilla", logp, old, advantages, mask, dual_clip=math.inf)
+        torch.testing.assert_close(found, ppo)
+
+
+@given(seed=st.integers(0, 10_000))
+def test_r2vpo_without_its_penalty_is_the_plain_ratio_and_with_it_the_variance_counts(seed: int) -> None:
+    logp, old, advantages, mask = random_batch(seed)
+    (free, _), (held, _) = (
+        policy_loss("r2vpo", logp, old, advantages, mask, variance_coef=coef) for coef in (0.0, 0.5)
+    )
+    ratio = (logp - old).exp().where(mask != 0, 1.0)
+    torch.testing.assert_close(free, -(advantages * ratio * mask).sum() / mask.sum())
+    torch.testing.assert_close(held - free, 0.5 * (ratio - 1).square().sum() / mask.sum())
 
 
 # --- scope ------------------------------------------------------------------------------------------------------------

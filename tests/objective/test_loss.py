@@ -198,6 +198,8 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
             extra["positive"] = (advantages * kept).sum(-1) > 0
         if name == "decoupled_ppo":
             extra["proximal_logp"] = by_version[2]
+        if name == "a3po":
+            extra["lag"] = 2 - made_by
         if name in ("clip_cov", "kl_cov", "m2po"):
             chooser = dict(options) | (
                 {"generator": torch.Generator().manual_seed(derive_seed(0, "choice", 3))} if name == "clip_cov" else {}
@@ -836,6 +838,56 @@ def test_rewards_of_samples_that_nobody_trains_on_are_in_no_mean() -> None:
     assert metrics["policy/reward"] == 0.5 and metrics["policy/rows_moved"] == 1.0
     _, metrics = freeze(batch[2:], replace(method(), policy=PolicyConfig()), update=1)
     assert metrics["policy/reward"] == metrics["policy/rows_moved"] == 0.0
+
+
+def graded_alike(group: list[Handle]) -> list[Handle]:
+    """The group, with the same rewards for all its responses."""
+    found = [replace(h.body, rollout=replace(h.body.rollout, rewards={"exact": 1.0, "math": 0.5})) for h in group]
+    return [Handle(h.header, body) for h, body in zip(group, found, strict=True)]
+
+
+@pytest.mark.parametrize("preset", ["disabled", "decoupled_token_is"])
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "m2po", "oapl"])
+def test_groups_whose_rewards_are_alike_are_left_out_of_loss_and_denominators(
+    case: Case, loss: str, preset: str
+) -> None:
+    """The update is the one without these groups; without such groups nothing changes."""
+    leaving = replace(method(preset=preset), policy=PolicyConfig(loss=loss, drop_alike=True))
+    some = [graded_alike(group) if i in (1, 4) else group for i, group in enumerate(case.groups)]
+    found, without = update(case, leaving, some), update(case, leaving, [case.groups[i] for i in (0, 2, 3)])
+    assert found.counts == without.counts and found.loss == pytest.approx(without.loss, rel=1e-12)
+    torch.testing.assert_close(found.gradients, without.gradients)
+    assert found.metrics["policy/rows_moved"] == pytest.approx(3 / 5) and without.metrics["policy/rows_moved"] == 1
+    keeping = replace(leaving, policy=PolicyConfig(loss=loss))
+    assert update(case, keeping, some).counts.n_sequences == without.counts.n_sequences + 6
+    one, other = (update(case, each, case.groups) for each in (leaving, keeping))
+    assert one.counts == other.counts and one.loss == other.loss
+
+
+def test_alike_means_the_sum_of_rewards_or_each_of_them_for_gdpo() -> None:
+    """Sums agree in the first group, and each reward in the second; the last sample is not the student's."""
+    logp, mask = torch.full((3,), -1.0, dtype=DTYPE), torch.ones(3, dtype=torch.bool)
+    rewards = [(0, 1.0, 0.0), (0, 0.0, 1.0), (1, 0.5, 0.5), (1, 0.5, 0.5), (2, 1.0, 0.0), (2, 0.0, 0.0), (3, 1.0, 1.0)]
+    batch = [
+        Evidence(
+            group=group,
+            episode=i,
+            rewards={"exact": exact, "math": math},
+            mask_T=mask,
+            turn_T=torch.zeros(3, dtype=torch.int64),
+            behavior_T=logp,
+        )
+        for i, (group, exact, math) in enumerate(rewards)
+    ]
+    batch.append(replace(batch[0], group=4, episode=9, rewards={}, drawn=False))
+    for advantage_name, left in (
+        ("grpo", [False] * 4 + [True] * 2 + [False]),
+        ("gdpo", [True] * 2 + [False] * 2 + [True] * 2 + [False]),
+    ):
+        policy = PolicyConfig(advantage=advantage_name, drop_alike=True)  # type: ignore[arg-type]
+        frozen, metrics = freeze(batch, replace(method(), rewards={"exact": 1.0, "math": 1.0}, policy=policy), update=1)
+        assert [bool(each.mask_T.any()) for each in frozen] == [*left, True]
+        assert metrics["policy/rows_moved"] == pytest.approx(2 / 7), "of all rows, as without the setting"
 
 
 def test_teachers_have_weights_and_metrics_of_their_own(case: Case) -> None:

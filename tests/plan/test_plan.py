@@ -88,6 +88,9 @@ schedule.max_lag=2 schedule.on_old=restart
 {RL} policy.loss=cispo
 {RL} policy.loss=gspo policy.advantage=rloo
 {RL} policy.loss=topr
+{RL} policy.loss=oapl policy.advantage=oapl policy.advantage_options={{beta=0.5}} policy.drop_alike=true
+{RL} policy.loss=vespo schedule.kind=periodic
+{RL} policy.loss=a3po schedule.tau=4
 {RL} policy.loss=vanilla policy.options={{clip_high=0.28}}
 {RL} policy.advantage=grpo policy.advantage_options={{norm=false}}
 {RL} policy.old=previous

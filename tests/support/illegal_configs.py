@@ -56,6 +56,15 @@ policy.refill=2.0
 {RL} policy.refill=2.0 policy.advantage=reinforce_plus_plus
 {RL} policy.refill=2.0 reference.weight=0.1 reference.into=reward
 {RL} policy.refill=1.2
+policy.drop_alike=true
+{BOTH} policy.drop_alike=true
+{RL} policy.drop_alike=true policy.advantage=remax
+{RL} policy.drop_alike=true reference.weight=0.1 reference.into=reward
+{RL} policy.loss=a3po policy.options={{lag=2.0}}
+{RL} policy.loss=a3po correction.preset=decoupled_token_is
+{RL} policy.loss=oapl policy.options={{beta=0.1}}
+{RL} policy.loss=vespo sampler.top_p=0.9
+{RL} policy.loss=oapl schedule.kind=periodic reference.weight=0.1
 sft.updates=2
 sft.updates=1 sft.warmup=2
 sft.updates=1 sft.loss.kind=reverse_kl_mc

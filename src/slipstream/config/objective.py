@@ -13,6 +13,7 @@ PolicyName = Literal[
     "reinforce",
     "gpg",
     "cispo",
+    "dispo",
     "gspo",
     "gspo_token",
     "gmpo",
@@ -22,12 +23,16 @@ PolicyName = Literal[
     "clip_cov",
     "kl_cov",
     "dro",
+    "r2vpo",
     "m2po",
     "decoupled_ppo",
+    "a3po",
     "topr",
     "aspo",
     "minpro",
     "ctpo",
+    "vespo",
+    "oapl",
 ]
 AdvantageName = Literal[
     "grpo",
@@ -37,6 +42,7 @@ AdvantageName = Literal[
     "opob",
     "gpg",
     "gdpo",
+    "oapl",
     "reinforce_plus_plus_baseline",
     "reinforce_plus_plus",
     "remax",
@@ -90,9 +96,17 @@ class PolicyConfig(Section):
     """Replace groups whose rewards are all alike, which have no advantage, by groups of further prompts (DAPO's dynamic
     sampling). At most this many times the groups of an update are rolled out for each update; groups beyond that are
     learned from. None replaces none."""
+    drop_alike: bool = False
+    """Leave groups whose rewards are all alike out of the loss and its denominators (zero-variance filtering). No other
+    groups replace them, so batches get smaller; `refill` replaces them."""
     old: Literal["behavior", "previous"] = "behavior"
     """Old policy, the denominator of the importance ratio. behavior: the policy that sampled the tokens. previous: the
     learner before its last update."""
+
+    @property
+    def filters(self) -> list[str]:
+        """Return the names of the settings that drop groups whose rewards are alike."""
+        return ["refill"] * (self.refill is not None) + ["drop_alike"] * self.drop_alike
 
     @field_validator("advantage", mode="before")
     @classmethod

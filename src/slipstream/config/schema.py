@@ -859,22 +859,22 @@ class Config(Section):
 
     def _check_rewards(self, policy: PolicyConfig) -> None:
         names, weights = self.task.names, policy.reward_weights
-        if policy.refill is not None:
+        for name in policy.filters:
             if self.loss.weight:
                 raise ValueError(
-                    "policy.refill drops groups whose rewards are alike, and distillation learns from these, too: "
-                    "write loss.weight = 0, or drop policy.refill"
+                    f"policy.{name} drops groups whose rewards are alike, and distillation learns from these, too: "
+                    f"write loss.weight = 0, or drop policy.{name}"
                 )
             if self.reference is not None and self.reference.into == "reward":
                 raise ValueError(
-                    'policy.refill drops groups whose rewards are alike, and reference.into = "reward" makes them '
-                    'differ: write reference.into = "loss", or drop policy.refill'
+                    f'policy.{name} drops groups whose rewards are alike, and reference.into = "reward" makes them '
+                    f'differ: write reference.into = "loss", or drop policy.{name}'
                 )
-            if not self.most_refilled:
-                raise ValueError(
-                    f"policy.refill = {policy.refill:g} allows no further group beside the {self.groups_per_update} of "
-                    f"an update: write {1 + 1 / self.groups_per_update:.4g} or more, or drop it"
-                )
+        if policy.refill is not None and not self.most_refilled:
+            raise ValueError(
+                f"policy.refill = {policy.refill:g} allows no further group beside the {self.groups_per_update} of "
+                f"an update: write {1 + 1 / self.groups_per_update:.4g} or more, or drop it"
+            )
         if policy.advantage == "gdpo" and len(names) == 1:
             raise ValueError(
                 'policy.advantage = "gdpo" normalises each of several rewards by itself, and task.reward is '

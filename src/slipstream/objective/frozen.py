@@ -3,7 +3,7 @@
 All data are small (a few numbers per token), on the CPU, in float64. Ranks (processes of the learner) exchange the data
 and compute equal decisions for the whole batch. The branches of an episode are joined to one sequence. An episode
 has one reward, counts once in its group's baseline, and is one sequence for corrections. Guarantor of invariant 6:
-rejected tokens are in no loss, denominator or baseline.
+rejected tokens, and groups that `drop_alike` leaves out, are in no loss, denominator or baseline.
 
 Shapes: B samples, or episodes; T positions (of one of them, or of the longest).
 """
@@ -55,6 +55,8 @@ class Evidence:
     turn_T: Tensor
     behavior_T: Tensor
     """Log-probs of the emitted tokens, recorded by the sampler. The learner computes all other log-probs."""
+    lag_T: Tensor | None = None
+    """Age of each token: the learner's version minus the version that drew it."""
     old_T: Tensor | None = None
     current_T: Tensor | None = None
     squares_T: Tensor | None = None
@@ -81,6 +83,7 @@ class Frozen:
     chosen_T: Tensor | None = None
     """Mask of the tokens that a batch-scope policy loss selected from the whole batch."""
     proximal_T: Tensor | None = None
+    lag_T: Tensor | None = None
     reference_T: Tensor | None = None
     proximal_NM: Tensor | None = None
     """Log-probs of all draws when the batch arrived; `reference_NM`: the same under the reference. `keep_NM` is the
@@ -124,14 +127,15 @@ def freeze(
         gap = offpolicy_metrics(old_BT, behavior_BT, mask_BT)
         metrics |= {f"mismatch/{name}": value for name, value in gap.items()}
         metrics["old_logp_missing"] = sum(sample.missing for sample in batch) / max(int((mask_BT != 0).sum()), 1)
-    kept_BT = mask_BT
+    dropped_B1 = rewards.alike()[:, None] & ~others_B1 if method.drops_alike else torch.zeros_like(others_B1)
+    kept_BT = mask_BT.masked_fill(dropped_B1, 0)
     if method.correction.corrects:
         correction = method.correction.apply(
             # decoupled: compare the sampler with the learner at a token's version; bypass: with the current learner
             old_BT if method.decoupled else _current(batch),
             behavior_BT,
-            mask_BT,
-            **_evidence(batch, method, rewards, mask_BT),
+            kept_BT,
+            **_evidence(batch, method, rewards, kept_BT),
         )
         kept_BT = correction.mask
         metrics |= {f"correction/{name}": value for name, value in correction.metrics.items()}
@@ -145,7 +149,7 @@ def freeze(
         policy, own_BT = method.policy, kept_BT.masked_fill(others_B1, 0)
         found["advantage_T"] = advantage_BT = rewards.advantages(own_BT, found.get("weight_T"))
         positive_B = advantage_BT.masked_fill(own_BT == 0, 0.0).sum(-1) > 0
-        metrics |= rewards.metrics(advantage_BT, own_BT)
+        metrics |= rewards.metrics(advantage_BT, torch.where(dropped_B1, mask_BT, own_BT))
         if method.proximal:
             found["proximal_T"] = _current(batch)
         if method.chooses:
@@ -162,6 +166,7 @@ def freeze(
         Frozen(
             mask_T=kept_BT[row, at].bool(),
             behavior_T=sample.behavior_T,
+            lag_T=sample.lag_T,
             reference_T=sample.reference_T,
             proximal_NM=sample.draws.current_NM if sample.draws is not None else None,
             reference_NM=sample.reference_NM,
@@ -298,6 +303,14 @@ class Rewards:
 
     def _squares(self) -> Tensor:
         return padded([present(sample.squares_T) for sample in self.batch])
+
+    def alike(self) -> Tensor:
+        """Return a mask [B] of the rows whose group has equal rewards; with gdpo each reward must be equal."""
+        apart = self.method.policy is not None and self.method.policy.advantage == "gdpo"
+        values = torch.stack(list(self.by_name.values()) if apart else [self.reward_B])
+        same_BB = self.group_B[:, None] == self.group_B
+        differ_BB = (values[:, :, None] != values[:, None]).any(0)
+        return ~(same_BB & differ_BB).any(-1)
 
     def metrics(self, advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
         left_B = (mask_BT != 0).any(-1)

@@ -24,7 +24,7 @@ from slipstream.estimators.tables.correction import (
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
-TENSOR_OPTIONS = ("generator", "positive", "proximal_logp")
+TENSOR_OPTIONS = ("generator", "lag", "positive", "proximal_logp")
 """Options of policy losses that the program computes and a config cannot set."""
 
 
@@ -141,6 +141,14 @@ class Method:
     @property
     def proximal(self) -> bool:
         return self.policy is not None and "proximal_logp" in LOSSES[self.policy.loss].takes
+
+    @property
+    def drops_alike(self) -> bool:
+        return self.policy is not None and self.policy.drop_alike
+
+    @property
+    def by_lag(self) -> bool:
+        return self.policy is not None and "lag" in LOSSES[self.policy.loss].takes
 
     @property
     def beta(self) -> float:
@@ -318,10 +326,10 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
             raise ConfigError('policy.old = "previous" and correction.preset name two old policies: drop one')
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f'policy.old = "previous" does nothing: {policy.loss} has no ratio to an old policy')
-    if policy.refill is not None and not advantage.compares:
+    for name in policy.filters if not advantage.compares else ():
         raise ConfigError(
-            f"policy.refill drops groups whose rewards are alike, and policy.advantage = {policy.advantage!r} learns "
-            'from these, too: write advantage = "grpo", or drop policy.refill'
+            f"policy.{name} drops groups whose rewards are alike, and policy.advantage = {policy.advantage!r} learns "
+            f'from these, too: write advantage = "grpo", or drop policy.{name}'
         )
     if config.sampler.group == 1 and advantage.compares:
         raise ConfigError(

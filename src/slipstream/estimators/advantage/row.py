@@ -109,6 +109,23 @@ def gdpo(
     return whiten(rows.spread(total_B), rows.mask)
 
 
+def oapl(rows: Rows, *, beta: float = 1.0) -> Tensor:
+    """Subtract the value that the best policy near the sampler would reach (optimal advantage of OAPL, 2602.19362).
+
+    S − beta·ln(mean of exp(S/beta) in the group): the mean of S for a large beta, the best S for a small one.
+    Use this advantage with the loss oapl.
+    """
+    if beta <= 0:
+        raise ValueError(f"beta of the advantage oapl must be above 0, got {beta}")
+    score_B = rows.score
+    left_B = score_B.masked_fill(~rows.alive, -torch.inf)
+    best_B = torch.full_like(score_B, -torch.inf).scatter_reduce(0, rows.group, left_B, "amax")[rows.group]
+    best_B = best_B.masked_fill(best_B.isinf(), 0.0)
+    mean_B = rows.total(((left_B - best_B) / beta).exp()) / rows.sizes.clamp(min=1)
+    soft_B = best_B + beta * mean_B.masked_fill(mean_B == 0, 1.0).log()
+    return rows.spread(score_B - soft_B)
+
+
 def reinforce_plus_plus_baseline(rows: Rows) -> Tensor:
     """Subtract the group's mean and scale by the batch (REINFORCE++ with baseline, 2501.03262).
 

@@ -87,3 +87,31 @@ def ctpo(tokens: Tokens, *, ctpo_clip: float = CTPO_CLIP) -> Loss:
     weight_BT = importance_ratio("cumulative", delta_BT, tokens.mask, c=ctpo_clip)
     free_BT = importance_ratio("cumulative", delta_BT, tokens.mask, c=RATIO_BOUND)  # c√t ≥ 20: no clip at all
     return -weight_BT * tokens.advantage * tokens.logp, weight_BT != free_BT
+
+
+def vespo(
+    tokens: Tokens, *, c1_pos: float = 2.0, c2_pos: float = 3.0, c1_neg: float = 3.0, c2_neg: float = 2.0
+) -> Loss:
+    """Weight each row by a smooth function of its whole ratio, which fades on both sides of 1 (VESPO, 2602.10693).
+
+    −sg(φ(W)) A logπ, W = Π_t r_t, φ(W) = W^c1·exp(c2 (1 − W)), with c1_pos and c2_pos where A > 0, else c1_neg and
+    c2_neg. Importance weights of a decoupled correction multiply the loss; the authors' code multiplies W by them.
+    Use this loss for very stale rows with one reward each, and for mixture-of-experts models.
+    """
+    log_B1 = tokens.delta.detach().double().sum(-1, keepdim=True).clamp(-RATIO_BOUND, RATIO_BOUND)
+    good_BT, below_B1 = tokens.advantage > 0, 1 - log_B1.exp()
+    log_weight_BT = torch.where(good_BT, c1_pos * log_B1 + c2_pos * below_B1, c1_neg * log_B1 + c2_neg * below_B1)
+    return -log_weight_BT.exp().to(tokens.logp.dtype) * tokens.advantage * tokens.logp, tokens.no_tokens
+
+
+def oapl(tokens: Tokens, *, oapl_beta: float = 1e-3) -> Loss:
+    """Regress the log-ratio of the row on its advantage, without ratio or clip (OAPL, 2602.19362).
+
+    −(A_t − ½ oapl_beta S) δ_t, S = Σ_t δ_t. With one advantage per row the row's sum is ((oapl_beta S − A)² − A²) /
+    (2 oapl_beta): the paper's square, less its constant, divided by 2β so that the gradient at r = 1 is the plain one.
+    The old policy must be the one that drew the row, so use no decoupled correction. The paper publishes weights every
+    50 steps and then empties its buffer; here the schedule decides.
+    Use this loss with the advantage oapl, for rows that are tens or hundreds of updates old.
+    """
+    row_B1 = tokens.delta.sum(-1, keepdim=True)
+    return -(tokens.advantage - oapl_beta / 2 * row_B1) * tokens.delta, tokens.no_tokens

@@ -77,6 +77,27 @@ def cispo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> L
     return -weight_BT * tokens.advantage * tokens.logp, weight_BT != ratio_BT
 
 
+def dispo(
+    tokens: Tokens,
+    *,
+    clip_low_pos: float = 0.2,
+    clip_high_pos: float = 10.0,
+    clip_low_neg: float = 1.0,
+    clip_high_neg: float = 100.0,
+) -> Loss:
+    """Use the ratio as a constant weight, with other bounds for good tokens than for bad ones (DISPO, 2602.00983).
+
+    −sg(clip(r, 1−lo, 1+hi)) A logπ, with clip_low_pos and clip_high_pos where A > 0, else clip_low_neg and
+    clip_high_neg. The paper decides by right and wrong answers: with a group's mean as baseline this is the sign of A.
+    Use this loss like cispo, if entropy, repetitions or length need other bounds in good than in bad answers.
+    """
+    ratio_BT = tokens.ratio.detach()
+    good_BT = ratio_BT.clamp(1 - clip_low_pos, 1 + clip_high_pos)
+    bad_BT = ratio_BT.clamp(1 - clip_low_neg, 1 + clip_high_neg)
+    weight_BT = torch.where(tokens.advantage > 0, good_BT, bad_BT)
+    return -weight_BT * tokens.advantage * tokens.logp, weight_BT != ratio_BT
+
+
 def sapo(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
     """Use a sigmoid instead of the clip: the gradient fades smoothly as r leaves 1 (SAPO, 2511.20347).
 
@@ -122,6 +143,17 @@ def dro(tokens: Tokens, *, dro_beta: float = 0.5) -> Loss:
     return -(tokens.advantage * tokens.logp - dro_beta / 2 * tokens.delta.square()), tokens.no_tokens
 
 
+def r2vpo(tokens: Tokens, *, variance_coef: float = 0.04) -> Loss:
+    """Penalise the variance of the ratio instead of clipping it (R²VPO, 2601.03320).
+
+    −(A r − variance_coef (r − 1)²): the mean of r under the old policy is 1, so (r − 1)² estimates its variance.
+    The paper adapts the coefficient by dual ascent until a bound on the variance holds. Here it is constant, and 0.04
+    is this project's choice.
+    Use this loss if clipping removes the gradient of rare tokens with high advantage.
+    """
+    return -(tokens.advantage * tokens.ratio - variance_coef * (tokens.ratio - 1).square()), tokens.no_tokens
+
+
 def decoupled_ppo(
     tokens: Tokens, *, proximal_logp: Tensor, clip_low: float = 0.2, clip_high: float = 0.2, weight_cap: float = 5.0
 ) -> Loss:
@@ -139,6 +171,24 @@ def decoupled_ppo(
     ratio_BT = bounded_exp(tokens.logp - proximal_BT)
     loss_BT, clipped_BT = clipped_surrogate(ratio_BT, tokens.advantage, clip_low, clip_high)
     return weight_BT.masked_fill(dropped_BT, 0.0) * loss_BT, clipped_BT | dropped_BT
+
+
+def a3po(
+    tokens: Tokens, *, lag: Tensor, clip_low: float = 0.2, clip_high: float = 0.2, weight_cap: float = 5.0
+) -> Loss:
+    """Interpolate the proximal policy of decoupled_ppo, which then needs no pass of its own (A-3PO, 2512.06547).
+
+    `decoupled_ppo` with log π_prox = α logπ_old + (1 − α) sg(logπ), α = 1/max(lag, 1). So r = (π/π_old)^α.
+    `lag` [B, T] is the age of each token in updates. AReaL's code counts from 1, so that α = 1/(lag + 1) there. The
+    paper has no weight_cap.
+    Use this loss instead of decoupled_ppo if the pass for the proximal policy takes too long.
+    """
+    same_shape(logp=tokens.logp, lag=lag)
+    near_BT = 1 / lag.clamp(min=1).to(tokens.old.dtype)
+    proximal_BT = near_BT * tokens.old + (1 - near_BT) * tokens.logp.detach()
+    return decoupled_ppo(
+        tokens, proximal_logp=proximal_BT, clip_low=clip_low, clip_high=clip_high, weight_cap=weight_cap
+    )
 
 
 def aspo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0) -> Loss:

@@ -73,6 +73,11 @@ ADVANTAGES: dict[str, Estimator] = {
         baseline="each reward's group mean and σ, then whitened",
         evidence=("components", "component_weights"),
     ),
+    "oapl": Estimator(
+        formula="row.oapl",
+        settings=("beta",),
+        baseline="the group's soft maximum",
+    ),
     "reinforce_plus_plus_baseline": Estimator(
         formula="row.reinforce_plus_plus_baseline",
         scope="batch",

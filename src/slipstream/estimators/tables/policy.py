@@ -88,6 +88,13 @@ LOSSES: dict[str, PolicyLoss] = {
         importance="clipped token ratio, stop-gradient",
         targets="rare decisive tokens that lose their gradient by clipping",
     ),
+    "dispo": PolicyLoss(
+        formula="token.dispo",
+        takes=("clip_low_pos", "clip_high_pos", "clip_low_neg", "clip_high_neg"),
+        trust_region="none: the weight is bounded, but not the step",
+        importance="token ratio with bounds by the sign of the advantage, stop-gradient",
+        targets="entropy that drifts in good answers; repetitions and shrinking length from bad ones",
+    ),
     "gspo": PolicyLoss(
         formula="row.gspo",
         takes=("clip_low", "clip_high"),
@@ -156,6 +163,13 @@ LOSSES: dict[str, PolicyLoss] = {
         importance="none",
         targets="exploding ratios on offline data",
     ),
+    "r2vpo": PolicyLoss(
+        formula="token.r2vpo",
+        takes=("variance_coef",),
+        trust_region="quadratic penalty on r − 1",
+        importance="token ratio",
+        targets="rare tokens of high advantage that lose their gradient by clipping",
+    ),
     "m2po": PolicyLoss(
         formula="batch.m2po",
         takes=("budget",),
@@ -169,6 +183,13 @@ LOSSES: dict[str, PolicyLoss] = {
         trust_region="hard clip around the proximal policy",
         importance="proximal/behaviour ratio, stop-gradient, 0 above a cap",
         targets="clips that measure staleness instead of the step",
+    ),
+    "a3po": PolicyLoss(
+        formula="token.a3po",
+        takes=("lag", "clip_low", "clip_high", "weight_cap"),
+        trust_region="hard clip around a proximal policy between the old and the current one",
+        importance="proximal/behaviour ratio, stop-gradient, 0 above a cap",
+        targets="the cost of the proximal policy's pass",
     ),
     "topr": PolicyLoss(
         formula="row.topr",
@@ -196,5 +217,20 @@ LOSSES: dict[str, PolicyLoss] = {
         trust_region="log of the prefix product clipped to ±c√t",
         importance="prefix product, stop-gradient",
         targets="as minpro, with the whole product",
+    ),
+    "vespo": PolicyLoss(
+        formula="row.vespo",
+        takes=("c1_pos", "c2_pos", "c1_neg", "c2_neg"),
+        trust_region="smooth weight of the row, which fades as its ratio leaves 1",
+        importance="row ratio in that weight, stop-gradient",
+        targets="variance of exact row ratios",
+    ),
+    "oapl": PolicyLoss(
+        formula="row.oapl",
+        takes=("oapl_beta",),
+        agg="seq-mean-token-sum",
+        trust_region="quadratic penalty on the row's log-ratio",
+        importance="none",
+        targets="ratios that explode on very old rows",
     ),
 }

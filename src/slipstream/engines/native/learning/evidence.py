@@ -46,6 +46,11 @@ class FirstPasses:
             columns["current_T"], columns["squares_T"] = self.passes.log_probs_and_squares(samples)
         elif method.current_first or (method.decoupled and version in self._versions(samples)):
             columns["current_T"] = self.passes.log_probs(samples)
+        if method.by_lag:
+            columns["lag_T"] = [
+                torch.from_numpy(version - sample.rollout.versions).masked_fill(~mask_T, 0)
+                for sample, mask_T in zip(samples, masks, strict=True)
+            ]
         if method.reference is not None:
             columns["reference_T"] = self.passes.log_probs(samples, REFERENCE)
         if method.previous:
