@@ -285,7 +285,7 @@ sampler.longest=20
 teachers.main.longest=20
 sampler.engine_args={{max_model_len=100}}
 sampler.engine=vllm
-sampler.engine=vllm learner.lora.rank=2
+sampler.engine=vllm learner.lora.rank=600
 teachers.main.engine=vllm
 learner.token_budget=10
 teachers.main.token_budget=10

@@ -260,7 +260,9 @@ def fast_checks(config: Config) -> None:
 
 def check_adapter_engines(config: Config) -> None:
     """Raise ConfigError if an adapter is a model of an engine that takes only whole models."""
-    for model, engine in engines_here(config):
+    student, *others = engines_here(config)
+    # a student that is an adapter is trained as one, and vLLM's sampler takes the adapters that a learner trains
+    for model, engine in [*others, *([student] if config.sampler.engine != "vllm" else [])]:
         if not ENGINES[engine].loads_adapters and is_adapter(model):
             what = {"vllm": "vLLM", "server": "a rollout server"}[engine]
             raise ConfigError(
