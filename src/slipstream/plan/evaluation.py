@@ -36,8 +36,10 @@ class EvalSettings:
     chat: bool = False
     system_prompt: str | None = None
     reward: tuple[str, ...] = ("exact",)
-    limit: int = 200
-    n: int = 4
+    limit: int | Mapping[str, int] = 200
+    """Number of prompts of each set; one number, or one for each set by name."""
+    n: int | Mapping[str, int] = 4
+    """Samples of each prompt, like `limit`."""
     max_tokens: int = 96
     temperature: float = 1.0
     seed: int = 0
@@ -58,9 +60,14 @@ class EvalSettings:
     """Reward model and judge of the run."""
     environment: EnvironmentPlan | None = None
 
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(max_tokens=self.max_tokens, group=self.n, temperature=self.temperature)
+    def n_of(self, name: str) -> int:
+        return self.n if isinstance(self.n, int) else self.n[name]
+
+    def limit_of(self, name: str) -> int:
+        return self.limit if isinstance(self.limit, int) else self.limit[name]
+
+    def sampling(self, name: str) -> Sampling:
+        return Sampling(max_tokens=self.max_tokens, group=self.n_of(name), temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,8 @@ class Evaluation:
     tokenizer: Tokenizer
     sets: Mapping[str, Sequence[Prompt]]
     sampler: SamplerPlan
-    sampling: Sampling
+    sampling: Mapping[str, Sampling]
+    """Sampling of each set, by the set's name."""
     grader: GraderPlan
 
 
@@ -136,11 +144,11 @@ def evaluation(
         sets=sets,
         sampler=SamplerPlan(
             runs=ModelPlan(name=model, dtype=asked.dtype, device=asked.device, longest=longest),
-            slots=max(asked.slots, asked.n),
+            slots=max(asked.slots, *map(asked.n_of, sets)),
             threads=asked.threads,
             environment=asked.environment,
         ),
-        sampling=asked.sampling,
+        sampling={name: asked.sampling(name) for name in sets},
         grader=GraderPlan(
             rewards=asked.reward,
             processes=asked.graders,

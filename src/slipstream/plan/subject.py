@@ -60,9 +60,10 @@ def evaluated_model(name: str) -> EvaluatedModel:
 def eval_settings_of(config: Config) -> EvalSettings:
     """Return the evaluation settings of a run's config; training prompts are used if held-out prompts are missing."""
     data, task, sampler, runtime = config.data, config.task, config.sampler, config.runtime
-    limit = config.eval.prompts if data.held_out else min(config.eval.prompts, data.limit or config.eval.prompts)
+    sets, limit = data.held_out or data.sources, None if data.held_out else data.limit
+    asked = {name: config.eval.of(name) for name in sets}
     return EvalSettings(
-        data=data.held_out or data.sources,
+        data=sets,
         split=data.eval_split if data.held_out else data.split,
         where=data.eval_where if data.held_out else data.where,
         prompt=data.prompt,
@@ -72,8 +73,8 @@ def eval_settings_of(config: Config) -> EvalSettings:
         system_prompt=data.system_prompt,
         template_args=data.template_args,
         reward=task.reward,
-        limit=limit,
-        n=config.eval.n,
+        limit=same({name: min(each.prompts, limit or each.prompts) for name, each in asked.items()}),
+        n=same({name: each.n for name, each in asked.items()}),
         max_tokens=sampler.max_tokens,
         temperature=config.eval.temperature,
         seed=config.seed,
@@ -89,6 +90,11 @@ def eval_settings_of(config: Config) -> EvalSettings:
         apart=graders_apart(config),
         environment=environment_of(config),
     )
+
+
+def same(numbers: dict[str, int]) -> int | dict[str, int]:
+    """Return the number of all sets, or the numbers by set if they differ."""
+    return numbers if len(set(numbers.values())) > 1 else next(iter(numbers.values()))
 
 
 def run_of(path: Path) -> Path | None:
