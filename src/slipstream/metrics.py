@@ -296,12 +296,7 @@ def standard_error(correct: Sequence[Sequence[float]]) -> float | None:
 
 
 def pass_at_k(correct: Sequence[Sequence[float]], k: int) -> float:
-    """Return the mean over problems of `passed_at_k`."""
-    return fmean(passed_at_k(correct, k))
-
-
-def passed_at_k(correct: Sequence[Sequence[float]], k: int) -> list[float]:
-    """Return 1 − C(n−c, k)/C(n, k) of each problem, unbiased from n ≥ k samples (Chen et al., 2107.03374)."""
+    """Return the unbiased estimate from n ≥ k samples per problem: 1 − C(n−c, k)/C(n, k) (Chen et al., 2107.03374)."""
 
     def one(samples: Sequence[float]) -> float:
         n, c = len(samples), sum(sample >= 1.0 for sample in samples)
@@ -309,4 +304,4 @@ def passed_at_k(correct: Sequence[Sequence[float]], k: int) -> list[float]:
             raise ValueError(f"pass@{k} needs at least {k} samples of each problem, there are {n}")
         return 1.0 - comb(n - c, k) / comb(n, k)
 
-    return [one(samples) for samples in correct]
+    return fmean(one(samples) for samples in correct)

@@ -8,6 +8,8 @@ import json
 import shutil
 import socket
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from slipstream.reporting.terminal.metric_formats import readings
 from slipstream.run_dir.atomic_files import append, directory_lock
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
+from slipstream.testing.endpoint import FakeEndpoint, model
+from slipstream.testing.server import send
 from support.toy_runs import PROMPTS, config, engines
 
 CONFIG = """
@@ -170,6 +174,55 @@ def test_the_error_of_pass_at_k_is_of_independent_prompts(home: Path, capsys: py
     assert line["pass@3/error"] == pytest.approx((variance / prompts) ** 0.5)
     main(["eval", "runs/first", "-k", "3"])
     assert f"{line['pass@3']:.1%} ± {line['pass@3/error']:.1%}" in capsys.readouterr().out
+
+
+def test_a_model_behind_an_endpoint_answers_as_it_does_here(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "sk-of-this-test")
+    with FakeEndpoint(model("runs/first/final"), name="it", key="sk-of-this-test") as server:
+        words = ("runs/first", "--limit", "2", "--url", server.url, "--api-key-env", "SERVER_KEY")
+        (served, _), said = found(capsys, *words)
+        assert said == "note: runs/first sampled with native; this evaluation samples with a server\n"
+        (here, _), _ = found(capsys, "runs/first", "--limit", "2")
+        asked = server.requests[0]
+        assert asked["model"] == "it" and asked["max_tokens"] == 6 and asked["temperature"] == 1
+        assert served["url"] == server.url and "dtype" not in served and "sk-of" not in str(served)
+        assert served["greedy"] == here["greedy"] and served["prompts"] == here["prompts"]
+        server.always = "refused"
+        assert main(["eval", *words]) == 2
+        assert f"error: the rollout server at {server.url} answers 400" in capsys.readouterr().err
+
+
+IMPOSSIBLE = {
+    "--url http://127.0.0.1:1/v1 --engine vllm": "--url: the server chooses its own --engine: drop one of them",
+    "--url http://127.0.0.1:1/v1 --dtype float64": "--url: the server chooses its own --dtype: drop one of them",
+    "--api-key-env SERVER_KEY": "--api-key-env is for --url: drop it, or write both",
+    "--engine vllm": "--engine = 'vllm': vLLM is not installed here; pip install vllm, or write 'native'",
+}
+
+
+@pytest.mark.parametrize("words", IMPOSSIBLE)
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_engines_that_cannot_be(home: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "runs/first", *words.split()) == IMPOSSIBLE[words]
+
+
+def test_a_server_that_does_not_list_its_models_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeEndpoint(model("models/student"), lists=False) as server:
+        said = refused(capsys, "runs/first", "--url", server.url)
+    assert said.startswith(f"--url {server.url}: it does not list its models (the rollout server at {server.url} answ")
+
+
+def test_a_server_of_several_models_must_name_this_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Two(FakeEndpoint):
+        def get(self, to: BaseHTTPRequestHandler) -> None:
+            send(to, 200, {"data": [{"id": "a"}, {"id": "b"}]})
+
+    with Two(model("models/student")) as server:
+        assert refused(capsys, "runs/first", "--url", server.url) == (
+            f"--url: {server.url} has the models a, b: start it with --served-model-name runs/first/final"
+        )
 
 
 @pytest.mark.parametrize("name", ["runs/first/final", "runs/first/checkpoints/2", "."])

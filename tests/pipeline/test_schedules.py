@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import (
+    DataConfig,
     EvalConfig,
     TaskConfig,
 )

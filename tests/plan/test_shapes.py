@@ -183,7 +183,7 @@ REFUSED = {
     ),
     "an adapter that vLLM has no room for": (
         ["--learner.lora.rank", "600"],
-        "learner.lora.rank = 600: vLLM has room for at most 512; write that or less, or sampler.engine = 'native'",
+        "learner.lora.rank = 600: vLLM has no room for more than 512; write less, or sampler.engine = 'native'",
     ),
     "an argument of adapters": (
         ["--sampler.engine_args.max_lora_rank", "8"],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from slipstream.cli import main
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError
@@ -83,3 +85,16 @@ def test_a_context_that_is_too_short_is_told_at_start_up(tmp_path: Path) -> None
 def test_a_temperature_at_which_vllm_does_not_draw(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sampler.temperature = 0.001: vLLM would sample at 0.01"):
         train(config_of(tmp_path, temperature=0.001), Console(file=io.StringIO()), name="vllm")
+
+
+def test_an_evaluation_by_vllm_gives_the_greedy_accuracy_of_the_native_engine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["eval", "builtin:student", "--limit", "20", "-n", "2", "--max-tokens", "40", "--json"]
+    found = []
+    for engine in "native", "vllm":
+        assert main([*words, "--engine", engine]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    native, vllm = found
+    assert (vllm["engine"], vllm["greedy"], vllm["prompts"]) == ("vllm", native["greedy"], 20)
+    assert 0 < vllm["avg@2"] <= 1

@@ -25,7 +25,7 @@ from slipstream.data.sources import has_splits
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.config import check_there
 from slipstream.errors import ConfigError, RunDirError, printable
-from slipstream.metrics import Metrics, avg_at_n, pass_at_k, passed_at_k, sample_metrics, standard_error
+from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, standard_error
 from slipstream.pipeline.evaluate import answers, correctness
 from slipstream.plan.adapters import check_adapter
 from slipstream.plan.environment import tools_of
@@ -45,7 +45,10 @@ COLUMNS = {field.name for field in fields(EvalSettings) if field.name != "limit"
 """Names of fields of `EvalSettings` that are also in section [data] of a config, and that are the same for all sets."""
 WIDEST = 160
 """Minimum width in columns of the console that prints the table."""
-OF_RUNS = ("where", "template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings", "apart")
+OF_RUNS = {
+    *("where", "template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings", "apart"),
+    "engine_args",
+}
 """Fields of `EvalSettings` that no command-line option sets."""
 SHARES = ("exact", "math", "environment", "format")
 """Rewards that are shown in percent."""
@@ -126,6 +129,8 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
     try:
         with asyncio.Runner() as runner:
             return {name: runner.run(one_set(name)) for name in made.sets}
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     finally:
         sampler.close()
 
@@ -135,14 +140,14 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     notes: list[str] = []
     subject = evaluated_model(model)
     settings = settings_of(subject, options, notes.append)
-    if max(ks) > min(map(settings.n_of, settings.data)):
+    if max(ks) > min(settings.of(name, "n") for name in settings.data):
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
     check_there(subject.model)
     needs(settings.reward, settings.sandbox, settings.reward_settings)
     data = data_section({name: getattr(settings, name) for name in COLUMNS})
     sets = {}
     for name, source in settings.data.items():
-        split, limit, where = settings.split, settings.limit_of(name), settings.where
+        split, limit, where = settings.split, settings.of(name, "limit"), settings.where
         rows = load_rows(source, data, split=split, limit=limit, where=where, say=notes.append)
         sets[name] = graded_rows(rows, settings.reward, settings.sandbox, settings.reward_settings)
     check_adapter(subject.model)
@@ -162,8 +167,11 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     check_alone(made.sampler, settings.device)
     from slipstream.engines.native.files import check_complete  # takes seconds, so after the fast checks
 
-    check_complete(subject.model)
-    for note in subject.notes:
+    if settings.url is None:
+        check_complete(subject.model)
+    engine = "a server" if settings.url is not None else settings.engine
+    other = f"{subject.run} sampled with {subject.sampled_with}; this evaluation samples with {engine}"
+    for note in (*subject.notes, *([other] if subject.run and engine != subject.sampled_with else [])):
         print(printable(f"note: {note}"), file=sys.stderr)
     if not as_json:
         for line in notes:
@@ -203,6 +211,10 @@ def settings_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callab
     if "data" in options:  # other data have other columns
         changes["where"] = {}
     settings = replace(settings, **changes)
+    if settings.url is None and "api_key_env" in options:
+        raise ConfigError("--api-key-env is for --url: drop it, or write both")
+    if settings.url is not None and (idle := {"engine", "device", "dtype"} & options.keys()):
+        raise ConfigError(f"--url: the server chooses its own --{min(idle)}: drop one of them")
     for option, key, value in ("-n", "n", settings.n), ("--limit", "prompts", settings.limit):
         if isinstance(value, Mapping) and value.keys() != settings.data.keys():
             raise ConfigError(
@@ -239,7 +251,9 @@ def settings_line(subject: EvaluatedModel, settings: EvalSettings, options: Mapp
 
 def chosen_settings(settings: EvalSettings) -> dict[str, Any]:
     """Return the settings that options can set, by name; leave out unset settings and those without effect."""
-    idle = () if any(map(has_splits, settings.data.values())) else ("split",)
+    idle = [] if any(map(has_splits, settings.data.values())) else ["split"]
+    idle += ["engine"] if settings.engine == "native" else []
+    idle += ["dtype", "device"] if settings.url is not None else []
     return {
         name: value
         for name, value in asdict(settings).items()
@@ -267,7 +281,7 @@ def line_of(
     subject: EvaluatedModel, settings: EvalSettings, name: str, found: Measured, ks: Sequence[int]
 ) -> dict[str, Any]:
     rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
-    n, passed = settings.n_of(name), {k: passed_at_k(found.sampled, k) for k in ks}
+    n = settings.of(name, "n")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": subject.model,
@@ -275,13 +289,13 @@ def line_of(
         **({"set": name} if name else {}),
         **chosen_settings(settings),
         "data": settings.data[name],
-        "limit": settings.limit_of(name),
+        "limit": settings.of(name, "limit"),
         "n": n,
         "prompts": len(found.sampled),
         f"avg@{n}": found.avg,
         "error": standard_error(found.sampled),
         **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks},
-        **{f"pass@{k}/error": standard_error([[each] for each in passed[k]]) for k in ks},
+        **{f"pass@{k}/error": standard_error([[pass_at_k([each], k)] for each in found.sampled]) for k in ks},
         "greedy": found.greedy,
         "truncated": found.found["truncated"],
         "length": found.found["length/mean"],

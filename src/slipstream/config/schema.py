@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -380,14 +380,6 @@ BySet = dict[str, Annotated[int, Field(ge=1)]]
 """A number for each held-out set, by the set's name."""
 
 
-class EvaluatedSet(NamedTuple):
-    """Settings of [eval] for one held-out set."""
-
-    every: int
-    prompts: int
-    n: int
-
-
 class EvalConfig(Section):
     every: Annotated[int, Field(ge=0)] | BySet = 0
     """Number of updates between two evaluations: one number, or one for each held-out set by name, as in
@@ -408,9 +400,10 @@ class EvalConfig(Section):
             raise ValueError(f"{temperature:g} is as good as greedy: write 0, or {GREEDY} or more")
         return temperature
 
-    def of(self, name: str) -> EvaluatedSet:
-        found = (value[name] if isinstance(value, dict) else value for value in (self.every, self.prompts, self.n))
-        return EvaluatedSet(*found)
+    def of(self, name: str, key: Literal["every", "prompts", "n"]) -> int:
+        """Return a setting of one held-out set."""
+        value: int | dict[str, int] = getattr(self, key)
+        return value[name] if isinstance(value, dict) else value
 
     @property
     def shortest(self) -> int:
@@ -620,7 +613,7 @@ class Config(Section):
                 )
         publish_every = self.schedule.max_publish_every
         for name in self.data.held_out:
-            every, _, n = self.eval.of(name)
+            every, n = self.eval.of(name, "every"), self.eval.of(name, "n")
             if n > self.sampler.slots:
                 raise ValueError(f"eval.n = {n} needs sampler.slots of at least {n}")
             if every % publish_every:

@@ -29,5 +29,5 @@ def rollout_sampling(config: Config) -> Sampling:
 
 def eval_sampling(config: Config, name: str) -> Sampling:
     """Return the sampling of a held-out set."""
-    n, temperature = config.eval.of(name).n, config.eval.temperature
+    n, temperature = config.eval.of(name, "n"), config.eval.temperature
     return Sampling(max_tokens=config.sampler.max_tokens, group=n, temperature=temperature)

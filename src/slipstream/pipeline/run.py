@@ -427,7 +427,9 @@ class Run:
         if not config.eval.every or not rewards or pipeline is None or update == self.log.evaluated:
             return
         final = update == config.updates  # the final student is always evaluated
-        due = {name: each for name, each in self.held_out.items() if final or update % config.eval.of(name).every == 0}
+        due = {
+            name: each for name, each in self.held_out.items() if final or update % config.eval.of(name, "every") == 0
+        }
         if not due:
             return
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from slipstream.config.base import check_url
 from slipstream.config.schema import DataConfig, name_of
 from slipstream.data.prompts import Prompts, Row
 from slipstream.data.tokenizers import Tokenizer, check_ids, encode_rows
+from slipstream.engines.http.client import key_from_environment
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
-from slipstream.errors import DataError
+from slipstream.engines.server.api import ServerEndpoint
+from slipstream.engines.server.completions import Served, served_name
+from slipstream.engines.vllm.core import COLDEST, Settings, check_installed
+from slipstream.errors import ConfigError, DataError
+from slipstream.models.adapters import is_adapter
 from slipstream.plan.engines import EnvironmentPlan, GraderPlan, ModelPlan, SamplerPlan
 from slipstream.plan.environment import Tools
 from slipstream.protocols import Sampling
@@ -59,15 +65,19 @@ class EvalSettings:
     apart: tuple[Any, ...] = ()
     """Reward model and judge of the run."""
     environment: EnvironmentPlan | None = None
+    engine: str = "native"
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine, from the run."""
+    url: str | None = None
+    """OpenAI-compatible server that runs the model; None: the model runs here."""
+    api_key_env: str | None = None
 
-    def n_of(self, name: str) -> int:
-        return self.n if isinstance(self.n, int) else self.n[name]
-
-    def limit_of(self, name: str) -> int:
-        return self.limit if isinstance(self.limit, int) else self.limit[name]
+    def of(self, name: str, key: Literal["n", "limit"]) -> int:
+        value: int | Mapping[str, int] = getattr(self, key)
+        return value if isinstance(value, int) else value[name]
 
     def sampling(self, name: str) -> Sampling:
-        return Sampling(max_tokens=self.max_tokens, group=self.n_of(name), temperature=self.temperature)
+        return Sampling(max_tokens=self.max_tokens, group=self.of(name, "n"), temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -139,12 +149,13 @@ def evaluation(
             if drawn > context:
                 raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {context} of {model}")
             longest = max(longest, drawn)
+    slots = max(asked.slots, *(asked.of(name, "n") for name in sets))
     return Evaluation(
         tokenizer=tokenizer,
         sets=sets,
         sampler=SamplerPlan(
-            runs=ModelPlan(name=model, dtype=asked.dtype, device=asked.device, longest=longest),
-            slots=max(asked.slots, *map(asked.n_of, sets)),
+            runs=engine_of(model, asked, longest, slots),
+            slots=slots,
             threads=asked.threads,
             environment=asked.environment,
         ),
@@ -158,3 +169,24 @@ def evaluation(
             apart=tuple(each for each in asked.apart if each.name in asked.reward),
         ),
     )
+
+
+def engine_of(model: str, asked: EvalSettings, longest: int, slots: int) -> ModelPlan | Settings | Served:
+    """Return the plan of the engine that samples; ConfigError if it cannot run the model as asked."""
+    if asked.url is not None:
+        try:
+            url = check_url(asked.url)
+        except ValueError as error:
+            raise ConfigError(f"--url: {error}") from None
+        endpoint = ServerEndpoint("", url, model, key_from_environment("--api-key-env", asked.api_key_env), slots)
+        endpoint = replace(endpoint, model=served_name(endpoint, model))
+        return Served(endpoint, "openai", model, asked.dtype, folder="")
+    if asked.engine == "native":
+        return ModelPlan(name=model, dtype=asked.dtype, device=asked.device, longest=longest)
+    check_installed("--engine")
+    if is_adapter(model):
+        raise ConfigError(f"--engine vllm: {model} is an adapter: name the directory above it, a model with it merged")
+    if 0 < asked.temperature < COLDEST:
+        raise ConfigError(f"--temperature {asked.temperature:g}: vLLM would sample at {COLDEST}; write that or more")
+    args = {"max_model_len": longest, **asked.engine_args}
+    return Settings(model, asked.dtype, slots, args, threads=asked.threads, device=asked.device, seed=asked.seed)

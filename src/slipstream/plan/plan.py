@@ -653,7 +653,7 @@ def held_out_prompts(
     """Return the held-out prompts, by the name of their set. Add notes, and warnings about training prompts."""
     data, found = config.data, dict[str, Sequence[Prompt]]()
     for name, source in data.held_out.items():
-        split, limit = data.eval_split, config.eval.of(name).prompts
+        split, limit = data.eval_split, config.eval.of(name, "prompts")
         loaded = load_rows(source, data, split=split, limit=limit, where=data.eval_where, say=notes.append)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
         every = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=tells_prompts(config))

@@ -110,11 +110,9 @@ def with_draws(config: Config, say: Callable[[str], None], planned: str = "") ->
     settings = sampler_settings(config)
     if load_config(config.student).model_type in UNPUBLISHED:
         raise ConfigError(f"{settings.named}: vLLM cannot update its weights while it runs; {settings.instead}")
-    if config.learner.lora and config.learner.lora.rank > RANKS[-1]:
-        raise ConfigError(
-            f"learner.lora.rank = {config.learner.lora.rank}: vLLM has room for at most {RANKS[-1]}; write that or "
-            f"less, or {settings.instead.removeprefix('write ')}"
-        )
+    if settings.lora and settings.lora.rank > RANKS[-1]:
+        why = f"vLLM has no room for more than {RANKS[-1]}; write less, or sampler.engine = 'native'"
+        raise ConfigError(f"learner.lora.rank = {settings.lora.rank}: {why}")
     for field, temperature in ("sampler", config.sampler.temperature), ("eval", config.eval.temperature):
         if 0 < temperature < COLDEST:
             raise ConfigError(

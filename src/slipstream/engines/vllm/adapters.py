@@ -51,14 +51,8 @@ def adapter_checksum_of(place: AdapterHome, loaded: Tensor, slot: int) -> int:
     stacks, part = (layer.lora_a_stacked, loaded) if place.part == "A" else (layer.lora_b_stacked, loaded * place.scale)
     running = stacks[place.at][slot, 0].cpu()
     if layer.tp_size > 1:
-        part = _shard(place, part)
+        cut, alone = layer.slice_lora_a if place.part == "A" else layer.slice_lora_b, place.fused == 1
+        part = cut(part) if alone else cut([part if at == place.at else None for at in range(place.fused)])[place.at]
     expected = torch.zeros_like(running)
     expected[: part.shape[0], : part.shape[1]] = part
     return checksum(loaded) if same(running, expected) else checksum(loaded) ^ 1
-
-
-def _shard(place: AdapterHome, matrix: Tensor) -> Tensor:
-    cut = place.layer.slice_lora_a if place.part == "A" else place.layer.slice_lora_b
-    if place.fused == 1:
-        return cut(matrix)  # type: ignore[no-any-return]
-    return cut([matrix if at == place.at else None for at in range(place.fused)])[place.at]  # type: ignore[no-any-return]

@@ -28,14 +28,18 @@ from slipstream.errors import ModelError
 from slipstream.protocols import Fingerprint, WeightsRef
 
 EXTENSION = "slipstream.engines.vllm.worker.Extension"
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Folder in shared memory; None, which stands for the default folder of temporary files, if there is none."""
 
 
 class Loading:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.model = student_of(settings)
+        self.model: PreTrainedModel = empty_model(settings.model)
         """The student with transformers' names; after the start it has shapes only."""
+        if settings.lora:
+            lm = load_model(settings.model, dtype=settings.dtype, device="cpu", base=True)
+            self.model = with_adapters(lm, settings.lora, seed=settings.seed).model
         self.shapes = {name: tuple(tensor.shape) for name, tensor in published(self.model)}
         """Shapes of all weights that a learner exports; tied weights occur once."""
         self.checked = fingerprinted(name for name, _ in self.model.named_parameters())
@@ -52,8 +56,8 @@ class Loading:
         own = {"worker_extension_cls": EXTENSION, "weight_transfer_config": WeightTransferConfig(backend="slipstream")}
         if lora := self.settings.lora:
             layers = {name.split(".lora_")[0].rpartition(".")[2] for name in self.shapes}
-            own |= {"enable_lora": True, "lora_target_modules": sorted(layers)}
-            own["max_lora_rank"] = next(rank for rank in RANKS if rank >= lora.rank)
+            rank = next(rank for rank in RANKS if rank >= lora.rank)
+            own |= {"enable_lora": True, "lora_target_modules": sorted(layers), "max_lora_rank": rank}
         return own
 
     async def begin(self, core: Core, *, hook: bool) -> list[dict[str, Any]]:
@@ -88,53 +92,37 @@ class Loading:
 
     async def load(self, core: Core, weights: WeightsRef) -> Fingerprint:
         """Load published weights, and return the fingerprint of the weights that run. vLLM must be paused."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
         manifest = [(s.name, s.dtype, list(s.shape), s.offset, s.nbytes) for s in weights.manifest]
         with shared_file(weights.body) as path:
             if self.settings.lora:
                 await self._load_adapter(core, path, weights)
             else:
-                await self._load_all(core, path, manifest, str(weights.version))
+                await core.llm.start_weight_update()
+                await core.llm.update_weights(WeightTransferUpdateRequest({"path": path, "manifest": manifest}))
+                await core.llm.finish_weight_update(weight_version=str(weights.version))
             found = await core.rpc("slipstream_checksums", path=path, manifest=manifest)
         every = [still | checksums for still, checksums in zip(self.still, found, strict=True)]
         digests = {combined([checksums[name] for name in self.checked]) for checksums in every}
         return digests.pop() if len(digests) == 1 else "differs from worker to worker"
-
-    async def _load_all(self, core: Core, path: str, manifest: list[Any], version: str) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await core.llm.start_weight_update()
-        await core.llm.update_weights(WeightTransferUpdateRequest({"path": path, "manifest": manifest}))
-        await core.llm.finish_weight_update(weight_version=version)
 
     async def _load_adapter(self, core: Core, path: str, weights: WeightsRef) -> None:
         from vllm.lora.request import LoRARequest
 
         flat = torch.from_numpy(np.memmap(path, np.uint8, mode="c"))
         state = {spec.name: view_of(spec, flat) for spec in weights.manifest}
-        with tempfile.TemporaryDirectory(prefix="slipstream-", dir=shared_folder()) as folder:
+        with tempfile.TemporaryDirectory(prefix="slipstream-", dir=SHARED_MEMORY) as folder:
             write_adapter(Path(folder), self.model, state, base=self.settings.model)
             await core.llm.add_lora(LoRARequest("student", SLOT, folder, load_inplace=True))
             self.adapter = LoRARequest("student", SLOT, folder)
         await core.llm.update_weight_version(str(weights.version))
 
 
-def student_of(settings: Settings) -> PreTrainedModel:
-    """Return the student without weights; if the learner trains adapters, with its weights and the first adapters."""
-    if settings.lora is None:
-        return empty_model(settings.model)
-    lm = load_model(settings.model, dtype=settings.dtype, device="cpu", base=True)
-    return with_adapters(lm, settings.lora, seed=settings.seed).model
-
-
-def shared_folder() -> Path | None:
-    """Return the folder in shared memory; None, which stands for the default folder, if there is none."""
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-
-
 @contextmanager
 def shared_file(body: np.ndarray[Any, Any]) -> Iterator[str]:
     """Write bytes to a file in shared memory that vLLM's workers can read; delete the file at the end."""
-    with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=shared_folder()) as file:
+    with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=SHARED_MEMORY) as file:
         file.write(body.data)
         file.flush()
         yield file.name

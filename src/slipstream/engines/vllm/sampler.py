@@ -237,13 +237,12 @@ class VllmSampler:
         return Loaded(found, wait=still - called, load=loaded - still, thrown=thrown)
 
     async def _load(self, weights: WeightsRef) -> Fingerprint:
-        llm = self.core.llm
         try:
             return await self.loading.load(self.core, weights)
         except Exception as error:
             cause = WRAPPED.sub(r"\1", str(error))
             self.failure = EngineError(f"vLLM could not load version {weights.version}: {cause}")
-            await llm.abort(list(llm.output_processor.request_states), internal=True)
+            await self.core.llm.abort(list(self.core.llm.output_processor.request_states), internal=True)
             raise self.failure from error
 
 

@@ -126,10 +126,7 @@ class Extension:
     slipstream_places: dict[str, Home | AdapterHome]
 
     def slipstream_ready(self, names: list[str], hook: bool, scale: float) -> dict[str, Any]:
-        """Install draws if supported; return `hooked`, the runner's name, and why a weight is unchecked ("": none).
-
-        `names` are the fingerprinted weights. `scale` is the scale of the adapters, if any.
-        """
+        """Install draws if supported; return `hooked`, the runner's name, and why a weight is unchecked ("": none)."""
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
             twin = twin_of(self.vllm_config.model_config.model)

@@ -78,7 +78,7 @@ class Reading:
         for line in self.evaluations:
             if "accuracy" in line:
                 name = line.get("set", "")
-                each, n = found.setdefault(name, Accuracy([], [], [])), self.config.eval.of(name).n
+                each, n = found.setdefault(name, Accuracy([], [], [])), self.config.eval.of(name, "n")
                 each.updates.append(float(line["update"]))
                 each.values.append(line["accuracy"])
                 each.errors.append(standard_error(line["accuracy"], line.get("samples", 0.0) / n))
