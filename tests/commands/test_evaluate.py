@@ -156,24 +156,16 @@ def test_sets_with_numbers_of_their_own(home: Path, capsys: pytest.CaptureFixtur
     (math, code), _ = found(capsys, "runs/first", "-k", "1", "3")
     assert (math["n"], math["limit"], math["prompts"]) == (3, 5, 5) and "avg@3" in math
     assert (code["n"], code["limit"], code["prompts"]) == (4, 2, 2) and "avg@4" in code
-    (math, code), _ = found(capsys, "runs/first", "-n", "2", "--limit", "1")
-    assert [(line["n"], line["limit"], line["prompts"]) for line in (math, code)] == [(2, 1, 1)] * 2
+    # the error of pass@k is s / √P over the prompts' own estimates, which are 0 or 1 for k = n
+    prompts, share = math["prompts"], math["pass@3"]
+    variance = (share * prompts * (1 - share) ** 2 + (1 - share) * prompts * share**2) / (prompts - 1)
+    assert math["pass@3/error"] == pytest.approx((variance / prompts) ** 0.5)
     assert main(["eval", "runs/first", "-k", "3"]) == 0
     table = capsys.readouterr().out
-    assert "avg@n" in table and " n " in table
+    assert "avg@n" in table and " n " in table and f"{share:.1%} ± {math['pass@3/error']:.1%}" in table
     assert refused(capsys, "runs/first", "-k", "4").endswith("write -n 4")
     message = "--data: eval.n of the run has a number for each of its own sets, math, code: write -n"
     assert refused(capsys, "runs/first", "--data", "other=math.jsonl") == message
-
-
-def test_the_error_of_pass_at_k_is_of_independent_prompts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """s / √P over the prompts' own estimates: by hand for k = n, where each is 0 or 1."""
-    (line, _), _ = found(capsys, "runs/first", "-k", "1", "3")
-    solved, prompts = line["pass@3"] * line["prompts"], line["prompts"]
-    variance = (solved * (1 - line["pass@3"]) ** 2 + (prompts - solved) * line["pass@3"] ** 2) / (prompts - 1)
-    assert line["pass@3/error"] == pytest.approx((variance / prompts) ** 0.5)
-    main(["eval", "runs/first", "-k", "3"])
-    assert f"{line['pass@3']:.1%} ± {line['pass@3/error']:.1%}" in capsys.readouterr().out
 
 
 def test_a_model_behind_an_endpoint_answers_as_it_does_here(
