@@ -175,7 +175,7 @@ def test_a_model_behind_an_endpoint_answers_as_it_does_here(
     with FakeEndpoint(model("runs/first/final"), name="it", key="sk-of-this-test") as server:
         words = ("runs/first", "--limit", "2", "--url", server.url, "--api-key-env", "SERVER_KEY")
         (served, _), said = found(capsys, *words)
-        assert said == "note: runs/first sampled with native; this evaluation samples with a server\n"
+        assert said == "note: runs/first sampled with native; this evaluation samples with server\n"
         (here, _), _ = found(capsys, "runs/first", "--limit", "2")
         asked = server.requests[0]
         assert asked["model"] == "it" and asked["max_tokens"] == 6 and asked["temperature"] == 1

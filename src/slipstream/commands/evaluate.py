@@ -169,7 +169,7 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
 
     if settings.url is None:
         check_complete(subject.model)
-    engine = "a server" if settings.url is not None else settings.engine
+    engine = "server" if settings.url is not None else settings.engine
     other = f"{subject.run} sampled with {subject.sampled_with}; this evaluation samples with {engine}"
     for note in (*subject.notes, *([other] if subject.run and engine != subject.sampled_with else [])):
         print(printable(f"note: {note}"), file=sys.stderr)
@@ -318,8 +318,8 @@ def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     mean = f"avg@{first['n']}" if len(numbers) == 1 else "avg@n"
     others = [f"reward/{name_of(each)}" for each in first["reward"][1:]]
     table = Table()
-    heads = [*(["set"] if several else []), "prompts", *(["n"] if len(numbers) > 1 else []), mean, *scores]
-    heads += ["greedy", *others, "cut off", "tokens"]
+    heads = [*(["set"] if several else []), "prompts", *(["n"] if len(numbers) > 1 else []), mean]
+    heads += [*scores, "greedy", *others, "cut off", "tokens"]
     heads += ["turns", "invalid"] if "episode/turns" in first else []
     for head in heads:
         table.add_column(head.removeprefix("reward/"), justify="left" if head == "set" else "right", no_wrap=True)

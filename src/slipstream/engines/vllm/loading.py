@@ -78,11 +78,10 @@ class Loading:
         """Load the first adapter, and compare the base weights in vLLM with those here, which are then freed."""
         if self.settings.lora is None:
             return
-        weights = dict(self.model.named_parameters())
-        for name in (name for name in self.checked if not is_adapter(name)):
-            weight = weights.pop(name).detach()
-            manifest = [(name, self.settings.dtype, list(weight.shape), 0, weight.nbytes)]
-            with shared_file(raw(weight)) as path:
+        base = {name: weight for name, weight in self.model.named_parameters() if not is_adapter(name)}
+        for name in base.keys() & set(self.checked):
+            manifest = [(name, self.settings.dtype, list(base[name].shape), 0, base[name].nbytes)]
+            with shared_file(raw(base[name].detach())) as path:
                 found = await core.rpc("slipstream_checksums", path=path, manifest=manifest)
             for still, checksums in zip(self.still, found, strict=True):
                 still |= checksums
