@@ -182,6 +182,9 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", "--sampler.dtype", choices=["float32", "bfloat16", "float64"], help="precision (float32)"
     )
     evaluate.add_argument("--device", "--runtime.device", help="same as the setting runtime.device (auto)")
+    evaluate.add_argument("--engine", "--sampler.engine", choices=["native", "vllm"], help="engine (native)")
+    evaluate.add_argument("--url", help="OpenAI-compatible server that already runs the model")
+    evaluate.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key of --url")
     for name in ("prompt", "answer", "template"):
         evaluate.add_argument(f"--data.{name}", dest=name, metavar="TEXT", help=f"same as the setting data.{name}")
     evaluate.add_argument(

@@ -8,6 +8,8 @@ import json
 import shutil
 import socket
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from slipstream.reporting.terminal.metric_formats import readings
 from slipstream.run_dir.atomic_files import append, directory_lock
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
+from slipstream.testing.endpoint import FakeEndpoint, model
+from slipstream.testing.server import send
 from support.toy_runs import PROMPTS, config, engines
 
 CONFIG = """
@@ -142,6 +146,75 @@ def test_an_evaluation_of_a_run_continues_its_own(home: Path, capsys: pytest.Cap
     assert [json.loads(line) for line in after.pop("eval.jsonl").splitlines()] == got
     assert after == before
     assert (run / "eval.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_sets_with_numbers_of_their_own(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's numbers for each set are the defaults, and an option replaces all of them."""
+    run = home / "runs" / "first"
+    sections = (run / "config.toml").read_text().replace("\nn = 3\n", "\nn = { math = 3, code = 4 }\n")
+    (run / "config.toml").write_text(sections.replace("\nprompts = 5\n", "\nprompts = { math = 5, code = 2 }\n"))
+    (math, code), _ = found(capsys, "runs/first", "-k", "1", "3")
+    assert (math["n"], math["limit"], math["prompts"]) == (3, 5, 5) and "avg@3" in math
+    assert (code["n"], code["limit"], code["prompts"]) == (4, 2, 2) and "avg@4" in code
+    # the error of pass@k is s / √P over the prompts' own estimates, which are 0 or 1 for k = n
+    prompts, share = math["prompts"], math["pass@3"]
+    variance = (share * prompts * (1 - share) ** 2 + (1 - share) * prompts * share**2) / (prompts - 1)
+    assert math["pass@3/error"] == pytest.approx((variance / prompts) ** 0.5)
+    assert main(["eval", "runs/first", "-k", "3"]) == 0
+    table = capsys.readouterr().out
+    assert "avg@n" in table and " n " in table and f"{share:.1%} ± {math['pass@3/error']:.1%}" in table
+    assert refused(capsys, "runs/first", "-k", "4").endswith("write -n 4")
+    message = "--data: eval.n of the run has a number for each of its own sets, math, code: write -n"
+    assert refused(capsys, "runs/first", "--data", "other=math.jsonl") == message
+
+
+def test_a_model_behind_an_endpoint_answers_as_it_does_here(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "sk-of-this-test")
+    with FakeEndpoint(model("runs/first/final"), name="it", key="sk-of-this-test") as server:
+        words = ("runs/first", "--limit", "2", "--url", server.url, "--api-key-env", "SERVER_KEY")
+        (served, _), said = found(capsys, *words)
+        assert said == "note: runs/first sampled with native; this evaluation samples with server\n"
+        (here, _), _ = found(capsys, "runs/first", "--limit", "2")
+        asked = server.requests[0]
+        assert asked["model"] == "it" and asked["max_tokens"] == 6 and asked["temperature"] == 1
+        assert served["url"] == server.url and "dtype" not in served and "sk-of" not in str(served)
+        assert served["greedy"] == here["greedy"] and served["prompts"] == here["prompts"]
+        server.always = "refused"
+        assert main(["eval", *words]) == 2
+        assert f"error: the rollout server at {server.url} answers 400" in capsys.readouterr().err
+
+
+IMPOSSIBLE = {
+    "--url http://127.0.0.1:1/v1 --engine vllm": "--url: the server chooses its own --engine: drop one of them",
+    "--url http://127.0.0.1:1/v1 --dtype float64": "--url: the server chooses its own --dtype: drop one of them",
+    "--api-key-env SERVER_KEY": "--api-key-env is for --url: drop it, or write both",
+    "--engine vllm": "--engine = 'vllm': vLLM is not installed here; pip install vllm, or write 'native'",
+}
+
+
+@pytest.mark.parametrize("words", IMPOSSIBLE)
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_engines_that_cannot_be(home: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "runs/first", *words.split()) == IMPOSSIBLE[words]
+
+
+def test_a_server_that_does_not_list_its_models_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeEndpoint(model("models/student"), lists=False) as server:
+        said = refused(capsys, "runs/first", "--url", server.url)
+    assert said.startswith(f"--url {server.url}: it does not list its models (the rollout server at {server.url} answ")
+
+
+def test_a_server_of_several_models_must_name_this_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Two(FakeEndpoint):
+        def get(self, to: BaseHTTPRequestHandler) -> None:
+            send(to, 200, {"data": [{"id": "a"}, {"id": "b"}]})
+
+    with Two(model("models/student")) as server:
+        assert refused(capsys, "runs/first", "--url", server.url) == (
+            f"--url: {server.url} has the models a, b: start it with --served-model-name runs/first/final"
+        )
 
 
 @pytest.mark.parametrize("name", ["runs/first/final", "runs/first/checkpoints/2", "."])

@@ -404,7 +404,7 @@ def seen(made: Plan) -> list[Any]:
         replace(engines, learner=learner, scorers=scorers, runtime=None),  # type: ignore[arg-type]
         replace(method, loss=None, policy=None, reference=None, freshness=None),  # type: ignore[arg-type]
         made.sampling,
-        eval_sampling(config),
+        [eval_sampling(config, name) for name in config.data.held_out],
         schedule_of(config.schedule, config.groups_per_update),
         [(p.tokens.tolist(), p.seed, p.teacher, p.ground_truth) for p in chain(prompts, *made.held_out.values())],
         [made.prompts.source(number) for number in range(30)],

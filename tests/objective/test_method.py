@@ -321,7 +321,7 @@ def test_every_cut_is_named() -> None:
 
 def test_a_mask_of_nothing_is_not_kept() -> None:
     assert rollout_sampling(config(sampler={"group": 8, "min_p": 0.1, "keep_mask": True})).keep_mask
-    assert not eval_sampling(config(sampler={"group": 8, "min_p": 0.1, "keep_mask": True})).keep_mask
+    assert not eval_sampling(config(sampler={"group": 8, "min_p": 0.1, "keep_mask": True}), "").keep_mask
     with pytest.raises(ConfigError, match=r"sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token"):
         method_of(config(sampler={"group": 8, "keep_mask": True}))
 

@@ -258,7 +258,7 @@ def test_greedy_answers_are_paid_for_in_training_and_not_in_evaluation(tmp_path:
     costs = [line["greedy_tokens"] for line in said[0]]
     assert costs == sorted(costs) and 4 * 5 <= costs[-1] <= 10 * 4 * 5, "one answer for each of four groups an update"
     assert rollout_sampling(config(policy=policy, task=reward)).greedy
-    assert not eval_sampling(config(policy=policy, task=reward)).greedy
+    assert not eval_sampling(config(policy=policy, task=reward), "").greedy
 
 
 def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import (
+    DataConfig,
     EvalConfig,
     TaskConfig,
 )
@@ -326,6 +327,31 @@ def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> N
     held = {line["update"]: line["seconds/eval"] for line in told if "seconds/eval" in line}
     assert held == {update: pytest.approx(10.0, abs=0.5) for update in (1, 3, 5)}, "said of the update after it"
     assert [version for version, _ in seen] == [0] * 3 + [2] * 3 + [4] * 3 + [6] * 3
+
+
+def test_every_held_out_set_has_its_own_cadence_and_samples(tmp_path: Path) -> None:
+    each = EvalConfig(every={"often": 2, "seldom": 3}, n={"often": 1, "seldom": 4})
+    settings = config(Async(tau=1), updates=7, group=4).model_copy(
+        update={
+            "eval": each,
+            "task": TaskConfig(reward=("exact",)),
+            "data": DataConfig(eval={"often": "builtin:arithmetic", "seldom": "builtin:arithmetic"}),
+        }
+    )
+    held_out = {"often": [PROMPTS.at(1000)], "seldom": [PROMPTS.at(1001)]}
+    with RunLog(tmp_path, []) as log:
+        virtual.run(Run(settings, engines(), PROMPTS, log, held_out=held_out).train())
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
+    found = [(line["update"], line["set"], line["samples"]) for line in lines]
+    both = [("often", 1), ("seldom", 4)]
+    assert found == [
+        *((0, *of) for of in both),
+        (2, "often", 1),
+        (3, "seldom", 4),
+        (4, "often", 1),
+        *((6, *of) for of in both),
+        *((7, *of) for of in both),  # the final student
+    ]
 
 
 # --- several teachers -------------------------------------------------------------------------------------------------

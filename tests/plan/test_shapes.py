@@ -12,9 +12,11 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config.file import load
+from slipstream.config.schema import LoraConfig
 from slipstream.engines.native.config import load_config
 from slipstream.errors import ModelError
 from slipstream.models.resolve import HERE, model_path, shipped_shapes, without_weights
+from slipstream.plan.adapters import adapted
 from slipstream.plan.gpus import Gpus
 from slipstream.plan.placement import GIB, needs, shape_of
 from slipstream.plan.plan import check_shapes
@@ -179,6 +181,14 @@ REFUSED = {
         "sampler.engine_args.tensor_parallel_size = 3 does not divide the 32 heads of shapes:Qwen/Qwen3-4B-Base: write "
         "one of 1, 2, 4, 8, 16, 32",
     ),
+    "an adapter that vLLM has no room for": (
+        ["--learner.lora.rank", "600"],
+        "learner.lora.rank = 600: vLLM has no room for more than 512; write less, or sampler.engine = 'native'",
+    ),
+    "an argument of adapters": (
+        ["--sampler.engine_args.max_lora_rank", "8"],
+        "sampler.engine_args.max_lora_rank cannot be set: learner.lora sets it",
+    ),
     "an argument that is taken": (["--sampler.engine_args.dtype", "half"], "sampler.engine_args.dtype cannot be set"),
     "a split of a file": (
         ["--data.split", "test"],
@@ -195,6 +205,16 @@ def test_what_shapes_can_tell_is_refused(words: list[str], line: str, capsys: py
     assert main(shapes_of(str(ROOT / ASYNC_OPD), *words)) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and line in said
+
+
+def test_a_publish_of_an_adapter_of_a_4b_student_has_66_megabytes() -> None:
+    """Rank times inputs plus outputs, 2 bytes each; 36 layers of q, k, v, o, gate, up and down. All weights: 8.0 GB."""
+    hidden, inner, heads, groups = 2560, 9728, 32 * 128, 8 * 128
+    layer = (hidden + heads) + 2 * (hidden + groups) + (heads + hidden) + 3 * (hidden + inner)
+    assert 36 * layer * 16 * 2 == 66_060_288
+    found = adapted("shapes:Qwen/Qwen3-4B-Base", LoraConfig(rank=16)).values()
+    assert sum(part.in_features + part.out_features for part in found) == 36 * layer
+    assert 2 * PUBLISHED["Qwen/Qwen3-4B-Base"] == 8_044_936_192
 
 
 def test_estimated_memory_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,7 @@ sampler.longest=20
 teachers.main.longest=20
 sampler.engine_args={{max_model_len=100}}
 sampler.engine=vllm
-sampler.engine=vllm learner.lora.rank=2
+sampler.engine=vllm learner.lora.rank=600
 teachers.main.engine=vllm
 learner.token_budget=10
 teachers.main.token_budget=10
@@ -328,6 +328,11 @@ eval.every=1 data.eval=builtin:arithmetic
 eval.every=1 task.reward=exact
 eval.every=1 data.eval=nowhere.jsonl task.reward=exact
 eval.every=1 eval.n=100 data.eval=builtin:arithmetic task.reward=exact
+eval.every=1 eval.n={{a=100}} data.eval={{a="builtin:arithmetic"}} task.reward=exact
+eval.every={{a=1}} data.eval=builtin:arithmetic task.reward=exact
+eval.every={{a=1,b=2}} data.eval={{a="builtin:arithmetic"}} task.reward=exact
+eval.every={{a=0}} data.eval={{a="builtin:arithmetic"}} task.reward=exact
+eval.every={{a=3}} data.eval={{a="builtin:arithmetic"}} task.reward=exact schedule.publish_every=2
 data.train=nowhere.jsonl
 data.train=nowhere/at-all
 data.split=validation

@@ -27,6 +27,8 @@ from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.server.api import ServerEndpoint
+from slipstream.engines.server.completions import CompletionsSampler, Served, served_name
 from slipstream.errors import ConfigError
 from slipstream.models.resolve import model_path
 from slipstream.protocols import Sampling
@@ -139,3 +141,22 @@ def test_what_vllm_refuses_is_told_with_what_to_write(
     wanted = Requirements(**{name: getattr(NEED, name) for name in ("tokens", "highest", "longest", "k")} | need)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(check(endpoint(server, **changes), wanted))
+
+
+def test_an_evaluation_gets_the_answers_of_the_model(server: str) -> None:
+    """Greedy answers are those of the same model here; samples differ, and are the same with the same seed."""
+    there = ServerEndpoint("", server, "teacher", SecretStr(KEY), 8)
+    assert served_name(there, "builtin:teacher") == "teacher"
+    served = CompletionsSampler(Served(there, "openai", "builtin:teacher", "float32", ""), stop_ids={1})
+    native = NativeSampler(load_model("builtin:teacher", dtype="float32", device="cpu"), slots=16, stop_ids={1})
+    prompts = [Prompt(id=f"p{i}", number=i, tokens=np.arange(3 + i, 9 + i, dtype=np.int32), seed=i) for i in range(5)]
+
+    async def answers(sampler: Any, sampling: Sampling) -> list[tuple[list[int], str]]:
+        groups = await asyncio.gather(*(sampler.generate(prompt, sampling) for prompt in prompts))
+        return [(handle.body.tokens.tolist(), handle.body.finish) for group in groups for handle in group]
+
+    greedy, four = Sampling(max_tokens=30, temperature=0), Sampling(max_tokens=30, group=4)
+    assert asyncio.run(answers(served, greedy)) == asyncio.run(answers(native, greedy))
+    first = asyncio.run(answers(served, four))
+    assert len(set(map(str, first))) > len(prompts) and first == asyncio.run(answers(served, four))
+    native.close()

@@ -111,7 +111,7 @@ def test_what_runs_is_the_model_and_what_is_published_runs(
         assert expected[0] == asyncio.run(sampler.publish(weights[0], "keep")).fingerprint
         publish_into(sampler, models, weights[1], atol=atol)
 
-        last = [spec for spec in weights[1].manifest if spec.name in sampler.checked and ".1." in spec.name]
+        last = [spec for spec in weights[1].manifest if spec.name in sampler.loading.checked and ".1." in spec.name]
         assert last
         for number, spec in enumerate(last):  # one number of one of them is not what was sent
             wrong = weights[1].body.copy()

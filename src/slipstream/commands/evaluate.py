@@ -41,11 +41,14 @@ from slipstream.run_dir.atomic_files import append
 from slipstream.run_dir.writing import EVALS, as_lines
 from slipstream.runs.start import announce_gateway
 
-COLUMNS = {field.name for field in fields(EvalSettings)} & DataConfig.model_fields.keys()
-"""Names of fields of `EvalSettings` (settings of an evaluation) that are also in section [data] of a config."""
+COLUMNS = {field.name for field in fields(EvalSettings) if field.name != "limit"} & DataConfig.model_fields.keys()
+"""Names of fields of `EvalSettings` that are also in section [data] of a config, and that are the same for all sets."""
 WIDEST = 160
 """Minimum width in columns of the console that prints the table."""
-OF_RUNS = ("where", "template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings", "apart")
+OF_RUNS = {
+    *("where", "template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings", "apart"),
+    "engine_args",
+}
 """Fields of `EvalSettings` that no command-line option sets."""
 SHARES = ("exact", "math", "environment", "format")
 """Rewards that are shown in percent."""
@@ -102,10 +105,10 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
                 watch.begin(f"{name} {how}".strip(), len(made.sets[name]))
             return await answers(generate, made.sets[name], sampling)
 
-        began = time.perf_counter()
-        sampled = await ask(made.sampling, "sampled")
-        once = made.sampling.temperature == 0  # all samples are greedy
-        best = sampled if once else await ask(replace(made.sampling, group=1, temperature=0), "greedy")
+        began, sampling = time.perf_counter(), made.sampling[name]
+        sampled = await ask(sampling, "sampled")
+        once = sampling.temperature == 0  # all samples are greedy
+        best = sampled if once else await ask(replace(sampling, group=1, temperature=0), "greedy")
         drawn = [handle for group in (sampled if once else sampled + best) for handle in group]
         return Measured(
             greedy=avg_at_n(correctness(best, reward)),
@@ -126,6 +129,8 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
     try:
         with asyncio.Runner() as runner:
             return {name: runner.run(one_set(name)) for name in made.sets}
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     finally:
         sampler.close()
 
@@ -135,14 +140,14 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     notes: list[str] = []
     subject = evaluated_model(model)
     settings = settings_of(subject, options, notes.append)
-    if max(ks) > settings.n:
+    if max(ks) > min(settings.of(name, "n") for name in settings.data):
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
     check_there(subject.model)
     needs(settings.reward, settings.sandbox, settings.reward_settings)
     data = data_section({name: getattr(settings, name) for name in COLUMNS})
     sets = {}
     for name, source in settings.data.items():
-        split, limit, where = settings.split, settings.limit, settings.where
+        split, limit, where = settings.split, settings.of(name, "limit"), settings.where
         rows = load_rows(source, data, split=split, limit=limit, where=where, say=notes.append)
         sets[name] = graded_rows(rows, settings.reward, settings.sandbox, settings.reward_settings)
     check_adapter(subject.model)
@@ -162,8 +167,11 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     check_alone(made.sampler, settings.device)
     from slipstream.engines.native.files import check_complete  # takes seconds, so after the fast checks
 
-    check_complete(subject.model)
-    for note in subject.notes:
+    if settings.url is None:
+        check_complete(subject.model)
+    engine = "server" if settings.url is not None else settings.engine
+    other = f"{subject.run} sampled with {subject.sampled_with}; this evaluation samples with {engine}"
+    for note in (*subject.notes, *([other] if subject.run and engine != subject.sampled_with else [])):
         print(printable(f"note: {note}"), file=sys.stderr)
     if not as_json:
         for line in notes:
@@ -203,6 +211,16 @@ def settings_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callab
     if "data" in options:  # other data have other columns
         changes["where"] = {}
     settings = replace(settings, **changes)
+    if settings.url is None and "api_key_env" in options:
+        raise ConfigError("--api-key-env is for --url: drop it, or write both")
+    if settings.url is not None and (idle := {"engine", "device", "dtype"} & options.keys()):
+        raise ConfigError(f"--url: the server chooses its own --{min(idle)}: drop one of them")
+    for option, key, value in ("-n", "n", settings.n), ("--limit", "prompts", settings.limit):
+        if isinstance(value, Mapping) and value.keys() != settings.data.keys():
+            raise ConfigError(
+                f"--data: eval.{key} of the run has a number for each of its own sets, {', '.join(value)}: "
+                f"write {option}"
+            )
     if "split" in options and not any(map(has_splits, settings.data.values())):
         source = next(iter(settings.data.values()))
         raise ConfigError(f"--split {settings.split} does nothing: {source} has no splits; drop it")
@@ -233,7 +251,9 @@ def settings_line(subject: EvaluatedModel, settings: EvalSettings, options: Mapp
 
 def chosen_settings(settings: EvalSettings) -> dict[str, Any]:
     """Return the settings that options can set, by name; leave out unset settings and those without effect."""
-    idle = () if any(map(has_splits, settings.data.values())) else ("split",)
+    idle = [] if any(map(has_splits, settings.data.values())) else ["split"]
+    idle += ["engine"] if settings.engine == "native" else []
+    idle += ["dtype", "device"] if settings.url is not None else []
     return {
         name: value
         for name, value in asdict(settings).items()
@@ -261,6 +281,7 @@ def line_of(
     subject: EvaluatedModel, settings: EvalSettings, name: str, found: Measured, ks: Sequence[int]
 ) -> dict[str, Any]:
     rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
+    n = settings.of(name, "n")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": subject.model,
@@ -268,10 +289,13 @@ def line_of(
         **({"set": name} if name else {}),
         **chosen_settings(settings),
         "data": settings.data[name],
+        "limit": settings.of(name, "limit"),
+        "n": n,
         "prompts": len(found.sampled),
-        f"avg@{settings.n}": found.avg,
+        f"avg@{n}": found.avg,
         "error": standard_error(found.sampled),
         **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks},
+        **{f"pass@{k}/error": standard_error([[pass_at_k([each], k)] for each in found.sampled]) for k in ks},
         "greedy": found.greedy,
         "truncated": found.found["truncated"],
         "length": found.found["length/mean"],
@@ -285,14 +309,17 @@ def line_of(
 
 def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     first = lines[0]
-    reward, n, several = first["reward"][0], first["n"], len(lines) > 1
+    reward, several = first["reward"][0], len(lines) > 1
     at = f" after update {first['update']}" if "update" in first else ""
     title = f"{first['model']}{at}, graded by {name_of(reward)}, T = {first['temperature']:g}"
     console.print(title, markup=False, soft_wrap=True)
-    scores = [name for name in first if name.startswith("pass@")]
+    scores = [name for name in first if name.startswith("pass@") and not name.endswith("/error")]
+    numbers = {line["n"] for line in lines}
+    mean = f"avg@{first['n']}" if len(numbers) == 1 else "avg@n"
     others = [f"reward/{name_of(each)}" for each in first["reward"][1:]]
     table = Table()
-    heads = [*(["set"] if several else []), "prompts", f"avg@{n}", *scores, "greedy", *others, "cut off", "tokens"]
+    heads = [*(["set"] if several else []), "prompts", *(["n"] if len(numbers) > 1 else []), mean]
+    heads += [*scores, "greedy", *others, "cut off", "tokens"]
     heads += ["turns", "invalid"] if "episode/turns" in first else []
     for head in heads:
         table.add_column(head.removeprefix("reward/"), justify="left" if head == "set" else "right", no_wrap=True)
@@ -300,13 +327,16 @@ def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     def number(value: float, of: str = reward) -> str:
         return f"{value:.1%}" if of in SHARES else f"{value:.3g}"
 
+    def with_error(text: str, error: float | None, of: str = reward) -> str:
+        return text if error is None else f"{text} ± {number(error, of)}"
+
     for line in lines:
-        error = "" if line["error"] is None else f" ± {number(line['error'])}"
         table.add_row(
             *([line["set"]] if several else []),
             f"{line['prompts']:,}",
-            number(line[f"avg@{n}"]) + error,
-            *(f"{line[name]:.1%}" for name in scores),
+            *([str(line["n"])] if len(numbers) > 1 else []),
+            with_error(number(line[f"avg@{line['n']}"]), line["error"]),
+            *(with_error(f"{line[name]:.1%}", line[f"{name}/error"], "exact") for name in scores),
             number(line["greedy"]),
             *(number(line.get(name, 0.0), name.removeprefix("reward/")) for name in others),
             f"{line['truncated']:.1%}",

@@ -32,8 +32,12 @@ RESERVED = {
     "speculative_config": "",
 }
 """Arguments that engine_args may not hold, with the key that sets them; "" if they cannot be changed."""
+LORA = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules")
+"""Arguments of vLLM's engine that depend on the learner's adapters."""
 RESERVED_FOR = {
-    "sampler": RESERVED | {"max_num_seqs": "sampler.slots", "pipeline_parallel_size": ""},
+    "sampler": RESERVED
+    | dict.fromkeys(LORA, "learner.lora")
+    | {"max_num_seqs": "sampler.slots", "pipeline_parallel_size": ""},
     "teachers": RESERVED | {"enable_prefix_caching": ""},
 }
 
@@ -115,8 +119,6 @@ ENGINES: dict[str, Engine] = {
             'sampler.engine = "native", or drop it',
             "on_publish": 'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write '
             '"rebuild", or sampler.engine = "native"',
-            "lora": '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
-            'sampler.engine = "native", or drop [learner.lora]',
             "server": SERVER,
         },
         teacher_refuses={

@@ -376,14 +376,20 @@ class TaskConfig(Section):
         return tuple(map(name_of, self.reward))
 
 
+BySet = dict[str, Annotated[int, Field(ge=1)]]
+"""A number for each held-out set, by the set's name."""
+
+
 class EvalConfig(Section):
-    every: int = Field(0, ge=0)
-    """Number of updates between two evaluations. The student is also evaluated at the start and at the end. 0 never
-    evaluates, and the other settings of [eval] then have no effect."""
-    prompts: int = Field(200, ge=1)
-    """Number of held-out prompts of each set."""
-    n: int = Field(1, ge=1)
-    """Number of samples for each prompt. Accuracy is the mean over them (avg@n)."""
+    every: Annotated[int, Field(ge=0)] | BySet = 0
+    """Number of updates between two evaluations: one number, or one for each held-out set by name, as in
+    { math = 10, code = 50 }. The student is also evaluated at the start and at the end. 0 never evaluates, and the
+    other settings of [eval] then have no effect."""
+    prompts: Annotated[int, Field(ge=1)] | BySet = 200
+    """Number of held-out prompts of each set; one number, or one for each set by name."""
+    n: Annotated[int, Field(ge=1)] | BySet = 1
+    """Number of samples for each prompt; one number, or one for each set by name. Accuracy is the mean over them
+    (avg@n)."""
     temperature: float = Field(1.0, ge=0, le=100)
     """Sampling temperature of evaluation; 0 is greedy."""
 
@@ -393,6 +399,16 @@ class EvalConfig(Section):
         if 0 < temperature < GREEDY:
             raise ValueError(f"{temperature:g} is as good as greedy: write 0, or {GREEDY} or more")
         return temperature
+
+    def of(self, name: str, key: Literal["every", "prompts", "n"]) -> int:
+        """Return a setting of one held-out set."""
+        value: int | dict[str, int] = getattr(self, key)
+        return value[name] if isinstance(value, dict) else value
+
+    @property
+    def shortest(self) -> int:
+        """Return the number of updates between two evaluations of the set that is evaluated most often."""
+        return min(self.every.values()) if isinstance(self.every, dict) else self.every
 
 
 class CheckpointConfig(Section):
@@ -572,25 +588,39 @@ class Config(Section):
             )
         if self.runtime.kind != "ray" and self.runtime.address is not None:
             raise ValueError('runtime.address names a Ray cluster: write runtime.kind = "ray", or drop one of them')
-        if self.eval.every and self.eval.n > self.sampler.slots:
-            raise ValueError(f"eval.n = {self.eval.n} needs sampler.slots of at least {self.eval.n}")
         if self.runtime.kind == "inline" and self.most_workers:
             raise ValueError(
                 'replicas = "auto": with runtime.kind = "inline" no worker can be added: write a number, or '
                 'runtime.kind = "local"'
             )
-        every = self.schedule.max_publish_every
-        if self.eval.every % every:
-            raise ValueError(
-                f"eval.every = {self.eval.every} is not a multiple of schedule.publish_every = {every}: "
-                "samplers do not have the weights in between"
-            )
-        if self.eval.every and self.data.eval is None:
-            raise ValueError("eval.every needs held-out prompts: set data.eval")
-        if self.eval.every and not self.task.reward:
-            raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
+        self._check_evaluation()
         self._check_unused()
         return self
+
+    def _check_evaluation(self) -> None:
+        if not self.eval.every:
+            return
+        if self.data.eval is None:
+            raise ValueError("eval.every needs held-out prompts: set data.eval")
+        if not self.task.reward:
+            raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
+        for key in "every", "prompts", "n":
+            named = getattr(self.eval, key)
+            if isinstance(named, dict) and (other := sorted(named.keys() ^ self.data.held_out.keys())):
+                raise ValueError(
+                    f"eval.{key} is a table, and data.eval, too, must be one with the same names: {other[0]!r} is in "
+                    "one of them only"
+                )
+        publish_every = self.schedule.max_publish_every
+        for name in self.data.held_out:
+            every, n = self.eval.of(name, "every"), self.eval.of(name, "n")
+            if n > self.sampler.slots:
+                raise ValueError(f"eval.n = {n} needs sampler.slots of at least {n}")
+            if every % publish_every:
+                raise ValueError(
+                    f"eval.every = {every} is not a multiple of schedule.publish_every = {publish_every}: samplers do "
+                    "not have the weights in between"
+                )
 
     def _check_unused(self) -> None:
         """Raise ValueError for the first setting that was changed but has no effect without another setting."""

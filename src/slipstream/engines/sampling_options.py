@@ -27,5 +27,7 @@ def rollout_sampling(config: Config) -> Sampling:
     )
 
 
-def eval_sampling(config: Config) -> Sampling:
-    return Sampling(max_tokens=config.sampler.max_tokens, group=config.eval.n, temperature=config.eval.temperature)
+def eval_sampling(config: Config, name: str) -> Sampling:
+    """Return the sampling of a held-out set."""
+    n, temperature = config.eval.of(name, "n"), config.eval.temperature
+    return Sampling(max_tokens=config.sampler.max_tokens, group=n, temperature=temperature)

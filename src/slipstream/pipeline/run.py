@@ -422,11 +422,15 @@ class Run:
         await self._evaluate()
 
     async def _evaluate(self) -> None:
-        every, rewards, update = self.config.eval.every, self.config.task.names, self.admission.version
+        config, rewards, update = self.config, self.config.task.names, self.admission.version
         pipeline = self.pipeline
-        if not every or not rewards or pipeline is None or update == self.log.evaluated:
+        if not config.eval.every or not rewards or pipeline is None or update == self.log.evaluated:
             return
-        if update % every and update != self.config.updates:  # the final student is always evaluated
+        final = update == config.updates  # the final student is always evaluated
+        due = {
+            name: each for name, each in self.held_out.items() if final or update % config.eval.of(name, "every") == 0
+        }
+        if not due:
             return
 
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
@@ -440,8 +444,8 @@ class Run:
             pipeline.progress.note_change()
             return list(group)
 
-        sampling, began = eval_sampling(self.config), pipeline.trace.now()
-        found = {name: await answers(generate, prompts, sampling) for name, prompts in self.held_out.items()}
+        began = pipeline.trace.now()
+        found = {name: await answers(generate, each, eval_sampling(config, name)) for name, each in due.items()}
         for name, groups in found.items():  # no await here: a stopped run records all sets or none
             self.log.metrics("eval", summary(groups, rewards[0]), update=update, of=name)
         pipeline.groups.ledger.evaluated(pipeline.trace.now() - began)

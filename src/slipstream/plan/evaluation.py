@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from slipstream.config.base import check_url
 from slipstream.config.schema import DataConfig, name_of
 from slipstream.data.prompts import Prompts, Row
 from slipstream.data.tokenizers import Tokenizer, check_ids, encode_rows
+from slipstream.engines.http.client import key_from_environment
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
-from slipstream.errors import DataError
+from slipstream.engines.server.api import ServerEndpoint
+from slipstream.engines.server.completions import Served, served_name
+from slipstream.engines.vllm.core import COLDEST, Settings, check_installed
+from slipstream.errors import ConfigError, DataError
+from slipstream.models.adapters import is_adapter
 from slipstream.plan.engines import EnvironmentPlan, GraderPlan, ModelPlan, SamplerPlan
 from slipstream.plan.environment import Tools
 from slipstream.protocols import Sampling
@@ -36,8 +42,10 @@ class EvalSettings:
     chat: bool = False
     system_prompt: str | None = None
     reward: tuple[str, ...] = ("exact",)
-    limit: int = 200
-    n: int = 4
+    limit: int | Mapping[str, int] = 200
+    """Number of prompts of each set; one number, or one for each set by name."""
+    n: int | Mapping[str, int] = 4
+    """Samples of each prompt, like `limit`."""
     max_tokens: int = 96
     temperature: float = 1.0
     seed: int = 0
@@ -57,10 +65,19 @@ class EvalSettings:
     apart: tuple[Any, ...] = ()
     """Reward model and judge of the run."""
     environment: EnvironmentPlan | None = None
+    engine: str = "native"
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine, from the run."""
+    url: str | None = None
+    """OpenAI-compatible server that runs the model; None: the model runs here."""
+    api_key_env: str | None = None
 
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(max_tokens=self.max_tokens, group=self.n, temperature=self.temperature)
+    def of(self, name: str, key: Literal["n", "limit"]) -> int:
+        value: int | Mapping[str, int] = getattr(self, key)
+        return value if isinstance(value, int) else value[name]
+
+    def sampling(self, name: str) -> Sampling:
+        return Sampling(max_tokens=self.max_tokens, group=self.of(name, "n"), temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,8 @@ class Evaluation:
     tokenizer: Tokenizer
     sets: Mapping[str, Sequence[Prompt]]
     sampler: SamplerPlan
-    sampling: Sampling
+    sampling: Mapping[str, Sampling]
+    """Sampling of each set, by the set's name."""
     grader: GraderPlan
 
 
@@ -131,16 +149,17 @@ def evaluation(
             if drawn > context:
                 raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {context} of {model}")
             longest = max(longest, drawn)
+    slots = max(asked.slots, *(asked.of(name, "n") for name in sets))
     return Evaluation(
         tokenizer=tokenizer,
         sets=sets,
         sampler=SamplerPlan(
-            runs=ModelPlan(name=model, dtype=asked.dtype, device=asked.device, longest=longest),
-            slots=max(asked.slots, asked.n),
+            runs=engine_of(model, asked, longest, slots),
+            slots=slots,
             threads=asked.threads,
             environment=asked.environment,
         ),
-        sampling=asked.sampling,
+        sampling={name: asked.sampling(name) for name in sets},
         grader=GraderPlan(
             rewards=asked.reward,
             processes=asked.graders,
@@ -150,3 +169,24 @@ def evaluation(
             apart=tuple(each for each in asked.apart if each.name in asked.reward),
         ),
     )
+
+
+def engine_of(model: str, asked: EvalSettings, longest: int, slots: int) -> ModelPlan | Settings | Served:
+    """Return the plan of the engine that samples; ConfigError if it cannot run the model as asked."""
+    if asked.url is not None:
+        try:
+            url = check_url(asked.url)
+        except ValueError as error:
+            raise ConfigError(f"--url: {error}") from None
+        endpoint = ServerEndpoint("", url, model, key_from_environment("--api-key-env", asked.api_key_env), slots)
+        endpoint = replace(endpoint, model=served_name(endpoint, model))
+        return Served(endpoint, "openai", model, asked.dtype, folder="")
+    if asked.engine == "native":
+        return ModelPlan(name=model, dtype=asked.dtype, device=asked.device, longest=longest)
+    check_installed("--engine")
+    if is_adapter(model):
+        raise ConfigError(f"--engine vllm: {model} is an adapter: name the directory above it, a model with it merged")
+    if 0 < asked.temperature < COLDEST:
+        raise ConfigError(f"--temperature {asked.temperature:g}: vLLM would sample at {COLDEST}; write that or more")
+    args = {"max_model_len": longest, **asked.engine_args}
+    return Settings(model, asked.dtype, slots, args, threads=asked.threads, device=asked.device, seed=asked.seed)

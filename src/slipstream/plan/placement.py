@@ -14,6 +14,7 @@ from slipstream.config.schema import RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.server.api import ServerSettings
+from slipstream.engines.server.completions import Served
 from slipstream.engines.vllm.core import Settings
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names
@@ -274,6 +275,8 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
     match plan.runs:
         case Settings():
             return in_vllm(plan.runs)
+        case Served():
+            return {}
         case ServerSettings(model=name, dtype=dtype):
             return {"copy of the weights": shape_of(name).parameters * WIDTHS[dtype]}
         case ModelPlan(name=name, dtype=dtype, longest=longest):

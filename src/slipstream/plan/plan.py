@@ -260,7 +260,9 @@ def fast_checks(config: Config) -> None:
 
 def check_adapter_engines(config: Config) -> None:
     """Raise ConfigError if an adapter is a model of an engine that takes only whole models."""
-    for model, engine in engines_here(config):
+    student, *others = engines_here(config)
+    # a student that is an adapter is trained as one, and vLLM's sampler takes the adapters that a learner trains
+    for model, engine in [*others, *([student] if config.sampler.engine != "vllm" else [])]:
         if not ENGINES[engine].loads_adapters and is_adapter(model):
             what = {"vllm": "vLLM", "server": "a rollout server"}[engine]
             raise ConfigError(
@@ -651,7 +653,7 @@ def held_out_prompts(
     """Return the held-out prompts, by the name of their set. Add notes, and warnings about training prompts."""
     data, found = config.data, dict[str, Sequence[Prompt]]()
     for name, source in data.held_out.items():
-        split, limit = data.eval_split, config.eval.prompts
+        split, limit = data.eval_split, config.eval.of(name, "prompts")
         loaded = load_rows(source, data, split=split, limit=limit, where=data.eval_where, say=notes.append)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
         every = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=tells_prompts(config))
@@ -784,7 +786,7 @@ def beyond_embeddings(config: Config, tokenizer: Tokenizer) -> list[str]:
 def warnings_of(config: Config) -> list[str]:
     never = {
         "checkpoint.every": (config.checkpoint.every, "only what checkpoint.minutes asks for is saved, and the end"),
-        "eval.every": (config.eval.every, "only the first and the final student are evaluated"),
+        "eval.every": (config.eval.shortest, "only the first and the final student are evaluated"),
         "learner.warmup": (config.learner.warmup, "learner.lr is never reached"),
     }
     found = [

@@ -30,6 +30,8 @@ class EvaluatedModel:
     """True: evaluate on training prompts, because the run has no held-out prompts."""
     update: int | None = None
     """Number of the update after which the model was saved; None if unknown."""
+    sampled_with: str = "native"
+    """Engine that sampled in the run."""
     notes: tuple[str, ...] = ()
 
 
@@ -45,14 +47,13 @@ def evaluated_model(name: str) -> EvaluatedModel:
         path = student_of(run, notes)
     elif (path / MANIFEST).exists() and (wrong := damage(path)):
         notes.append(f"{path}: {wrong}")
-    if config.sampler.engine != "native":
-        notes.append(f"{run} sampled with {config.sampler.engine}; this evaluation samples with the native engine")
     return EvaluatedModel(
         model=str(path),
         run=run,
         asked=eval_settings_of(config),
         trained_on=not config.data.held_out,
         update=update_of(path, run, config.updates),
+        sampled_with=config.sampler.engine,
         notes=tuple(notes),
     )
 
@@ -60,9 +61,10 @@ def evaluated_model(name: str) -> EvaluatedModel:
 def eval_settings_of(config: Config) -> EvalSettings:
     """Return the evaluation settings of a run's config; training prompts are used if held-out prompts are missing."""
     data, task, sampler, runtime = config.data, config.task, config.sampler, config.runtime
-    limit = config.eval.prompts if data.held_out else min(config.eval.prompts, data.limit or config.eval.prompts)
+    sets, limit = data.held_out or data.sources, None if data.held_out else data.limit
+    prompts = {name: config.eval.of(name, "prompts") for name in sets}
     return EvalSettings(
-        data=data.held_out or data.sources,
+        data=sets,
         split=data.eval_split if data.held_out else data.split,
         where=data.eval_where if data.held_out else data.where,
         prompt=data.prompt,
@@ -72,8 +74,8 @@ def eval_settings_of(config: Config) -> EvalSettings:
         system_prompt=data.system_prompt,
         template_args=data.template_args,
         reward=task.reward,
-        limit=limit,
-        n=config.eval.n,
+        limit=same({name: min(each, limit or each) for name, each in prompts.items()}),
+        n=same({name: config.eval.of(name, "n") for name in sets}),
         max_tokens=sampler.max_tokens,
         temperature=config.eval.temperature,
         seed=config.seed,
@@ -88,7 +90,13 @@ def eval_settings_of(config: Config) -> EvalSettings:
         reward_settings=reward_settings(config),
         apart=graders_apart(config),
         environment=environment_of(config),
+        engine_args=sampler.engine_args,
     )
+
+
+def same(numbers: dict[str, int]) -> int | dict[str, int]:
+    """Return the number of all sets, or the numbers by set if they differ."""
+    return numbers if len(set(numbers.values())) > 1 else next(iter(numbers.values()))
 
 
 def run_of(path: Path) -> Path | None:

@@ -12,7 +12,7 @@ from slipstream.engines.http.client import key_from_environment
 from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.server.api import APIS, ServerEndpoint, ServerSettings
-from slipstream.engines.vllm import VERSION
+from slipstream.engines.vllm import RANKS, VERSION
 from slipstream.engines.vllm.core import COLDEST, Settings, known, version
 from slipstream.errors import ConfigError, EndpointError
 from slipstream.pipeline.watchdog import ResponseWatch
@@ -37,6 +37,7 @@ def sampler_settings(config: Config) -> Settings:
         device=config.runtime.device,
         seed=config.seed,
         heartbeat=config.runtime.heartbeat,
+        lora=config.learner.lora,
     )
 
 
@@ -109,6 +110,9 @@ def with_draws(config: Config, say: Callable[[str], None], planned: str = "") ->
     settings = sampler_settings(config)
     if load_config(config.student).model_type in UNPUBLISHED:
         raise ConfigError(f"{settings.named}: vLLM cannot update its weights while it runs; {settings.instead}")
+    if settings.lora and settings.lora.rank > RANKS[-1]:
+        why = f"vLLM has no room for more than {RANKS[-1]}; write less, or sampler.engine = 'native'"
+        raise ConfigError(f"learner.lora.rank = {settings.lora.rank}: {why}")
     for field, temperature in ("sampler", config.sampler.temperature), ("eval", config.eval.temperature):
         if 0 < temperature < COLDEST:
             raise ConfigError(

@@ -22,6 +22,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.rollout_cache import RolloutCache
 from slipstream.engines.server.api import ServerSettings
+from slipstream.engines.server.completions import CompletionsSampler, Served
 from slipstream.engines.server.sampler import ServerSampler
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
@@ -59,7 +60,8 @@ class NativeKinds:
 
 
 REAL = NativeKinds()
-AnySampler = NativeSampler | VllmSampler | ServerSampler | Episodes | Agents
+Policy = NativeSampler | VllmSampler | ServerSampler | CompletionsSampler
+AnySampler = Policy | Episodes | Agents
 AnyScorer = NativeScorer | HttpScorer | VllmScorer
 
 
@@ -128,9 +130,7 @@ def build_agents(
         return agents
 
 
-def build_policy(
-    plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
-) -> NativeSampler | VllmSampler | ServerSampler:
+def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler) -> Policy:
     """Build the sampler of the student, which generates one turn per call."""
     match plan.runs:
         case Settings() as settings:
@@ -138,6 +138,8 @@ def build_policy(
             return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
         case ServerSettings() as server:
             ends = stop_ids(tokenizer, generation_of(server.model), plan.stop)
+            if isinstance(server, Served):
+                return CompletionsSampler(server, stop_ids=ends)
             return ServerSampler(server, stop_ids=ends)
         case ModelPlan() as student:
             lm = build_model(student)

@@ -136,9 +136,14 @@ class FakeEndpoint(Loopback):
         if problem := self._problem(body, tokens, k):
             send(to, *problem)
             return
-        rows = prompt_logprobs(self.scores(tokens), tokens, k)
-        choice = {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": spoilt(rows, fault)}
-        send(to, 200, {"object": "text_completion", "model": self.name, "choices": [choice]})
+        answer: dict[str, Any] = {"object": "text_completion", "model": self.name}
+        if body.get("return_token_ids"):
+            answer |= completion(self.scores, tokens, body, fault)
+        else:
+            rows = prompt_logprobs(self.scores(tokens), tokens, k)
+            choice = {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": spoilt(rows, fault)}
+            answer["choices"] = [choice]
+        send(to, 200, answer)
 
     def _turned_away(self, to: BaseHTTPRequestHandler) -> bool:
         authorization = to.headers["Authorization"] or ""
@@ -197,6 +202,17 @@ class FakeEndpoint(Loopback):
         while not self.over.wait(pause):
             to.wfile.write(part)
             self.sent += len(part)
+
+
+def completion(scores: Scores, prompt: list[int], body: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+    """Return choices and usage of a completion that is drawn token by token; temperature 0 takes the best token."""
+    drawn, random, finish = list[int](), np.random.default_rng(body["seed"]), "length"
+    while len(drawn) < body["max_tokens"] and finish == "length":
+        logp_V = scores([*prompt, *drawn, 0])[-1] / max(body["temperature"], 1e-4)
+        drawn.append(int((logp_V + random.gumbel(size=len(logp_V))).argmax()))
+        finish = "stop" if drawn[-1] in body["stop_token_ids"] else "length"
+    choice = {"index": 0, "text": "", "finish_reason": finish, "token_ids": None if fault == "no ids" else drawn}
+    return {"choices": [choice], "usage": {"completion_tokens": len(drawn) + (fault == "short")}}
 
 
 def prompt_logprobs(logp_TV: NDArray[np.floating[Any]], tokens: Sequence[int], k: int) -> list[Any]:

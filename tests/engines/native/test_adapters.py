@@ -317,7 +317,10 @@ CONTRADICTIONS = {
         ("--learner.lora.targets", '["q_proj"]'),
         'learner.lora.targets = ["q_proj"], and first/final/adapter is an adapter with ["down_proj", "gate_proj",',
     ),
-    "vLLM": (("--sampler.engine", "vllm"), "first/final/adapter is an adapter, and vLLM takes only whole models here"),
+    "vLLM": (
+        ("--teachers.main.model", "first/final/adapter", "--teachers.main.engine", "vllm"),
+        "first/final/adapter is an adapter, and vLLM takes only whole models here",
+    ),
 }
 
 

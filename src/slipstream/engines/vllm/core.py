@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from slipstream.config.engines import devices_of
+from slipstream.config.schema import LoraConfig
 from slipstream.engines.native.config import load_config
 from slipstream.engines.vllm import VERSION
 from slipstream.engines.vllm.report import Report
@@ -71,6 +72,8 @@ class Settings:
     device: str = "auto"
     seed: int = 0
     heartbeat: float = 60.0
+    lora: LoraConfig | None = None
+    """Settings of the adapters that a learner publishes; None: it publishes all weights."""
 
     @property
     def devices(self) -> int:
@@ -117,7 +120,7 @@ class Core:
         except Exception as error:
             raise self.translated(error) from error
 
-    async def request(self, tokens: list[int], name: str, **params: Any) -> Any:
+    async def request(self, tokens: list[int], name: str, adapter: Any = None, **params: Any) -> Any:
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -129,7 +132,8 @@ class Core:
             skip_clone=True,
             **params,
         )
-        (output,) = [out async for out in self.llm.generate(TokensPrompt(prompt_token_ids=tokens), options, name)]
+        prompt = TokensPrompt(prompt_token_ids=tokens)
+        (output,) = [out async for out in self.llm.generate(prompt, options, name, lora_request=adapter)]
         return output
 
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:

@@ -82,6 +82,7 @@ def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Home | str:
             return f"vLLM's kernel changes the layout of {name} (engine_args.moe_backend = 'triton' keeps it)"
         return Home(layer, EXPERTS[attribute], turned=getattr(module, "is_transposed", False))
     layer = _module(model, saved.rpartition(".")[0])
+    layer = getattr(layer, "base_layer", layer)  # the layer inside one with an adapter
     if not isinstance(getattr(layer, attribute, None), Tensor):
         return f"vLLM does not keep {name} under this name"
     return Home(layer, attribute, turned=isinstance(module, Conv1D) and attribute == "weight")
@@ -111,7 +112,7 @@ def checksum_of(place: Home, loaded: Tensor) -> int:
         if not running.numel():
             running, expected = _unpacked(layer, expected)
     running = running.to("cpu", loaded.dtype)
-    return checksum(loaded if _same(running, expected) else running)
+    return checksum(loaded if same(running, expected) else running)
 
 
 def _part(layer: Any, loaded: Tensor) -> Tensor:
@@ -147,6 +148,6 @@ def _experts(layer: Any, loaded: Tensor, running: Tensor, *, inputs: bool) -> Te
     return expected
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def same(one: Tensor, other: Tensor) -> bool:
     """Return true if two tensors have the same shape and the same bits; NaN thus equals NaN."""
     return one.shape == other.shape and bool((raw(one) == raw(other)).all())

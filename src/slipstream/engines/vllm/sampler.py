@@ -1,9 +1,9 @@
 """Sampler that uses vLLM: token ids in and out, one request for every member of a group, weights change between tokens.
 
-A publish pauses vLLM at a token boundary and clears its prefix cache. vLLM's weight transfer then loads the weights
-from a file in shared memory. vLLM labels every token with the version that sampled it. In keep mode running requests
-continue, and their prefixes are computed again with the new weights. In restart mode vLLM aborts the requests,
-and `_group` sends new requests.
+A publish pauses vLLM at a token boundary and clears its prefix cache, and `Loading` then replaces all weights or the
+adapter. vLLM labels every token with the version that sampled it. In keep mode running requests continue, and their
+prefixes are computed again with the new weights. In restart mode vLLM aborts the requests, and `_group` sends new
+requests.
 
 vLLM has one stream of random numbers per request. The continuation of a response is a new request, whose stream depends
 on seed, index and position. It is reproducible, but differs from the tokens of a single request. vLLM's prefix cache
@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-import tempfile
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slipstream.engines.native.files import empty_model
 from slipstream.engines.vllm.core import COLDEST, Core, Settings, failed, known, version
-from slipstream.engines.weights import check_fits, combined, fingerprinted
+from slipstream.engines.vllm.loading import Loading
+from slipstream.engines.weights import check_fits
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.protocols import Fingerprint, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import (
@@ -46,8 +44,6 @@ from slipstream.records import (
     one_turn,
 )
 
-EXTENSION = "slipstream.engines.vllm.worker.Extension"
-SHARED_MEMORY = Path("/dev/shm")
 ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
 AGAIN = 0.01
 """Seconds after which an abort is repeated, because a request may not have reached vLLM before."""
@@ -100,17 +96,8 @@ class VllmSampler:
     def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1, best: int = 0) -> None:
         """Start vLLM for at most `draws` draws per position, or for one draw and at most `best` most likely ids."""
         self.settings, self.draws, self.best, self.stop_ids = settings, draws, best, sorted(stop_ids)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in empty_model(settings.model).named_parameters()}
-        """Shapes of all weights that a learner exports; tied weights occur once."""
-        self.checked = fingerprinted(self.shapes)
-        from vllm.config import WeightTransferConfig
-
-        own = {
-            "logprobs_mode": "processed_logprobs",
-            "max_logprobs": max(draws, best),
-            "worker_extension_cls": EXTENSION,
-            "weight_transfer_config": WeightTransferConfig(backend="slipstream"),
-        }
+        self.loading = Loading(settings)
+        own = self.loading.arguments | {"logprobs_mode": "processed_logprobs", "max_logprobs": max(draws, best)}
         # the draws are made in the V1 runner, which vLLM no longer chooses by itself on GPUs
         self.core = Core(settings, own, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {})
         self.open: set[Open] = set()
@@ -127,20 +114,14 @@ class VllmSampler:
         self.publishing, self.counted = asyncio.Lock(), asyncio.Event()
         """`counted` is cleared while a restart counts the discarded tokens."""
         self.counted.set()
-        for found in await self.core.rpc(
-            "slipstream_ready", names=self.checked, hook=known(version()) and not self.best
-        ):
-            if found["unchecked"]:
-                raise ModelError(
-                    f"{self.settings.named}: {found['unchecked']}, so the weights that run cannot be checked; "
-                    f"{self.settings.instead}"
-                )
+        for found in await self.loading.begin(self.core, hook=known(version()) and not self.best):
             if self.draws > 1 and not found["hooked"]:
                 raise EngineError(
                     f"loss.m = {self.draws}: vLLM {version()} runs {found['runner']}, which samples only one token; "
                     "write loss.m = 1, or sampler.engine = 'native'"
                 )
         try:  # a first request finds errors before the run begins
+            await self.loading.load_first(self.core)
             await self._group(Prompt(id="first", number=-1, tokens=np.zeros(1, np.int32)), Sampling(max_tokens=1))
         except Exception as error:
             raise failed(self.settings, self.core.report, error) from error
@@ -214,6 +195,7 @@ class VllmSampler:
         output = await self.core.request(
             [*prompt.tokens.tolist(), *begun.tolist()],
             name,
+            self.loading.adapter,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -232,7 +214,7 @@ class VllmSampler:
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         # checked first, because vLLM only warns of missing weights and crashes on a wrong shape
-        check_fits(self.shapes, weights)
+        check_fits(self.loading.shapes, weights)
         return await self.core.call(self._publish(weights, mode))
 
     async def _publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
@@ -255,26 +237,13 @@ class VllmSampler:
         return Loaded(found, wait=still - called, load=loaded - still, thrown=thrown)
 
     async def _load(self, weights: WeightsRef) -> Fingerprint:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        llm = self.core.llm
-        manifest = [(s.name, s.dtype, list(s.shape), s.offset, s.nbytes) for s in weights.manifest]
-        folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None  # None: the default directory
-        with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=folder) as file:
-            file.write(memoryview(weights.body))
-            file.flush()
-            try:
-                await llm.start_weight_update()
-                await llm.update_weights(WeightTransferUpdateRequest({"path": file.name, "manifest": manifest}))
-                await llm.finish_weight_update(weight_version=str(weights.version))
-                found = await self.core.rpc("slipstream_checksums", path=file.name, manifest=manifest)
-            except Exception as error:
-                cause = WRAPPED.sub(r"\1", str(error))
-                self.failure = EngineError(f"vLLM could not load version {weights.version}: {cause}")
-                await llm.abort(list(llm.output_processor.request_states), internal=True)
-                raise self.failure from error
-        digests = {combined([checksums[name] for name in self.checked]) for checksums in found}
-        return digests.pop() if len(digests) == 1 else "differs from worker to worker"
+        try:
+            return await self.loading.load(self.core, weights)
+        except Exception as error:
+            cause = WRAPPED.sub(r"\1", str(error))
+            self.failure = EngineError(f"vLLM could not load version {weights.version}: {cause}")
+            await self.core.llm.abort(list(self.core.llm.output_processor.request_states), internal=True)
+            raise self.failure from error
 
 
 async def finished(task: asyncio.Future[Any]) -> Any:

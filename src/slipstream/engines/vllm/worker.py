@@ -33,8 +33,10 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from slipstream.engines.draws import draw, uniforms
+from slipstream.engines.vllm import SLOT
+from slipstream.engines.vllm.adapters import AdapterHome, adapter_checksum_of, adapter_place_of
 from slipstream.engines.vllm.layers import Home, as_saved, checksum_of, place_of, twin_of
-from slipstream.engines.weights import view_of
+from slipstream.engines.weights import is_adapter, view_of
 from slipstream.protocols import TensorSpec
 
 BACKEND = "slipstream"
@@ -121,15 +123,20 @@ class Extension:
 
     model_runner: Any
     vllm_config: Any
-    slipstream_places: dict[str, Home]
+    slipstream_places: dict[str, Home | AdapterHome]
 
-    def slipstream_ready(self, names: list[str], hook: bool) -> dict[str, Any]:
+    def slipstream_ready(self, names: list[str], hook: bool, scale: float) -> dict[str, Any]:
         """Install draws if supported; return `hooked`, the runner's name, and why a weight is unchecked ("": none)."""
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
             twin = twin_of(self.vllm_config.model_config.model)
-        found = {name: place_of(name, runner.get_model(), twin) for name in names}
-        self.slipstream_places = {name: place for name, place in found.items() if isinstance(place, Home)}
+        found = {
+            name: adapter_place_of(name, runner, scale)
+            if is_adapter(name)
+            else place_of(name.replace(".base_layer.", "."), runner.get_model(), twin)
+            for name in names
+        }
+        self.slipstream_places = {name: place for name, place in found.items() if not isinstance(place, str)}
         sampler: Any = getattr(runner, "sampler", None)
         hooked = hook and type(sampler) is Sampler and hasattr(runner, "input_batch") and hasattr(runner, "requests")
         if hooked:
@@ -143,9 +150,16 @@ class Extension:
     @torch.no_grad()
     def slipstream_checksums(self, path: str, manifest: list[Spec]) -> dict[str, int]:
         """Return the CRC-32 of each fingerprinted weight as this worker runs it; `path` holds the expected weights."""
-        places = self.slipstream_places
+        found = {}
         with set_current_vllm_config(self.vllm_config):
-            return {name: checksum_of(places[name], loaded) for name, loaded in File(path, manifest) if name in places}
+            for name, loaded in File(path, manifest):
+                match self.slipstream_places.get(name):
+                    case Home() as place:
+                        found[name] = checksum_of(place, loaded)
+                    case AdapterHome() as place:
+                        slots = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
+                        found[name] = adapter_checksum_of(place, loaded, slots.index(SLOT))
+        return found
 
 
 # --- draws -----------------------------------------------------------------------------------------------------------

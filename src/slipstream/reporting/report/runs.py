@@ -77,10 +77,11 @@ class Reading:
         found: dict[str, Accuracy] = {}
         for line in self.evaluations:
             if "accuracy" in line:
-                each = found.setdefault(line.get("set", ""), Accuracy([], [], []))
+                name = line.get("set", "")
+                each, n = found.setdefault(name, Accuracy([], [], [])), self.config.eval.of(name, "n")
                 each.updates.append(float(line["update"]))
                 each.values.append(line["accuracy"])
-                each.errors.append(standard_error(line["accuracy"], line.get("samples", 0.0) / self.config.eval.n))
+                each.errors.append(standard_error(line["accuracy"], line.get("samples", 0.0) / n))
         return found
 
 

@@ -1,0 +1,75 @@
+"""Sampler that asks a model behind an OpenAI-compatible server; for evaluation, as no weights can be published to it.
+
+The server must return token ids for prompts of token ids (`return_token_ids`), as vLLM does. Log-probs are not asked
+for and are 0 in the records, because evaluation does not read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from slipstream.engines.http.answers import WrongAnswer
+from slipstream.engines.http.client import Client
+from slipstream.engines.server.api import NO_FIELD, TOKEN, Drawn, ServerEndpoint, ServerSettings, checked, named
+from slipstream.engines.server.sampler import rollout_of
+from slipstream.errors import ConfigError, EndpointError, EngineError
+from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
+from slipstream.records import Group, Handle, Prompt, Rollout, derive_seed, header_of
+
+
+class Served(ServerSettings):
+    """A model on a server whose weights stay as they are; `model` is for its tokenizer and its end tokens."""
+
+
+class CompletionsSampler:
+    def __init__(self, settings: Served, *, stop_ids: Collection[int]) -> None:
+        self.settings, self.ends = settings, sorted(stop_ids)
+        self.client = Client(settings.endpoint)
+
+    def close(self) -> None:
+        """Do nothing: connections are closed with their event loop."""
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        """Do nothing: no response is continued elsewhere."""
+
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        raise EngineError(f"{self.client.where} takes no weights")
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        members = range(prompt.first, prompt.first + sampling.group)
+        try:
+            rollouts = await asyncio.gather(*(self._draw(prompt, index, sampling) for index in members))
+        except EndpointError as error:
+            raise EngineError(str(error)) from None
+        return [Handle(header_of(rollout), rollout) for rollout in rollouts]
+
+    async def _draw(self, prompt: Prompt, index: int, sampling: Sampling) -> Rollout:
+        options = {each: getattr(sampling, each) for each in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
+        seed = derive_seed(prompt.seed, index, *((prompt.offset,) if prompt.offset else ()))
+        body = {"model": self.settings.endpoint.model, "prompt": prompt.tokens.tolist(), **options, "seed": seed}
+        body |= {"stop_token_ids": self.ends, "ignore_eos": True, "return_token_ids": True}
+        answer = await self.client.ask("POST", "/completions", body, expected=TOKEN * sampling.max_tokens)
+        try:
+            (choice,) = answer["choices"]
+            if (tokens := choice.get("token_ids")) is None:
+                raise WrongAnswer("no token_ids: the server must support return_token_ids, as vLLM does")
+            logps, used = [(token, 0.0) for token in tokens], answer["usage"]["completion_tokens"]
+            drawn = checked(Drawn(tokens, logps, used, choice["finish_reason"], ""), sampling, self.ends)
+        except (WrongAnswer, *NO_FIELD) as error:
+            raise EndpointError(f"{self.client.where} gives a wrong answer: {named(error)}") from None
+        return rollout_of(prompt, index, drawn, 0, greedy=True)
+
+
+def served_name(endpoint: ServerEndpoint, model: str) -> str:
+    """Return the name under which the server has the model: `model` if it lists it, or its only model."""
+    try:
+        answer = asyncio.run(Client(endpoint).ask("GET", "/models"))
+        listed = [str(each["id"]) for each in answer["data"]]
+    except (EndpointError, *NO_FIELD) as error:
+        raise ConfigError(f"--url {endpoint.url}: it does not list its models ({error})") from None
+    if model in listed or len(listed) == 1:
+        return model if model in listed else listed[0]
+    raise ConfigError(
+        f"--url: {endpoint.url} has the models {', '.join(listed)}: start it with --served-model-name {model}"
+    )
