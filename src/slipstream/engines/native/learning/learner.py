@@ -26,14 +26,14 @@ from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halv
 from slipstream.engines.native.learning.gradient_noise import Noise
 from slipstream.engines.native.learning.optimizer import make_optimizer, squared_step
 from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
-from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, local
+from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE
 from slipstream.engines.native.learning.storage import State, restore, save
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
 from slipstream.engines.sample_lines import as_numbers, quote
-from slipstream.engines.weights import export_weights, fingerprint
+from slipstream.engines.weights import export_weights, fingerprint, local
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
@@ -490,7 +490,7 @@ class NativeLearner:
             dtype, version, unsent = follower.dtype, self.followed[teacher], self.unsent[teacher]
             if unsent and (oldest := unsent.pop(0)) in self.earlier[teacher]:
                 version, name = oldest, snapshot_of(teacher, oldest)
-            others = self.snapshots.state(name)
+            others = self.snapshots.shards(name)
         else:
             if self.snapshots.keep:
                 self.snapshots.take(self.made)

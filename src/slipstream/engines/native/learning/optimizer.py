@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.snapshots import local
+from slipstream.engines.weights import local
 
 CHUNK = 2**24
 """Number of weights whose step is measured at once, so that the largest matrix needs no copy of its size."""
