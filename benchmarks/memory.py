@@ -179,7 +179,7 @@ def exported(pids: dict[str, int]) -> int:
     for pid in pids.values():
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if "memfd:slipstream" in os.readlink(link):
+                if "memfd:slipstream" in str(link.readlink()):
                     stat = link.stat()
                     files[stat.st_ino] = stat.st_blocks * 512
     return sum(files.values())

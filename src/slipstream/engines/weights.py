@@ -1,8 +1,8 @@
 """Weights as flat bytes, which the learner publishes to other engines, and fingerprints of weights.
 
-Weights are gathered, copied and hashed in buckets of at most BUCKET bytes. So a publish needs the bytes themselves, which
-the learner writes once, and one or two buckets in each process. A fingerprint is one hash over the CRC-32 of each tensor that `fingerprinted` names. An engine that loads weights
-returns the fingerprint of the tensors that it runs.
+Weights are gathered, converted and hashed in buckets, so that no rank and no sampler holds the whole model twice. A
+fingerprint is one hash over the CRC-32 of each tensor that `fingerprinted` names. An engine that loads weights returns
+the fingerprint of the tensors that it runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def raw(tensor: Tensor) -> np.ndarray[Any, Any]:
 def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     """Return the CRC-32 of a tensor's bytes, converted to `dtype` if one is given."""
     found = 0
-    for part in tensor.reshape(-1).split(BUCKET // tensor.itemsize):
+    for part in torch.split(tensor.reshape(-1), BUCKET // tensor.itemsize):
         found = zlib.crc32(raw(part.to("cpu", dtype or part.dtype)).data, found)
     return found
 
@@ -88,7 +88,7 @@ def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> No
 class Segment(NamedTuple):
     """A range of the elements of one tensor, or of the shard that each rank has of it."""
 
-    index: int
+    tensor: int
     begin: int
     end: int
 
@@ -117,8 +117,8 @@ def local(tensor: Tensor) -> Tensor:
 def gather(like: Sequence[Tensor], shards: Sequence[Tensor], dtype: torch.dtype, targets: Sequence[Tensor]) -> None:
     """Copy tensors into the flat `targets` on the host, which only the first rank has; other ranks pass none.
 
-    `like` are the model's tensors, which all ranks or none have sharded by rows, and `shards` this rank's values. All
-    ranks must call this function. It needs memory for one bucket of BUCKET bytes, and for its receipt on the first rank.
+    `like` are the model's tensors, of which all or none are sharded by rows, and `shards` this rank's values. All ranks
+    must call this function. Its extra memory is a bucket in all ranks together, and the received one on the first.
     """
     first = next((each for each in like if isinstance(each, DTensor)), None)
     if first is None:
@@ -149,7 +149,7 @@ def gather(like: Sequence[Tensor], shards: Sequence[Tensor], dtype: torch.dtype,
 def copy_in_buckets(source: Tensor, target: Tensor) -> None:
     """Copy values between devices and formats; `target` has any shape of as many elements."""
     step = BUCKET // max(source.itemsize, target.itemsize)
-    for part, values in zip(target.view(-1).split(step), source.reshape(-1).split(step), strict=True):
+    for part, values in zip(torch.split(target.view(-1), step), torch.split(source.reshape(-1), step), strict=True):
         part.copy_(values)
 
 
@@ -210,7 +210,7 @@ def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> N
         np.copyto(raw(target), source)
         return
     start = 0
-    for part in target.view(-1).split(BUCKET // dtype.itemsize) if target.is_contiguous() else (target,):
+    for part in torch.split(target.view(-1), BUCKET // dtype.itemsize) if target.is_contiguous() else (target,):
         staged = torch.empty(part.shape, dtype=dtype)
         np.copyto(raw(staged), source[start : start + staged.nbytes])
         part.copy_(staged)

@@ -24,7 +24,7 @@ from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.evidence import Distances, FirstPasses
 from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halves
 from slipstream.engines.native.learning.gradient_noise import Noise
-from slipstream.engines.native.learning.optimizer import make_optimizer, squared_step
+from slipstream.engines.native.learning.optimizer import make_optimizer, park, squared_step, step_from_host
 from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE
 from slipstream.engines.native.learning.storage import State, restore, save
@@ -384,7 +384,10 @@ class NativeLearner:
         self.made = self.update
         moved = dict[str, float]()
         if norm > 0:  # without any gradient, weight decay and momentum must not change the weights either
-            self.optimizer.step()
+            if "optimizer" in self.config.offload:
+                step_from_host(self.optimizer)
+            else:
+                self.optimizer.step()
             squares, weights = zip(*self.ranks.gathered(squared_step(self.optimizer)), strict=True)
             moved = {"step_rms": math.sqrt(sum(squares) / sum(weights))}
         found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1))
@@ -447,6 +450,8 @@ class NativeLearner:
 
     def _restore(self, path: Path) -> Sequence[Group]:
         found = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
+        if "optimizer" in self.config.offload:
+            park(self.optimizer)
         if self.method.previous:
             if not found.previous:
                 previous = 'the weights before its last update, which policy.old = "previous" compares with'
