@@ -300,8 +300,8 @@ class LearnerConfig(Section):
     checkpointing: bool = False
     """Recompute activations in the backward pass (gradient checkpointing): less memory, a third more time."""
     offload: tuple[Literal["optimizer", "activations"], ...] = ()
-    """States that are in host memory while the GPU does not need them. optimizer: moments of AdamW, which come to the GPU
-    for the step of their weight. activations: inputs of all layers between forward and backward pass; needs
+    """States that are in host memory while the GPU does not need them. optimizer: AdamW's moments, which come to the
+    GPU for the step of their weight. activations: inputs of all layers between forward and backward pass; needs
     checkpointing. Empty keeps both on the GPU. Experimental: tried on CPUs only."""
     dtype: Dtype = "float32"
     """Number format of weights and gradients."""
