@@ -31,13 +31,17 @@ class Mapped:
     @classmethod
     def of(cls, data: Bytes) -> Mapped:
         """Return the memory of an array that `array` returned, or a copy of any other array."""
-        base = data.base.obj if isinstance(data.base, memoryview) else None
-        if isinstance(base, Pages) and data.nbytes == base.memory.size:
-            return base.memory
+        if (own := memory_of(data)) is not None:
+            return own
         made = cls.empty(data.nbytes)
         if data.nbytes:
             made.array(writable=True)[:] = data
         return made
+
+    @property
+    def path(self) -> str:
+        """Path under which other processes of this user can open the bytes while this process has them."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def array(self, *, writable: bool = False) -> Bytes:
         """Map the bytes into this process, which must have written some."""
@@ -51,6 +55,12 @@ class Pages(mmap.mmap):
     """Mapped bytes, which know their memory."""
 
     memory: Mapped
+
+
+def memory_of(data: Bytes) -> Mapped | None:
+    """Return the shared memory whose bytes, all of them, an array is; None for other arrays."""
+    base = data.base.obj if isinstance(data.base, memoryview) else None
+    return base.memory if isinstance(base, Pages) and data.nbytes == base.memory.size else None
 
 
 def empty(size: int) -> Bytes:

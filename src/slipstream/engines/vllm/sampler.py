@@ -20,7 +20,8 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.engines.native.files import empty_model
+from slipstream.engines.shared_memory import memory_of
 from slipstream.engines.vllm.core import COLDEST, Core, Settings, failed, known, version
 from slipstream.engines.weights import check_fits, combined, fingerprinted
 from slipstream.errors import EngineError, ModelError, NonFiniteError
@@ -259,15 +261,12 @@ class VllmSampler:
 
         llm = self.core.llm
         manifest = [(s.name, s.dtype, list(s.shape), s.offset, s.nbytes) for s in weights.manifest]
-        folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None  # None: the default directory
-        with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=folder) as file:
-            file.write(memoryview(weights.body))
-            file.flush()
+        with file_of(weights.body) as path:
             try:
                 await llm.start_weight_update()
-                await llm.update_weights(WeightTransferUpdateRequest({"path": file.name, "manifest": manifest}))
+                await llm.update_weights(WeightTransferUpdateRequest({"path": path, "manifest": manifest}))
                 await llm.finish_weight_update(weight_version=str(weights.version))
-                found = await self.core.rpc("slipstream_checksums", path=file.name, manifest=manifest)
+                found = await self.core.rpc("slipstream_checksums", path=path, manifest=manifest)
             except Exception as error:
                 cause = WRAPPED.sub(r"\1", str(error))
                 self.failure = EngineError(f"vLLM could not load version {weights.version}: {cause}")
@@ -275,6 +274,19 @@ class VllmSampler:
                 raise self.failure from error
         digests = {combined([checksums[name] for name in self.checked]) for checksums in found}
         return digests.pop() if len(digests) == 1 else "differs from worker to worker"
+
+
+@contextmanager
+def file_of(body: Any) -> Iterator[str]:
+    """Yield the path of a file with these bytes, which is the learner's shared memory or a copy of other memory."""
+    if (memory := memory_of(body)) is not None:
+        yield memory.path
+        return
+    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None  # None: the default directory
+    with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=folder) as file:
+        file.write(memoryview(body))
+        file.flush()
+        yield file.name
 
 
 async def finished(task: asyncio.Future[Any]) -> Any:
