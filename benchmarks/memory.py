@@ -2,24 +2,33 @@
 
     python benchmarks/memory.py flat [--updates 10000]       # a miniature run; resident memory as it goes on
     python benchmarks/memory.py size [--hidden 1024] [--layers 8]    # random weights, float32; peaks against arithmetic
+    python benchmarks/memory.py publish [--ranks 2]          # the same model: peaks of one export, and of one load
 
 `flat` prints the resident memory of the coordinator, sampler, scorer and learner at several updates. `size` runs three
 updates with a tiny model and with a large one, and prints the differences of their peaks, also as copies of weights.
 The arithmetic names one copy in the sampler, none in the scorer (its weights are pages of the file) and four in the
 learner: weights, gradients and two moments. Exported weights are shared pages, which all processes have together.
+
+`publish` makes one export of the learner's ranks and one load of a sampler, without a run. It prints how far the
+private memory of each process, and the memory of exported weights on this machine, rise above the state before.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import Any
 
 from slipstream.models.resolve import model_path
 
@@ -164,15 +173,100 @@ def size(hidden: int, layers: int) -> None:
         print(name, *row, sep=" | ")
 
 
+def exported(pids: dict[str, int]) -> int:
+    """Bytes of weights in anonymous shared files that these processes have open, each file once."""
+    files = dict[int, int]()
+    for pid in pids.values():
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if "memfd:slipstream" in str(link.readlink()):
+                    stat = link.stat()
+                    files[stat.st_ino] = stat.st_blocks * 512
+    return sum(files.values())
+
+
+def private(pid: int) -> int:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+async def rises(work: Awaitable[Any], pids: dict[str, int]) -> tuple[Any, dict[str, int]]:
+    """Result of a call, and the largest rise of the private memory of each process, of the shared and of all memory."""
+
+    def now() -> dict[str, int]:
+        found = {name: private(pid) for name, pid in pids.items()} | {"shared": exported(pids)}
+        return found | {"together": sum(found.values())}
+
+    before, ended = now(), threading.Event()
+    most = dict(before)
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            for name, size in now().items():
+                most[name] = max(most[name], size)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    result = await work
+    ended.set()
+    thread.join()
+    return result, {name: most[name] - before[name] for name in most}
+
+
+def publish(hidden: int, layers: int, ranks: int) -> None:
+    from slipstream.config.file import parse
+    from slipstream.data.tokenizers import load_tokenizer
+    from slipstream.objective.method import method_of
+    from slipstream.plan.engines import engines_of
+    from slipstream.runtimes import local
+
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = enlarged(Path(folder) / "model", hidden, layers)
+        config = parse(
+            {
+                "student": f"{folder}/model",
+                "data": {"train": "builtin:arithmetic"},
+                "loss": {"weight": 0.0},
+                "policy": {"advantage": "reinforce_plus_plus"},
+                "task": {"reward": "exact"},
+                "sampler": {"slots": 2, "max_tokens": 8},
+                "learner": {"batch_size": 8, "ranks": ranks},
+                "runtime": {"device": "cpu"},
+            }
+        )
+        tokenizer = load_tokenizer(f"{folder}/model")
+        engines: Any = local.open_engines(engines_of(config, method_of(config)), tokenizer, say=lambda _: None)
+        learners = engines.learner.ranks if ranks > 1 else [engines.learner]
+        pids = {worker.name: worker.pid for worker in [*learners, *engines.samplers]} | {"coordinator": os.getpid()}
+
+        async def work() -> dict[str, dict[str, int]]:
+            (weights, _), first = await rises(engines.learner.export(), pids)
+            _, load = await rises(engines.samplers[0].publish(weights, "drain"), pids)
+            del weights
+            return {"export": first, "load": load}
+
+        try:
+            found = asyncio.run(work())
+        finally:
+            engines.close()
+    print(f"{parameters / 1e6:.0f} M parameters, float32: {4 * parameters / MIB:.0f} MiB of weights; MiB above before")
+    print("", *found["export"], sep=" | ")
+    for name, rise in found.items():
+        print(name, *(f"{size / MIB:.0f}" for size in rise.values()), sep=" | ")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("flat", "size"))
+    parser.add_argument("what", choices=("flat", "size", "publish"))
     parser.add_argument("--updates", type=int, default=10_000)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
     if args.what == "flat":
         flat(args.updates)
+    elif args.what == "publish":
+        publish(args.hidden, args.layers, args.ranks)
     else:
         size(args.hidden, args.layers)
 

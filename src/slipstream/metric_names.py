@@ -186,7 +186,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("teacher/relabelled", "responses that were scored a second time before the update", "–", METRICS),
         Term(
             "teacher/moved",
-            "for relabelled responses: mean KL over the vocabulary from the teachers' new scores to their old scores",
+            "mean KL from the teachers' new scores of relabelled responses to the old; for an endpoint, a lower bound",
             below(0.1),
             METRICS,
         ),
@@ -310,7 +310,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("freshness/weight", "mean weight of a sample, before freshness.normalise", "–", FRESHNESS),
         Term("freshness/ess", "effective sample size of the weights, as a share of the samples", "near 1", FRESHNESS),
         Term("freshness/roll", "mean KL from the learner to the weights that sampled a sample", below(0.02), FRESHNESS),
-        Term("freshness/sup", "mean KL from the teachers' new scores to the old", "0 if teachers are fixed", FRESHNESS),
+        Term(
+            "freshness/sup",
+            "mean KL from the teachers' new scores to the old; for an endpoint, a lower bound",
+            "0 if teachers are fixed",
+            FRESHNESS,
+        ),
         Term("freshness/gated", "share of samples with weight 0", below(0.25), FRESHNESS),
         Term("freshness/invalid", "share of samples with unknown drift, and so freshness 0", "0", FRESHNESS),
         Term("freshness/roll_coverage", "share of tokens with known drift", "1, or raise learner.snapshots", FRESHNESS),

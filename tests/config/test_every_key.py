@@ -242,6 +242,7 @@ OTHER = {
     "learner.weight_decay": "1.0",
     "learner.compute_dtype": "bfloat16",
     "learner.optimizer_dtype": "bfloat16",
+    "learner.offload": '["optimizer"]',
     "learner.snapshots": "2",
     "learner.lora.rank": "3",
     "learner.lora.targets": '["q_proj"]',

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, PhiConfig, Qwen3MoeConfig
 
-from slipstream.engines.weights import export_weights, fingerprint, is_fingerprinted
+from slipstream.engines import weights as module
+from slipstream.engines.weights import buckets, checksum, export_weights, fingerprint, is_fingerprinted, load_weights
 from support.tiny_models import SHAPE
 
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 31}
@@ -61,3 +67,30 @@ def test_where_no_name_is_known_all_weights_count() -> None:
     with torch.no_grad():
         model["other"].bias.add_(1)
     assert fingerprint(model, "float32") != before
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 7))
+def test_buckets_hold_every_element_once_and_in_order(sizes: list[int], limit: int) -> None:
+    found = list(buckets(sizes, limit))
+    elements = [(i, j) for i, begin, end in chain(*found) for j in range(begin, end)]
+    assert elements == [(i, j) for i, size in enumerate(sizes) for j in range(size)]
+    filled = [sum(end - begin for _, begin, end in bucket) for bucket in found]
+    assert all(each == limit for each in filled[:-1]) and all(0 < each <= limit for each in filled)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_buckets_carry_the_same_bytes_and_fingerprints(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    config = FAMILIES["gpt2"][0]()
+    source, target = AutoModelForCausalLM.from_config(config), AutoModelForCausalLM.from_config(config).bfloat16()
+    exported, expected = export_weights(source, dtype), fingerprint(source, dtype)
+    monkeypatch.setattr(module, "BUCKET", 100)
+    again = export_weights(source, dtype)
+    assert again.manifest == exported.manifest and np.array_equal(again.body, exported.body)
+    assert fingerprint(source, dtype) == expected
+    with torch.no_grad():
+        load_weights(target, again)
+    for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(ours.to(getattr(torch, dtype)).bfloat16(), theirs)
+    weight = torch.arange(99.0)
+    assert checksum(weight) == zlib.crc32(weight.numpy().tobytes())
+    assert checksum(weight.view(3, 33).T, torch.float64) == zlib.crc32(weight.view(3, 33).T.double().numpy().tobytes())

@@ -19,12 +19,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import ray
 from ray._private.internal_api import node_stats
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.config.schema import Config, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
+from slipstream.engines.shared_memory import Mapped, empty
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
@@ -38,7 +40,7 @@ from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs.planner_process import planned as planned_there
 from slipstream.runtimes import inline, local
 from slipstream.runtimes import ray as on_ray
-from slipstream.runtimes.channel import Channel, Mapped, Packed
+from slipstream.runtimes.channel import Channel, Packed
 from slipstream.runtimes.exchange import Body, RemoteWorker
 from slipstream.runtimes.launcher import ProcessSettings
 from slipstream.runtimes.local import ProcessLauncher
@@ -708,12 +710,18 @@ def descriptors() -> int:
 def test_memory_without_a_name_is_read_in_place_and_freed_with_its_last_holder() -> None:
     ours, theirs, heard = pair()
     before = descriptors()
-    ours.send("weights", [Packed(b"x"), Mapped.of(memoryview(b"abc" * 1000)), Mapped.of(memoryview(b"d"))])
+    written = empty(3000)
+    written[:] = np.frombuffer(b"abc" * 1000, np.uint8)
+    ours.send("weights", [Packed(b"x"), Mapped.of(written), Mapped.of(np.frombuffer(b"d", np.uint8))])
     assert theirs.read()
     (_, (small, weights, more)), *_ = heard
-    assert (small.data, bytes(weights.read_only()), bytes(more.read_only())) == (b"x", b"abc" * 1000, b"d")
-    with pytest.raises(TypeError, match="readonly"):
-        weights.read_only()[0] = 1
+    assert (small.data, bytes(weights.array()), bytes(more.array())) == (b"x", b"abc" * 1000, b"d")
+    with pytest.raises(ValueError, match="read-only"):
+        weights.array()[0] = 1
+    written[0] = ord("x")
+    assert weights.array()[0] == ord("x"), "it was sent without a copy"
+    assert Mapped.of(written[1:]) is not Mapped.of(written) is Mapped.of(written)
+    del written
     assert descriptors() == before + 2
     del weights, more
     heard.clear()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream import train
 from slipstream.config.file import parse
-from slipstream.engines.native.spaces import Spaces
+from slipstream.engines.native.spaces import Spaces, keep_on_host
 from slipstream.errors import ConfigError
 from slipstream.plan.plan import fast_checks
 from slipstream.run_dir.writing import read_lines
@@ -103,6 +103,18 @@ def test_values_survive_a_move_and_a_second_call_moves_nothing() -> None:
     spaces.to_device()
     assert all(torch.equal(*pair) for pair in zip(shared, before, strict=True)) and first.requires_grad
     assert not spaces.parked
+
+
+def test_hidden_states_are_copied_until_the_backward_pass_and_weights_are_not() -> None:
+    hidden, weight = torch.randn(2, 3, requires_grad=True), torch.nn.Parameter(torch.randn(4, 3))
+    before, other = hidden.detach().clone(), torch.randn(2, 4)
+    with keep_on_host(3):
+        loss = (hidden @ weight.T * other).sum()
+    hidden.data.zero_()
+    weight.data.fill_(2)
+    loss.backward()
+    assert torch.equal(weight.grad, other.T @ before), "the hidden states of the forward pass"
+    assert torch.equal(hidden.grad, other @ torch.full((4, 3), 2.0)), "the weight itself"
 
 
 def test_a_call_waits_for_the_calls_of_another_engine_and_joins_those_of_its_own() -> None:

@@ -297,6 +297,8 @@ sampler.engine=vllm
 sampler.engine=vllm learner.lora.rank=600
 teachers.main.engine=vllm
 learner.token_budget=10
+learner.offload=["activations"]
+learner.offload=["optimizer","optimizer"] learner.checkpointing=true
 teachers.main.token_budget=10
 learner.minibatches=3
 learner.minibatches=16

@@ -51,12 +51,14 @@ class OnGpu(Tensor):
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.to("cpu")
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+    def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         device, dtype, _, _ = torch._C._nn._parse_to(*[host_of(x) for x in args], **kwargs)
         wanted = next((x.device for x in args if isinstance(x, OnGpu)), device)
         if wanted is not None and wanted.type == "cpu":
             return aten._to_copy(self, dtype=dtype, device=wanted)
-        return self if dtype in (None, self.dtype) else super().to(dtype)
+        if dtype in (None, self.dtype):
+            return self.clone() if copy else self
+        return super().to(dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

@@ -299,6 +299,10 @@ class LearnerConfig(Section):
     the same policy."""
     checkpointing: bool = False
     """Recompute activations in the backward pass (gradient checkpointing): less memory, a third more time."""
+    offload: tuple[Literal["optimizer", "activations"], ...] = ()
+    """States that are in host memory while the GPU does not need them. optimizer: AdamW's moments, which come to the
+    GPU for the step of their weight. activations: inputs of all layers between forward and backward pass; needs
+    checkpointing. Empty keeps both on the GPU. Experimental: tried on CPUs only."""
     dtype: Dtype = "float32"
     """Number format of weights and gradients."""
     compute_dtype: Dtype | None = None
@@ -316,6 +320,17 @@ class LearnerConfig(Section):
     """Train low-rank adapters (LoRA) instead of all weights."""
     threads: int | None = Field(None, ge=1, le=THREADS)
     """Number of CPU threads of the learner. None uses runtime.threads."""
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        if len(set(self.offload)) < len(self.offload):
+            raise ValueError(f"offload = {list(self.offload)} names a part twice: write each once")
+        if "activations" in self.offload and not self.checkpointing:
+            raise ValueError(
+                'offload = ["activations"] moves the inputs of layers that the backward pass computes again: write '
+                "checkpointing = true, too"
+            )
+        return self
 
 
 def name_of(reward: str) -> str:

@@ -1,26 +1,32 @@
 """Weights as flat bytes, which the learner publishes to other engines, and fingerprints of weights.
 
-A fingerprint is one hash over the CRC-32 of each tensor that `fingerprinted` names. An engine that loads weights
-returns the fingerprint of the tensors that it runs.
+Weights are gathered, converted and hashed in buckets, so that no rank and no sampler holds the whole model twice. A
+fingerprint is one hash over the CRC-32 of each tensor that `fingerprinted` names. An engine that loads weights returns
+the fingerprint of the tensors that it runs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slipstream.engines.shared_memory import empty
 from slipstream.errors import ModelError
 from slipstream.protocols import Fingerprint, TensorSpec, WeightsRef
 
 OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2", "experts"}
 """Names of the last projection of an attention or feed-forward layer, and of experts, in all model families."""
+BUCKET = 64 * 2**20
+"""Largest number of bytes that are gathered, converted or copied at once."""
 
 
 def is_adapter(name: str) -> bool:
@@ -42,8 +48,12 @@ def raw(tensor: Tensor) -> np.ndarray[Any, Any]:
     return cast("np.ndarray[Any, Any]", tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def checksum(tensor: Tensor) -> int:
-    return zlib.crc32(raw(tensor).data)
+def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Return the CRC-32 of a tensor's bytes, converted to `dtype` if one is given."""
+    found = 0
+    for part in torch.split(tensor.reshape(-1), BUCKET // tensor.itemsize):
+        found = zlib.crc32(raw(part.to("cpu", dtype or part.dtype)).data, found)
+    return found
 
 
 def combined(checksums: Iterable[int]) -> Fingerprint:
@@ -57,13 +67,8 @@ def identity_of(model: nn.Module) -> str:
     """Return a hash of all weights with their names and precision, and not only of those that `fingerprint` reads."""
     found = hashlib.sha256()
     for name, weight in model.state_dict().items():
-        found.update(f"{name} {weight.dtype} {tuple(weight.shape)} {checksum(whole(weight).cpu())}".encode())
+        found.update(f"{name} {weight.dtype} {tuple(weight.shape)} {checksum(weight)}".encode())
     return found.hexdigest()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor on every rank. All ranks must call this function."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def view_of(spec: TensorSpec, flat: Tensor) -> Tensor:
@@ -75,6 +80,90 @@ def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> No
     if missing := set(shapes.items()) ^ {(spec.name, spec.shape) for spec in weights.manifest}:
         names = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(missing)[:3])
         raise ModelError(f"weights do not fit the model: {names} on one side only")
+
+
+# --- sharded tensors -------------------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """A range of the elements of one tensor, or of the shard that each rank has of it."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+def buckets(sizes: Sequence[int], limit: int) -> Iterator[list[Segment]]:
+    """Yield all elements of tensors of these sizes, in order, as buckets of at most `limit` elements."""
+    bucket, room = list[Segment](), limit
+    for index, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            end = min(size, begin + room)
+            bucket.append(Segment(index, begin, end))
+            room, begin = room - (end - begin), end
+            if not room:
+                yield bucket
+                bucket, room = [], limit
+    if bucket:
+        yield bucket
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def gather(like: Sequence[Tensor], shards: Sequence[Tensor], dtype: torch.dtype, targets: Sequence[Tensor]) -> None:
+    """Copy tensors into the flat `targets` on the host, which only the first rank has; other ranks pass none.
+
+    `like` are the model's tensors, of which all or none are sharded by rows, and `shards` this rank's values. All ranks
+    must call this function. Its extra memory is a bucket in all ranks together, and the received one on the first.
+    """
+    first = next((each for each in like if isinstance(each, DTensor)), None)
+    if first is None:
+        for target, shard in zip(targets, shards, strict=True):
+            copy_in_buckets(shard, target)
+        return
+    ranks, group = first.device_mesh.size(), first.device_mesh.get_group()
+    shares = [math.ceil(each.shape[0] / ranks) * (each.numel() // each.shape[0]) for each in like]
+    for bucket in buckets(shares, max(1, BUCKET // dtype.itemsize // ranks)):
+        mine = torch.zeros(sum(end - begin for _, begin, end in bucket), dtype=dtype, device=first.device)
+        at = 0
+        for index, begin, end in bucket:
+            part = shards[index].reshape(-1)[begin:end]  # shorter on the last ranks
+            mine[at : at + len(part)] = part
+            at += end - begin
+        found = [torch.empty_like(mine) for _ in range(ranks)] if targets else None
+        dist.gather(mine.view(torch.uint8), found and [each.view(torch.uint8) for each in found], group=group)
+        for rank, theirs in enumerate(found or ()):
+            at = 0
+            for index, begin, end in bucket:
+                start = rank * shares[index]
+                part = targets[index][start + begin : start + end]
+                part.copy_(theirs[at : at + len(part)])
+                at += end - begin
+        del mine, found
+
+
+def copy_in_buckets(source: Tensor, target: Tensor) -> None:
+    """Copy values between devices and formats; `target` has any shape of as many elements."""
+    step = BUCKET // max(source.itemsize, target.itemsize)
+    for part, values in zip(torch.split(target.view(-1), step), torch.split(source.reshape(-1), step), strict=True):
+        part.copy_(values)
+
+
+def on_first_rank(own: Tensor, shard: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Return a whole tensor in host memory on the first rank, and None on others; all ranks must call this.
+
+    `shard` replaces this rank's part of the tensor.
+    """
+    dtype = dtype or own.dtype
+    if not isinstance(own, DTensor):
+        return (own if shard is None else shard).detach().to("cpu", dtype)
+    found = torch.empty(own.shape, dtype=dtype) if own.device_mesh.get_local_rank() == 0 else None
+    gather([own], [local(own) if shard is None else shard], dtype, [] if found is None else [found.view(-1)])
+    return found
 
 
 # --- models in this process ------------------------------------------------------------------------------
@@ -89,20 +178,21 @@ def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def export_weights(
     model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True, others: Mapping[str, Tensor] | None = None
 ) -> WeightsRef:
-    """Return a copy of the published weights, converted to `dtype`; tensors in `others` replace the model's own.
+    """Return a copy of the published weights in shared memory, converted to `dtype`.
 
-    All ranks of a sharded model must call this function. Ranks with `keep=False` get only the manifest.
+    `others` has this rank's shards of weights that replace the model's own. All ranks of a sharded model must call this
+    function. Ranks with `keep=False` get only the manifest.
     """
     manifest, offset, kind = [], 0, getattr(torch, dtype)
-    for name, tensor in published(model):
+    own = dict(published(model))
+    for name, tensor in own.items():
         nbytes = tensor.numel() * kind.itemsize
         manifest.append(TensorSpec(name, dtype, tuple(tensor.shape), offset, nbytes))
         offset += nbytes
-    flat = np.empty(offset if keep else 0, np.uint8)
-    for spec, (name, own) in zip(manifest, published(model), strict=True):
-        gathered = whole((others or {}).get(name, own).to(kind))
-        if keep:
-            view_of(spec, torch.from_numpy(flat)).copy_(gathered)
+    flat = empty(offset if keep else 0)
+    targets = [view_of(spec, torch.from_numpy(flat)).view(-1) for spec in manifest] if keep else []
+    shards = [local((others or {}).get(name, tensor)) for name, tensor in own.items()]
+    gather(list(own.values()), shards, kind, targets)
     return WeightsRef(tuple(manifest), flat, version)
 
 
@@ -118,16 +208,19 @@ def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> N
     """Copy bytes into a tensor. `source` may be read-only, which torch tensors do not support."""
     if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
         np.copyto(raw(target), source)
-    else:
-        staged = torch.empty(target.shape, dtype=dtype)
-        np.copyto(raw(staged), source)
-        target.copy_(staged)
+        return
+    start = 0
+    for part in torch.split(target.view(-1), BUCKET // dtype.itemsize) if target.is_contiguous() else (target,):
+        staged = torch.empty(part.shape, dtype=dtype)
+        np.copyto(raw(staged), source[start : start + staged.nbytes])
+        part.copy_(staged)
+        start += staged.nbytes
 
 
 def fingerprint(
     model: nn.Module, dtype: str, *, exported: WeightsRef | None = None, still: dict[str, int] | None = None
 ) -> Fingerprint:
-    """Return a hash of the model's weights, converted to `dtype`.
+    """Return a hash of the model's weights, converted to `dtype`; of a sharded model, on the first rank only.
 
     The hash must be fast because samplers pause, and must only detect accidents. CRC-32 is twice as fast as SHA-256 in
     hardware, and misses one wrong tensor with probability 2^-32.
@@ -142,7 +235,9 @@ def fingerprint(
         if exported and (spec := specs.get(name)):
             return zlib.crc32(exported.body[spec.offset : spec.offset + spec.nbytes])
         if name not in still:
-            still[name] = checksum(whole(parameters[name]).to("cpu", getattr(torch, dtype)))
+            weight = parameters[name]
+            found = on_first_rank(weight) if isinstance(weight, DTensor) else weight
+            still[name] = 0 if found is None else checksum(found, getattr(torch, dtype))
         return still[name]
 
     return combined(map(checksum_of, fingerprinted(parameters)))

@@ -6,7 +6,7 @@ Weights, gradients, moments and caches are computed exactly. Estimates, such as 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -35,6 +35,8 @@ PARKED = ("weights", "moments", "reference", "versions before", "weights of the 
 @dataclass(frozen=True)
 class Shape:
     parameters: int
+    largest: int
+    """Number of elements of the largest weight."""
     sizes: tuple[int, list[int]]
     """Bytes outside the decoder layers, and of each layer."""
     width: int
@@ -55,6 +57,8 @@ class Need:
     devices: int = 1
     share: float = 1.0
     """Share of a device's memory that the process may use."""
+    host: dict[str, float] = field(default_factory=dict)
+    """Bytes in host memory besides, by purpose; empty if the device is the host."""
 
     @property
     def total(self) -> float:
@@ -63,6 +67,10 @@ class Need:
     @property
     def parked(self) -> float:
         return sum(self.parts.get(name, 0.0) for name in PARKED)
+
+    @property
+    def kept(self) -> float:
+        return sum(self.host.values())
 
     @property
     def advice(self) -> str:
@@ -74,9 +82,14 @@ class Need:
         return sum(value for name, value in self.parts.items() if not name.startswith("~"))
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size(value)}" for name, value in self.parts.items() if value)
         each = " on each" if self.devices > 1 else ""
-        return f"{self.name}: {self.where}, {size(self.total)}{each} ({parts})"
+        beside = f", and {listed(self.host)} of host memory" if self.kept else ""
+        return f"{self.name}: {self.where}, {listed(self.parts, each)}{beside}"
+
+
+def listed(parts: Mapping[str, float], each: str = "") -> str:
+    named = ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
+    return f"{size(sum(parts.values()))}{each} ({named})"
 
 
 def size(value: float) -> str:
@@ -98,6 +111,7 @@ def shape_of(model: str) -> Shape:
     cached = [kind for kind in kinds if kind.endswith("attention") and not kind.startswith("linear")]
     return Shape(
         parameters=sum(parameter.numel() for parameter in empty.parameters()),
+        largest=max(parameter.numel() for parameter in empty.parameters()),
         sizes=sizes_of(empty),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
@@ -115,15 +129,19 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
         gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
     own = ONE_GPU if runtime.kind == "inline" else "a GPU"
     where = own if gpu else f"{runtime.threads} CPU thread{'s' * (runtime.threads > 1)}"
-    learns = learner(plan.learner, on_host=not gpu)
-    found = [Need(name, where, learns) for name in names("learner", plan.learner.settings.ranks)]
+    learns, parked = learner(plan.learner), beside_learner(plan.learner)
+    if not gpu:
+        learns, parked = {name: learns.get(name, 0) + parked.get(name, 0) for name in learns | parked}, {}
+    found = [Need(name, where, learns, host=parked) for name in names("learner", plan.learner.settings.ranks)]
 
-    def need(name: str, parts: dict[str, float], runs: ModelPlan | Settings) -> Need:
+    def need(name: str, parts: dict[str, float], runs: ModelPlan | Settings, kept: float = 0) -> Need:
         devices = runs.devices if gpu else 1  # on a CPU all devices are the host
         parts = parts | {"weights": parts["weights"] * share_of(runs, devices)}
         args = runs.args if gpu and isinstance(runs, Settings) else {}
         place = f"{devices} GPUs" if devices > 1 else where
-        return Need(name, place, parts, devices, args.get("gpu_memory_utilization", 1.0))
+        host = {"~versions before": kept} if gpu else {}
+        parts |= {} if gpu else {"~versions before": kept}
+        return Need(name, place, parts, devices, args.get("gpu_memory_utilization", 1.0), host)
 
     rolls = plan.sampler
     if isinstance(rolls.runs, ServerSettings):  # its copy of the weights is in host memory
@@ -137,8 +155,8 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
         if isinstance(scorer.runs, Endpoint):
             found.append(Need(f"teacher {name}", f"at {scorer.runs.url}"))
         else:
-            parts = teacher(scorer, scorer.runs, on_host=not gpu)
-            found += [need(each, parts, scorer.runs) for each in names(f"teacher {name}", scorer.replicas)]
+            parts, kept = teacher(scorer, scorer.runs), versions_before(scorer, scorer.runs)
+            found += [need(each, parts, scorer.runs, kept) for each in names(f"teacher {name}", scorer.replicas)]
     return found
 
 
@@ -150,13 +168,13 @@ def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> li
     if room is None and plan.runtime.address is not None:  # the devices are on a cluster
         return []
     needed, (each, available) = needs(plan, gpu=None if room is None else True), room or memory(plan.runtime)
+    check_longest(plan.learner, needed[0], each)
     for need in needed:
         if need.counted > each * need.share:
             raise ConfigError(f"{need}, and its device has {size(each * need.share)}: {need.advice}")
-    if plan.runtime.turns:
-        if room is None:
-            check_host(needed)
-    elif (counted := sum(need.counted * need.devices for need in needed)) > available:
+    if room is None:
+        check_host(needed, turns=plan.runtime.turns)
+    if not plan.runtime.turns and (counted := sum(need.counted * need.devices for need in needed)) > available:
         turns = ", or runtime.turns" if plan.runtime.kind == "inline" and plan.runtime.device != "cpu" else ""
         raise ConfigError(
             f"all engines together need {size(counted)}, and there are {size(available)}: {LESS_MEMORY}{turns}"
@@ -173,12 +191,37 @@ def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> li
     return tight
 
 
-def check_host(needed: Sequence[Need]) -> None:
-    """Raise ConfigError if the host memory does not suffice for the engines that wait for their turn."""
-    parked = sum(need.parked for need in needed)
-    if (most := max(parked - need.parked for need in needed)) > host_memory():
+def check_longest(plan: LearnerPlan, need: Need, room: float) -> None:
+    """Raise ConfigError if the longest sequence alone does not fit the learner's device."""
+    longest, budget = plan.student.longest, plan.settings.token_budget
+    per_token = need.parts["~activations"] / budget
+    left = room - need.counted
+    if longest is None or left <= 0 or longest * per_token <= left:
+        return
+    ways = ["a smaller sampler.max_tokens", "more learner.ranks"]
+    if plan.settings.lora is None:
+        ways.insert(0, "learner.lora")
+    if "optimizer" not in plan.settings.offload:
+        ways.insert(0, 'learner.offload = ["optimizer"]')
+    if not plan.settings.checkpointing:
+        ways.insert(0, "learner.checkpointing = true")
+    elif "activations" not in plan.settings.offload:
+        ways.insert(0, 'learner.offload = ["activations"]')
+    raise ConfigError(
+        f"learner: a sequence may have {longest:,} tokens, and about {int(left / per_token):,} fit its device, because "
+        f"{size(need.counted)} of {size(room)} hold weights and states; a sequence is not split over ranks: write "
+        f"{', '.join(ways[:-1])} or {ways[-1]}"
+    )
+
+
+def check_host(needed: Sequence[Need], *, turns: bool) -> None:
+    """Raise ConfigError if the host memory does not suffice for all that waits in it."""
+    kept, parked = sum(need.kept for need in needed), sum(need.parked for need in needed)
+    most = kept + (max(parked - need.parked for need in needed) if turns else 0)
+    if most > host_memory():
+        what = "engines that wait for their turn" if turns else "weights and states in host memory"
         raise ConfigError(
-            f"engines that wait for their turn need {size(most)} of host memory, and there are {size(host_memory())}: "
+            f"{what} need {size(most)} of host memory, and there are {size(host_memory())}: "
             "use smaller models, learner.lora or more memory"
         )
 
@@ -190,7 +233,8 @@ def turn_lines(plan: EnginesPlan, *, gpu: bool | None = None) -> list[str]:
     needed, turns = needs(plan, gpu=gpu), plan.runtime.turns
     if plan.runtime.kind != "inline" or not (turns or (native and needed[0].where == ONE_GPU)):
         return []
-    parked, together = sum(need.parked for need in needed), sum(need.total for need in needed)
+    kept, together = sum(need.kept for need in needed), sum(need.total for need in needed)
+    parked = kept + sum(need.parked for need in needed)
     most, waiting = max(need.total for need in needed), max(parked - need.parked for need in needed)
     if not turns:
         return [
@@ -235,29 +279,58 @@ def memory(runtime: RuntimeConfig) -> tuple[float, float]:
     return (sum(gpus) if runtime.kind == "inline" else min(gpus)), sum(gpus)
 
 
-def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
-    """Return the bytes that one rank needs, by purpose. Copies kept in host memory count only on a CPU (`on_host`)."""
+def trained_of(plan: LearnerPlan) -> int:
+    """Return the number of trained parameters."""
+    if (lora := plan.settings.lora) is None:
+        return shape_of(plan.student.name).parameters
+    layers = adapted(plan.student.name, lora).values()  # an adapter has rank · (inputs + outputs) parameters
+    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
+def learner(plan: LearnerPlan) -> dict[str, float]:
+    """Return the bytes that one rank needs on its device, by purpose."""
     settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
-    trained = shape.parameters
-    if settings.lora is not None:  # an adapter has rank · (inputs + outputs) parameters
-        layers = adapted(plan.student.name, settings.lora).values()
-        trained = sum(settings.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
+    trained = trained_of(plan)
     kept = trained if method.keeps_reference and not method.hosts_reference else 0
     # a copy of the weights while others are loaded; two more versions if policy.old = "previous"
     others = int(method.keeps_reference or method.decoupled) + 3 * method.previous
-    others += plan.snapshots + sum(1 + each.keep for each in plan.follow.values()) if on_host else 0
     per_token = ACTIVATIONS * shape.width * WIDTHS[settings.compute_dtype or settings.dtype] / 2
     activations = per_token * shape.layers
-    if settings.checkpointing:  # keep the inputs of all layers in 32 bits, and the activations of one layer
-        activations = per_token + 4 * shape.width * shape.layers
+    if settings.checkpointing:  # keep the inputs of all layers, and the activations of one layer
+        activations = per_token + inputs_of(plan) * ("activations" not in settings.offload)
     number = WIDTHS[settings.dtype] / settings.ranks
+    stepped = min(trained, shape.largest) if "optimizer" in settings.offload else trained
     return {
         "weights": shape.parameters * number,
         "gradients": trained * number,
-        "moments": 2 * trained * WIDTHS[settings.optimizer_dtype or settings.dtype] / settings.ranks,
+        "moments": stepped * moment_bytes(plan),
         "reference": kept * number,
         "versions before": others * trained * number,
         "~activations": settings.token_budget * activations,
+    }
+
+
+def inputs_of(plan: LearnerPlan) -> int:
+    """Return the bytes per token of the inputs of all layers, in 32 bits."""
+    shape = shape_of(plan.student.name)
+    return 4 * shape.width * shape.layers
+
+
+def moment_bytes(plan: LearnerPlan) -> float:
+    """Return the bytes that one rank needs for AdamW's two moments, for each trained parameter."""
+    settings = plan.settings
+    return 2 * WIDTHS[settings.optimizer_dtype or settings.dtype] / settings.ranks
+
+
+def beside_learner(plan: LearnerPlan) -> dict[str, float]:
+    """Return the bytes that one rank keeps in host memory, by purpose: copies of weights, and what is offloaded."""
+    settings, method, trained = plan.settings, plan.method, trained_of(plan)
+    copies = plan.snapshots + sum(1 + each.keep for each in plan.follow.values()) + method.hosts_reference
+    activations = settings.token_budget * inputs_of(plan) if "activations" in settings.offload else 0
+    return {
+        "moments": trained * moment_bytes(plan) if "optimizer" in settings.offload else 0,
+        "versions before": copies * trained * WIDTHS[settings.dtype] / settings.ranks,
+        "~activations": activations,
     }
 
 
@@ -299,13 +372,17 @@ def in_vllm(runs: Settings) -> dict[str, float]:
     return {"weights": shape.parameters * width, "~keys and values of one sequence": positions * shape.cache * width}
 
 
-def teacher(plan: ScorerPlan, runs: ModelPlan | Settings, *, on_host: bool) -> dict[str, float]:
-    """Return the bytes that one scorer needs, by purpose. Earlier versions are kept in host memory."""
+def versions_before(plan: ScorerPlan, runs: ModelPlan | Settings) -> float:
+    """Return the bytes of the earlier versions that a scorer keeps in host memory."""
+    return 0 if isinstance(runs, Settings) else plan.keep * shape_of(plan.here).parameters * WIDTHS[runs.dtype]
+
+
+def teacher(plan: ScorerPlan, runs: ModelPlan | Settings) -> dict[str, float]:
+    """Return the bytes that one scorer needs on its device, by purpose."""
     shape = shape_of(plan.here)
     if isinstance(runs, Settings):
         return in_vllm(runs)
     return {
         "weights": shape.parameters * WIDTHS[runs.dtype],
-        "~versions before": plan.keep * shape.parameters * WIDTHS[runs.dtype] if on_host else 0,
         "~activations": 8.0 * plan.token_budget * shape.width * WIDTHS[runs.dtype],
     }

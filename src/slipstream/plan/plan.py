@@ -794,8 +794,14 @@ def warnings_of(config: Config) -> list[str]:
         for setting, (every, effect) in never.items()
         if every > config.updates
     ]
-    if config.reference is not None and config.reference.host and on_cpu(config):
-        found.append("reference.host = true does nothing on a CPU, whose memory is the host's")
+    to_host = {
+        "reference.host = true": config.reference is not None and config.reference.host,
+        f"learner.offload = {list(config.learner.offload)}": bool(config.learner.offload),
+    }
+    if on_cpu(config):
+        found += [
+            f"{key} does nothing on a CPU, whose memory is the host's" for key, is_set in to_host.items() if is_set
+        ]
     if not config.checkpoint.every and not config.checkpoint.minutes:
         found.append("checkpoint.every = 0 and checkpoint.minutes = 0: a run that is killed loses everything")
     if len(config.teachers) > 1 and not config.data.shuffle:

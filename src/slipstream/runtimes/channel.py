@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
-import os
 import pickle
 import socket
 import time
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from slipstream.engines.shared_memory import Mapped
 
 PREFIX = 8
 DESCRIPTORS = 16
@@ -36,24 +35,6 @@ class Packed:
     """Pickled bytes, which only the final receiver unpickles."""
 
     data: bytes | bytearray
-
-
-class Mapped:
-    """Bytes in anonymous shared memory, readable without a copy, and freed when no process uses them."""
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.descriptor, self.size = descriptor, size
-        weakref.finalize(self, os.close, descriptor)
-
-    @classmethod
-    def of(cls, data: memoryview) -> Mapped:
-        made = cls(os.memfd_create("slipstream"), data.nbytes)
-        while data.nbytes:
-            data = data[os.write(made.descriptor, data) :]
-        return made
-
-    def read_only(self) -> mmap.mmap:
-        return mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ)
 
 
 Parcel = Packed | Mapped

@@ -25,7 +25,8 @@ from socket import socket
 from typing import Any
 
 from slipstream import processes
-from slipstream.runtimes.channel import Channel, Mapped, Packed, Parcel
+from slipstream.engines.shared_memory import Mapped
+from slipstream.runtimes.channel import Channel, Packed, Parcel
 from slipstream.runtimes.exchange import Answer, Call, Host, failed, map_references
 
 GRACE = 5.0
@@ -175,24 +176,22 @@ async def serve(name: str, ours: socket) -> None:
 
 
 async def packed(bodies: Sequence[Any]) -> list[Parcel]:
-    """Return bodies as parcels: weights are copied into shared memory by a thread, and records are pickled together."""
+    """Return bodies as parcels: weights in shared memory, copied by a thread if they are not, and records together."""
     import numpy as np
 
     match bodies:
         case []:
             return []
         case [np.ndarray() as weights]:
-            return [await asyncio.to_thread(Mapped.of, weights.data)]
+            return [await asyncio.to_thread(Mapped.of, weights)]
         case _:
             return [Packed(pickle.dumps(bodies, protocol=5))]
 
 
 def opened(parcel: Parcel) -> Any:
-    import numpy as np
-
     match parcel:
         case Mapped():
-            return [np.frombuffer(parcel.read_only(), np.uint8)]
+            return [parcel.array()]
         case Packed(data):
             return pickle.loads(data)
 

@@ -136,6 +136,11 @@ METHODS = {
     "the policy's best": (Method(loss=ReverseKLTopK(k=3), temperature=0.9), "student_topk", {}),
     "the teacher's best": (Method(loss=ForwardKL(k=4), temperature=0.9), "teacher_topk", {"shared_prompt": True}),
     "exact": (Method(loss=ReverseKL(), temperature=0.9), "hidden", {"checkpointing": True}),
+    "offloaded": (
+        Method(loss=ReverseKLMC(m=5), temperature=0.9),
+        "sampled",
+        {"checkpointing": True, "offload": ("optimizer", "activations")},
+    ),
     "freshness": (
         Method(loss=ReverseKLMC(m=5), temperature=0.9, freshness=FreshnessConfig(weight="freshness", anchor=0.1)),
         "sampled",
@@ -160,6 +165,8 @@ def learned(device: torch.device, name: str, handles: list[Handle]) -> list[Any]
             await learner.accumulate(batch, counts)
             found.append(await learner.step())
         weights, said = await learner.export()
+        moments = [state["exp_avg"].device for state in learner.optimizer.state.values()]
+        assert moments and set(moments) == {CPU if name == "offloaded" else device}
         return [*found, weights.body, said]
 
     with using(device):

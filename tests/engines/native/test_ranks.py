@@ -1,4 +1,4 @@
-"""One, two or three learner ranks: the same weights, the same files, and no rank left waiting for another."""
+"""One to four learner ranks: the same weights, the same files, and no rank left waiting for another."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.config.freshness import FreshnessConfig
@@ -31,6 +32,7 @@ from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
 from slipstream.data.prompts import Prompts, Row
+from slipstream.engines import weights as bytes_of_weights
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
@@ -76,6 +78,13 @@ REPLAYED = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, d
 BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), rewards={"right": 1.0})
 
 
+class Watched(NativeLearner):
+    async def gradients(self) -> list[torch.Tensor]:
+        """Whole gradients of this update so far."""
+        found = [parameter.grad for parameter in self.lm.model.parameters() if parameter.grad is not None]
+        return [each.full_tensor() if isinstance(each, DTensor) else each.clone() for each in found]
+
+
 @dataclass(frozen=True)
 class Spec:
     """What a learner is made of, wherever it is made."""
@@ -86,13 +95,13 @@ class Spec:
     follow: dict[str, Follower] = field(default_factory=dict)
     cosine_every: int = 0
 
-    def make(self, ranks: Ranks | None = None) -> NativeLearner:
+    def make(self, ranks: Ranks | None = None) -> Watched:
         config = LearnerConfig(**({"lr": 1e-3, "dtype": "float64", "token_budget": 120} | self.options))
         lm = wrap(make_model(self.model, dtype=getattr(torch, config.dtype)))
         if config.lora is not None:
             lm = with_adapters(lm, config.lora, seed=0)
         given: Any = {"snapshots": 2, "follow": self.follow, "cosine_every": self.cosine_every, "ranks": ranks}
-        return NativeLearner(lm, method=self.method, config=config, updates=20, **given)
+        return Watched(lm, method=self.method, config=config, updates=20, **given)
 
 
 # --- ranks in processes of their own ----------------------------------------------------------------------------------
@@ -101,6 +110,7 @@ class Spec:
 def serve(pipe: Connection, meeting: Meeting, index: int, size: int) -> None:
     gc.freeze()  # what was imported stays: no collection need look through it again
     torch.set_num_threads(1)
+    bytes_of_weights.BUCKET = 4000  # so that buckets hold several tensors, and parts of tensors
     ranks = join(meeting, index, size, device=torch.device("cpu"), patience=30)
     learner = None
     while True:
@@ -273,10 +283,10 @@ def trained(
 @pytest.mark.parametrize(
     "spec, updates, parts, sizes",
     [
-        (Spec(), 3, False, (2, 3)),
+        (Spec(), 3, False, (2, 3, 4)),
         (Spec(options={"packing": False}), 3, True, (3,)),
         (Spec(method=BY_ROW), 4, False, (3,)),
-        (Spec(method=BY_ROW, options={"checkpointing": True}), 4, True, (3,)),
+        (Spec(method=BY_ROW, options={"checkpointing": True, "offload": ("optimizer", "activations")}), 4, True, (3,)),
         (Spec(method=BY_BATCH, options={"minibatches": 2, "shared_prompt": True}), 3, False, (2, 3)),
         (Spec(options={"lora": LoraConfig(rank=2), "optimizer_dtype": "float32"}), 3, False, (3,)),
         (Spec(method=STEERED), 3, True, (3,)),
@@ -286,7 +296,16 @@ def trained(
         (Spec(cosine_every=1), 3, False, (3,)),
     ],
     ids=[
-        *("opd", "opd in parts, padded", "by row", "by row in parts", "by batch, twice", "lora", "steered", "energy"),
+        *(
+            "opd",
+            "opd in parts, padded",
+            "by row",
+            "by row in parts, offloaded",
+            "by batch, twice",
+            "lora",
+            "steered",
+            "energy",
+        ),
         *("by freshness, twice", "by freshness, replayed, in parts", "ages"),
     ],
 )
@@ -307,6 +326,27 @@ def test_any_number_of_ranks_learns_the_same(
             assert 0.5 < theirs.pop("rows/filled") <= 1, "how rows are filled depends on who has what"
             known = {name: value for name, value in ours.items() if name != "rows/filled"}
             assert theirs == pytest.approx(known, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("model", ["phi", "qwen3"])
+def test_any_number_of_ranks_has_the_same_gradients(make: Any, model: str) -> None:
+    spec, (batch,) = Spec(model=model, options={"dtype": "float32"}), batches(1)
+
+    async def gradients(size: int) -> list[torch.Tensor]:
+        learner = make(spec, size)
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        if size == 1:
+            return list(await learner.gradients())
+        first, *others = await asyncio.gather(*[rank.call("gradients") for rank in learner.ranks])
+        assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
+        return list(first)
+
+    expected = asyncio.run(gradients(1))
+    largest = max(gradient.abs().max().item() for gradient in expected)
+    assert largest > 0.01
+    for size in (2, 4):
+        for ours, theirs in zip(asyncio.run(gradients(size)), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6 * largest, rtol=1e-6)
 
 
 def test_tied_weights_in_single_precision_under_autocast(make: Any) -> None:
@@ -342,10 +382,10 @@ def test_every_rank_gets_the_same_metrics_and_the_sampler_the_same_weights(make:
     "spec",
     [
         Spec(),
-        Spec(model="qwen3", options={"optimizer_dtype": "float32"}),
+        Spec(model="qwen3", options={"optimizer_dtype": "float32", "offload": ("optimizer",)}),
         Spec(model="qwen3", options={"lora": LoraConfig(rank=2)}),
     ],
-    ids=["plain", "tied, mixed", "lora"],
+    ids=["plain", "tied, mixed, offloaded", "lora"],
 )
 def test_what_some_ranks_saved_others_go_on_from(make: Any, tmp_path: Path, spec: Spec) -> None:
     work, more = batches(2), batches(1, first=3)

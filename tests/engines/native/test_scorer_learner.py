@@ -413,6 +413,27 @@ def test_a_checkpoint_goes_on_where_it_was_and_is_a_hf_directory(tmp_path: Path)
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_an_offloaded_learner_learns_the_same_to_the_bit_and_goes_on_after_a_stop(tmp_path: Path) -> None:
+    batch, settings = make_batch(), {"lr": 1e-2, "checkpointing": True, "token_budget": 100}
+    whole, offloaded, again = (
+        make_learner(**settings, offload=offload) for offload in ((), *[("optimizer", "activations")] * 2)
+    )
+
+    async def work() -> None:
+        for number in (1, 2, 3):
+            if number == 3:
+                await offloaded.save(tmp_path)
+                await again.restore(tmp_path)
+                assert await update(again, batch, 3) == pytest.approx(await update(offloaded, batch, 3))
+            metrics = await update(whole, batch, number)
+            if number < 3:
+                assert await update(offloaded, batch, number) == metrics and metrics["step_rms"] > 0
+
+    run(work())
+    for models in zip(*(each.lm.model.parameters() for each in (whole, offloaded, again)), strict=True):
+        assert torch.equal(models[0], models[1]) and torch.equal(models[0], models[2])
+
+
 def test_learning_rate_warms_up_and_decays() -> None:
     config = LearnerConfig(lr=1.0, warmup=4, decay="cosine")
     rates = [learning_rate(config, step, 12) for step in range(12)]

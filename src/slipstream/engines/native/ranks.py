@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from slipstream.engines.weights import whole
+from slipstream.engines.weights import on_first_rank
 
 T = TypeVar("T")
 Meeting = tuple[str, int]
@@ -62,8 +62,8 @@ class Ranks:
             if not isinstance(value, Tensor):
                 return value
             if id(value) not in found:  # tied tensors stay tied
-                gathered = whole(value.detach())
-                found[id(value)] = gathered.cpu() if self.index == 0 else None
+                gathered = on_first_rank(value)
+                found[id(value)] = gathered if self.index == 0 else None
             return found[id(value)]
 
         return {name: collected(part) for name, part in state.items()}

@@ -6,9 +6,11 @@ On a CPU both spaces are host memory. The same code moves the values, so that te
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HOST = torch.device("cpu")
 
@@ -34,6 +36,22 @@ class Spaces:
             tensor, copy = self.parked[-1]
             tensor.data = copied(copy, tensor.device)
             self.parked.pop()
+
+
+def keep_on_host(width: int) -> AbstractContextManager[Any]:
+    """Keep hidden states, which have `width` columns, in host memory from this context until the backward pass.
+
+    With recomputation these are the inputs of all layers.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        hidden = tensor.dim() > 1 and tensor.shape[-1] == width and not isinstance(tensor, nn.Parameter)
+        return (tensor.device, copied(tensor, HOST)) if hidden else tensor
+
+    def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else copied(kept[1], kept[0])
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:

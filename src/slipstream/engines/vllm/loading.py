@@ -21,6 +21,7 @@ from slipstream.engines.native.adapters import write_adapter
 from slipstream.engines.native.files import empty_model
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import load_model
+from slipstream.engines.shared_memory import memory_of
 from slipstream.engines.vllm import RANKS, SLOT
 from slipstream.engines.vllm.core import Core, Settings
 from slipstream.engines.weights import combined, export_weights, fingerprinted, is_adapter, published, raw, view_of
@@ -120,7 +121,10 @@ class Loading:
 
 @contextmanager
 def shared_file(body: np.ndarray[Any, Any]) -> Iterator[str]:
-    """Write bytes to a file in shared memory that vLLM's workers can read; delete the file at the end."""
+    """Yield the path of a file with these bytes, which is the learner's shared memory or a copy of other memory."""
+    if (memory := memory_of(body)) is not None:
+        yield memory.path
+        return
     with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=SHARED_MEMORY) as file:
         file.write(body.data)
         file.flush()

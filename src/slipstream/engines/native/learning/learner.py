@@ -24,16 +24,16 @@ from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.evidence import Distances, FirstPasses
 from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halves
 from slipstream.engines.native.learning.gradient_noise import Noise
-from slipstream.engines.native.learning.optimizer import make_optimizer, squared_step
+from slipstream.engines.native.learning.optimizer import make_optimizer, park, squared_step, step_from_host
 from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
-from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, local
+from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE
 from slipstream.engines.native.learning.storage import State, restore, save
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
 from slipstream.engines.sample_lines import as_numbers, quote
-from slipstream.engines.weights import export_weights, fingerprint
+from slipstream.engines.weights import export_weights, fingerprint, local
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
@@ -384,7 +384,10 @@ class NativeLearner:
         self.made = self.update
         moved = dict[str, float]()
         if norm > 0:  # without any gradient, weight decay and momentum must not change the weights either
-            self.optimizer.step()
+            if "optimizer" in self.config.offload:
+                step_from_host(self.optimizer)
+            else:
+                self.optimizer.step()
             squares, weights = zip(*self.ranks.gathered(squared_step(self.optimizer)), strict=True)
             moved = {"step_rms": math.sqrt(sum(squares) / sum(weights))}
         found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1))
@@ -447,6 +450,8 @@ class NativeLearner:
 
     def _restore(self, path: Path) -> Sequence[Group]:
         found = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
+        if "optimizer" in self.config.offload:
+            park(self.optimizer)
         if self.method.previous:
             if not found.previous:
                 previous = 'the weights before its last update, which policy.old = "previous" compares with'
@@ -490,7 +495,7 @@ class NativeLearner:
             dtype, version, unsent = follower.dtype, self.followed[teacher], self.unsent[teacher]
             if unsent and (oldest := unsent.pop(0)) in self.earlier[teacher]:
                 version, name = oldest, snapshot_of(teacher, oldest)
-            others = self.snapshots.state(name)
+            others = self.snapshots.shards(name)
         else:
             if self.snapshots.keep:
                 self.snapshots.take(self.made)

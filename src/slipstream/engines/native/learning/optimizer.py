@@ -1,4 +1,4 @@
-"""AdamW that can store its moments in another precision than the weights, and the size of its steps."""
+"""AdamW whose moments can have their own precision and be in host memory, and the size of its steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.snapshots import local
+from slipstream.engines.native.ranks import part_of
+from slipstream.engines.native.spaces import HOST, copied
+from slipstream.engines.weights import local
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's two moments in the optimizer's state."""
 CHUNK = 2**24
 """Number of weights whose step is measured at once, so that the largest matrix needs no copy of its size."""
 EPSILON = 1e-8
@@ -29,6 +33,29 @@ def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) 
     return MixedAdamW(parameters, moments=getattr(torch, config.optimizer_dtype), **options)
 
 
+def park(optimizer: torch.optim.Optimizer) -> None:
+    """Move all moments, of sharded weights those of this rank's shard, to host memory."""
+    for state in optimizer.state.values():
+        state |= {name: copied(local(state[name]), HOST) for name in MOMENTS if name in state}
+
+
+def step_from_host(optimizer: torch.optim.Optimizer) -> None:
+    """Make a step with moments that stay in host memory: those of one weight at a time come to its device."""
+    groups = optimizer.param_groups
+    try:
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, device = optimizer.state[parameter], parameter.device
+                state |= {name: part_of(copied(state[name], device), parameter) for name in MOMENTS if name in state}
+                optimizer.param_groups = [group | {"params": [parameter]}]
+                optimizer.step()
+                state |= {name: copied(local(state[name]), HOST) for name in MOMENTS}
+    finally:
+        optimizer.param_groups = groups
+
+
 @torch.no_grad()
 def squared_step(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
     """Return Σ (m̂ / (√v̂ + ε))² over this rank's weights, and their number.
@@ -43,12 +70,12 @@ def squared_step(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
             if not (state := optimizer.state.get(parameter)):
                 continue
             step = float(state["step"])
-            mean, square = (local(state[name]).flatten() for name in ("exp_avg", "exp_avg_sq"))
-            for start in range(0, len(mean), CHUNK):
-                here = slice(start, start + CHUNK)
-                scale = (square[here].float() / (1 - high**step)).sqrt_().add_(EPSILON)
-                total += (mean[here].float() / (1 - low**step)).div_(scale).square_().sum().cpu()
-            count += len(mean)
+            moments = [local(state[name]).flatten() for name in MOMENTS]
+            for start in range(0, len(moments[0]), CHUNK):
+                mean, square = (each[start : start + CHUNK].to(parameter.device, torch.float32) for each in moments)
+                scale = (square / (1 - high**step)).sqrt_().add_(EPSILON)
+                total += (mean / (1 - low**step)).div_(scale).square_().sum().cpu()
+            count += len(moments[0])
     return total.item(), count
 
 
@@ -70,7 +97,7 @@ class MixedAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
-            state |= {name: torch.zeros_like(parameter, dtype=self.moments) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {name: torch.zeros_like(parameter, dtype=self.moments) for name in MOMENTS}
         state["step"] += 1
         wide = torch.promote_types(parameter.dtype, torch.float32)
         (low, high), lr, grad = group["betas"], group["lr"], grad.to(wide)
@@ -87,5 +114,5 @@ class MixedAdamW(torch.optim.Optimizer):
         """Load the state and cast the moments back to dtype `moments`: torch casts them to the dtype of the weights."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in MOMENTS:
                 state[name] = state[name].to(self.moments)

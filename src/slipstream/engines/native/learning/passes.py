@@ -20,6 +20,7 @@ from slipstream.engines.native.over_devices import layers_of
 from slipstream.engines.native.packing import Item, MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder, use_rows
+from slipstream.engines.native.spaces import keep_on_host
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD
 from slipstream.estimators.logprobs.head import Head
@@ -38,13 +39,16 @@ Kind = Literal["forward", "reverse"]
 class Student(nn.Module):
     """Backbone and head in one root module, so that sharded weights are gathered once for both parts."""
 
-    def __init__(self, lm: LanguageModel) -> None:
+    def __init__(self, lm: LanguageModel, saving: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Join the parts; the backbone's forward pass stores activations in the context that `saving` returns."""
         super().__init__()
-        self.model, self.parts = lm.model, (lm.backbone, lm.head)
+        self.model, self.parts, self.saving = lm.model, (lm.backbone, lm.head), saving
 
     def forward(self, rows: Rows, compute: Callable[[Tensor, Head], T]) -> T:
         backbone, head = self.parts
-        return compute(rows.hidden(backbone), head)
+        with self.saving():
+            hidden_NH = rows.hidden(backbone)
+        return compute(hidden_NH, head)
 
 
 class Passes:
@@ -60,7 +64,8 @@ class Passes:
         """Token counts (see `tokens_of`) of all passes since the last call of `packing_metrics`."""
         self.read = self.trained = 0
         """Tokens of all sequences that passed without and with a gradient, since the start."""
-        self.student = Student(lm)
+        offloads = "activations" in config.offload
+        self.student = Student(lm, partial(keep_on_host, self.hidden_size) if offloads else nullcontext)
         ranks.shard(self.student, layers_of(lm.model))
         self.snapshots = Snapshots(lm.model, keep=snapshots)
 

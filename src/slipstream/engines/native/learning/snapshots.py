@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from slipstream.engines.native.ranks import part_of, slice_of
+from slipstream.engines.weights import local
 
 Version = int | str
 REFERENCE, PREVIOUS = "reference", "previous"
@@ -57,6 +57,10 @@ class Snapshots:
         held = zip(self.trained.items(), self.held[version], strict=True)
         return {name: part_of(tensor, own) for (name, own), tensor in held}
 
+    def shards(self, version: Version) -> dict[str, Tensor]:
+        """Return this rank's shards of a snapshot, where they are stored."""
+        return dict(zip(self.trained, self.held[version], strict=True))
+
     def put(self, version: Version, state: Mapping[str, Tensor], *, host: bool = False) -> None:
         """Store a state dict of unsharded weights as a snapshot, in host memory if `host`, else on the device."""
         slices = [local(slice_of(state[name], own)) for name, own in self.trained.items()]
@@ -76,8 +80,3 @@ class Snapshots:
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, own)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

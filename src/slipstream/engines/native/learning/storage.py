@@ -22,7 +22,7 @@ from slipstream.engines.native.lora import merged
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.ranks import Ranks, slice_of
 from slipstream.engines.record_files import read_groups, write_groups
-from slipstream.engines.weights import is_adapter
+from slipstream.engines.weights import is_adapter, local, on_first_rank
 from slipstream.errors import RunDirError, first_line
 from slipstream.records import Group
 
@@ -64,8 +64,7 @@ def save(
     weights = ranks.on_first(lm.model.state_dict(keep_vars=True))
     parts: dict[str, Mapping[str, Tensor]] = {}
     if optimizer:
-        moments: Moments = ranks.on_first(optimizer.state_dict())["state"]
-        parts["moments"] = {f"{i}.{name}": value for i, own in moments.items() for name, value in own.items()}
+        parts["moments"] = moments_of(optimizer)
         parts["adapters"] = {name: value for name, value in weights.items() if is_adapter(name)}
         parts["previous"] = ranks.on_first(state.previous)
         parts |= {f"version {version}": ranks.on_first(old) for version, old in state.versions.items()}
@@ -91,6 +90,17 @@ def save(
         raise RunDirError(f"{path} cannot be written: {first_line(error)}") from None
     if optimizer:
         write_groups(path, state.groups)
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state in host memory, with None for sharded tensors on ranks other than the first."""
+    moments: Moments = optimizer.state_dict()["state"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        f"{i}.{name}": on_first_rank(parameters[i], local(value), value.dtype) if value.dim() else value.cpu()
+        for i, own in moments.items()
+        for name, value in own.items()
+    }
 
 
 def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> State:

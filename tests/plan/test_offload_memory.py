@@ -1,0 +1,70 @@
+"""What the plan says of memory in the host's own space, and of the longest sequence that fits a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.config.file import parse
+from slipstream.errors import ConfigError
+from slipstream.plan.gpus import Gpus
+from slipstream.plan.placement import GIB, Need, needs
+from slipstream.plan.plan import check_shapes
+
+STUDENT = "shapes:Qwen/Qwen3-4B"
+PARAMETERS, LARGEST, WIDTH, LAYERS = 4_022_468_096, 151_936 * 2560, 2560, 36
+TREE: dict[str, Any] = {
+    "student": STUDENT,
+    "teachers": {"main": {"model": STUDENT}},
+    "sampler": {"longest": 8192, "max_tokens": 4096},
+    "schedule": {"kind": "async", "tau": 3},
+}
+
+
+def found(learner: dict[str, Any], gpus: str = "4x160", **changes: Any) -> dict[str, Need]:
+    made = check_shapes(parse(TREE | changes | {"learner": learner}), Gpus.parse([gpus]))
+    return {need.name: need for need in needs(made.engines, gpu=True)}
+
+
+def test_what_is_offloaded_counts_in_host_memory() -> None:
+    """One rank of two: 2 moments of 4 bytes; of the largest weight on the device; 36 inputs of 4 bytes per token."""
+    here = found({"ranks": 2, "checkpointing": True})["learner-1"]
+    there = found({"ranks": 2, "checkpointing": True, "offload": ["optimizer", "activations"]})["learner-1"]
+    assert here.parts["moments"] == PARAMETERS * 2 * 4 / 2 and not here.kept
+    assert there.parts["moments"] == LARGEST * 2 * 4 / 2 and there.host["moments"] == here.parts["moments"]
+    inputs = 16384 * LAYERS * WIDTH * 4
+    assert here.parts["~activations"] - there.parts["~activations"] == inputs == there.host["~activations"]
+    assert str(there).endswith(" of host memory") and " (moments 15.0 GiB, ~activations 5.6 GiB)" in str(there)
+    assert not str(here).endswith(" of host memory")
+
+
+def test_copies_of_a_teacher_that_follows_count_in_host_memory() -> None:
+    """Versions in flight: 3 // 2 + 2 in the scorer; one copy and one version fewer in the learner, all in float32."""
+    follows = {"model": "self", "context": "{last}{prompt}", "follow": {"copy_every": 2}, "relabel": "stale"}
+    own = found({}, teachers={"me": follows | {"longest": 9000}}, freshness={})
+    assert own["teacher me"].kept == (3 // 2 + 2) * PARAMETERS * 4
+    assert own["learner"].host["versions before"] == (1 + 3 // 2 + 1) * PARAMETERS * 4
+    assert "host memory" not in str(found({})["teacher main"])
+
+
+def test_a_sequence_that_does_not_fit_is_refused_with_the_longest_that_does() -> None:
+    """On 80 GiB: 60 hold 16 bytes per parameter (4 + 4 + 8), and each token needs 34 bytes · 2 · width · layers."""
+    left, per_token = 80 * GIB - 16 * PARAMETERS, 34 * 2 * WIDTH * LAYERS
+    assert left // per_token == 3437
+    with pytest.raises(ConfigError) as refused:
+        found({}, "2x80")
+    assert str(refused.value) == (
+        "learner: a sequence may have 8,192 tokens, and about 3,437 fit its device, because 59.9 GiB of 80.0 GiB hold "
+        "weights and states; a sequence is not split over ranks: write learner.checkpointing = true, learner.offload = "
+        '["optimizer"], learner.lora, a smaller sampler.max_tokens or more learner.ranks'
+    )
+    assert found({"checkpointing": True}, "2x80")["learner"].total < 80 * GIB
+    long, recomputed = (
+        {"longest": 40_000, "max_tokens": 4096, "slots": 8},
+        {"checkpointing": True, "token_budget": 40_000},
+    )
+    assert left // (per_token / LAYERS + 4 * WIDTH * LAYERS) == 39_688
+    with pytest.raises(ConfigError, match=r'about 39,688 fit .* write learner.offload = \["activations"\], learner'):
+        found(recomputed, "2x80", sampler=long)
+    found(recomputed | {"offload": ["activations"]}, "2x80", sampler=long)
