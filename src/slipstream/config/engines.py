@@ -115,6 +115,8 @@ ENGINES: dict[str, Engine] = {
             'sampler.engine = "native", or drop it',
             "on_publish": 'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write '
             '"rebuild", or sampler.engine = "native"',
+            "quantisation": "sampler.quantisation: vLLM would quantise weights in its own way, and could not prove "
+            'which it runs: write sampler.engine = "native", or drop it',
             "lora": '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
             'sampler.engine = "native", or drop [learner.lora]',
             "server": SERVER,
@@ -139,6 +141,8 @@ ENGINES: dict[str, Engine] = {
             'sampler.engine = "native", or drop it',
             "on_publish": 'sampler.on_publish = "reuse": a rollout server clears its cache when weights change: write '
             '"rebuild", or sampler.engine = "native"',
+            "quantisation": "sampler.quantisation: a rollout server quantises weights by its own settings: write "
+            'sampler.engine = "native", or drop it',
             "lora": '[learner.lora] sends adapters, and sampler.engine = "server" takes whole weights: write '
             'sampler.engine = "native", or drop [learner.lora]',
         },

@@ -1,14 +1,15 @@
 """Weights as flat bytes, which the learner publishes to other engines, and fingerprints of weights.
 
 A fingerprint is one hash over the CRC-32 of each tensor that `fingerprinted` names. An engine that loads weights
-returns the fingerprint of the tensors that it runs.
+returns the fingerprint of the tensors that it runs. A sampler that quantises weights returns one of the bytes that it
+received and of the codes and scales that it made of them; the learner makes the same of the weights that it exports.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slipstream.engines.quantisation import quantised_weights
 from slipstream.errors import ModelError
 from slipstream.protocols import Fingerprint, TensorSpec, WeightsRef
 
@@ -71,6 +73,13 @@ def view_of(spec: TensorSpec, flat: Tensor) -> Tensor:
     return part.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
+def tensor_of(spec: TensorSpec, weights: WeightsRef) -> Tensor:
+    """Return a copy of a published tensor, whose bytes may be read-only."""
+    found = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    np.copyto(raw(found), weights.body[spec.offset : spec.offset + spec.nbytes])
+    return found
+
+
 def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> None:
     if missing := set(shapes.items()) ^ {(spec.name, spec.shape) for spec in weights.manifest}:
         names = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(missing)[:3])
@@ -107,21 +116,21 @@ def export_weights(
 
 
 def load_weights(model: nn.Module, weights: WeightsRef) -> None:
-    """Copy published weights into the model and convert them to its dtype; names and shapes must match."""
-    own = dict(published(model))
+    """Copy published weights into the model, converted to its dtype or quantised; names and shapes must match."""
+    own, quantised = dict(published(model)), quantised_weights(model)
     check_fits({name: tuple(tensor.shape) for name, tensor in own.items()}, weights)
     for spec in weights.manifest:
-        _load(own[spec.name], getattr(torch, spec.dtype), weights.body[spec.offset : spec.offset + spec.nbytes])
+        if layer := quantised.get(spec.name):
+            layer.load(tensor_of(spec, weights))
+        else:
+            _load(own[spec.name], spec, weights)
 
 
-def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> None:
-    """Copy bytes into a tensor. `source` may be read-only, which torch tensors do not support."""
-    if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-        np.copyto(raw(target), source)
+def _load(target: Tensor, spec: TensorSpec, weights: WeightsRef) -> None:
+    if target.dtype == getattr(torch, spec.dtype) and target.device.type == "cpu" and target.is_contiguous():
+        np.copyto(raw(target), weights.body[spec.offset : spec.offset + spec.nbytes])
     else:
-        staged = torch.empty(target.shape, dtype=dtype)
-        np.copyto(raw(staged), source)
-        target.copy_(staged)
+        target.copy_(tensor_of(spec, weights))
 
 
 def fingerprint(
@@ -146,3 +155,26 @@ def fingerprint(
         return still[name]
 
     return combined(map(checksum_of, fingerprinted(parameters)))
+
+
+def fingerprint_of_parts(weights: WeightsRef, parts: Callable[[str, Tensor], Sequence[Tensor]]) -> Fingerprint:
+    """Return a hash of the tensors that `parts` returns for the name and value of each fingerprinted weight."""
+    named, checksums = set(fingerprinted(spec.name for spec in weights.manifest)), list[int]()
+    for spec in weights.manifest:
+        if spec.name in named:
+            checksums += [checksum(part.cpu()) for part in parts(spec.name, tensor_of(spec, weights))]
+    return combined(checksums)
+
+
+def fingerprint_of_loaded(model: nn.Module, weights: WeightsRef) -> Fingerprint:
+    """Return the fingerprint of a model that has just loaded these weights, and may have quantised them."""
+    layers, own = quantised_weights(model), dict(published(model))
+    if not layers:
+        return fingerprint(model, weights.manifest[0].dtype)
+
+    def running(name: str, received: Tensor) -> Sequence[Tensor]:
+        if layer := layers.get(name):
+            return received, layer.weight.detach(), layer.scale
+        return (own[name].to(received.dtype),)
+
+    return fingerprint_of_parts(weights, running)

@@ -56,7 +56,8 @@ def compares(config: Config) -> bool:
 def in_float32(config: Config) -> bool:
     learner, sampler = config.learner, config.sampler
     types = {sampler.dtype, learner.compute_dtype or learner.dtype}
-    return ENGINES[sampler.engine].same_code_as_learner and types <= {"float32", "float64"}
+    same = ENGINES[sampler.engine].same_code_as_learner and sampler.quantisation is None
+    return same and types <= {"float32", "float64"}
 
 
 def fresher(config: Config) -> list[Change]:
