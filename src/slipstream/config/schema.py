@@ -242,8 +242,8 @@ class SamplerConfig(Section):
     dtype: Dtype = "float32"
     """Number format of weights and computations in the samplers."""
     quantisation: Quantisation | None = None
-    """Eight-bit weights of the samplers' linear layers, made at every publish (docs/models.md). The rollouts are of the
-    quantised student, another policy than the learner's, and so are their log-probs. None: weights in dtype."""
+    """Eight-bit weights of the samplers' linear layers, made at every publish (docs/learner.md). The rollouts are of
+    the quantised student, another policy than the learner's, and so are their log-probs. None: weights in dtype."""
     on_publish: Literal["rebuild", "reuse"] = "rebuild"
     """Treatment of the KV cache of running responses when new weights arrive. rebuild: compute the cache again with the
     new weights. reuse: keep the old cache, which costs nothing and is approximate. The recorded log-probs then are
@@ -309,7 +309,7 @@ class LearnerConfig(Section):
     """Number format of weights and gradients."""
     compute_dtype: Dtype | None = None
     """Number format of matrix products (autocast); weights keep dtype. Write "bfloat16" for speed. "float16" rounds
-    eight times less than bfloat16 and uses a dynamic loss scale (docs/models.md). None uses dtype."""
+    eight times less than bfloat16 and uses a dynamic loss scale (docs/learner.md). None uses dtype."""
     optimizer_dtype: Dtype | None = None
     """Number format of AdamW's moments. None uses dtype."""
     ranks: int = Field(1, ge=1)
@@ -558,8 +558,9 @@ class Config(Section):
         self._check_guards()
         self._check_offpolicy()
         self._check_interleaved()
+        bounded = {"keep_mask"} if self.sampler.engine == "vllm" and self.sampler.top_k else set[str]()
         for feature, why in ENGINES[self.sampler.engine].sampler_refuses.items():
-            if feature in self.sampler_features:
+            if feature in self.sampler_features - bounded:
                 raise ValueError(why)
         if self.sampler.quantisation is not None and self.learner.lora is not None:
             raise ValueError(

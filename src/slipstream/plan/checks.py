@@ -180,7 +180,7 @@ async def sample_groups(
     Short answers use no agents.
     """
     alone, samplers = tokens == TOKENS and plan.config.has_agents, engines.samplers
-    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "interleave": 0}
+    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "keep_mask": False, "interleave": 0}
     limit = min(tokens, plan.sampling.max_tokens)
     sampling = replace(plan.sampling, max_tokens=limit, group=group, alone=alone, **whole)
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]

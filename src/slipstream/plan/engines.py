@@ -90,6 +90,8 @@ class SamplerPlan:
     """Tokens at which responses stop besides the end tokens in the student's files, as ids or texts."""
     draws: int = 1
     best: int = 0
+    top_k: int = 0
+    """top_k of rollouts that record their sampling support; 0: they record none, or top_k cuts nothing."""
     on_publish: Literal["rebuild", "reuse"] = "rebuild"
     threads: int = 1
     replicas: int = 1
@@ -317,6 +319,7 @@ def sampler_of(config: Config) -> SamplerPlan:
         stop=sampler.stop,
         draws=drawn.draws,
         best=drawn.best,
+        top_k=drawn.top_k if drawn.keep_mask else 0,
         on_publish=sampler.on_publish,
         threads=config.runtime.threads,
         replicas=at_first(sampler.replicas),

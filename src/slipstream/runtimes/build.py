@@ -138,7 +138,7 @@ def build_policy(
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_of(settings.model), plan.stop)
-            return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
+            return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best, top_k=plan.top_k)
         case ServerSettings() as server:
             ends = stop_ids(tokenizer, generation_of(server.model), plan.stop)
             return ServerSampler(server, stop_ids=ends)

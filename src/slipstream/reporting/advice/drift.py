@@ -137,8 +137,10 @@ def aligned(config: Config) -> list[Change]:
     """Return changes that make the engines compute alike, then one that turns corrections off while debugging."""
     learner, sampler = config.learner, config.sampler
     return [
+        *([{"sampler.quantisation": None}] if sampler.quantisation is not None else []),
         *([{"sampler.on_publish": "rebuild"}] if sampler.on_publish == "reuse" else []),
         *([{"sampler.dtype": learner.compute_dtype or learner.dtype}] if not in_float32(config) else []),
+        *([{"sampler.dtype": "float16", "learner.compute_dtype": "float16"}] if sampler.dtype == "bfloat16" else []),
         *([{"sampler.dtype": "float32", "learner.dtype": "float32"}] if not in_float32(config) else []),
         *([{"correction.preset": "disabled"}] if config.correction.preset != "disabled" else []),
     ]
