@@ -86,8 +86,7 @@ def save(
             moved = {name: version for name, (version, _) in state.teachers.items()}
             earlier = {name: list(versions) for name, versions in state.earlier.items()}
             numbers = {"update": state.update, "beta": state.beta, "versions": list(state.versions), "teachers": moved}
-            numbers |= {"earlier": earlier, "loss_scale": state.loss_scale}
-            (path / NUMBERS).write_text(json.dumps(numbers))
+            (path / NUMBERS).write_text(json.dumps(numbers | {"earlier": earlier, "loss_scale": state.loss_scale}))
         elif adapted_layers(lm.model):
             write_adapter(path / ADAPTER, lm.model, weights, base=lm.name)
     except Exception as error:  # safetensors and tokenizers raise errors of their own types if the disk is full
