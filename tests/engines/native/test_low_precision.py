@@ -6,13 +6,16 @@ import copy
 import json
 import math
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from slipstream.config.file import load
 from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import LearnerConfig
@@ -26,6 +29,7 @@ from slipstream.errors import NonFiniteError
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import ONE, Batch, Handle, Scored, total
+from slipstream.runs import start as launch
 from support.learners import roll_out, run, score
 from support.tiny_models import EOS, make_model, make_prompts, wrap
 
@@ -190,3 +194,48 @@ def test_the_scale_grows_after_steps_without_overflow() -> None:
     assert scale.value == 1.0 and not scale.overflowed(), "then it is no overflow"
     exact = LossScale(on=False)
     assert exact.apply(summed=True) == exact.apply(summed=False) == 1.0 and not exact.overflowed()
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "int8": (
+        "--sampler.quantisation int8",
+        'student with int8 weights; loss.kind = "reverse_kl_mc" weighs draws by the',
+    ),
+    "fp8": (
+        "--sampler.quantisation fp8 --loss.importance false",
+        "fp8 weights; nothing in the loss holds the ratio to it",
+    ),
+    "float16": ("--sampler.dtype float16 --learner.compute_dtype float16", "loss: 1 · reverse_kl_mc"),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_starts_with_its_checks_and_learns_from_another_policy(kind: str, tmp_path: Path) -> None:
+    words, said = RUNS[kind]
+    (tmp_path / "run.toml").write_text(f"""
+student = "builtin:student"
+updates = 2
+output = "{tmp_path}/run"
+[teachers.main]
+model = "builtin:teacher"
+[sampler]
+max_tokens = 16
+[learner]
+batch_size = 8
+[schedule]
+kind = "sync"
+[runtime]
+kind = "inline"
+device = "cpu"
+""")
+    pairs = [each.removeprefix("--") for each in words.split()]
+    config = load(tmp_path / "run.toml", list(zip(pairs[::2], pairs[1::2], strict=True)), say=str)
+    out = StringIO()
+    run_dir = launch.train(config, Console(width=400, file=out), name="x")
+    assert said in out.getvalue()
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(0 < line["drift/k3_kl"] < 0.02 for line in lines)
+    if kind == "float16":
+        assert all(line["drift/k3_kl"] < 1e-4 and line["steps_skipped"] in (0, 1) for line in lines)
