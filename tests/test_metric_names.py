@@ -43,7 +43,10 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "loss": {"kind": "forward_kl", "k": 3},
         "learner": {"minibatches": 2, "exact_drift": True},
     },
-    "draws around a proximal policy": {"loss": {"kind": "decoupled_ppo", "m": 2}},
+    "draws around a proximal policy, in float16": {
+        "loss": {"kind": "decoupled_ppo", "m": 2},
+        "learner": {"compute_dtype": "float16"},
+    },
     "draws within a budget, after parts of answers": {
         "loss": {"kind": "m2po", "m": 2},
         "mix": {"share": 0.9, "prefix": 0.9},

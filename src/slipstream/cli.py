@@ -179,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--temperature", "--eval.temperature", type=temperature, help="0 samples greedily (1.0)")
     evaluate.add_argument("--seed", type=int, help="seed of all sampling (0)")
     evaluate.add_argument(
-        "--dtype", "--sampler.dtype", choices=["float32", "bfloat16", "float64"], help="precision (float32)"
+        "--dtype", "--sampler.dtype", choices=["float32", "bfloat16", "float16", "float64"], help="precision (float32)"
     )
     evaluate.add_argument("--device", "--runtime.device", help="same as the setting runtime.device (auto)")
     evaluate.add_argument("--engine", "--sampler.engine", choices=["native", "vllm"], help="engine (native)")

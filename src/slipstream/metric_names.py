@@ -114,6 +114,18 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "as in a run with a small tau",
             "engines/native/learning/gradient_cosine.py",
         ),
+        Term(
+            "loss_scale",
+            'factor of the loss in the backward pass, with learner.compute_dtype = "float16"',
+            "level, or rising",
+            LEARNER,
+        ),
+        Term(
+            "steps_skipped",
+            "share of the update's optimizer steps that were skipped, because gradients overflowed in float16",
+            "0, except in a few updates",
+            LEARNER,
+        ),
         Term("lr", "learning rate of the update, after the guards' factors", "–", LEARNER),
         Term("distill/loss", "distillation loss per trained token, before loss.weight", "falls", LOSS),
         Term("distill/loss_abs", "mean absolute distillation loss per trained token", "falls", LOSS),

@@ -71,7 +71,7 @@ def test_settings_are_listed_by_dotted_name_and_kind() -> None:
     listed = {(name, kind): describe(info) for name, info, kind in fields()}
     assert listed["learner.lr", ""] == "float = 1e-05"
     assert listed["student", ""] == "str"
-    assert listed["teachers.NAME.dtype", ""] == 'float32 | bfloat16 | float64 = "float32"'
+    assert listed["teachers.NAME.dtype", ""] == 'float32 | bfloat16 | float16 | float64 = "float32"'
     assert listed["task.reward", ""] == "[str, …] = []"
     assert listed["loss.clip", "reverse_kl_mc"] == "float | [float, float] | none = none"
     assert listed["loss.k", "forward_kl"] == "int = 32"

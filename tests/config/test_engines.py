@@ -21,6 +21,7 @@ SAMPLER: dict[str, dict[str, object]] = {
     "keep_mask": {"sampler": {"keep_mask": True, "top_p": 0.9}},
     "on_publish": {"sampler": {"on_publish": "reuse"}},
     "interleave": {"sampler": {"interleave": 4}, "loss": {"kind": "forward_kl"}},
+    "quantisation": {"sampler": {"quantisation": "int8"}},
     "lora": {"learner": {"lora": {"rank": 2}}},
 }
 TEACHER: dict[str, dict[str, object]] = {
@@ -48,6 +49,13 @@ def test_a_sampler_refuses_what_its_row_says(engine: str, feature: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(config)
     assert ENGINES[engine].sampler_refuses[feature] in str(refused.value)
+
+
+def test_vllm_returns_a_sampling_support_that_top_k_bounds() -> None:
+    sampler = {"engine": "vllm", "keep_mask": True, "top_p": 0.9}
+    assert parse({**BASE, "sampler": {**sampler, "top_k": 20}}).sampler.keep_mask
+    with pytest.raises(ConfigError, match=r"bounded size: write sampler.top_k, for example 128, or sampler.engine = "):
+        parse({**BASE, "sampler": sampler})
 
 
 @pytest.mark.parametrize(

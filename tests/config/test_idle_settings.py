@@ -36,6 +36,7 @@ device = "cpu"
 """
 RL = "loss.weight=0 teachers={} policy.loss=vanilla task.reward=exact sampler.group=2"
 HELD_OUT = "data.eval=builtin:arithmetic task.reward=exact eval.prompts=4"
+SERVER = "sampler.server.url=http://127.0.0.1:1 sampler.server.folder=/tmp loss.m=1"
 TWO = "teachers.other.model=builtin:teacher data.train=routed.jsonl"
 NOTHING = "has almost no effect: every update is one step on answers of its own weights"
 
@@ -49,6 +50,12 @@ REFUSED = {
     "learner.compute_dtype=float64": 'learner.compute_dtype = "float64" does nothing over weights in float32',
     "learner.dtype=bfloat16 learner.compute_dtype=float32": 'compute_dtype = "float32" does nothing over weights in bf',
     "learner.dtype=float64 learner.compute_dtype=bfloat16": 'compute_dtype = "bfloat16" does nothing over weights in f',
+    "learner.dtype=float64 learner.compute_dtype=float16": 'compute_dtype = "float16" does nothing over weights in f',
+    "learner.dtype=float16": 'learner.dtype = "float16" would round small steps and squares of gradients to 0: write',
+    "learner.optimizer_dtype=float16": 'learner.optimizer_dtype = "float16" would round small steps and squares',
+    "sampler.quantisation=int8 sampler.engine=vllm": "sampler.quantisation: vLLM would quantise weights in its own way",
+    f"sampler.quantisation=fp8 sampler.engine=server {SERVER}": "a rollout server quantises weights by its",
+    "sampler.quantisation=fp8 learner.lora.rank=4": "[learner.lora] publishes adapters, and sampler.quantisation",
     "loss.kind=jsd loss.k=4": "k = 4 does nothing: the hidden cache is the whole distribution",
     "loss.kind=forward_kl loss.cache=hidden loss.k=4": "k = 4 does nothing: the hidden cache is the whole",
     f"{RL} loss.m=4": "loss.m does nothing without loss.weight",
@@ -127,6 +134,7 @@ QUIET = [
     "loss.m=39",
     "checkpoint.every=2 learner.warmup=2",
     "learner.compute_dtype=bfloat16",
+    "learner.compute_dtype=float16 sampler.dtype=float16",
     "learner.compute_dtype=float32",
     "learner.dtype=float64 learner.compute_dtype=float64",
     f"{TWO} teachers.other.weight=0",

@@ -141,7 +141,7 @@ GOOD = {"drift/k3_kl": 1e-6, "drift/ppl_ratio": 1.0}
 def test_a_sampler_is_judged_by_version_and_by_its_distance_to_the_learner(
     numbers: Any, versions: set[int], said: str
 ) -> None:
-    found = distrusted(numbers, versions, version=7, exact=True)
+    found = distrusted(numbers, versions, version=7, rounding="exact")
     assert re.search(said, found) and bool(found) == bool(said)
 
 

@@ -117,6 +117,12 @@ mix.source=teacher correction.preset=bypass_pg_geo_rs
 {RL} mix.source=file mix.path=missing.jsonl
 mix.share=0.5 loss.kind=forward_kl sampler.group=2
 mix.share=0.5 loss.kind=forward_kl environment.use=table
+sampler.quantisation=int4
+sampler.quantisation=int8 sampler.engine=vllm
+sampler.quantisation=fp8 learner.lora.rank=4
+learner.dtype=float16
+learner.optimizer_dtype=float16
+learner.dtype=float64 learner.compute_dtype=float16
 sampler.interleave=-1
 sampler.interleave=1000000
 {RL} sampler.interleave=3

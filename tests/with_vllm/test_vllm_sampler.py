@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.engines.vllm.core import Settings
-from slipstream.engines.vllm.sampler import VllmSampler
+from slipstream.engines.vllm.sampler import VllmSampler, support_of
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError, WorkerDied
 from slipstream.protocols import Mode, Sampling
@@ -60,6 +60,61 @@ def sampler(engine: VllmSampler) -> VllmSampler:
     engine.stop_ids = [EOS]
     asyncio.run(engine.publish(WEIGHTS[0], "keep"))
     return engine
+
+
+KEPT = [
+    Sampling(max_tokens=40, group=2, draws=3, keep_mask=True, top_k=5),
+    Sampling(max_tokens=40, group=2, draws=3, keep_mask=True, top_k=5, top_p=0.7, temperature=0.9),
+    Sampling(max_tokens=40, group=2, draws=3, keep_mask=True, top_k=5, top_p=0.9, min_p=0.05, temperature=1.5),
+]
+
+
+@pytest.fixture(scope="module")
+def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
+    path = tmp_path_factory.mktemp("tiny")
+    MODELS[0].save_pretrained(path)
+    sampler = VllmSampler(Settings(str(path), "float32", 16), stop_ids={EOS}, draws=3, top_k=5)
+    try:
+        yield sampler
+    finally:
+        sampler.close()
+
+
+@pytest.mark.parametrize("sampling", KEPT, ids=str)
+def test_the_sampling_support_is_that_of_a_full_forward(keeping: VllmSampler, sampling: Sampling) -> None:
+    """Beside requests without it, whose draws stay exact; and the support is what the log-probs are normalised over."""
+    whole = Sampling(max_tokens=40, group=2, draws=3)
+    prompts = make_prompts(6)
+    found = generate(keeping, prompts, *[sampling if i % 2 else whole for i in range(6)])
+    sizes = set[int]()
+    for i, rollout in enumerate(found):
+        own = sampling if i // 2 % 2 else whole
+        assert_exact(MODELS[:1], rollout, own)
+        assert (rollout.kept is None) == (own is whole)
+        if rollout.kept is not None:
+            expected = [row.isfinite().nonzero()[:, 0].tolist() for row in full_forward(MODELS[0], rollout, own)]
+            assert [row.tolist() for row in rollout.kept.rows()] == expected
+            sizes |= {len(row) for row in expected}
+    assert max(sizes) <= 5
+    assert len(sizes) > 1 or sampling.top_p == 1
+
+
+def test_a_request_with_another_support_than_at_the_start_is_refused(keeping: VllmSampler) -> None:
+    with pytest.raises(EngineError, match=r"^Sampling.keep_mask needs 3 draws and top_k = 5, as at the start$"):
+        generate(keeping, make_prompts(1), replace(KEPT[0], top_k=6))
+
+
+def test_ids_that_were_not_returned_are_never_left_out_in_silence() -> None:
+    prompt, ids = make_prompts(1)[0], np.array([[4, 2, 7], [1, 3, 5]], np.int32)
+    inside = np.array([[True, True, False], [True, False, False]])
+    found = support_of(prompt, ids, inside, VOCAB)
+    assert [row.tolist() for row in found.rows()] == [[2, 4], [1]]
+    inside[1] = True
+    assert support_of(prompt, ids, inside, 3).sizes.tolist() == [2, 3], "the whole vocabulary was returned"
+    with pytest.raises(
+        EngineError, match=r"^prompt p0: more than 64 ids have the log-prob of the last of sampler.top_k"
+    ):
+        support_of(prompt, ids, inside, VOCAB)
 
 
 def test_an_engine_process_that_hangs_behind_a_live_host_is_found_and_killed(tmp_path: Path) -> None:

@@ -13,7 +13,12 @@ from pydantic.fields import FieldInfo
 
 from slipstream.errors import did_you_mean
 
-Dtype = Literal["float32", "bfloat16", "float64"]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+HALVES = frozenset({"bfloat16", "float16"})
+"""Number formats with 16 bits."""
+Quantisation = Literal["int8", "fp8"]
+Rounding = Literal["exact", "half", "int8", "fp8"]
+"""Coarsest number format of two engines that are compared; exact: float32 or float64 in both."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OWN = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 """Pattern that names a user function: `./file.py:function` or `package.module:function`."""

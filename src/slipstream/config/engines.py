@@ -113,12 +113,14 @@ ENGINES: dict[str, Engine] = {
     ),
     "vllm": Engine(
         sampler_refuses={
-            "keep_mask": "sampler.keep_mask: vLLM does not return the sampling support: write "
-            'sampler.engine = "native", or top_p = 1, top_k = 0 and min_p = 0 without keep_mask',
+            "keep_mask": "sampler.keep_mask: vLLM returns a sampling support of bounded size: write sampler.top_k, for "
+            'example 128, or sampler.engine = "native"',
             "interleave": "sampler.interleave: vLLM does not step together with a teacher: write "
             'sampler.engine = "native", or drop it',
             "on_publish": 'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write '
             '"rebuild", or sampler.engine = "native"',
+            "quantisation": "sampler.quantisation: vLLM would quantise weights in its own way, and could not prove "
+            'which it runs: write sampler.engine = "native", or drop it',
             "server": SERVER,
         },
         teacher_refuses={
@@ -141,6 +143,8 @@ ENGINES: dict[str, Engine] = {
             'sampler.engine = "native", or drop it',
             "on_publish": 'sampler.on_publish = "reuse": a rollout server clears its cache when weights change: write '
             '"rebuild", or sampler.engine = "native"',
+            "quantisation": "sampler.quantisation: a rollout server quantises weights by its own settings: write "
+            'sampler.engine = "native", or drop it',
             "lora": '[learner.lora] sends adapters, and sampler.engine = "server" takes whole weights: write '
             'sampler.engine = "native", or drop [learner.lora]',
         },

@@ -14,10 +14,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from slipstream.config.base import (
     GREEDY,
+    HALVES,
     THREADS,
     Beta,
     Dtype,
+    Quantisation,
     Replicas,
+    Rounding,
     Section,
     Temperature,
     as_tuple,
@@ -238,6 +241,9 @@ class SamplerConfig(Section):
     """Number of sequences that each sampler generates concurrently. Lower it if memory runs out."""
     dtype: Dtype = "float32"
     """Number format of weights and computations in the samplers."""
+    quantisation: Quantisation | None = None
+    """Eight-bit weights of the samplers' linear layers, made at every publish (docs/learner.md). The rollouts are of
+    the quantised student, another policy than the learner's, and so are their log-probs. None: weights in dtype."""
     on_publish: Literal["rebuild", "reuse"] = "rebuild"
     """Treatment of the KV cache of running responses when new weights arrive. rebuild: compute the cache again with the
     new weights. reuse: keep the old cache, which costs nothing and is approximate. The recorded log-probs then are
@@ -306,7 +312,8 @@ class LearnerConfig(Section):
     dtype: Dtype = "float32"
     """Number format of weights and gradients."""
     compute_dtype: Dtype | None = None
-    """Number format of matrix products (autocast); weights keep dtype. Write "bfloat16" for speed. None uses dtype."""
+    """Number format of matrix products (autocast); weights keep dtype. Write "bfloat16" for speed. "float16" rounds
+    eight times less than bfloat16 and uses a dynamic loss scale (docs/learner.md). None uses dtype."""
     optimizer_dtype: Dtype | None = None
     """Number format of AdamW's moments. None uses dtype."""
     ranks: int = Field(1, ge=1)
@@ -582,9 +589,14 @@ class Config(Section):
         self._check_guards()
         self._check_offpolicy()
         self._check_interleaved()
+        bounded = {"keep_mask"} if self.sampler.engine == "vllm" and self.sampler.top_k else set[str]()
         for feature, why in ENGINES[self.sampler.engine].sampler_refuses.items():
-            if feature in self.sampler_features:
+            if feature in self.sampler_features - bounded:
                 raise ValueError(why)
+        if self.sampler.quantisation is not None and self.learner.lora is not None:
+            raise ValueError(
+                "[learner.lora] publishes adapters, and sampler.quantisation quantises published weights: drop one"
+            )
         self._check_server()
         check_reserved("sampler", "student", self.sampler.engine_args)
         for name, teacher in self.teachers.items():
@@ -1063,11 +1075,17 @@ class Config(Section):
                 "write minibatches = 1 and epochs = 1, or another schedule"
             )
         wide, narrow = learner.dtype, learner.compute_dtype
-        if narrow not in (None, wide) and (wide, narrow) != ("float32", "bfloat16"):
+        if narrow not in (None, wide) and not (wide == "float32" and narrow in HALVES):
             raise ValueError(
                 f'learner.compute_dtype = "{narrow}" does nothing over weights in {wide}: autocast makes products of '
-                f'float32 weights in bfloat16, and no others; drop it, or write learner.dtype = "{narrow}"'
+                f'float32 weights in bfloat16 or float16, and no others; drop it, or write learner.dtype = "{narrow}"'
             )
+        for name in ("dtype", "optimizer_dtype"):
+            if getattr(learner, name) == "float16":
+                raise ValueError(
+                    f'learner.{name} = "float16" would round small steps and squares of gradients to 0: write '
+                    f'"float32", and learner.compute_dtype = "float16"'
+                )
         if learner.shared_prompt and not learner.packing:
             raise ValueError("learner.shared_prompt is a way of packing: write packing = true, or drop it")
         if learner.shared_prompt and self.sampler.group == 1:
@@ -1076,9 +1094,15 @@ class Config(Section):
             raise ValueError('learner.ranks needs a process for each: write runtime.kind = "local"')
 
     @property
+    def rounding(self) -> Rounding:
+        """Return the coarsest number format of samplers and learner."""
+        formats = {self.learner.dtype, self.learner.compute_dtype, self.sampler.dtype}
+        return self.sampler.quantisation or ("exact" if HALVES.isdisjoint(formats) else "half")
+
+    @property
     def sampler_features(self) -> set[str]:
         """Return names of the features that samplers of this config need from their engine, in addition to sampling."""
-        changed = self.sampler.changed("engine_args", "keep_mask", "on_publish", "server", "interleave")
+        changed = self.sampler.changed("engine_args", "keep_mask", "on_publish", "server", "interleave", "quantisation")
         return {*changed, "lora"} if self.learner.lora is not None else set(changed)
 
     def _check_guards(self) -> None:

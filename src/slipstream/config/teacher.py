@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import OWN, Dtype, Replicas, Section, Url, Variable, template_fields
+from slipstream.config.base import HALVES, OWN, Dtype, Replicas, Section, Url, Variable, template_fields
 from slipstream.config.engines import ENGINES, EngineArgs, devices_of
 from slipstream.config.losses import LOSSES, DistillationLoss, caches
 
@@ -126,7 +126,7 @@ class TeacherConfig(Section):
 
     @property
     def exact(self) -> bool:
-        return self.base_url is None and self.dtype != "bfloat16"
+        return self.base_url is None and self.dtype not in HALVES
 
     @field_validator("context")
     @classmethod

@@ -2,7 +2,8 @@
 
 Weights are gathered, converted and hashed in buckets, so that no rank and no sampler holds the whole model twice. A
 fingerprint is one hash over the CRC-32 of each tensor that `fingerprinted` names. An engine that loads weights returns
-the fingerprint of the tensors that it runs.
+the fingerprint of the tensors that it runs. A sampler that quantises weights returns one of the bytes that it received
+and of the codes and scales that it made of them; the learner makes the same of the weights that it exports.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slipstream.engines.quantisation import quantised_weights
 from slipstream.engines.shared_memory import empty
 from slipstream.errors import ModelError
 from slipstream.protocols import Fingerprint, TensorSpec, WeightsRef
@@ -74,6 +76,13 @@ def identity_of(model: nn.Module) -> str:
 def view_of(spec: TensorSpec, flat: Tensor) -> Tensor:
     part = flat[spec.offset : spec.offset + spec.nbytes]
     return part.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def tensor_of(spec: TensorSpec, weights: WeightsRef) -> Tensor:
+    """Return a copy of a published tensor, whose bytes may be read-only."""
+    found = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    np.copyto(raw(found), weights.body[spec.offset : spec.offset + spec.nbytes])
+    return found
 
 
 def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> None:
@@ -197,15 +206,19 @@ def export_weights(
 
 
 def load_weights(model: nn.Module, weights: WeightsRef) -> None:
-    """Copy published weights into the model and convert them to its dtype; names and shapes must match."""
-    own = dict(published(model))
+    """Copy published weights into the model, converted to its dtype or quantised; names and shapes must match."""
+    own, quantised = dict(published(model)), quantised_weights(model)
     check_fits({name: tuple(tensor.shape) for name, tensor in own.items()}, weights)
     for spec in weights.manifest:
-        _load(own[spec.name], getattr(torch, spec.dtype), weights.body[spec.offset : spec.offset + spec.nbytes])
+        if layer := quantised.get(spec.name):
+            layer.load(tensor_of(spec, weights))
+        else:
+            _load(own[spec.name], spec, weights)
 
 
-def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> None:
-    """Copy bytes into a tensor. `source` may be read-only, which torch tensors do not support."""
+def _load(target: Tensor, spec: TensorSpec, weights: WeightsRef) -> None:
+    """Copy bytes into a tensor. The bytes may be read-only, which torch tensors do not support."""
+    dtype, source = getattr(torch, spec.dtype), weights.body[spec.offset : spec.offset + spec.nbytes]
     if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
         np.copyto(raw(target), source)
         return
@@ -241,3 +254,26 @@ def fingerprint(
         return still[name]
 
     return combined(map(checksum_of, fingerprinted(parameters)))
+
+
+def fingerprint_of_parts(weights: WeightsRef, parts: Callable[[str, Tensor], Sequence[Tensor]]) -> Fingerprint:
+    """Return a hash of the tensors that `parts` returns for the name and value of each fingerprinted weight."""
+    named, checksums = set(fingerprinted(spec.name for spec in weights.manifest)), list[int]()
+    for spec in weights.manifest:
+        if spec.name in named:
+            checksums += [checksum(part.cpu()) for part in parts(spec.name, tensor_of(spec, weights))]
+    return combined(checksums)
+
+
+def fingerprint_of_loaded(model: nn.Module, weights: WeightsRef) -> Fingerprint:
+    """Return the fingerprint of a model that has just loaded these weights, and may have quantised them."""
+    layers, own = quantised_weights(model), dict(published(model))
+    if not layers:
+        return fingerprint(model, weights.manifest[0].dtype)
+
+    def running(name: str, received: Tensor) -> Sequence[Tensor]:
+        if layer := layers.get(name):
+            return received, layer.weight.detach(), layer.scale
+        return (own[name].to(received.dtype),)
+
+    return fingerprint_of_parts(weights, running)

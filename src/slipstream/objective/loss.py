@@ -51,7 +51,7 @@ class Objective:
         self.has_policy_terms = method.policy is not None or (reference is not None and reference.into == "loss")
         self.single_pass = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
         """True if no loss needs whole rows and all use one temperature: one pass of the fused head computes them."""
-        self.divisor = 1.0
+        self.divisor = self.scale = 1.0
         """Number by which freshness weights are divided; 1 if the whole gradient is divided instead."""
 
     def __call__(
@@ -74,7 +74,7 @@ class Objective:
         parts, entropy = list[tuple[Tensor, Metrics]](), Metrics()
         if self.distillation or self.single_pass:
             loss, metrics, logp_N = self._fused(hidden_NH, weight, shape, samples, terms)
-            parts.append((loss, metrics))
+            parts.append((loss / self.scale, metrics))
         if not self.single_pass:
             with torch.set_grad_enabled(self.has_policy_terms or terms.draws_NM is not None):
                 logp_NM, entropy_N = kept_logprobs_and_entropy_at(
@@ -165,7 +165,7 @@ class Objective:
             if self.single_pass and self.has_policy_terms:
                 parts.append(terms.others(emitted_C[None], lambda x_N: x_N[rows][None]))
             loss, metrics = _summed_parts(parts)
-            return loss, metrics | terms.entropy(entropy, rows)
+            return loss * self.scale, metrics | terms.entropy(entropy, rows)
 
         loss, metrics = fused_loss(
             hidden_NH,

@@ -391,6 +391,16 @@ def _first_ratio_to_sampler(config: Config, method: Method) -> tuple[str, str] |
     return None
 
 
+def quantisation_notes(config: Config, method: Method) -> list[str]:
+    """Return a line about rollouts of the quantised student, and about what in the method compares with it."""
+    if (kind := config.sampler.quantisation) is None:
+        return []
+    comparison = _first_ratio_to_sampler(config, method)
+    corrected = f"{comparison[0]} the ratio to it" if comparison else "nothing in the loss holds the ratio to it"
+    said = f'sampler.quantisation = "{kind}": rollouts are of another policy, the student with {kind} weights; '
+    return [said + corrected]
+
+
 def _check_parts(method: Method) -> None:
     """Raise an error for parts that need the whole batch: periodic learns from groups as they come (invariant 5)."""
     for part, scope in method.scopes.items():

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.base import Rounding
 from slipstream.config.schema import HealthConfig
 from slipstream.errors import RecordsLost, SlipstreamError, Unhealthy, WorkerDied, first_line
 from slipstream.pipeline.control import canary
@@ -69,19 +70,20 @@ class Canaries:
         updates: int,
         questions: Sequence[Prompt],
         sampling: Sampling,
-        exact: bool,
+        rounding: Rounding,
         last: Mapping[str, float],
         say: Callable[[str], None],
     ) -> None:
         """Prepare the checks: samplers answer the prompts `questions`, and `teachers` score their canary texts.
 
-        `exact` is True if samplers and learner compute in float32. `last` is the last metrics line before a resume.
+        `rounding` is the coarsest number format of samplers and learner. `last` is the last metrics line before a
+        resume.
         """
         self.every, self.updates, self.stops = health.canary, updates, health.stop
         self.learner, self.groups, self.samplers, self.pools, self.say = learner, groups, samplers, pools, say
         self.fixed = [watched for watched in teachers if not watched.teacher.follows]
         self.following = [watched for watched in teachers if watched.teacher.follows]
-        self.questions, self.sampling, self.exact = questions, canary.drawn_by(sampling), exact
+        self.questions, self.sampling, self.rounding = questions, canary.drawn_by(sampling), rounding
         self.counts = {name: round(last.get(f"canary/{name}", 0)) for name in ("retired", "redone", "trained")}
         self.apart = dict[str, float]()
         """Largest difference from the expected answers since the previous update, for "sampler" and for "teacher"."""
@@ -204,7 +206,7 @@ class Canaries:
             return None
         self._note("sampler", numbers["drift/k3_kl"])
         versions = {version for handle in handles for version, _ in handle.header.versions}
-        if wrong := canary.distrusted(numbers, versions, version=version, exact=self.exact):
+        if wrong := canary.distrusted(numbers, versions, version=version, rounding=self.rounding):
             self.distrust(worker, wrong)
             return None
         self._good(worker, groups_before, version)

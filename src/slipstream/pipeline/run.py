@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from slipstream.config.base import HALVES
 from slipstream.config.schema import Config
 from slipstream.data.choice import AdaptiveChoice, Choice
 from slipstream.data.prompts import Prompts
@@ -313,7 +314,7 @@ class Run:
         self, groups: Groups, samplers: Samplers, pools: Sequence[Pool[Any]], teachers: Sequence[Teacher]
     ) -> Canaries:
         config, prompts, sampling = self.config, self.prompts, rollout_sampling(self.config)
-        exact = "bfloat16" not in (config.learner.dtype, config.learner.compute_dtype)
+        exact = HALVES.isdisjoint({config.learner.dtype, config.learner.compute_dtype})
         watched = list[Watched]()
         for teacher in teachers if config.teachers else ():
             chosen = canary.prompts_of(prompts, teacher.name if len(teachers) > 1 else None, canary.TEXTS)
@@ -331,7 +332,7 @@ class Run:
             updates=config.updates,
             questions=canary.prompts_of(prompts, None, canary.DRAWN),
             sampling=sampling,
-            exact=exact and config.sampler.dtype != "bfloat16",
+            rounding=config.rounding,
             last=self.log.last,
             say=self.say,
         )

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.base import Rounding
 from slipstream.config.schema import HealthConfig
 from slipstream.errors import ModelError
 from slipstream.metrics import episode_metrics, trust_metrics
+from slipstream.pipeline.control.canary import KL, PERPLEXITY
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.ends import EndProbe, end_advice, names_of_ends
@@ -27,6 +29,8 @@ from slipstream.plan.templates import FAR, TemplateProbe, mean_logps
 from slipstream.protocols import Engines, Metrics, of_teacher
 from slipstream.records import Batch, Group, Header, Prompt
 
+PEARSON: dict[Rounding, float] = {"exact": 0.999, "half": 0.99, "int8": 0.99, "fp8": 0.97}
+"""Smallest correlation of the probabilities of sampler and learner."""
 PROMPTS, TOKENS = 8, 32
 """Number of prompts per round of sampling, and maximum tokens of an answer."""
 ENOUGH, ROUNDS = 256, 8
@@ -65,11 +69,14 @@ class Limits:
     k3: float
     ppl: float
     teacher: float
+    rounding: Rounding = "exact"
 
     @classmethod
     def of(cls, plan: EnginesPlan) -> Limits:
-        half = "bfloat16" in plan.precisions
-        return cls(0.99, 2e-2, 0.05, 0.5) if half else cls(0.999, 1e-3, 0.01, 2e-2)
+        rounding = plan.rounding
+        return cls(
+            PEARSON[rounding], KL[rounding], PERPLEXITY[rounding], 0.02 if rounding == "exact" else 0.5, rounding
+        )
 
 
 async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
@@ -173,7 +180,7 @@ async def sample_groups(
     Short answers use no agents.
     """
     alone, samplers = tokens == TOKENS and plan.config.has_agents, engines.samplers
-    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "interleave": 0}
+    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "keep_mask": False, "interleave": 0}
     limit = min(tokens, plan.sampling.max_tokens)
     sampling = replace(plan.sampling, max_tokens=limit, group=group, alone=alone, **whole)
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]
@@ -205,7 +212,14 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
     # if all tokens are nearly certain, rounding errors dominate the correlation
     alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
     same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
-    return [Finding("sampler and learner, one checkpoint", same, detail, "" if same else mismatch_cause(numbers))]
+    return [
+        Finding(
+            "sampler and learner, one checkpoint",
+            same,
+            detail,
+            "" if same else mismatch_cause(numbers, limits.rounding),
+        )
+    ]
 
 
 def failure_findings(groups: Sequence[Group]) -> list[Finding]:
@@ -253,13 +267,18 @@ def reward_finding(groups: Sequence[Group]) -> Finding:
     return Finding("rewards of a few short answers", not why, "; ".join(detail), fix, fatal=why.total() == len(headers))
 
 
-def mismatch_cause(numbers: Metrics) -> str:
+def mismatch_cause(numbers: Metrics, rounding: Rounding = "exact") -> str:
     if numbers["drift/probs_pearson"] < 0.8:
         return "these are different models: check that weights arrive, and that sampler and learner load one student"
     if abs(numbers["drift/sharpness"] - 1) > 0.05:
         return (
             "one side is more certain than the other of the same tokens: check temperatures. Log-probs must be of the "
             "distribution that was sampled from, at sampler.temperature"
+        )
+    if rounding in ("int8", "fp8"):
+        return (
+            f'sampler.quantisation = "{rounding}" changes this student by more than KL {KL[rounding]:g}: '
+            "write another one, or drop it"
         )
     return "precision: give both sides one dtype (sampler.dtype, learner.compute_dtype); try float32 to confirm"
 

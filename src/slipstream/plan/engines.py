@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.config.base import at_first
+from slipstream.config.base import HALVES, Quantisation, Rounding, at_first
 from slipstream.config.costs import Costs
 from slipstream.config.costs import load as load_costs
 from slipstream.config.environment import GatewayConfig
@@ -50,6 +50,8 @@ class ModelPlan:
     """Settings of the LoRA adapters that are trained; None: no adapters, and all weights are trained."""
     seed: int = 0
     """Seed of the adapters' initial values."""
+    quantisation: Quantisation | None = None
+    """Format of the weights of linear layers; None: `dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,8 @@ class SamplerPlan:
     """Tokens at which responses stop besides the end tokens in the student's files, as ids or texts."""
     draws: int = 1
     best: int = 0
+    top_k: int = 0
+    """top_k of rollouts that record their sampling support; 0: they record none, or top_k cuts nothing."""
     on_publish: Literal["rebuild", "reuse"] = "rebuild"
     threads: int = 1
     replicas: int = 1
@@ -162,6 +166,8 @@ class LearnerPlan:
     width: int
     """Hidden size of the student; the learner estimates the cost of sequences from it."""
     export_dtype: str
+    quantisation: Quantisation | None = None
+    """Format to which samplers quantise the exported weights of linear layers; None: they do not."""
     stop: tuple[int | str, ...] = ()
     """Tokens at which the sampler stops besides the end tokens in the student's files; saved with the student."""
     teacher: ModelPlan | None
@@ -206,11 +212,13 @@ class EnginesPlan:
     """Costs by which modelled time passes; None: the time is real."""
 
     @property
-    def precisions(self) -> set[str]:
+    def rounding(self) -> Rounding:
+        """Return the coarsest number format of all engines here."""
         learner = self.learner.settings
         models = [self.sampler.runs, *(scorer.runs for scorer in self.scorers.values())]
         here = {model.dtype for model in models if not isinstance(model, Endpoint)}
-        return here | {learner.compute_dtype or learner.dtype}
+        formats = here | {learner.compute_dtype or learner.dtype}
+        return self.learner.quantisation or ("exact" if HALVES.isdisjoint(formats) else "half")
 
 
 def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None] | None = None) -> EnginesPlan:
@@ -311,6 +319,7 @@ def sampler_of(config: Config) -> SamplerPlan:
         stop=sampler.stop,
         draws=drawn.draws,
         best=drawn.best,
+        top_k=drawn.top_k if drawn.keep_mask else 0,
         on_publish=sampler.on_publish,
         threads=config.runtime.threads,
         replicas=at_first(sampler.replicas),
@@ -451,6 +460,7 @@ def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
         updates=config.updates,
         width=width_of(config.student),
         export_dtype=config.sampler.dtype,
+        quantisation=config.sampler.quantisation,
         stop=config.sampler.stop,
         teacher=None if head is None else replace(teacher_of(config, head), devices=1),
         one_end=None if head is None else one_ends.get(head),
@@ -493,7 +503,9 @@ def snapshots_of(config: Config, method: Method) -> int:
 
 
 SAMPLERS: dict[str, Callable[[Config], ModelPlan | Settings | ServerSettings]] = {
-    "native": lambda config: student_of(config, config.sampler.dtype),
+    "native": lambda config: replace(
+        student_of(config, config.sampler.dtype), quantisation=config.sampler.quantisation
+    ),
     "vllm": sampler_settings,
     "server": server_settings,
 }

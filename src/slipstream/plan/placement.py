@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from slipstream.config.schema import RuntimeConfig
+from slipstream.config.schema import LoraConfig, RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.server.api import ServerSettings
@@ -27,7 +27,7 @@ ACTIVATIONS = 34
 """Bytes per token and hidden unit that a layer stores for its backward pass in 16 bits.  (Korthikanti et al.)"""
 DRAW = 8
 """Bytes of one draw: a token sampled at a position, and its log-prob."""
-WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 PARKED = ("weights", "moments", "reference", "versions before", "weights of the teacher beside it")
 """Parts of an engine that are in host memory while others have their turn; it makes its other parts anew."""
 
@@ -356,8 +356,12 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
             shape = shape_of(name)
             positions = min(longest or shape.context, shape.context)
             beside = {} if plan.teacher is None else sampler(replace(plan, runs=plan.teacher, teacher=None))
+            saved = 0  # a code has one byte
+            if plan.runs.quantisation is not None:
+                layers = adapted(name, LoraConfig()).values()
+                saved = sum(layer.weight.numel() for layer in layers) * (WIDTHS[dtype] - 1)
             return {
-                "weights": shape.parameters * WIDTHS[dtype],
+                "weights": shape.parameters * WIDTHS[dtype] - saved,
                 "keys and values": plan.slots * positions * shape.cache * WIDTHS[dtype],
                 "weights of the teacher beside it": beside.get("weights", 0.0),
                 "its keys and values": beside.get("keys and values", 0.0),

@@ -17,7 +17,7 @@ from slipstream.config.base import at_first
 from slipstream.config.costs import load as load_costs
 from slipstream.config.engines import ENGINES
 from slipstream.config.losses import DistillationLoss
-from slipstream.config.schema import Config, DataConfig, RuntimeConfig, most_replicas
+from slipstream.config.schema import Config, DataConfig, LoraConfig, RuntimeConfig, most_replicas
 from slipstream.data.given import Limits, answers_of, read_trajectories
 from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.order import Epochs, Mixture, shares_of
@@ -39,9 +39,9 @@ from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import model_path, without_weights
-from slipstream.objective.method import Method, method_of
+from slipstream.objective.method import Method, method_of, quantisation_notes
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.plan.adapters import check_adapters, lora_of_student
+from slipstream.plan.adapters import adapted, check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe, template_end
 from slipstream.plan.engines import (
     EnginesPlan,
@@ -151,7 +151,7 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
         check_endpoints(config, tokenizer, prompts, notes.append)
         check_server(config, longest + config.sampler.max_tokens, prompts.tokens[0], notes.append)
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config)]
-    notes += [*off_policy_notes(config), *running_notes(config)]
+    notes += [*off_policy_notes(config), *running_notes(config), *quantisation_notes(config, method)]
     engines = engines_of(config, method, teachers.one_ends)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer)]
     warnings += check_room_on(engines, gpus)
@@ -198,6 +198,7 @@ def check_shapes(config: Config, gpus: Gpus | None = None) -> ShapeCheck:
     check_effects(config)
     config = with_lengths(config, *possible_lengths(config, notes.append))
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config), *off_policy_notes(config)]
+    notes += quantisation_notes(config, method)
     engines, warnings = engines_of(config, method), warnings_of(config)
     if gpus is not None:
         warnings += check_room_on(engines, gpus)
@@ -456,6 +457,8 @@ def check_effects(config: Config) -> None:
             f"sampler.interleave = {config.sampler.interleave} replaces no token, because the vocabulary has "
             f"{vocabulary}: write less"
         )
+    if config.sampler.quantisation is not None and not adapted(student, LoraConfig()):
+        raise ConfigError(f"sampler.quantisation: {student} has no linear layers beside its head: drop it")
     named = load_config(student).get_text_config().to_dict() if config.learner.dropout else {}
     rates = [value for name, value in named.items() if "drop" in name and isinstance(value, float)]
     if config.learner.dropout and not any(rate > 0 for rate in rates):

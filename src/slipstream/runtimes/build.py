@@ -15,11 +15,12 @@ from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.config import generation_of
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.lora import with_adapters
+from slipstream.engines.native.lora import called_layers, with_adapters
 from slipstream.engines.native.model import LanguageModel, load_model, pick_device
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.quantisation import quantise
 from slipstream.engines.rollout_cache import RolloutCache
 from slipstream.engines.server.api import ServerSettings
 from slipstream.engines.server.completions import CompletionsSampler, Served
@@ -75,6 +76,8 @@ def build_model(plan: ModelPlan) -> LanguageModel:
         longest=plan.longest,
         base=trained,
     )
+    if plan.quantisation is not None:
+        quantise(lm.model, called_layers(lm), plan.quantisation)
     return lm if plan.lora is None else with_adapters(lm, plan.lora, seed=plan.seed)
 
 
@@ -135,7 +138,7 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., Na
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_of(settings.model), plan.stop)
-            return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
+            return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best, top_k=plan.top_k)
         case ServerSettings() as server:
             ends = stop_ids(tokenizer, generation_of(server.model), plan.stop)
             if isinstance(server, Served):
@@ -279,6 +282,7 @@ def build_learner(
         config=plan.settings,
         updates=plan.updates,
         export_dtype=plan.export_dtype,
+        quantisation=plan.quantisation,
         tokenizer=tokenizer,
         teacher_head=head,
         one_end=plan.one_end,

@@ -25,7 +25,7 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
         from peft import inject_adapter_in_model
     except ImportError:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'") from None
-    layers = _layers(lm)
+    layers = called_layers(lm)
     if not layers:
         kind = type(lm.model).__name__
         raise ConfigError(f"learner.lora: {lm.name}: {kind} has no linear layers beside its head: drop [learner.lora]")
@@ -43,7 +43,7 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
 
 
 @torch.no_grad()
-def _layers(lm: LanguageModel) -> list[str]:
+def called_layers(lm: LanguageModel) -> list[str]:
     """Return the linear layers that a pass calls, except the head; Mamba uses some weights without calling a layer."""
     named = linear_layers(lm.model)
     called: set[nn.Module] = set()

@@ -17,9 +17,9 @@ from slipstream.records import Floats
 
 TEXTS, TOKENS = 4, 24
 """Number of texts, and tokens of each."""
-NEAR = {"float64": 0.01, "float32": 0.01, "bfloat16": 0.1}
+NEAR = {"float64": 0.01, "float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
 """Limit of the root mean square difference between server and copy, by the number format of the weights."""
-STILL = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1e-3}
+STILL = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 """Root mean square move of the copy's log-probs above which the server's must move, too."""
 NOISE = 4.0
 """Smallest move of the copy that counts, as a multiple of the difference between two equal requests."""

@@ -61,11 +61,14 @@ class Loading:
             own |= {"enable_lora": True, "lora_target_modules": sorted(layers), "max_lora_rank": rank}
         return own
 
-    async def begin(self, core: Core, *, hook: bool) -> list[dict[str, Any]]:
-        """Prepare vLLM's workers, and return their answers; raise ModelError if they cannot check the weights."""
+    async def begin(self, core: Core, **hooks: Any) -> list[dict[str, Any]]:
+        """Prepare vLLM's workers, and return their answers; raise ModelError if they cannot check the weights.
+
+        `hooks` says what the workers' sampler returns, as arguments of `Extension.slipstream_ready`.
+        """
         lora = self.settings.lora
         scale = lora.alpha / lora.rank if lora else 1.0
-        answers = await core.rpc("slipstream_ready", names=self.checked, hook=hook, scale=scale)
+        answers = await core.rpc("slipstream_ready", names=self.checked, scale=scale, **hooks)
         for found in answers:
             if found["unchecked"]:
                 raise ModelError(

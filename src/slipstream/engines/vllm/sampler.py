@@ -11,7 +11,7 @@ serves tokens that requests share; `Sampling.park` has no effect.
 
 Methods called by `generate` and `publish` run on the loop of `Core`.
 
-Shapes: T tokens, M draws (tokens sampled at the same position, the emitted token first).
+Shapes: T tokens, M draws (tokens sampled at the same position, the emitted token first), K ids of the support.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from slipstream.engines.native.config import vocabulary_of
 from slipstream.engines.vllm.core import COLDEST, Core, Settings, failed, known, version
 from slipstream.engines.vllm.loading import Loading
 from slipstream.engines.weights import check_fits
@@ -35,13 +37,16 @@ from slipstream.records import (
     Finish,
     Group,
     Handle,
+    Ints,
     Prompt,
     Rollout,
+    SamplingSupport,
     continued,
     derive_seed,
     handed_over,
     header_of,
     one_turn,
+    support_from_ids,
 )
 
 ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
@@ -49,6 +54,8 @@ AGAIN = 0.01
 """Seconds after which an abort is repeated, because a request may not have reached vLLM before."""
 WRAPPED = re.compile(r".*Worker failed with error '(.*)', please check .*", re.DOTALL)
 """Error of a worker, with the text that vLLM adds around its message."""
+TIES = 64
+"""Number of ids with the log-prob of the last of the top_k that the sampling support may hold, too."""
 PAUSES: dict[Mode, str] = {"keep": "keep", "drain": "wait", "restart": "abort"}
 
 
@@ -64,6 +71,9 @@ class Open:
     calls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Tasks of the requests to vLLM, by request id."""
     released: bool = False
+    kept: int = 0
+    """Number of ids returned as the sampling support of each token; 0: none."""
+    vocabulary: int = 0
 
     @property
     def indices(self) -> range:
@@ -88,18 +98,27 @@ class Open:
         begun, output = self.begun.get(index), self.done.get(index)
         if output is None or not output.token_ids:
             return begun
-        rest = rollout_of(self.prompt, index, output, self.sampling)
+        rest = rollout_of(self.prompt, index, output, self.sampling, kept=self.kept, vocabulary=self.vocabulary)
         return continued(begun, rest) if begun else rest
 
 
 class VllmSampler:
-    def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1, best: int = 0) -> None:
-        """Start vLLM for at most `draws` draws per position, or for one draw and at most `best` most likely ids."""
+    def __init__(
+        self, settings: Settings, *, stop_ids: set[int], draws: int = 1, best: int = 0, top_k: int = 0
+    ) -> None:
+        """Start vLLM for at most `draws` draws per position, or for one draw and at most `best` most likely ids.
+
+        `top_k` is that of requests with `Sampling.keep_mask`; 0: there are none.
+        """
         self.settings, self.draws, self.best, self.stop_ids = settings, draws, best, sorted(stop_ids)
+        self.top_k, self.vocabulary = top_k, vocabulary_of(settings.model)
+        self.kept = min(top_k + TIES, self.vocabulary) if top_k else 0
+        """Number of ids that vLLM returns as the sampling support, some of which it may have cut."""
         self.loading = Loading(settings)
-        own = self.loading.arguments | {"logprobs_mode": "processed_logprobs", "max_logprobs": max(draws, best)}
+        most = max(draws, best) + self.kept
+        own = self.loading.arguments | {"logprobs_mode": "processed_logprobs", "max_logprobs": most}
         # the draws are made in the V1 runner, which vLLM no longer chooses by itself on GPUs
-        self.core = Core(settings, own, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {})
+        self.core = Core(settings, own, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 or top_k else {})
         self.open: set[Open] = set()
         self.numbers = count()
         self.failure: EngineError | None = None
@@ -114,11 +133,17 @@ class VllmSampler:
         self.publishing, self.counted = asyncio.Lock(), asyncio.Event()
         """`counted` is cleared while a restart counts the discarded tokens."""
         self.counted.set()
-        for found in await self.loading.begin(self.core, hook=known(version()) and not self.best):
+        hook = known(version()) and not self.best
+        for found in await self.loading.begin(self.core, hook=hook, draws=self.draws, kept=self.kept):
             if self.draws > 1 and not found["hooked"]:
                 raise EngineError(
                     f"loss.m = {self.draws}: vLLM {version()} runs {found['runner']}, which samples only one token; "
                     "write loss.m = 1, or sampler.engine = 'native'"
+                )
+            if self.kept and not found["hooked"]:
+                raise EngineError(
+                    f"sampler.keep_mask: vLLM {version()} runs {found['runner']}, whose sampling support is unknown; "
+                    "write sampler.engine = 'native'"
                 )
         try:  # a first request finds errors before the run begins
             await self.loading.load_first(self.core)
@@ -143,6 +168,8 @@ class VllmSampler:
                 f"a call needs {sampling.draws} draws and {sampling.best} best ids, but the engine was started for "
                 f"{self.draws} and {self.best}"
             )
+        if sampling.keep_mask and (sampling.draws, sampling.top_k) != (self.draws, self.top_k):
+            raise EngineError(f"Sampling.keep_mask needs {self.draws} draws and top_k = {self.top_k}, as at the start")
         if 0 < sampling.temperature < COLDEST:
             raise EngineError(
                 f"vLLM does not sample at temperature {sampling.temperature}: write 0, or at least {COLDEST}"
@@ -161,6 +188,7 @@ class VllmSampler:
 
     async def _group(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         group = Open(prompt, sampling, {handle.body.index: handle.body for handle in begun})
+        group.kept, group.vocabulary = self._kept(sampling), self.vocabulary
         self.open.add(group)
         try:
             while not group.released and group.left and (not group.done or group.aborted):
@@ -203,12 +231,15 @@ class VllmSampler:
             seed=derive_seed(prompt.seed, index, *cut),
             max_tokens=sampling.max_tokens - len(begun),
             stop_token_ids=self.stop_ids,
-            logprobs=0 if sampling.temperature == 0 else sampling.best or sampling.draws - 1,
+            logprobs=0 if sampling.temperature == 0 else (sampling.best or sampling.draws - 1) + self._kept(sampling),
         )
         (answer,) = output.outputs
         if answer.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"vLLM ended a response to prompt {prompt.id} with {answer.finish_reason!r}")
         group.done[index] = answer
+
+    def _kept(self, sampling: Sampling) -> int:
+        return self.kept if sampling.keep_mask else 0
 
     # --- publishing ------------------------------------------------------------------------------------------
 
@@ -255,22 +286,27 @@ async def finished(task: asyncio.Future[Any]) -> Any:
         raise
 
 
-def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> Rollout:
-    tokens = np.array(output.token_ids, np.int32)
+def rollout_of(
+    prompt: Prompt, index: int, output: Any, sampling: Sampling, *, kept: int = 0, vocabulary: int = 0
+) -> Rollout:
+    tokens, support = np.array(output.token_ids, np.int32), None
     if sampling.temperature == 0:  # vLLM reports log-probs before greedy selection
         actions_TM = np.repeat(tokens[:, None], sampling.draws, 1)
         logp_TM = np.zeros(actions_TM.shape, np.float32)
+        support = support_from_ids(list(tokens[:, None])) if kept else None
     else:
-        columns = sampling.draws + sampling.best
+        columns = sampling.draws + sampling.best + kept
         actions_TM = np.array(output.logprobs.token_ids, np.int32).reshape(len(tokens), columns)
         logp_TM = np.array(output.logprobs.logprobs, np.float32).reshape(actions_TM.shape)
     if np.isnan(logp_TM).any():
         raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
+    if kept and support is None:
+        support = support_of(prompt, actions_TM[:, -kept:], logp_TM[:, -kept:] > -np.inf, vocabulary)
     versions = np.empty(len(tokens), np.int32)
     for span in output.weight_versions:
         versions[span.start : span.end] = -1 if span.version == "default" else int(span.version)
     finish = ENDS[output.finish_reason]
-    drawn, best = slice(sampling.draws), slice(sampling.draws, None)
+    drawn, best = slice(sampling.draws), slice(sampling.draws, sampling.draws + sampling.best)
     return one_turn(
         prompt,
         index,
@@ -280,4 +316,15 @@ def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> R
         best_logp=logp_TM[:, best] if sampling.best else None,
         versions=versions,
         finish=finish,
+        kept=support,
     )
+
+
+def support_of(prompt: Prompt, ids_TK: Ints, inside_TK: NDArray[np.bool_], vocabulary: int) -> SamplingSupport:
+    """Return the ids that were not cut, sorted; raise EngineError if there may be more than were returned."""
+    if ids_TK.shape[1] < vocabulary and inside_TK.all(1).any():
+        raise EngineError(
+            f"prompt {prompt.id}: more than {TIES} ids have the log-prob of the last of sampler.top_k, and vLLM "
+            "returns not all: write another top_k, or sampler.engine = 'native'"
+        )
+    return support_from_ids([np.sort(ids_K[inside_K]) for ids_K, inside_K in zip(ids_TK, inside_TK, strict=True)])

@@ -9,7 +9,9 @@ loads its part by vLLM's loaders. They write into the existing tensors, so CUDA 
 returns; `logprobs = M − 1` requests them. Draws are sampled in the V1 runner's sampler, from its log-probs after
 temperature and truncation. Separate random numbers leave the emitted tokens unchanged.
 
-Shapes: N requests of a step, M draws.
+**The sampling support** follows the draws: the most likely ids, of which those with a finite log-prob were not cut.
+
+Shapes: N requests of a step, M draws, K ids of the support and -inf beyond it.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class Extension:
     vllm_config: Any
     slipstream_places: dict[str, Home | AdapterHome]
 
-    def slipstream_ready(self, names: list[str], hook: bool, scale: float) -> dict[str, Any]:
+    def slipstream_ready(self, names: list[str], hook: bool, draws: int, kept: int, scale: float) -> dict[str, Any]:
         """Install draws if supported; return `hooked`, the runner's name, and why a weight is unchecked ("": none)."""
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
@@ -140,7 +142,7 @@ class Extension:
         sampler: Any = getattr(runner, "sampler", None)
         hooked = hook and type(sampler) is Sampler and hasattr(runner, "input_batch") and hasattr(runner, "requests")
         if hooked:
-            sampler.gather_logprobs = MoreDraws(runner)
+            sampler.gather_logprobs = MoreDraws(runner, draws, kept)
         return {
             "unchecked": next((why for why in found.values() if isinstance(why, str)), ""),
             "hooked": hooked,
@@ -166,22 +168,27 @@ class Extension:
 
 
 class MoreDraws:
-    """Replacement of `Sampler.gather_logprobs` that returns the emitted token, then draws at the same position."""
+    """Replacement of `Sampler.gather_logprobs`: the emitted token, draws at the same position, and the support."""
 
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
+    def __init__(self, runner: Any, draws: int, kept: int) -> None:
+        """Return `draws` − 1 draws and the `kept` most likely ids if a request of the step asks for all of them."""
+        self.runner, self.draws, self.kept = runner, draws, kept
 
     def __call__(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
         ids_N1 = token_ids[:, None]
         logp_N1 = logprobs.gather(1, ids_N1)
-        if num_logprobs:
+        kept = self.kept if num_logprobs == self.draws - 1 + self.kept else 0
+        if draws := num_logprobs - kept:
             seed_N, position_N = self._streams(logprobs.device)
-            uniform_NM = uniforms(seed_N, position_N, num_logprobs + 1)[:, 1:]
+            uniform_NM = uniforms(seed_N, position_N, draws + 1)[:, 1:]
             # an exception here would end the engine, so rows that are not finite become NaN and are reported later
             sound_N1 = logprobs.exp().sum(1, keepdim=True).isfinite()
             ids_NM, logp_NM = draw(logprobs.where(sound_N1, 0.0), uniform_NM)
             ids_N1 = torch.cat([ids_N1, ids_NM], 1)
             logp_N1 = torch.cat([logp_N1, logp_NM.where(sound_N1, torch.nan)], 1)
+        if kept:
+            best = logprobs.topk(kept, -1)
+            ids_N1, logp_N1 = torch.cat([ids_N1, best.indices], 1), torch.cat([logp_N1, best.values], 1)
         return LogprobsTensors(ids_N1.int(), logp_N1, torch.zeros_like(token_ids))
 
     def _streams(self, device: torch.device) -> tuple[Tensor, Tensor]:

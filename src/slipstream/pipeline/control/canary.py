@@ -18,6 +18,7 @@ from math import inf
 
 import numpy as np
 
+from slipstream.config.base import Rounding
 from slipstream.data.prompts import Prompts
 from slipstream.protocols import Metrics, Sampling
 from slipstream.records import Floats, Group, Ints, Prompt, Rollout, TextScores, one_turn
@@ -30,8 +31,9 @@ EXACT, ROUNDED = 0.01, 0.1
 """Smallest limit for float32 on this machine, and for bfloat16 and endpoints, whose rounding depends on load."""
 DRAWN, DRAWN_TOKENS = 4, 8
 """Number of short answers that every sampler generates, and their length in tokens."""
-KL, PERPLEXITY = {True: 1e-3, False: 2e-2}, {True: 0.01, False: 0.05}
-"""Limits of KL and |perplexity ratio − 1| between sampler and learner; True: float32. `doctor` uses the same limits."""
+KL: dict[Rounding, float] = {"exact": 1e-3, "half": 2e-2, "int8": 2e-2, "fp8": 5e-2}
+PERPLEXITY: dict[Rounding, float] = {"exact": 0.01, "half": 0.05, "int8": 0.05, "fp8": 0.1}
+"""Limits of KL and |perplexity ratio − 1| between sampler and learner. `doctor` uses the same limits."""
 FOLLOWS = {True: 0.02, False: 0.5}
 """Limit of the largest log-prob difference of learner and a teacher that follows the student; True: float32."""
 FAR = 1e3
@@ -134,13 +136,13 @@ def misdated(versions: Set[int], oldest: int, newest: int) -> str:
     return f"its tokens name version {', '.join(map(str, sorted(versions)))}, but {possible} possible"
 
 
-def distrusted(numbers: Metrics, versions: Set[int], *, version: int, exact: bool) -> str:
+def distrusted(numbers: Metrics, versions: Set[int], *, version: int, rounding: Rounding) -> str:
     """Return a message if a sampler's answers do not fit the learner's weights, else an empty string."""
     k3, ratio = numbers["drift/k3_kl"], numbers["drift/ppl_ratio"]
     wrong = misdated(versions, version, version)
-    if wrong or (k3 <= KL[exact] and abs(ratio - 1) <= PERPLEXITY[exact]):  # false for NaN, which is reported
+    if wrong or (k3 <= KL[rounding] and abs(ratio - 1) <= PERPLEXITY[rounding]):  # false for NaN, which is reported
         return wrong
     return (
         f"with the weights of version {version} its log-probs are not the learner's: KL {k3:.2g} (limit "
-        f"{KL[exact]:g}), perplexity ratio {ratio:.3f}: it has stale weights, or log-probs of another distribution"
+        f"{KL[rounding]:g}), perplexity ratio {ratio:.3f}: it has stale weights, or log-probs of another distribution"
     )

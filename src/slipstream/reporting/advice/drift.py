@@ -56,7 +56,8 @@ def compares(config: Config) -> bool:
 def in_float32(config: Config) -> bool:
     learner, sampler = config.learner, config.sampler
     types = {sampler.dtype, learner.compute_dtype or learner.dtype}
-    return ENGINES[sampler.engine].same_code_as_learner and types <= {"float32", "float64"}
+    same = ENGINES[sampler.engine].same_code_as_learner and sampler.quantisation is None
+    return same and types <= {"float32", "float64"}
 
 
 def fresher(config: Config) -> list[Change]:
@@ -136,8 +137,10 @@ def aligned(config: Config) -> list[Change]:
     """Return changes that make the engines compute alike, then one that turns corrections off while debugging."""
     learner, sampler = config.learner, config.sampler
     return [
+        *([{"sampler.quantisation": None}] if sampler.quantisation is not None else []),
         *([{"sampler.on_publish": "rebuild"}] if sampler.on_publish == "reuse" else []),
         *([{"sampler.dtype": learner.compute_dtype or learner.dtype}] if not in_float32(config) else []),
+        *([{"sampler.dtype": "float16", "learner.compute_dtype": "float16"}] if sampler.dtype == "bfloat16" else []),
         *([{"sampler.dtype": "float32", "learner.dtype": "float32"}] if not in_float32(config) else []),
         *([{"correction.preset": "disabled"}] if config.correction.preset != "disabled" else []),
     ]

@@ -51,8 +51,9 @@ RULES: tuple[Rule, ...] = (
         f"off by {drift.PROBABILITY_GAP:g} in most updates. KL > {drift.KL_WARNING:g} is only a warning.",
         cause="Sampler and learner compute different log-probs with the same weights: precision, temperature, kernels, "
         "parallelism, expert routing, or weights that did not arrive. Corrections would hide the difference.",
-        change='`sampler.on_publish = "rebuild"`, `sampler.dtype` as the learner computes, float32 in both, no '
-        "correction until the cause is found; `slipstream doctor`",
+        change='No `sampler.quantisation`, `sampler.on_publish = "rebuild"`, `sampler.dtype` as the learner computes, '
+        "float16 instead of bfloat16 in both, float32 in both, no correction until the cause is found; "
+        "`slipstream doctor`",
         watch="drift/kl/lag_0 near 0, mismatch/probs_pearson above 0.99",
         find=drift.engines_differ,
         hides=("wrong template", *DRIFTING, *LEARNING, "sequence weights", "too much rejected", "widened clip"),

@@ -24,16 +24,19 @@ from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.evidence import Distances, FirstPasses
 from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halves
 from slipstream.engines.native.learning.gradient_noise import Noise
+from slipstream.engines.native.learning.loss_scale import LossScale
 from slipstream.engines.native.learning.optimizer import make_optimizer, park, squared_step, step_from_host
 from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE
 from slipstream.engines.native.learning.storage import State, restore, save
+from slipstream.engines.native.lora import called_layers
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
+from slipstream.engines.quantisation import quantised
 from slipstream.engines.sample_lines import as_numbers, quote
-from slipstream.engines.weights import export_weights, fingerprint, local
+from slipstream.engines.weights import export_weights, fingerprint, fingerprint_of_parts, local
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
@@ -74,6 +77,7 @@ class NativeLearner:
         updates: int,
         supervised: Supervised | None = None,
         export_dtype: str | None = None,
+        quantisation: str | None = None,
         tokenizer: Any = None,
         teacher_head: Head | None = None,
         one_end: OneEnd | None = None,
@@ -92,6 +96,9 @@ class NativeLearner:
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
         self.cosine_every = cosine_every
         self.tokenizer, self.export_dtype = tokenizer, export_dtype or config.dtype
+        self.quantisation = quantisation
+        self.quantised = {f"{name}.weight" for name in called_layers(lm)} if quantisation else set[str]()
+        """Names of the weights that samplers quantise."""
         self.decode = as_numbers if tokenizer is None else tokenizer.decode
         self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
         self.ranks = ranks or Ranks()
@@ -103,6 +110,7 @@ class NativeLearner:
         self._enter(self.phases[0])
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.noise = Noise(self.ranks)
+        self.scale = LossScale(on=config.compute_dtype == "float16")
         if method.keeps_reference:  # must precede `restore`: the reference is the initial student
             self.snapshots.take(REFERENCE, host=method.hosts_reference)
         if method.previous:
@@ -275,6 +283,7 @@ class NativeLearner:
 
     def _accumulate(self, keys: Sequence[Key], counts: Counts) -> list[SampleFreshness]:
         self.weighed += keys
+        self.objective.scale = self.scale.apply(summed=counts == ONE)
         if self.judge is not None and not self.current.weighs_all:
             self._judged([self.samples[key] for key in keys])
             self.objective.divisor = self.judge.divisor(self.ranks.gathered(self.judge.totals(keys)))
@@ -291,7 +300,10 @@ class NativeLearner:
         loss_of_all = sum(self.ranks.gathered(total.item() + ahead))
         if not math.isfinite(loss_of_all):
             self._drop()
-            raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
+            half = (
+                "; learner.compute_dtype = 'float16' overflows above 65504: write 'bfloat16'" if self.scale.on else ""
+            )
+            raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}{half}")
         return [self.judge.judged[key].weighed for key in keys] if self.judge is not None else []
 
     def _ahead(self, keys: Sequence[Key], counts: Counts) -> float:
@@ -331,7 +343,7 @@ class NativeLearner:
                 loss, metrics, logp_N = self.passes.student(
                     rows, lambda h, head, c=chosen, f=decisions: self._objective(h, head, c, f, counts)
                 )
-            loss.backward()
+            (loss * self.objective.scale).backward()
             total += loss.detach()
             merge_metrics(self.sums, metrics)
             logp = over_tokens(logp_N, [sample.rollout for sample in chosen])
@@ -368,12 +380,18 @@ class NativeLearner:
         loss_scale = 1 / max(counts.n_sequences if self.current.over_sequences else counts.n_tokens, 1)
         if self.judge is not None and self.current.weighs_all:
             loss_scale /= self.judge.divisor(self.ranks.gathered(self.judge.totals(self.weighed)))
-        if loss_scale != 1.0:
-            torch._foreach_mul_(grads, loss_scale)
+        factor_of_gradients = loss_scale / self.scale.applied
+        if factor_of_gradients != 1.0:
+            torch._foreach_mul_(grads, factor_of_gradients)
         norm = math.hypot(*self.ranks.gathered(torch.nn.utils.get_total_norm(grads).item()))
+        scaled: Metrics = {}
+        if self.scale.on:
+            scaled = {"loss_scale": self.scale.value, "steps_skipped": float(not math.isfinite(norm))}
         if not math.isfinite(norm):
-            self._drop()
-            raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
+            if not self.scale.overflowed():
+                self._drop()
+                raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
+            self.noise.sums, self.age_metrics, norm = {}, {}, 0.0
         if (shrink := self.config.clip_norm / (norm + 1e-6)) < 1:  # same formula as torch's clip_grad_norm_
             torch._foreach_mul_(grads, shrink)
         lr = factor * self._learning_rate()
@@ -388,12 +406,15 @@ class NativeLearner:
                 step_from_host(self.optimizer)
             else:
                 self.optimizer.step()
+            self.scale.succeeded()
             squares, weights = zip(*self.ranks.gathered(squared_step(self.optimizer)), strict=True)
             moved = {"step_rms": math.sqrt(sum(squares) / sum(weights))}
-        found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1))
+        found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1), factor_of_gradients)
         if norm > 0 and "reference/kl" in found:
             self.kl.append(found["reference/kl"])
-        return found | moved | {"grad_norm": norm, "lr": lr}
+        if not scaled.get("steps_skipped"):
+            found["grad_norm"] = norm
+        return found | moved | scaled | {"lr": lr}
 
     def _learning_rate(self) -> float:
         """Return the learning rate of this update; warm-up and decay begin again after the supervised updates."""
@@ -403,7 +424,7 @@ class NativeLearner:
             return sft.lr * min(1.0, self.update / max(sft.warmup, 1))
         return learning_rate(self.config, self.update - 1 - self.stage, self.updates - self.stage)
 
-    def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
+    def _metrics(self, loss_scale: float, token_scale: float, gradient_scale: float) -> Metrics:
         """Return the metrics since the last step over all ranks, and drop gradients and sums."""
         sums: dict[str, Tensor] = {}
         for part in self.ranks.gathered({name: value.cpu() for name, value in self.sums.items()}):
@@ -420,7 +441,7 @@ class NativeLearner:
             found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # mean over this teacher's tokens
         if "distill/overlap_any" in found:
             found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # mean where any overlap
-        found |= self.passes.packing_metrics() | self.noise.metrics(loss_scale) | self.age_metrics
+        found |= self.passes.packing_metrics() | self.noise.metrics(gradient_scale) | self.age_metrics
         self._drop()
         return found | averaged(self.notes) | drift_metrics(seen, version=self.update - 1)
 
@@ -438,6 +459,7 @@ class NativeLearner:
             update=self.made,
             previous=self.snapshots.state(PREVIOUS) if self.method.previous else {},
             beta=self._next_beta() if self.method.steers else None,
+            loss_scale=(self.scale.value, self.scale.steps),
             versions={version: self.snapshots.state(version) for version in versions if version in self.snapshots},
             teachers={name: (self.followed[name], self.snapshots.state(snapshot_of(name))) for name in self.follow},
             earlier={
@@ -461,6 +483,8 @@ class NativeLearner:
             if found.beta is None:
                 raise not_saved(path, "the coefficient of the KL to the reference", "reference.control")
             self.beta, self.kl = found.beta, []
+        if self.scale.on:
+            self.scale.value, self.scale.steps = found.loss_scale or (self.scale.value, 0)
         for name in self.follow:
             if name not in found.teachers:
                 raise not_saved(path, f"the weights of teachers.{name}, which follows the student", "follow")
@@ -502,7 +526,14 @@ class NativeLearner:
             dtype, version, others = self.export_dtype, self.made, {}
         model, keep = self.lm.model, self.ranks.index == 0
         weights = export_weights(model, dtype, version=version, keep=keep, others=others)
-        return weights, fingerprint(model, dtype, exported=weights, still=self.checksums.setdefault(dtype, {}))
+        found = fingerprint(model, dtype, exported=weights, still=self.checksums.setdefault(dtype, {}))
+        if self.quantisation is not None and keep and not teacher:
+            return weights, fingerprint_of_parts(weights, self._parts)
+        return weights, found
+
+    def _parts(self, name: str, weight: Tensor) -> Sequence[Tensor]:
+        """Return an exported weight, with the codes and scales that samplers make of it."""
+        return (weight, *quantised(weight, present(self.quantisation))) if name in self.quantised else (weight,)
 
 
 def snapshot_of(teacher: str, version: int | None = None) -> str:

@@ -45,6 +45,8 @@ class State(NamedTuple):
     """For each teacher that follows the student, the update after which it last changed, and its weights."""
     earlier: Mapping[str, Mapping[int, Mapping[str, Tensor]]]
     """For each of these teachers, the weights of the earlier versions that scored `groups`."""
+    loss_scale: tuple[float, int] | None
+    """Loss scale, and the number of steps since its last change; None in a checkpoint of an older format."""
     groups: Sequence[Group]
     """Unfinished groups, on the first rank."""
 
@@ -83,7 +85,7 @@ def save(
             moved = {name: version for name, (version, _) in state.teachers.items()}
             earlier = {name: list(versions) for name, versions in state.earlier.items()}
             numbers = {"update": state.update, "beta": state.beta, "versions": list(state.versions), "teachers": moved}
-            (path / NUMBERS).write_text(json.dumps(numbers | {"earlier": earlier}))
+            (path / NUMBERS).write_text(json.dumps(numbers | {"earlier": earlier, "loss_scale": state.loss_scale}))
         elif adapted_layers(lm.model):
             write_adapter(path / ADAPTER, lm.model, weights, base=lm.name)
     except Exception as error:  # safetensors and tokenizers raise errors of their own types if the disk is full
@@ -137,4 +139,5 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     # learning rate, betas and weight decay do not change
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     groups = [] if ranks.index else read_groups(path)
-    return State(int(saved["update"]), previous, saved["beta"], versions, teachers, earlier, groups)
+    update, loss_scale = int(saved["update"]), saved.get("loss_scale")
+    return State(update, previous, saved["beta"], versions, teachers, earlier, loss_scale, groups)

@@ -33,7 +33,7 @@ from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Re
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
 from slipstream.engines.native.sampling.requests import FutureResult, Publish, Request, Row, new_request
 from slipstream.engines.native.sampling.tape import Tape
-from slipstream.engines.weights import fingerprint, load_weights
+from slipstream.engines.weights import fingerprint_of_loaded, load_weights
 from slipstream.errors import ModelError
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Finish, Group, Handle, Ints, Prompt, Rollout
@@ -191,7 +191,7 @@ class NativeSampler:
             self.parking.clear()
         load_weights(self.lm.model, publish.weights)
         self.version = publish.weights.version
-        found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
+        found = fingerprint_of_loaded(self.lm.model, publish.weights)
         loaded = time.perf_counter()
         if self.rows and self.rebuilds:
             self._read_again(range(len(self.rows)), self.decoder)

@@ -1,0 +1,64 @@
+"""Linear layers whose weights have eight bits: a code for each weight, and a scale for each output.
+
+A layer stores codes and scales only. Each pass multiplies them into a weight in the dtype of its input, one layer at a
+time. The log-probs are therefore exactly those of the quantised model; no kernel computes in eight bits.
+
+Codes and scales are computed on the CPU in float32, from published weights. Every process computes the same bits, so
+the learner can check what a sampler runs. int8: code = round(w / scale), scale = max|w| / 127 over the inputs of an
+output. fp8: the nearest float8 (e4m3) to w / scale, scale = max|w| / 448.
+
+Shapes: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Dtype of the codes, and the largest code."""
+
+
+def quantised(weight_OI: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return codes [O, I] and scales [O, 1] of a weight on the CPU. An output whose weights are all 0 has scale 1."""
+    dtype, most = CODES[kind]
+    wide_OI = weight_OI.float()
+    scale_O1 = wide_OI.abs().amax(-1, keepdim=True) / most
+    scale_O1 = scale_O1.where(scale_O1 > 0, 1.0)
+    wide_OI = wide_OI.div(scale_O1).clamp_(-most, most)
+    return (wide_OI if dtype.is_floating_point else wide_OI.round_()).to(dtype), scale_O1
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer with a quantised weight. `weight` holds the codes, so that names and shapes stay the same."""
+
+    def __init__(self, linear: nn.Linear, kind: str) -> None:
+        super().__init__()
+        self.kind, self.bias = kind, linear.bias
+        codes_OI, scale_O1 = quantised(linear.weight.detach().cpu(), kind)
+        self.weight = nn.Parameter(codes_OI.to(linear.weight.device), requires_grad=False)
+        self.scale: Tensor
+        self.register_buffer("scale", scale_O1.to(linear.weight.device))  # no parameter: it is not published
+
+    def load(self, weight_OI: Tensor) -> None:
+        """Quantise a weight on the CPU and copy its codes and scales into this layer."""
+        codes_OI, scale_O1 = quantised(weight_OI, self.kind)
+        self.weight.copy_(codes_OI)
+        self.scale.copy_(scale_O1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight_OI = (self.weight.float() * self.scale).to(x.dtype)
+        return nn.functional.linear(x, weight_OI, self.bias)
+
+
+def quantise(model: nn.Module, layers: Collection[str], kind: str) -> None:
+    """Replace these linear layers of a model by quantised ones."""
+    for name in layers:
+        model.set_submodule(name, QuantisedLinear(model.get_submodule(name), kind))  # type: ignore[arg-type]
+
+
+def quantised_weights(model: nn.Module) -> dict[str, QuantisedLinear]:
+    """Return the quantised layers of a model, by the names of their weights."""
+    return {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, QuantisedLinear)}
