@@ -198,6 +198,8 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
             extra["positive"] = (advantages * kept).sum(-1) > 0
         if name == "decoupled_ppo":
             extra["proximal_logp"] = by_version[2]
+        if name == "st_ppo":
+            extra["turns"] = of(samples, "turn").long()
         if name in ("clip_cov", "kl_cov", "m2po"):
             chooser = dict(options) | (
                 {"generator": torch.Generator().manual_seed(derive_seed(0, "choice", 3))} if name == "clip_cov" else {}
@@ -470,9 +472,9 @@ IN_BRANCHES = [
     name
     for name, each in METHODS.items()
     if each.policy is None or each.policy.loss != "clip_cov"
-    if name not in ("weights by turn, bypass", "OTB by position")
+    if name not in ("weights by turn, bypass", "st_ppo on rewards", "OTB by position")
 ]
-"""All but weights by turn, since a branch is a call of its own, and methods that draw or compare by position."""
+"""All but those by turn, since a branch is a call of its own, and methods that draw or compare by position."""
 
 
 @pytest.mark.parametrize("name", IN_BRANCHES)

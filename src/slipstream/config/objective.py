@@ -28,6 +28,7 @@ PolicyName = Literal[
     "aspo",
     "minpro",
     "ctpo",
+    "st_ppo",
 ]
 AdvantageName = Literal[
     "grpo",

@@ -81,6 +81,8 @@ class Frozen:
     chosen_T: Tensor | None = None
     """Mask of the tokens that a batch-scope policy loss selected from the whole batch."""
     proximal_T: Tensor | None = None
+    turn_T: Tensor | None = None
+    """Number of each token's turn in its episode, for a policy loss of turns."""
     reference_T: Tensor | None = None
     proximal_NM: Tensor | None = None
     """Log-probs of all draws when the batch arrived; `reference_NM`: the same under the reference. `keep_NM` is the
@@ -148,6 +150,8 @@ def freeze(
         metrics |= rewards.metrics(advantage_BT, own_BT)
         if method.proximal:
             found["proximal_T"] = _current(batch)
+        if method.by_turn:
+            found["turn_T"] = padded([sample.turn_T for sample in batch])
         if method.chooses:
             found["chosen_T"], of_choice = choose(
                 policy.loss, _current(batch), old_BT, advantage_BT, own_BT, **_options(method, update)

@@ -24,7 +24,7 @@ from slipstream.estimators.tables.correction import (
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
-TENSOR_OPTIONS = ("generator", "positive", "proximal_logp")
+TENSOR_OPTIONS = ("generator", "positive", "proximal_logp", "turns")
 """Options of policy losses that the program computes and a config cannot set."""
 
 
@@ -141,6 +141,11 @@ class Method:
     @property
     def proximal(self) -> bool:
         return self.policy is not None and "proximal_logp" in LOSSES[self.policy.loss].takes
+
+    @property
+    def by_turn(self) -> bool:
+        """Return whether the policy loss needs the number of each token's turn."""
+        return self.policy is not None and "turns" in LOSSES[self.policy.loss].takes
 
     @property
     def beta(self) -> float:
