@@ -114,6 +114,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "as in a run with a small tau",
             "engines/native/learning/gradient_cosine.py",
         ),
+        Term(
+            "gradient/cosine_previous",
+            "cosine of the gradients of this update and the previous one before a projection, with guards.gac.limit",
+            "near 0",
+            "engines/native/learning/gradient_cosine.py",
+        ),
         Term("lr", "learning rate of the update, after the guards' factors", "–", LEARNER),
         Term("distill/loss", "distillation loss per trained token, before loss.weight", "falls", LOSS),
         Term("distill/loss_abs", "mean absolute distillation loss per trained token", "falls", LOSS),

@@ -270,6 +270,7 @@ ALSO = {
     "learner.snapshots": "learner.exact_drift=true",
     "teachers.NAME.base_url": "loss.kind=forward_kl",
     "policy.old": "policy.loss=vanilla",
+    "policy.old_decay": "policy.loss=vanilla policy.old=average",
     "sft.warmup": "sft.updates=2",
 }
 """What must be written beside either value."""
@@ -312,6 +313,7 @@ READ_BY = {
     "guards.length_surge.ratio": "pipeline/control/guards.py",
     "guards.length_surge.factor": "pipeline/control/guards.py",
     "guards.ess.target": "pipeline/control/guards.py",
+    "guards.ess.scale": "pipeline/control/guards.py",
     "guards.entropy.floor": "pipeline/control/guards.py",
     "guards.entropy.factor": "pipeline/control/guards.py",
     "guards.kl.high": "pipeline/control/guards.py",

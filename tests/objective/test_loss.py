@@ -21,7 +21,7 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.learning.snapshots import PREVIOUS
+from slipstream.engines.native.learning.snapshots import OLD
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators import policy
@@ -279,7 +279,7 @@ def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
         if version < 2:
             run(learner.export())
             if method.previous:
-                learner.snapshots.take(PREVIOUS)
+                learner.snapshots.take(OLD)
         learner.update = learner.made = version + (version < 2)
     return learner
 

@@ -242,8 +242,8 @@ def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
         layers = adapted(plan.student.name, settings.lora).values()
         trained = sum(settings.lora.rank * (layer.in_features + layer.out_features) for layer in layers)
     kept = trained if method.keeps_reference and not method.hosts_reference else 0
-    # a copy of the weights while others are loaded; two more versions if policy.old = "previous"
-    others = int(method.keeps_reference or method.decoupled) + 3 * method.previous
+    # a copy of the weights while others are loaded; two more versions if policy.old is not "behavior"
+    others = int(method.keeps_reference or method.by_version) + 3 * method.keeps_old
     others += plan.snapshots + sum(1 + each.keep for each in plan.follow.values()) if on_host else 0
     per_token = ACTIVATIONS * shape.width * WIDTHS[settings.compute_dtype or settings.dtype] / 2
     activations = per_token * shape.layers
@@ -252,7 +252,7 @@ def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
     number = WIDTHS[settings.dtype] / settings.ranks
     return {
         "weights": shape.parameters * number,
-        "gradients": trained * number,
+        "gradients": trained * number * (1 if plan.cosine_limit is None else 2),
         "moments": 2 * trained * WIDTHS[settings.optimizer_dtype or settings.dtype] / settings.ranks,
         "reference": kept * number,
         "versions before": others * trained * number,
