@@ -176,9 +176,7 @@ def test_the_learner_projects_the_first_step_of_each_update() -> None:
 
 def test_the_old_policy_is_the_average_of_the_weights_before_each_update() -> None:
     """θ̄ = ¾ θ̄ + ¼ θ before each update; the third compares with ¾ θ0 + ¼ θ1 and weighs answers by it."""
-    method = replace(
-        VCPO, policy=PolicyConfig(old="average", old_decay=0.75), correction=PRESETS["decoupled_token_is"]
-    )
+    method = replace(VCPO, policy=PolicyConfig(old="average", old_decay=0.75), correction=PRESETS["decoupled_token_is"])
     learner, weights = learner_of(method), list[Tensor]()
     groups = graded()
 

@@ -59,7 +59,9 @@ def project(optimizer: torch.optim.Optimizer, ranks: Ranks, *, limit: float) -> 
     (GAC, 2603.01501). p is the previous gradient before its own projection. Empty if one of the gradients is zero.
     """
     found = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    pairs = [(local(each.grad), local(optimizer.state[each][BEFORE])) for each in found if BEFORE in optimizer.state[each]]
+    pairs = [
+        (local(each.grad), local(optimizer.state[each][BEFORE])) for each in found if BEFORE in optimizer.state[each]
+    ]
     sums = torch.zeros(3, dtype=torch.float64)
     for one, before in pairs:
         wide, past = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (one, before))
