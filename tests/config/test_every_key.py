@@ -84,6 +84,7 @@ WITH = {
     "loss.clip:k": "loss.as=reward",
     "loss.clip:decoupled_ppo": "learner.epochs=2",
     "loss.dual_clip": "loss.as=reward",
+    "loss.policy": "loss.as=reward",
     "loss.k:jsd": "loss.cache=teacher_topk",
     "loss.forward:eopd": "loss.threshold=0.0",
     "loss.k:eopd": "loss.cache=teacher_topk",

@@ -344,8 +344,8 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
         given, level = f"policy.advantage = {policy.advantage!r}", method.correction.is_level
         if config.learner.ranks > 1:
             raise ConfigError(
-                f"{given} needs the gradient of each answer, and learner.ranks = {config.learner.ranks} sums those of all "
-                'ranks: write advantage = "opob", or learner.ranks = 1'
+                f"{given} needs the gradient of each answer, and learner.ranks = {config.learner.ranks} sums those of "
+                'all ranks: write advantage = "opob", or learner.ranks = 1'
             )
         if level is not None and level not in ONE_PER_ROW:
             raise ConfigError(
