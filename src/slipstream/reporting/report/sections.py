@@ -120,8 +120,7 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
         yield f"accuracy{f' on {each}' if each else ''}", [accuracy_of(run, each) for run in runs]
     labels = {name: name.replace("/", " ", 1) for run in runs for name in run.columns if name.startswith("reward/")}
     for name, label in labels.items():
-        ends = [ending(run.values(name)) for run in runs]
-        yield f"{label}, best less end", ends
+        yield f"{label}, best less end", [ending(run.values(name)) for run in runs]
     for name, label in {**labels, "teacher/kl": "KL to the teacher"}.items():
         ends = [change(run.values(name)) if run.values(name) else None for run in runs]
         yield label, [f"{shown(end.first)} → {shown(end.last)}" if end else "" for end in ends]
