@@ -170,7 +170,7 @@ def on_the_emitted(kind: str) -> Callable[[View, Mapping[str, Any]], Tensor]:
             if policy == "cispo":
                 return -ratio.detach().clamp(0.8, 1.2) * advantage * s
             if policy == "sapo":
-                tau = torch.where(advantage > 0, 1.0, 1.05)
+                tau = torch.full_like(advantage, 1.05).masked_fill(advantage > 0, 1.0)
                 return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
             if policy == "dppo_tv":
                 moved = (s.exp() - old.exp()).detach() * advantage.sign()
