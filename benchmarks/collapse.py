@@ -22,6 +22,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from slipstream.metrics import WINDOW, collapse
 from slipstream.run_dir.reading import Line
 from slipstream.studies.results import Sweep, SweepCell
 
@@ -30,8 +31,7 @@ FEW = ("drift/chi2_row_p95", "drift/ess_seq", CLIPPED, "length/mean")
 MORE = ("student/entropy", "grad_norm", "drift/k3_kl")
 STEP = "lr"
 """Grows from update to update, alike in runs of the same settings: what a clock would tell."""
-REWARD, WINDOW, AHEAD, FALL, LASTS, LEAST = "reward/exact", 10, 50, 0.7, 100, 0.05
-"""`LEAST`: a best reward below that is none that could fall."""
+REWARD, AHEAD = "reward/exact", 50
 ENOUGH, ADDED = 0.90, 0.03
 TEXT = """# Four metrics, and whether a run is about to collapse
 
@@ -51,17 +51,6 @@ python benchmarks/collapse.py {paths} > docs/findings/collapse.md
 """
 ALL = (*FEW, *MORE, STEP)
 Sample = tuple[list[float], bool]
-
-
-def collapse(rewards: Sequence[float]) -> int | None:
-    """The update at which it has."""
-    best = 0.0
-    means = [fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
-    for i, mean in enumerate(means[: len(means) - WINDOW]):  # of ten windows at least, not of the last one by chance
-        best = max(best, mean)
-        if best >= LEAST and all(each <= FALL * best for each in means[i : i + LASTS]):
-            return i + WINDOW
-    return None
 
 
 def aged(lines: Sequence[Line]) -> int:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
+from slipstream.metrics import window_means
 from slipstream.reporting.report.titles import estimate
 from slipstream.studies.results import Sweep
 from slipstream.studies.statistics import estimate as over_seeds
 
-WINDOW = 10
 END, LOW, LASTS = 0.6, 0.9, 0.1
 """Collapse: the end is below the first share of the best, and all of the last part of the updates below the second."""
 TEXT = """# Collapse of runs: {title}
@@ -38,7 +37,7 @@ python benchmarks/ladder.py {path} > docs/findings/{page}.md
 
 def fall(rewards: Sequence[float]) -> tuple[float, float, bool]:
     """The best, by how much the end is below it, and whether that is a collapse."""
-    means = [fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
+    means = window_means(rewards)
     best, end = max(means), means[-1]
     late = means[-max(1, round(LASTS * len(rewards))) :]
     return best, best - end, end < END * best and max(late) < LOW * best

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from slipstream.metrics import (
     avg_at_n,
+    collapse,
     digest,
     lag_metrics,
     mean_lag,
     merged,
     over_steps,
     pass_at_k,
+    peak_to_end,
     sample_metrics,
     summary,
     throughput,
@@ -54,6 +56,16 @@ def test_the_trend_of_lengths_is_that_of_a_hundred_updates_or_of_all() -> None:
     grown = [10.0] * 50 + [20.0 + i for i in range(10)] + [99.0] * 90 + [30.0] * 10
     # the last ten, over the ten that came a hundred before: 20 … 29
     assert trend(grown) == {"length/trend": pytest.approx(30 / 24.5)}
+
+
+def test_a_collapse_lasts_and_the_fall_is_from_the_best_ten_updates() -> None:
+    high, low = [0.6] * 40, [0.1] * 40
+    # windows of 10: seven low of ten are 0.25 ≤ 0.42, six 0.3, four 0.4, three 0.45; the fourth low update decides
+    assert collapse(high + low) == 44 and collapse(low + high) is None
+    assert collapse(high + low + high) is None, "it came back"
+    assert collapse([0.04] * 40 + [0.0] * 40) is None, "nothing that could fall"
+    assert peak_to_end(high + low) == pytest.approx(0.5) and peak_to_end(low + high) == 0
+    assert peak_to_end([1.0] * 9) is None
 
 
 def test_lag_is_counted_token_by_token() -> None:

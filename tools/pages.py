@@ -1,4 +1,4 @@
-"""Write the pages of the documentation that are made from the code: `python tools/pages.py`.
+"""Write the pages of the documentation that are made from the code, or partly: `python tools/pages.py`.
 
 Tests compare the pages with what this tool makes, so they cannot say anything else than the code.
 """
@@ -196,6 +196,23 @@ def advice() -> str:
     return ADVICE + "\n".join(rows) + "\n\n## What hides what\n\n" + "\n".join(hidden) + "\n"
 
 
+# --- the symptoms in docs/choosing.md ---------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- symptoms: made by tools/pages.py -->\n", "<!-- end of symptoms -->\n"
+
+
+def choosing() -> str:
+    """Return docs/choosing.md with its table of symptoms made from the rules of `slipstream advise`."""
+    before, _, rest = (DOCS / "choosing.md").read_text("utf-8").partition(BEGIN)
+    rows = [
+        f"| {rule.name}{LABELS[rule.weight]} | {names(rule.reads)}: {rule.when} | {rule.change} |"
+        for rule in RULES
+        if rule.weight != "tune"
+    ]
+    table = "| cause | you see | write |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+    return before + BEGIN + table + END + rest.partition(END)[2]
+
+
 def names(words: str) -> str:
     """Metrics as code."""
     return " ".join(as_code(word) for word in words.split(" "))
@@ -214,6 +231,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics(),
         "estimators.md": estimators(catalogue()),
         "advice.md": advice(),
+        "choosing.md": choosing(),
     }
 
 

@@ -23,6 +23,9 @@ STAGE_ENDED = "supervised stage ended"
 """Reason in the ledger for groups in flight when a supervised update passed the bound sft.until."""
 INTENDED = (f"dropped/{NO_ADVANTAGE}", f"dropped/{STAGE_ENDED}")
 """Metrics of groups that were dropped because the config asks for it."""
+WINDOW, FALL, LASTS, LEAST = 10, 0.7, 100, 0.05
+"""Collapse of a reward: the mean of WINDOW updates is at most FALL of its best, for LASTS updates or to the end. A best
+mean below LEAST cannot fall."""
 TREND, ENDS = 100, 10
 """Number of updates between the two lengths that a trend compares, and number of updates averaged for each."""
 
@@ -123,6 +126,27 @@ def trend(lengths: Sequence[float]) -> Metrics:
     if len(lengths) < 2 * ENDS:
         return {}
     return {"length/trend": fmean(lengths[-ENDS:]) / fmean(lengths[:ENDS])}
+
+
+def window_means(values: Sequence[float]) -> list[float]:
+    """Return the mean of every WINDOW adjacent values."""
+    return [fmean(values[i - WINDOW : i]) for i in range(WINDOW, len(values) + 1)]
+
+
+def collapse(rewards: Sequence[float]) -> int | None:
+    """Return the update at which a run has collapsed (see WINDOW), by its rewards update by update; None if not."""
+    best, means = 0.0, window_means(rewards)
+    for i, mean in enumerate(means[: len(means) - WINDOW]):  # the last window alone may be low by chance
+        best = max(best, mean)
+        if best >= LEAST and all(each <= FALL * best for each in means[i : i + LASTS]):
+            return i + WINDOW
+    return None
+
+
+def peak_to_end(rewards: Sequence[float]) -> float | None:
+    """Return the best mean of WINDOW updates minus the last one; None for fewer updates."""
+    means = window_means(rewards)
+    return max(means) - means[-1] if means else None
 
 
 def trust_metrics(headers: Sequence[Header]) -> Metrics:

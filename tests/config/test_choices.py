@@ -54,7 +54,11 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"policy.aggregation = {name}", {"policy": {"aggregation": name}}
     for name in choices(PolicyConfig, "advantage"):
         yield f"policy.advantage = {name}", {"policy": {"loss": "reinforce", "advantage": name}}
-    for name in ("optimal_token_baseline", "opob"):
+    for old in choices(PolicyConfig, "old"):
+        yield f"policy.old = {old}", {"policy": {"old": old}}
+    averaged = {"policy": {"old": "average"}, "correction": {"preset": "decoupled_token_is"}}
+    yield "policy.old = average, decoupled", averaged
+    for name in ("optimal_token_baseline", "opob", "opob_exact"):
         weighed = {"correction": {"preset": "bypass_pg_is"}, "policy": {"loss": "reinforce", "advantage": name}}
         yield f"policy.advantage = {name}, weighed", weighed
     several = {"advantage": "optimal_token_baseline", "advantage_options": {"multi_turn": True}}
@@ -155,7 +159,7 @@ def test_every_choice_trains(choice: str) -> None:
 def test_every_choice_of_every_setting_is_among_them() -> None:
     """What is added to a config is trained here, or this fails."""
     for section, name, settings in (
-        ("policy", PolicyConfig, ("loss", "advantage", "aggregation")),
+        ("policy", PolicyConfig, ("loss", "advantage", "aggregation", "old")),
         ("correction", CorrectionConfig, ("preset", "is_level")),
         ("reference", ReferenceConfig, ("estimate", "into", "control")),
     ):

@@ -84,6 +84,7 @@ WITH = {
     "loss.clip:k": "loss.as=reward",
     "loss.clip:decoupled_ppo": "learner.epochs=2",
     "loss.dual_clip": "loss.as=reward",
+    "loss.policy": "loss.as=reward",
     "loss.k:jsd": "loss.cache=teacher_topk",
     "loss.forward:eopd": "loss.threshold=0.0",
     "loss.k:eopd": "loss.cache=teacher_topk",
@@ -271,6 +272,7 @@ ALSO = {
     "learner.snapshots": "learner.exact_drift=true",
     "teachers.NAME.base_url": "loss.kind=forward_kl",
     "policy.old": "policy.loss=vanilla",
+    "policy.old_decay": "policy.loss=vanilla policy.old=average",
     "sft.warmup": "sft.updates=2",
 }
 """What must be written beside either value."""
@@ -314,6 +316,7 @@ READ_BY = {
     "guards.length_surge.ratio": "pipeline/control/guards.py",
     "guards.length_surge.factor": "pipeline/control/guards.py",
     "guards.ess.target": "pipeline/control/guards.py",
+    "guards.ess.scale": "pipeline/control/guards.py",
     "guards.entropy.floor": "pipeline/control/guards.py",
     "guards.entropy.factor": "pipeline/control/guards.py",
     "guards.kl.high": "pipeline/control/guards.py",

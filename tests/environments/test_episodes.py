@@ -195,6 +195,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "policy": PolicyConfig(loss="reinforce"),
         "correction": replace(PRESETS["bypass_pg_is"], is_level="turn"),
     },
+    "turns in the loss": {"loss": NOTHING, "policy": PolicyConfig(loss="st_ppo")},
 }
 
 

@@ -58,6 +58,7 @@ LITERAL: dict[str, tuple[str, dict[str, Any], list[float]]] = {
     "opo": ("opo", {}, by_row(-0.75, 2.25, 2)),
     # w²‖g‖² = 2 and 4·1: (2·0 + 4·3)/6 = 2
     "opob": ("opob", {"weights": per_row(1, 2, 1), "grad_norm_squared": per_row(2, 1, 9)}, by_row(-2, 1, 2)),
+    "opob_exact": ("opob_exact", {"grad_norm_squared": per_row(2, 4, 9)}, by_row(-2, 1, 2)),
     # three rows, two of them with a reward
     "gpg": ("gpg", {}, by_row(-1.5 * 1.5, 1.5 * 1.5, 1.5 * 2)),
     # grpo of `a` as above; of `b` 0 in the group, where all agree

@@ -59,6 +59,8 @@ BY_HAND = {
     "chi2_seq": (1 + 4) / 2 - 1,  # products 1 and 2
     "chi2_row_p95": 1.125 + 0.95 * (3 - 1.125),  # rows: (4 + ¼)/2 − 1 = 1.125 and 4 − 1 = 3, between which it lies
     "tv": (1 + 0.5 + 1) / 3 / 2,
+    "tv_p95": 0.5,  # of ½, ¼, ½
+    "ratio_p99": 2.0,
     "ess": 1.5**2 / 2.75,  # mean 4.5/3, mean square 8.25/3
     "ess_seq": 1.5**2 / 2.5,  # products 1 and 2
     "ess_row": (1.25**2 / 2.125 + 1) / 2,

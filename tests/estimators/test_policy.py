@@ -159,6 +159,13 @@ LITERAL: dict[str, tuple[dict[str, Any], list[float], list[float], float]] = {
         0,
     ),
     "oapl": ({"oapl_beta": 0.5}, *regression(0.5), 0),
+    # turns 0, 0 and 1, 1 and 0, 0 have w = √1.5, √2, √1.8; good tokens of the first and third are beyond 1.2. c of the
+    # others: 0.8, 1.2 with mean 1, and 0.9 beside 1.2 with mean 1.05
+    "st_ppo": (
+        {"turns": torch.tensor([[0, 0, 1, 1], [0, 0, -1, -1]])},
+        *weighted([0, 0, 0.8 * math.sqrt(2), 1.2 * math.sqrt(2), 0, 0.9 / 1.05 * math.sqrt(1.8)]),
+        3,
+    ),
 }  # fmt: skip
 
 

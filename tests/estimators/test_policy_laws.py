@@ -54,6 +54,8 @@ def needs(name: str, old: Tensor) -> dict[str, Any]:
             return {"lag": torch.arange(old.numel()).reshape(old.shape) % 4}
         case "topr":
             return {"positive": torch.arange(len(old)) % 2}
+        case "st_ppo":
+            return {"turns": torch.arange(old.shape[1]).expand_as(old) % 2}
         case _:
             return {}
 
@@ -106,6 +108,8 @@ def test_at_ratio_one_every_method_is_the_plain_policy_gradient(name: str) -> No
     hyper = {} if LOSSES[name].scope == "batch" else needs(name, old)
     if name in ("clip_cov", "decoupled_ppo"):
         hyper = {"generator": seeded()} if name == "clip_cov" else {"proximal_logp": old}
+    if name == "topr":
+        hyper = {"positive": torch.zeros(len(old))}
     loss, metrics = policy_loss(name, logp, old, advantages, mask, agg="seq-mean-token-mean", **hyper)
     plain, _ = policy_loss("reinforce", logp, old, advantages, mask, agg="seq-mean-token-mean")
     torch.testing.assert_close(gradient(loss, logp), gradient(plain, logp))
@@ -137,6 +141,7 @@ def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(na
         "decoupled_ppo": {"proximal_logp": old},
         "a3po": {"lag": torch.full_like(logp, 3)},
         "topr": {"positive": torch.full((len(logp),), sign > 0)},
+        "st_ppo": {"turns": torch.zeros_like(logp, dtype=torch.int64)},
     }.get(name, {})
     loss, acted = LOSSES[name].loss(Tokens(logp, old, advantages, mask != 0), **hyper)
     slope = gradient(loss.sum(), logp)
@@ -266,3 +271,20 @@ def test_a_batch_without_tokens_is_zero(name: str) -> None:
     loss, metrics = policy_loss(name, logp, old, advantages, torch.zeros_like(mask), **needs(name, old))
     assert loss.item() == 0 and (gradient(loss, logp) == 0).all()
     assert all(value.isfinite() for value in metrics.values())
+
+
+@given(seed=st.integers(0, 10_000))
+def test_st_ppo_gives_a_turn_the_geometric_mean_of_its_ratios_as_its_mean_weight(seed: int) -> None:
+    logp, old, advantages, mask = random_batch(seed)
+    advantages = advantages[:, :1].expand_as(old)
+    turns = torch.randint(0, 3, old.shape, generator=seeded(seed))
+    logp.requires_grad_()
+    loss, _ = policy_loss("st_ppo", logp, old, advantages, mask, agg="token-sum", turns=turns)
+    slope = gradient(loss, logp)
+    for row, turn in [(row, turn) for row in range(len(old)) for turn in range(3)]:
+        its = (turns[row] == turn) & (mask[row] != 0)
+        if its.any() and (good := float(advantages[row, 0])):
+            ratio = float((logp.detach() - old)[row][its].mean().exp())
+            held = ratio > 1.2 if good > 0 else ratio < 0.8
+            mean = 0.0 if held else -good * ratio
+            assert float(slope[row][its].mean()) == pytest.approx(mean, abs=1e-9)

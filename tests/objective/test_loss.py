@@ -21,7 +21,7 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.learning.snapshots import PREVIOUS
+from slipstream.engines.native.learning.snapshots import OLD
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators import policy
@@ -200,6 +200,8 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
             extra["proximal_logp"] = by_version[2]
         if name == "a3po":
             extra["lag"] = 2 - made_by
+        if name == "st_ppo":
+            extra["turns"] = of(samples, "turn").long()
         if name in ("clip_cov", "kl_cov", "m2po"):
             chooser = dict(options) | (
                 {"generator": torch.Generator().manual_seed(derive_seed(0, "choice", 3))} if name == "clip_cov" else {}
@@ -279,7 +281,7 @@ def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
         if version < 2:
             run(learner.export())
             if method.previous:
-                learner.snapshots.take(PREVIOUS)
+                learner.snapshots.take(OLD)
         learner.update = learner.made = version + (version < 2)
     return learner
 
@@ -472,9 +474,9 @@ IN_BRANCHES = [
     name
     for name, each in METHODS.items()
     if each.policy is None or each.policy.loss != "clip_cov"
-    if name not in ("weights by turn, bypass", "OTB by position")
+    if name not in ("weights by turn, bypass", "st_ppo on rewards", "OTB by position")
 ]
-"""All but weights by turn, since a branch is a call of its own, and methods that draw or compare by position."""
+"""All but those by turn, since a branch is a call of its own, and methods that draw or compare by position."""
 
 
 @pytest.mark.parametrize("name", IN_BRANCHES)

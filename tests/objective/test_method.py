@@ -44,7 +44,7 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
     assert set(get_args(AdvantageName)) == set(ADVANTAGES)
     for name, each in ADVANTAGES.items():
         assert {option for option, default in each.options.items() if default is REQUIRED} <= set(each.evidence), name
-        folded = {"weights"} if name == "opob" else set()  # those of tokens are in its ‖g‖²
+        folded = {"weights"} if name.startswith("opob") else set()  # those of tokens are in its ‖g‖²
         assert set(each.options) == {*each.settings, *each.evidence, *folded}, name
     assert get_args(LevelName) == get_args(Unit) and get_args(EstimateName) == KL_KINDS
     assert {*BUILT_IN, *APART} == set(REWARDS)

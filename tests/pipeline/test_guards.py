@@ -87,6 +87,8 @@ def test_ess_makes_steps_as_small_as_the_batch_really_is() -> None:
     assert found[0] == pytest.approx([1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.6 / 0.9])
     assert len(found[2]) == 2, "told again only after it was well above"
     # of the weights, where there are any
+    found = acts(of("drift/ess", [0.225, 0.9]), ess=EssGuard(target=0.9, scale="sqrt"))
+    assert found[0] == pytest.approx([0.5, 1]), "√(0.225 / 0.9)"
     assert acts([{"drift/ess": 0.1, "correction/ess": 0.95}], ess=EssGuard())[0] == [1.0]
     assert acts(of("drift/ess", noisy(0.96, 99, noise=0.01)), ess=EssGuard())[0] == [1.0] * 99
     assert acts([{}], ess=EssGuard())[0] == [1.0], "nothing was measured"

@@ -19,6 +19,7 @@ from slipstream.metric_names import find
 from slipstream.objective.method import method_of
 from slipstream.reporting.advice import measurements as readings
 from slipstream.reporting.advice import running
+from slipstream.reporting.advice.drift import engines_differ as differs
 from slipstream.reporting.advice.measurements import Case, Level, level
 from slipstream.reporting.advice.read import read
 from slipstream.reporting.advice.rules import answered, changed, legal
@@ -296,6 +297,59 @@ def test_staleness_is_halved_as_the_schedule_has_it(given: dict[str, Any], chang
 def test_a_slow_publish_is_made_rarer_or_left_to_the_run(given: dict[str, Any], change: dict[str, Any]) -> None:
     case = Case(config_of({"schedule": {"kind": "async", **given}}), lines_of({"seconds/weights": 0.6}))
     assert [(answer.name, answer.change) for answer in advise(case).answers] == [("slow publish", change)]
+
+
+ICEPOP = {"correction.preset": "decoupled_token_icepop"}
+GSPO = {"policy.loss": "gspo", "policy.options": {"clip_low": 3e-4, "clip_high": 4e-4}}
+GEOMETRIC = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
+PLAIN = {"policy.loss": "reinforce", "policy.options": {}, **GEOMETRIC}
+
+
+@pytest.mark.parametrize(
+    ("given", "metrics", "change"),
+    [
+        # clip saturation: one epoch, smaller steps; far above the limit the unit of the objective
+        ({"learner": {"epochs": 2}}, {"policy/clip_fraction": rising(0.1, 0.5)}, {"learner.epochs": 1}),
+        ({}, {"policy/clip_fraction": rising(0.1, 0.3)}, {"learner.lr": 5e-4}),
+        ({}, {"policy/clip_fraction": rising(0.1, 0.5)}, GSPO),
+        (
+            {"policy": {"loss": "gmpo"}},
+            {"policy/clip_fraction": rising(0.1, 0.5)},
+            {"correction.preset": "bypass_pg_geo_rs_token_tis", **PLAIN},
+        ),
+        # responses that grow in spite of the guard
+        (
+            {"guards": {"length_surge": {}}},
+            {"length/mean": rising(20, 30)},
+            {"correction.preset": "bypass_pg_geo_rs", **PLAIN},
+        ),
+        # staleness that no schedule can reduce: a correction, by age and length
+        (
+            {"schedule": {"kind": "async", "tau": 0}},
+            {"drift/k3_kl": after(1, 0.06), "lag/mean": 1, "length/max": 40},
+            {"correction.preset": "decoupled_token_is"},
+        ),
+        (
+            {"schedule": {"kind": "async", "tau": 0}},
+            {"drift/k3_kl": after(1, 0.06), "lag/mean": 1, "length/max": 90},
+            {"correction.preset": "decoupled_geo_rs_seq_tis", **GEOMETRIC},
+        ),
+    ],
+)
+def test_a_policy_loss_gets_smaller_steps_then_another_unit(
+    given: dict[str, Any], metrics: dict[str, Value], change: dict[str, Any]
+) -> None:
+    answers = advise(
+        Case(config_of({**POLICY, "learner": {"lr": 1e-3}, **given}), lines_of({**ALONE, **metrics}))
+    ).answers
+    assert answers[0].change == change
+
+
+def test_experts_that_differ_get_a_band_on_the_ratio() -> None:
+    for flips, change in ({}, {"correction.preset": "disabled"}), ({"router/flips": 0.1}, ICEPOP):
+        config = config_of({**POLICY, "correction": {"preset": "decoupled_token_is"}})
+        found = differs(Case(config, lines_of({**ALONE, **engines(kl=0.3, k3_kl=0.3), **flips})))
+        assert found is not None and found.changes[0] == change
 
 
 def test_a_change_that_the_config_refuses_is_passed_over() -> None:

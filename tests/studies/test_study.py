@@ -323,6 +323,11 @@ def test_a_measure_is_of_the_end() -> None:
     assert measured("eval/hard/accuracy", updates, evaluations, last=3) == 0.3
     assert measured("reward/exact", updates, [], last=4) is None
     assert measured("eval/accuracy", updates, [], last=4) is None
+    rewards = [{"reward/exact": value} for value in [0.6] * 40 + [0.1] * 40]
+    assert measured("collapse/reward/exact", rewards, [], last=3) == 1
+    assert measured("collapse/reward/exact", rewards[:40], [], last=3) == 0
+    assert measured("peak_to_end/reward/exact", rewards, [], last=3) == pytest.approx(0.5)
+    assert measured("collapse/reward/exact", updates, [], last=3) is None
 
 
 def test_what_is_left_is_shared_out() -> None:

@@ -164,6 +164,16 @@ loss.kind=k1
 loss.kind=kl
 loss.kind=k2 loss.clip=0.2
 loss.kind=k2 loss.dual_clip=3.0
+loss.kind=k2 loss.policy=cispo
+loss.kind=k2 loss.as=reward loss.policy=sapo loss.clip=0.1
+loss.kind=k2 loss.as=reward loss.policy=cispo loss.dual_clip=3.0
+{BOTH} policy.old_decay=0.5
+{BOTH} policy.old=average correction.preset=bypass_ppo_clip_geo_rs
+{RL} policy.old=average policy.loss=reinforce
+{RL} policy.advantage=opob_exact learner.ranks=2 runtime.kind=local
+{RL} policy.advantage=opob_exact correction.preset=decoupled_token_is
+{RL} policy.old=average correction.preset=decoupled_token_is learner.snapshots=2
+schedule.kind=sync guards.gac.limit=0.0
 loss.kind=k2 loss.m=4
 loss.kind=k1 loss.as=advantage
 loss.kind=k1 loss.as=reward sampler.top_p=0.9

@@ -37,7 +37,7 @@ CHOSEN: dict[str, list[dict[str, Any]]] = {
     "mopd": [{"k": 5}],
     "eopd": [{"threshold": 3.0}, {"cache": "teacher_topk", "k": 5, "threshold": 1.7, "forward": 0.5}],
     "jsd": [{}, {"cache": "teacher_topk", "k": 5}],
-    "k1": [{"as": "reward"}],
+    "k1": [{"as": "reward"}, *({"as": "reward", "policy": name} for name in ("cispo", "sapo", "dppo_tv", "aspo"))],
     "abs": [{}, {"as": "reward"}],
     "k2": [{}, {"loss_max_clamp": 0.5}, {"log_prob_min_clamp": -2.0}],
     "k3": [{}, {"as": "reward", "clip": 0.1}],
@@ -166,9 +166,19 @@ def on_the_emitted(kind: str) -> Callable[[View, Mapping[str, Any]], Tensor]:
         k3 = k3.clamp(max=10) if o.get("as") == "reward" else k3  # what is bounded is the value
         found = {"k1": k1, "abs": k1.abs(), "k2": k2, "k3": k3, "k1+": k2, "k3+": k2}[kind]  # by their gradients
         if o.get("as") == "reward":
-            advantage = -found.detach()
+            advantage, policy = -found.detach(), o.get("policy", "vanilla")
+            if policy == "cispo":
+                return -ratio.detach().clamp(0.8, 1.2) * advantage * s
+            if policy == "sapo":
+                tau = torch.full_like(advantage, 1.05).masked_fill(advantage > 0, 1.0)
+                return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
+            if policy == "dppo_tv":
+                moved = (s.exp() - old.exp()).detach() * advantage.sign()
+                return torch.where(moved > 0.2, 0.0, -ratio.detach() * advantage * s)
             gain = torch.minimum(ratio * advantage, ratio.clamp(*clip_of(o.get("clip", 0.2))) * advantage)
-            return torch.where(advantage < 0, torch.minimum(-gain, -3 * advantage), -gain)
+            clipped = torch.where(advantage < 0, torch.minimum(-gain, -3 * advantage), -gain)
+            flipped = -advantage * (1 / ratio.detach()).clamp(max=3) * s  # by its gradient
+            return torch.where(advantage > 0, flipped, clipped) if policy == "aspo" else clipped
         return found.clamp(max=o.get("loss_max_clamp", torch.inf))
 
     return estimate

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
@@ -19,6 +21,8 @@ class EssGuard(Section):
     target: float = Field(0.9, gt=0, le=1)
     """Effective sample size, as a share of the tokens, below which the learning rate is multiplied by ess / target. The
     metric is correction/ess if [correction] gives importance weights, else drift/ess."""
+    scale: Literal["linear", "sqrt"] = "linear"
+    """Factor of the learning rate: ess / target, or its square root, which VCPO uses with AdamW."""
 
 
 class EntropyFloor(Section):
@@ -52,6 +56,10 @@ class GradientCosine(Section):
     """Cosine, averaged over 5 measurements, below which the guard acts, until it is 0.1 higher. None only measures."""
     factor: float = Field(0.5, gt=0, lt=1)
     """Multiplier of the learning rate while the guard acts. Needs `below`."""
+    limit: float | None = Field(None, ge=0, lt=1)
+    """Largest cosine of the gradients of consecutive updates, in the first step of each. Above it, the part along the
+    previous gradient is reduced until the cosine is this value; 0 removes the part (GAC). Needs memory for a copy of
+    the gradient, which checkpoints contain. None changes no gradient."""
 
     @model_validator(mode="after")
     def _check_factor(self) -> GradientCosine:
@@ -70,4 +78,5 @@ class GuardsConfig(Section):
     kl: KLBrake | None = None
     """Lower schedule.tau (bound on work in flight) while the learner is far from the sampling policy (drift)."""
     gac: GradientCosine | None = None
-    """Compare the gradients of fresh and stale samples. Lower the learning rate while the cosine is below `below`."""
+    """Compare the gradients of fresh and stale samples. Lower the learning rate while the cosine is below `below`. Or
+    remove what a gradient shares with that of the update before, by `limit`."""

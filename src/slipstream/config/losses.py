@@ -306,15 +306,24 @@ class KLEstimate(Divergence):
     as_: Literal["loss", "reward"] = Field("loss", alias="as")
     """Use of the estimate. loss: differentiate it. reward: use it as the negative advantage of a clipped policy
     gradient (the only use of k1)."""
+    policy: Literal["vanilla", "cispo", "sapo", "dppo_tv", "dppo_kl", "aspo"] = "vanilla"
+    """Policy loss that uses the estimate, with as = "reward": PPO's clip or another one that looks at single tokens."""
     clip: Epsilon | tuple[Epsilon, Epsilon] | None = None
-    """PPO clip ε or [low, high] of p_current / p_behaviour, with as = "reward". None is 0.2."""
+    """Clip ε or [low, high] of p_current / p_behaviour, with as = "reward"; of the change of probability or the KL for
+    dppo. None is 0.2."""
     dual_clip: float | None = Field(None, gt=1)
-    """Largest ratio that counts for a token with a negative advantage, with as = "reward". None is 3."""
+    """Largest ratio that counts for a token with a negative advantage, for vanilla and aspo. None is 3."""
 
     @model_validator(mode="after")
     def _check_gradient(self) -> Self:
         if self.as_ == "reward":
+            if self.clip is not None and self.policy == "sapo":
+                raise ValueError('policy = "sapo" has no clip: drop clip')
+            if self.dual_clip is not None and self.policy not in ("vanilla", "aspo"):
+                raise ValueError(f'policy = "{self.policy}" has no dual clip: drop dual_clip')
             return self
+        if self.policy != "vanilla":
+            raise ValueError('policy is for as = "reward": write that, or drop policy')
         if self.kind == "k1":
             raise ValueError(
                 'kind = "k1" as a loss has no teacher in its gradient: write as = "reward", or kind = "k1+"'
@@ -335,7 +344,12 @@ class KLEstimate(Divergence):
             cache="sampled",
             formula="kl.kl_as_reward",
             takes=("student", "behavior", "teacher"),
-            options={"kind": self.kind, **trust, **self.clamps},  # clamps of the estimate, not of the ratio
+            options={
+                "kind": self.kind,
+                "policy": self.policy,
+                **trust,
+                **self.clamps,
+            },  # clamps of the estimate, not of the ratio
             compares=True,
         )
 

@@ -33,6 +33,7 @@ PolicyName = Literal[
     "ctpo",
     "vespo",
     "oapl",
+    "st_ppo",
 ]
 AdvantageName = Literal[
     "grpo",
@@ -40,6 +41,7 @@ AdvantageName = Literal[
     "rloo",
     "opo",
     "opob",
+    "opob_exact",
     "gpg",
     "gdpo",
     "oapl",
@@ -99,9 +101,19 @@ class PolicyConfig(Section):
     drop_alike: bool = False
     """Leave groups whose rewards are all alike out of the loss and its denominators (zero-variance filtering). No other
     groups replace them, so batches get smaller; `refill` replaces them."""
-    old: Literal["behavior", "previous"] = "behavior"
+    old: Literal["behavior", "previous", "average"] = "behavior"
     """Old policy, the denominator of the importance ratio. behavior: the policy that sampled the tokens. previous: the
-    learner before its last update."""
+    learner before its last update. average: a moving average of the learner's weights, which can replace stored
+    versions in a decoupled correction."""
+    old_decay: float = Field(0.75, gt=0, lt=1)
+    """Share of itself that the average keeps in every update, with old = "average". The average is 1 / (1 - old_decay)
+    updates old: choose this near the lag of the tokens."""
+
+    @model_validator(mode="after")
+    def _check_old(self) -> PolicyConfig:
+        if self.old != "average" and self.changed("old_decay"):
+            raise ValueError('old_decay is for old = "average": write that, or drop old_decay')
+        return self
 
     @property
     def filters(self) -> list[str]:

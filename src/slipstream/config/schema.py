@@ -24,10 +24,11 @@ from slipstream.config.base import (
     Section,
     Temperature,
     as_tuple,
+    at_first,
     check_own,
     template_fields,
 )
-from slipstream.config.engines import ENGINES, EngineArgs, check_reserved
+from slipstream.config.engines import ENGINES, EngineArgs, check_reserved, devices_of
 from slipstream.config.environment import EnvironmentConfig, Where
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
@@ -1098,6 +1099,13 @@ class Config(Section):
         """Return the coarsest number format of samplers and learner."""
         formats = {self.learner.dtype, self.learner.compute_dtype, self.sampler.dtype}
         return self.sampler.quantisation or ("exact" if HALVES.isdisjoint(formats) else "half")
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices of all workers at the start of the run."""
+        scorers = [at_first(each.replicas) * each.devices_each for each in self.teachers.values()]
+        samplers = at_first(self.sampler.replicas) * devices_of(self.sampler.engine_args)
+        return samplers + sum(scorers) + self.learner.ranks
 
     @property
     def sampler_features(self) -> set[str]:

@@ -8,6 +8,8 @@ Shapes: B rows, T positions, N valid tokens or samples.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,20 @@ from slipstream.estimators.ratio import effective_sample_size, same_rows
 METRICS = (
     *("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl"),
     *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"),
-    *("kl", "k3_kl", "chi2_token", "chi2_seq", "chi2_row_p95", "tv", "ess", "ess_seq", "ess_row", "ess_row_min"),
+    *(
+        "kl",
+        "k3_kl",
+        "chi2_token",
+        "chi2_seq",
+        "chi2_row_p95",
+        "tv",
+        "tv_p95",
+        "ratio_p99",
+        "ess",
+        "ess_seq",
+        "ess_row",
+        "ess_row_min",
+    ),
     *("probs_pearson", "probs_diff_mean", "probs_diff_max"),
 )
 
@@ -31,7 +46,8 @@ def offpolicy_metrics(
     kl        mean −Δ, unbiased for KL(rollout‖old), noisy;  k3_kl: mean ρ − 1 − Δ ≥ 0
     chi2      mean ρ² − 1 over tokens, and mean (Πρ)² − 1 over rows: the variance added by importance weights;
               chi2_row_p95: 95th percentile over rows of the token mean
-    tv        ½ mean |1 − ρ|: bounds the bias of token-level surrogates
+    tv        ½ mean |1 − ρ|: bounds the bias of token-level surrogates; tv_p95: 95th percentile of ½ |1 − ρ|
+    ratio_p99 99th percentile of ρ: how heavy the tail of importance ratios is
     ess       effective sample size 1 / E[ρ̃²] over all tokens; ess_seq: of Πρ over rows; ess_row: over the tokens of
               each row, averaged; ess_row_min: the smallest of these
     probs_…   agreement of the probabilities
@@ -51,6 +67,8 @@ def offpolicy_metrics(
     )
     delta_N = (old_BT - rollout_BT)[valid_BT]
     metrics = _of_rows(old_BT, rollout_BT, valid_BT) | _of_tokens(delta_N)
+    ratio_N = delta_N.clamp(-RATIO_BOUND, RATIO_BOUND).exp()
+    metrics |= {"ratio_p99": _quantile(ratio_N, 0.99), "tv_p95": _quantile((ratio_N - 1).abs() / 2, 0.95)}
     metrics |= _of_probabilities(old_BT[valid_BT].exp(), rollout_BT[valid_BT].exp())
     if lag is not None:
         same_rows(logp_old=logp_old_BT, lag=lag)
@@ -122,6 +140,11 @@ def _of_tokens(delta_N: Tensor) -> dict[str, Tensor]:
         "tv": torch.expm1(safe_N).abs().mean() / 2,
         "ess": effective_sample_size(safe_N.exp(), torch.ones_like(safe_N)),
     }
+
+
+def _quantile(x_N: Tensor, share: float) -> Tensor:
+    """Return the smallest value that at least this share of the values does not exceed."""
+    return x_N.kthvalue(max(1, math.ceil(share * len(x_N)))).values
 
 
 def _of_probabilities(old_N: Tensor, rollout_N: Tensor) -> dict[str, Tensor]:

@@ -14,10 +14,11 @@ from torch import Tensor
 from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.divergence import clamped, kl_estimate, raised
 from slipstream.estimators.numerics import bounded_exp, floored, same_matrix, with_gradient, zeroed
-from slipstream.estimators.policy.token import Tokens, vanilla
+from slipstream.estimators.options import only
+from slipstream.estimators.policy.token import Tokens
 from slipstream.estimators.ratio import same_rows
 from slipstream.estimators.surrogate import Clip, clip_bounds
-from slipstream.estimators.tables.policy import Mode
+from slipstream.estimators.tables.policy import Mode, find_loss
 
 Metrics = dict[str, Tensor]
 
@@ -83,6 +84,7 @@ def kl_as_reward(
     logq_NM: Tensor,
     *,
     kind: str,
+    policy: str = "vanilla",
     clip: Clip = 0.2,
     dual_clip: float = 3.0,
     loss_max_clamp: float | None = None,
@@ -90,8 +92,8 @@ def kl_as_reward(
 ) -> tuple[Tensor, Metrics]:
     """Apply PPO to the draws with A = −sg(kl_estimate), which verl calls policy-gradient distillation.
 
-    The clamps apply to the estimate and not to the ratio p_θ/p_old. On-policy with k1 the mean gradient is that of
-    KL(p‖q).
+    `policy` is a policy loss of token scope: vanilla is PPO's, others have no clip or another one. The clamps apply to
+    the estimate and not to the ratio p_θ/p_old. On-policy with k1 the mean gradient is that of KL(p‖q).
     Use this loss if one stochastic reward per token and a policy gradient are wanted.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
@@ -100,7 +102,8 @@ def kl_as_reward(
     logp_NM, behavior_NM = floored(logp_NM), floored(behavior_logp_NM)
     tokens = Tokens(logp_NM, behavior_NM, advantage_NM, torch.ones_like(logp_NM, dtype=torch.bool))
     low, high = clip_bounds(clip)
-    loss_NM, acted_NM = vanilla(tokens, clip_low=low, clip_high=high, dual_clip=dual_clip)
+    loss = find_loss(policy).loss
+    loss_NM, acted_NM = loss(tokens, **only({"clip_low": low, "clip_high": high, "dual_clip": dual_clip}, loss))
     ratio_NM = tokens.ratio.detach()
     found = {"ratio": ratio_NM, "advantage": advantage_NM, "clip_fraction": acted_NM.to(ratio_NM.dtype)}
     means = {name: x_NM.mean(-1) for name, x_NM in found.items()}

@@ -49,7 +49,7 @@ def importance_ratio(
             bound_BT = c * valid_BT.cumsum(-1).clamp(min=1).to(log_BT.dtype).sqrt()
             unit_BT = log_BT.cumsum(-1).clamp(-bound_BT, bound_BT)
         case "turn":
-            unit_BT = _turn_sum(log_BT, turns)
+            unit_BT = turn_sum(log_BT, turns)
         case _:
             raise unknown("unit", unit, UNITS)
     dtype = torch.promote_types(log_ratio_BT.dtype, torch.float32)
@@ -133,12 +133,13 @@ def _least_before(log_BT: Tensor, valid_BT: Tensor) -> Tensor:
     return torch.where(before_BT.isinf(), 0.0, before_BT)
 
 
-def _turn_sum(log_BT: Tensor, turns_BT: Tensor | None) -> Tensor:
+def turn_sum(x_BT: Tensor, turns_BT: Tensor | None) -> Tensor:
+    """Return at each token the sum over the tokens of its row with the same entry in `turns`."""
     if turns_BT is None or turns_BT.is_floating_point():
         raise ValueError(
             "unit 'turn' needs turns, the number of each token's turn: an integer tensor of the mask's shape"
         )
-    same_shape(log_ratio=log_BT, turns=turns_BT)
+    same_shape(log_ratio=x_BT, turns=turns_BT)
     found, ids_BT = torch.unique(turns_BT, return_inverse=True)
-    sums = log_BT.new_zeros(len(log_BT), len(found)).scatter_add(-1, ids_BT, log_BT)
+    sums = x_BT.new_zeros(len(x_BT), len(found)).scatter_add(-1, ids_BT, x_BT)
     return sums.gather(-1, ids_BT)

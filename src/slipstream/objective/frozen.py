@@ -67,6 +67,8 @@ class Evidence:
     draws: Draws | None = None
     reference_NM: Tensor | None = None
     """Log-probs of all draws under the reference, at the temperature of the distillation loss."""
+    norm: float | None = None
+    """Squared norm of the gradient of the episode's log-prob with respect to the trained weights."""
     missing: int = 0
     """Number of tokens whose weight version is no longer stored. For them `old_T` contains the sampler's log-probs."""
 
@@ -84,6 +86,8 @@ class Frozen:
     """Mask of the tokens that a batch-scope policy loss selected from the whole batch."""
     proximal_T: Tensor | None = None
     lag_T: Tensor | None = None
+    turn_T: Tensor | None = None
+    """Number of each token's turn in its episode, for a policy loss of turns."""
     reference_T: Tensor | None = None
     proximal_NM: Tensor | None = None
     """Log-probs of all draws when the batch arrived; `reference_NM`: the same under the reference. `keep_NM` is the
@@ -123,7 +127,7 @@ def freeze(
     rewards = Rewards(batch, method, old_BT, beta)
     found: dict[str, Tensor] = {"old_T": old_BT}
     metrics: Metrics = {"reference/beta": beta} if method.steers else {}
-    if method.decoupled:
+    if method.by_version:
         gap = offpolicy_metrics(old_BT, behavior_BT, mask_BT)
         metrics |= {f"mismatch/{name}": value for name, value in gap.items()}
         metrics["old_logp_missing"] = sum(sample.missing for sample in batch) / max(int((mask_BT != 0).sum()), 1)
@@ -152,6 +156,8 @@ def freeze(
         metrics |= rewards.metrics(advantage_BT, torch.where(dropped_B1, mask_BT, own_BT))
         if method.proximal:
             found["proximal_T"] = _current(batch)
+        if method.by_turn:
+            found["turn_T"] = padded([sample.turn_T for sample in batch])
         if method.chooses:
             found["chosen_T"], of_choice = choose(
                 policy.loss, _current(batch), old_BT, advantage_BT, own_BT, **_options(method, update)
@@ -288,6 +294,9 @@ class Rewards:
                     found[name] = self._squares()
                 case "weights":
                     found[name] = weight_BT
+                case "grad_norm_squared" if self.method.exact_norms:  # all tokens of an answer have one weight
+                    norm_B = torch.tensor([present(sample.norm) for sample in self.batch], dtype=torch.float64)
+                    found[name] = norm_B if weight_BT is None else norm_B * weight_BT.amax(-1).square()
                 case "grad_norm_squared":  # ‖Σ_t w_t g_t‖² of the weighted answer, which is w²‖g‖² for equal weights
                     energy_BT = logit_energy(_current(self.batch), self._squares()) * (mask_BT != 0)
                     found[name] = (energy_BT if weight_BT is None else energy_BT * weight_BT.square()).sum(-1)

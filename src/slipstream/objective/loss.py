@@ -337,6 +337,8 @@ class Terms:
             found["proximal_logp"] = known["proximal_T"]
         if self.method.by_lag:
             found["lag"] = known["lag_T"]
+        if self.method.by_turn:
+            found["turns"] = known["turn_T"].long()
         if self.method.policy is not None and self.method.policy.loss == "topr":
             found["positive"] = torch.tensor([each.positive for each in self.of_rows], device=self.device)
         return found

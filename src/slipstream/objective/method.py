@@ -15,6 +15,7 @@ from slipstream.estimators.control import adaptive_beta
 from slipstream.estimators.options import unknown
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import (
+    ONE_PER_ROW,
     PRESETS,
     RATIO_TO_BEHAVIOR,
     RATIO_TO_OLD,
@@ -24,7 +25,7 @@ from slipstream.estimators.tables.correction import (
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
-TENSOR_OPTIONS = ("generator", "lag", "positive", "proximal_logp")
+TENSOR_OPTIONS = ("generator", "lag", "positive", "proximal_logp", "turns")
 """Options of policy losses that the program computes and a config cannot set."""
 
 
@@ -47,13 +48,23 @@ class Method:
 
     @property
     def decoupled(self) -> bool:
-        """Return whether the old policy is the learner version that drew a token, instead of the sampler."""
+        """Return whether the correction compares the sampler with the old policy, instead of the current one."""
         return self.correction.mode == "decoupled"
 
     @property
-    def previous(self) -> bool:
-        """Return whether the old policy is the learner before its last update."""
-        return self.policy is not None and self.policy.old == "previous"
+    def by_version(self) -> bool:
+        """Return whether the old policy is computed with the stored weights that drew each token."""
+        return self.decoupled and not self.keeps_old
+
+    @property
+    def keeps_old(self) -> bool:
+        """Return whether the old policy is the learner before its last update, or an average of earlier weights."""
+        return self.policy is not None and self.policy.old != "behavior"
+
+    @property
+    def old_decay(self) -> float:
+        """Return the share of itself that the old policy keeps in every update."""
+        return self.policy.old_decay if self.policy is not None and self.policy.old == "average" else 0.0
 
     def rejects(self, mode: str) -> bool:
         return mode in (self.correction.rs or {})
@@ -61,7 +72,7 @@ class Method:
     @property
     def reads_snapshots(self) -> bool:
         """Return whether any part needs stored weights of the versions that drew the tokens."""
-        return self.decoupled or self.rejects("seq_max_kl") or self.replays
+        return self.by_version or self.rejects("seq_max_kl") or self.replays
 
     @property
     def replays(self) -> bool:
@@ -134,6 +145,11 @@ class Method:
         return self.policy is not None and ADVANTAGES[self.policy.advantage].weighs_energy
 
     @property
+    def exact_norms(self) -> bool:
+        """Return whether the baseline needs the norm of each answer's gradient with respect to the weights."""
+        return self.policy is not None and ADVANTAGES[self.policy.advantage].exact
+
+    @property
     def draws_first(self) -> bool:
         """Return whether the learner's log-probs of all draws are needed before its first step."""
         return self.loss.weight > 0 and bool({"proximal", "keep"} & set(self.loss.spec.takes))
@@ -149,6 +165,11 @@ class Method:
     @property
     def by_lag(self) -> bool:
         return self.policy is not None and "lag" in LOSSES[self.policy.loss].takes
+
+    @property
+    def by_turn(self) -> bool:
+        """Return whether the policy loss needs the number of each token's turn."""
+        return self.policy is not None and "turns" in LOSSES[self.policy.loss].takes
 
     @property
     def beta(self) -> float:
@@ -321,11 +342,24 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
     known = [name for name in LOSSES[policy.loss].takes if name not in TENSOR_OPTIONS]
     _check_options(f"policy.options of {policy.loss}", policy.options, known)
     _check_options(f"policy.advantage_options of {policy.advantage}", policy.advantage_options, advantage.settings)
-    if policy.old == "previous":
-        if method.correction.mode is not None:
-            raise ConfigError('policy.old = "previous" and correction.preset name two old policies: drop one')
+    if method.keeps_old:
+        named = f'policy.old = "{policy.old}"'
+        if method.correction.mode is not None and not (method.decoupled and policy.old == "average"):
+            raise ConfigError(f"{named} and correction.preset name two old policies: drop one")
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
-            raise ConfigError(f'policy.old = "previous" does nothing: {policy.loss} has no ratio to an old policy')
+            raise ConfigError(f"{named} does nothing: {policy.loss} has no ratio to an old policy")
+    if method.exact_norms:
+        given, level = f"policy.advantage = {policy.advantage!r}", method.correction.is_level
+        if config.learner.ranks > 1:
+            raise ConfigError(
+                f"{given} needs the gradient of each answer, and learner.ranks = {config.learner.ranks} sums those of "
+                'all ranks: write advantage = "opob", or learner.ranks = 1'
+            )
+        if level is not None and level not in ONE_PER_ROW:
+            raise ConfigError(
+                f"{given} weighs answers, and correction.is_level = {level!r} has a weight for each token: write "
+                'is_level = "sequence", or advantage = "opob"'
+            )
     for name in policy.filters if not advantage.compares else ():
         raise ConfigError(
             f"policy.{name} drops groups whose rewards are alike, and policy.advantage = {policy.advantage!r} learns "
@@ -378,7 +412,7 @@ def _first_ratio_to_sampler(config: Config, method: Method) -> tuple[str, str] |
         return f'loss.kind = "{loss.kind}" weighs draws by', without
     if method.correction.is_level is not None or set(method.correction.rs or ()) - {"seq_max_kl"}:
         return f'correction.preset = "{config.correction.preset}" looks at', 'correction.preset = "disabled"'
-    old_is_behavior = not (method.decoupled or method.previous)
+    old_is_behavior = not (method.decoupled or method.keeps_old)
     if policy is not None and old_is_behavior and policy.loss in RATIO_TO_OLD | RATIO_TO_BEHAVIOR | {"dro"}:
         return f'policy.loss = "{policy.loss}" holds', 'policy.loss = "reinforce"'
     if (fresh := method.freshness) is not None and (fresh.anchor or not method.replays):

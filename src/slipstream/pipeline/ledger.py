@@ -33,11 +33,17 @@ from slipstream.run_dir.writing import RunLog
 
 class Ledger:
     def __init__(
-        self, log: RunLog, trace: Trace, admission: Admission, restarts: Restarts, steered: Callable[[], Metrics]
+        self,
+        log: RunLog,
+        trace: Trace,
+        admission: Admission,
+        restarts: Restarts,
+        steered: Callable[[], Metrics],
+        devices: int,
     ) -> None:
         """Start or continue the records of a run; `steered` returns the metrics of guards, autopilot and canaries."""
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
-        self.steered = steered
+        self.steered, self.devices = steered, devices
         self.thrown = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and never learned from, in the whole run."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
@@ -202,6 +208,7 @@ class Ledger:
             "seconds/update": wall,
             "samples_per_s": samples["samples"] / wall,
             "tokens_per_s": samples["tokens"] / wall,
+            "tokens_per_s/device": samples["tokens"] / wall / self.devices,
             **self.publish,
             **self.teachers,
             **self.moves,

@@ -121,8 +121,9 @@ class MovingTeacher(Newest[MovingScorer]):
         return await load_teacher(worker.engine, worker.name, weights, expected)
 
 
-def publish_metrics(results: list[Loaded]) -> Metrics:
+def publish_metrics(results: list[Loaded], weights: WeightsRef) -> Metrics:
     return {
+        "publish/bytes": float(len(results) * sum(tensor.nbytes for tensor in weights.manifest)),
         "publish/wait": max((loaded.wait for loaded in results), default=0.0),
         "publish/load": max((loaded.load for loaded in results), default=0.0),
         "publish/rebuild": max((loaded.rebuild for loaded in results), default=0.0),

@@ -260,6 +260,7 @@ class Run:
             self.admission,
             self.restarts,
             lambda: self.steering.metrics | canaries.metrics | self.choice.metrics,
+            devices=1 if config.runtime.kind == "inline" else config.devices,
         )
         groups = Groups(self.admission, ledger, self.choice, progress, tasks, self.responses)
         canaries = self._canaries(groups, samplers, checked, list(teachers.values()))

@@ -371,7 +371,7 @@ class Publishing:
         loaded = await self.samplers.publish(
             weights, expected, version=admission.version, mode=admission.schedule.publish
         )
-        self.groups.ledger.published(publish_metrics(loaded) | {"seconds/publish": clock() - began})
+        self.groups.ledger.published(publish_metrics(loaded, weights) | {"seconds/publish": clock() - began})
         await asyncio.gather(*moving)
         await self.after_publish()
         admission.publish()

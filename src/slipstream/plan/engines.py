@@ -180,6 +180,8 @@ class LearnerPlan:
     """Rules of teachers whose weights follow the student's weights, by teacher."""
     cosine_every: int
     """Number of updates between two comparisons of the gradients of fresh and stale samples; 0: no comparison."""
+    cosine_limit: float | None
+    """Largest cosine of the gradients of consecutive updates; None: no limit."""
     threads: int
     patience: float
     """Seconds for which the learner's ranks wait for one another."""
@@ -467,6 +469,7 @@ def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
         cosine_every=config.guards.gac.every if config.guards.gac is not None else 0,
+        cosine_limit=config.guards.gac.limit if config.guards.gac is not None else None,
         threads=config.learner.threads or config.runtime.threads,
         patience=config.runtime.patience,
     )

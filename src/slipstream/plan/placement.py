@@ -292,8 +292,8 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
     settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
     trained = trained_of(plan)
     kept = trained if method.keeps_reference and not method.hosts_reference else 0
-    # a copy of the weights while others are loaded; two more versions if policy.old = "previous"
-    others = int(method.keeps_reference or method.decoupled) + 3 * method.previous
+    # a copy of the weights while others are loaded; two more versions if policy.old is not "behavior"
+    others = int(method.keeps_reference or method.by_version) + 3 * method.keeps_old
     per_token = ACTIVATIONS * shape.width * WIDTHS[settings.compute_dtype or settings.dtype] / 2
     activations = per_token * shape.layers
     if settings.checkpointing:  # keep the inputs of all layers, and the activations of one layer
@@ -302,7 +302,7 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
     stepped = min(trained, shape.largest) if "optimizer" in settings.offload else trained
     return {
         "weights": shape.parameters * number,
-        "gradients": trained * number,
+        "gradients": trained * number * (1 if plan.cosine_limit is None else 2),
         "moments": stepped * moment_bytes(plan),
         "reference": kept * number,
         "versions before": others * trained * number,

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from slipstream.config.base import at_first
 from slipstream.config.costs import Costs
 from slipstream.config.engines import devices_of
 from slipstream.config.file import load
@@ -176,13 +175,6 @@ class PlannedConfig:
             )
 
     @property
-    def devices(self) -> int:
-        """Number of devices of all workers of the config."""
-        config = self.config
-        scorers = [at_first(each.replicas) * each.devices_each for each in config.teachers.values()]
-        return at_first(config.sampler.replicas) * self.each.samplers + sum(scorers) + config.learner.ranks
-
-    @property
     def each(self) -> Split:
         """Number of devices of one worker of each stage; of several teachers, the one with most devices counts."""
         scorers = [1, *(teacher.devices_each for teacher in self.config.teachers.values())]
@@ -208,7 +200,7 @@ class PlannedConfig:
         return outlook(
             costs,
             Work.of(self.config),
-            devices=devices or self.devices,
+            devices=devices or self.config.devices,
             updates=self.config.updates,
             schedules=self.schedules,
             scorers=self.scorers,

@@ -289,6 +289,7 @@ def build_learner(
         snapshots=plan.snapshots,
         follow=plan.follow,
         cosine_every=plan.cosine_every,
+        cosine_limit=plan.cosine_limit,
         threads=plan.threads,
         ranks=ranks,
     )

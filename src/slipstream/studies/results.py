@@ -29,7 +29,7 @@ from slipstream.studies.statistics import (
     slope,
     verdict,
 )
-from slipstream.studies.study import CONDITION, CUMULATIVE, Cell, Point, Study, is_number
+from slipstream.studies.study import CONDITION, CUMULATIVE, OF_RUNS, Cell, Point, Study, is_number
 from slipstream.studies.table import Claim
 
 STUDY_FILE, CELLS, DONE = "study.toml", "cells", "cell.json"
@@ -225,10 +225,16 @@ class Sweep:
 
 
 def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
-    """Return the last accuracy, last value of a growing metric, or mean of last updates; None if never written."""
+    """Return the last accuracy, last value of a growing metric, or mean of last updates; None if never written.
+
+    collapse/… and peak_to_end/… are computed from all updates.
+    """
     if measure.startswith("eval/"):
         accuracy = [line["accuracy"] for line in evaluated(measure, evaluations)]
         return accuracy[-1] if accuracy else None
+    of_run, _, name = measure.partition("/")
+    if of_run in OF_RUNS and (rewards := [line[name] for line in updates if name in line]):
+        return OF_RUNS[of_run](rewards)
     found = [line[measure] for line in updates[-1 if measure in CUMULATIVE else -last :] if measure in line]
     return fmean(found) if found else None
 

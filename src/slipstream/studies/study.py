@@ -7,7 +7,7 @@ A cell is a point with a seed: one run. This module reads only the study file an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -21,6 +21,7 @@ from slipstream.config.file import STUDY, flat, overridden, parse, read, value_o
 from slipstream.config.schedule import Replay
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.metrics import collapse, peak_to_end
 from slipstream.studies.table import Claim, placed, read_table
 
 GRID = "grid"
@@ -32,6 +33,11 @@ RESERVED = {"seed": "sweep.seeds are the seeds", "output": "output is the direct
 """Settings that no arm and no grid may set, with the reason."""
 CUMULATIVE = ("time",)
 """Metrics that only grow; a study uses the last value of these metrics instead of a mean."""
+OF_RUNS: dict[str, Callable[[Sequence[float]], float | None]] = {
+    "collapse": lambda rewards: float(collapse(rewards) is not None),
+    "peak_to_end": peak_to_end,
+}
+"""Measures of all updates of a reward: has it collapsed (0 or 1), and how far is the end below the best."""
 OF_SAMPLES = ("reward/", "teacher/kl")
 """Prefixes of metrics that measure the student that sampled, not the latest student."""
 
@@ -262,6 +268,8 @@ def check_values(key: str, values: Any, where: str) -> None:
 
 def check_measure(measure: str, point: Point) -> None:
     """Raise ConfigError if the runs of this point do not write the measure."""
+    of_run, _, name = measure.partition("/")
+    measure = name if of_run in OF_RUNS and name.startswith("reward/") else measure
     config, head, tail = point.config, *measure.partition("/")[::2]
     if head == "eval":
         known = [f"eval/{of}/accuracy" if of else "eval/accuracy" for of in config.data.held_out] or ["eval/accuracy"]

@@ -94,13 +94,15 @@ class Spec:
     options: dict[str, Any] = field(default_factory=dict)
     follow: dict[str, Follower] = field(default_factory=dict)
     cosine_every: int = 0
+    cosine_limit: float | None = None
 
     def make(self, ranks: Ranks | None = None) -> Watched:
         config = LearnerConfig(**({"lr": 1e-3, "dtype": "float64", "token_budget": 120} | self.options))
         lm = wrap(make_model(self.model, dtype=getattr(torch, config.dtype)))
         if config.lora is not None:
             lm = with_adapters(lm, config.lora, seed=0)
-        given: Any = {"snapshots": 2, "follow": self.follow, "cosine_every": self.cosine_every, "ranks": ranks}
+        given: Any = {"snapshots": 2, "follow": self.follow, "ranks": ranks}
+        given |= {"cosine_every": self.cosine_every, "cosine_limit": self.cosine_limit}
         return Watched(lm, method=self.method, config=config, updates=20, **given)
 
 
@@ -448,6 +450,11 @@ AGAINST_BEFORE = Method(
     policy=PolicyConfig(loss="dro", old="previous", options={"dro_beta": 5.0}),
     rewards={"right": 1.0},
 )
+AVERAGED = replace(
+    AGAINST_BEFORE,
+    policy=PolicyConfig(old="average", old_decay=0.6),
+    correction=PRESETS["decoupled_token_is"],
+)
 DECOUPLED = replace(AGAINST_BEFORE, policy=PolicyConfig(), correction=PRESETS["decoupled_token_is"])
 
 
@@ -467,6 +474,8 @@ STOPPED = {
     "previous": Spec(method=AGAINST_BEFORE),
     "previous, lora": Spec(method=AGAINST_BEFORE, options={"lora": LoraConfig(rank=2)}),
     "previous, two steps": Spec(method=AGAINST_BEFORE, options={"minibatches": 2}),
+    "average, two steps": Spec(method=AVERAGED, options={"minibatches": 2}),
+    "projected": Spec(cosine_limit=0.0),
     "decoupled": Spec(method=DECOUPLED, options={"exact_drift": True}),
     "steered, two steps": Spec(method=STEERED, options={"minibatches": 2}),
     "steered in the reward": Spec(method=CHARGED),
@@ -553,7 +562,7 @@ def test_a_checkpoint_without_the_weights_before_cannot_be_compared_with_them(ma
     first = make(Spec(), 1)
     trained(first, batches(1))
     asyncio.run(first.save(tmp_path))
-    with pytest.raises(RunDirError, match='does not hold the weights before its last update, which policy.old = "prev'):
+    with pytest.raises(RunDirError, match='does not hold the weights that policy.old = "previous" compares with'):
         asyncio.run(make(Spec(method=AGAINST_BEFORE), 1).restore(tmp_path))
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import RATIO_BOUND
+from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp
 from slipstream.estimators.policy.token import Loss, Tokens, clipped_surrogate, self_ratio
-from slipstream.estimators.ratio import importance_ratio
+from slipstream.estimators.ratio import importance_ratio, turn_sum
 from slipstream.estimators.tables.correction import CTPO_CLIP
 
 
@@ -115,3 +115,21 @@ def oapl(tokens: Tokens, *, oapl_beta: float = 1e-3) -> Loss:
     """
     row_B1 = tokens.delta.sum(-1, keepdim=True)
     return -(tokens.advantage - oapl_beta / 2 * row_B1) * tokens.delta, tokens.no_tokens
+
+
+def st_ppo(tokens: Tokens, *, turns: Tensor, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
+    """Apply PPO to the ratio of a turn, and normalise its token weights after their clip (ST-PPO, 2511.20718).
+
+    −sg(w c / mean_turn c) A logπ, and 0 where PPO's clip acts on w. w = exp(mean_turn δ) is the ratio of the turn, c =
+    clip(r, 1−lo, 1+hi) that of the token. The mean weight of a turn is w, whatever its clipped tokens. `turns` [B, T]
+    numbers the turns of a row. The paper divides the gradient by the norm of what the clip removed, and has a critic.
+    Use this loss for agents, whose actions are turns. An answer of one turn is one turn.
+    """
+    mask_BT, delta_BT = tokens.mask, tokens.delta.detach()
+    count_BT = turn_sum(mask_BT.to(delta_BT.dtype), turns).clamp(min=1)
+    turn_BT = bounded_exp(turn_sum(delta_BT * mask_BT, turns) / count_BT)
+    token_BT = bounded_exp(delta_BT).clamp(1 - clip_low, 1 + clip_high)
+    mean_BT = turn_sum(token_BT * mask_BT, turns) / count_BT
+    _, clipped_BT = clipped_surrogate(turn_BT, tokens.advantage, clip_low, clip_high)
+    weight_BT = turn_BT * token_BT / torch.where(mean_BT > 0, mean_BT, 1.0)
+    return -weight_BT.masked_fill(clipped_BT, 0.0) * tokens.advantage * tokens.logp, clipped_BT

@@ -22,6 +22,8 @@ class Estimator:
     baseline: str
     evidence: tuple[str, ...] = ()
     """Options that are computed from the batch and not set by users."""
+    exact: bool = False
+    """True if gradient norms are with respect to the trained weights: one backward pass for each answer."""
     cost: str = "–"
 
     @property
@@ -35,7 +37,7 @@ class Estimator:
     @property
     def weighs_energy(self) -> bool:
         """Return whether the baseline weights tokens by gradient energy (see `logit_energy`) of the current learner."""
-        return not {"sum_pi_squared", "grad_norm_squared"}.isdisjoint(self.evidence)
+        return not self.exact and not {"sum_pi_squared", "grad_norm_squared"}.isdisjoint(self.evidence)
 
 
 ADVANTAGES: dict[str, Estimator] = {
@@ -61,6 +63,13 @@ ADVANTAGES: dict[str, Estimator] = {
         baseline="the group's mean weighted by w²‖g‖²",
         evidence=("grad_norm_squared",),
         cost="a pass over the batch for π and Σπ²; ‖g‖² is with respect to logits, not weights",
+    ),
+    "opob_exact": Estimator(
+        formula="row.opob",
+        baseline="as opob, with ‖g‖² of the weights",
+        evidence=("grad_norm_squared",),
+        exact=True,
+        cost="a forward and a backward pass for each answer alone, before the update",
     ),
     "gpg": Estimator(
         formula="row.gpg",

@@ -233,4 +233,11 @@ LOSSES: dict[str, PolicyLoss] = {
         importance="none",
         targets="ratios that explode on very old rows",
     ),
+    "st_ppo": PolicyLoss(
+        formula="row.st_ppo",
+        takes=("turns", "clip_low", "clip_high"),
+        trust_region="hard clip of the turn's geometric mean ratio",
+        importance="the turn's ratio, shared out by clipped token ratios, stop-gradient",
+        targets="stale turns of agents",
+    ),
 }

@@ -104,7 +104,7 @@ class Ess:
     """The guard that scales the learning rate with the effective sample size (VCPO, 2602.17616)."""
 
     def __init__(self, ess: EssGuard) -> None:
-        self.target = ess.target
+        self.target, self.power = ess.target, 0.5 if ess.scale == "sqrt" else 1.0
         self.latch = Latch(self.target, (1 + self.target) / 2)
 
     def look(self, line: Line) -> Act:
@@ -113,7 +113,7 @@ class Ess:
             return Act()
         before, now = self.latch.shut, self.latch.look(ess)
         new = f"the effective sample size is {ess:.2g}: the learning rate is scaled by it"
-        return Act(lr=min(ess / self.target, 1.0), message=new if now and not before else "")
+        return Act(lr=min(ess / self.target, 1.0) ** self.power, message=new if now and not before else "")
 
 
 class Brake:

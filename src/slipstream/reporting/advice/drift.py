@@ -38,13 +38,19 @@ MASKED, TOO_MANY = 0.1, 0.25
 """Largest share of rejected tokens for rejection alone, and for any correction."""
 TAIL = 10.0
 """Largest allowed importance ratio of a draw (an extra token sampled at the same position)."""
-CLIPPED = 0.2
+CLIPPED, SATURATED = 0.2, 0.4
+"""Share of clipped tokens above which to take smaller steps, and above which to change the objective."""
 CUT = 1e-3
 """Largest share of clipped or capped importance weights at which the weights still correct staleness."""
 LONG = 50
 """Sequence length in tokens from which products over a sequence are a problem: 1.1 per token gives 117."""
 GEOMETRIC: Change = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
 """Geometric rejection with the bounds of the decision tree, which are wider than those of the presets."""
+REINFORCE: Change = {"policy.loss": "reinforce", "policy.options": {}, **GEOMETRIC}
+"""Plain policy gradient with geometric rejection, for presets that begin with bypass_pg_geo_rs."""
+OLD_LAG = 4.0
+"""Mean lag from which a correction also rejects whole responses."""
+TOKEN_WEIGHTS: Change = {"correction.preset": "decoupled_token_is"}
 REJECT: Change = {"correction.preset": "decoupled_geo_rs", **GEOMETRIC}
 
 
@@ -105,7 +111,7 @@ def engines_differ(case: Case) -> Found | None:
     metric = f"mismatch/{name}" if decoupled else "drift/kl/lag_0" if name == "kl" else f"drift/{name}"
     unpublished = name == "kl" and len(case.lines) > 1 and bool(lines) and lines[0].get("k3_kl", 0.0) < limit / 10
     return Found(
-        metric, value, limit, aligned(config),
+        metric, value, limit, aligned(config, routed=case.has("router/flips")),
         run=case.doctor, error=limit != KL_WARNING, cause=UNPUBLISHED if unpublished else "",
     )  # fmt: skip
 
@@ -133,15 +139,20 @@ def difference(lines: Sequence[Line], kl: Level, limit: float, exact: bool) -> t
     return ("kl", kl.mean, KL_WARNING) if kl.over(KL_WARNING) else None
 
 
-def aligned(config: Config) -> list[Change]:
-    """Return changes that make the engines compute alike, then one that turns corrections off while debugging."""
-    learner, sampler = config.learner, config.sampler
+def aligned(config: Config, *, routed: bool) -> list[Change]:
+    """Return changes that make the engines compute alike, then one that turns corrections off while debugging.
+
+    For models whose experts differ between the engines (`routed`), a band on the ratio precedes the last.
+    """
+    learner, sampler, other = config.learner, config.sampler, not in_float32(config)
+    icepop: list[Change] = [{"correction.preset": "decoupled_token_icepop"}]
     return [
         *([{"sampler.quantisation": None}] if sampler.quantisation is not None else []),
         *([{"sampler.on_publish": "rebuild"}] if sampler.on_publish == "reuse" else []),
-        *([{"sampler.dtype": learner.compute_dtype or learner.dtype}] if not in_float32(config) else []),
+        *([{"sampler.dtype": learner.compute_dtype or learner.dtype}] if other else []),
         *([{"sampler.dtype": "float16", "learner.compute_dtype": "float16"}] if sampler.dtype == "bfloat16" else []),
-        *([{"sampler.dtype": "float32", "learner.dtype": "float32"}] if not in_float32(config) else []),
+        *([{"sampler.dtype": "float32", "learner.dtype": "float32"}] if other else []),
+        *(icepop if routed else []),
         *([{"correction.preset": "disabled"}] if config.correction.preset != "disabled" else []),
     ]
 
@@ -159,9 +170,17 @@ def stale(case: Case) -> Found | None:
     if not case.drift.over(KL_LIMIT):
         return None
     low_ess = compares(case.config) and case.now("drift/ess").under(LOW_ESS)
-    changes = [*fresher(case.config), slower(case.config)]
+    changes = [*fresher(case.config), *corrected(case), slower(case.config)]
     error = worse(case) or (low_ess and not case.gained)
     return Found("drift/k3_kl", case.drift.mean, KL_LIMIT, changes, error=error)
+
+
+def corrected(case: Case) -> list[Change]:
+    """Return a correction for a policy loss that has none: token weights, or more for old or long responses."""
+    if case.config.policy is None or case.config.correction.preset != "disabled":
+        return []
+    hard = case.now("lag/mean").mean >= OLD_LAG or case.now("length/max").mean > LONG
+    return [{"correction.preset": "decoupled_geo_rs_seq_tis", **GEOMETRIC} if hard else TOKEN_WEIGHTS]
 
 
 def worse(case: Case) -> bool:
@@ -266,10 +285,15 @@ def tails(case: Case) -> Found | None:
 
 
 def clipped(case: Case) -> Found | None:
-    once: list[Change] = [{"learner.epochs": 1}] if case.config.learner.epochs > 1 else []
+    changes: list[Change] = [{"learner.epochs": 1}] if case.config.learner.epochs > 1 else []
+    if (policy := case.config.policy) is not None and case.now("policy/clip_fraction").over(SATURATED):
+        # the objective's own unit is the response: its ratio is far nearer to 1, and so are its clips (2507.18071)
+        whole = {"policy.loss": "gspo", "policy.options": {"clip_low": 3e-4, "clip_high": 4e-4}}
+        geometric = policy.loss in ("gspo", "gspo_token", "gmpo")
+        changes.append({"correction.preset": "bypass_pg_geo_rs_token_tis", **REINFORCE} if geometric else whole)
     for name in ("policy/clip_fraction", "distill/clip_fraction"):
         rising = case.now(name).above(case.then(name))
-        found = found_above(case, name, CLIPPED, [*once, slower(case.config)], error=rising or worse(case))
+        found = found_above(case, name, CLIPPED, [*changes, slower(case.config)], error=rising or worse(case))
         if found is not None:
             return found
     return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import log, sqrt
 from statistics import fmean, median, quantiles
 
-from slipstream.reporting.advice.drift import KL_LIMIT, KL_WARNING, fresher, risen, slower, worse
+from slipstream.reporting.advice.drift import KL_LIMIT, KL_WARNING, REINFORCE, fresher, risen, slower, worse
 from slipstream.reporting.advice.measurements import WINDOW, Case, Level, level, values_of
 from slipstream.reporting.advice.rules import Change, Found, found_above, found_below
 from slipstream.reporting.advice.teachers import ALIKE, PATIENCE
@@ -108,6 +108,8 @@ def surges(case: Case) -> Found | None:
         return None
     learns = case.config.policy is None and case.kl_then.above(case.kl_now) and not case.now("truncated").over(CUT_OFF)
     changes = [{**slower(case.config), "guards.length_surge": {}}, slower(case.config)]
+    if case.config.policy is not None and case.config.guards.length_surge is not None:
+        changes.insert(0, {"correction.preset": "bypass_pg_geo_rs", **REINFORCE})
     return Found("length/mean", now.mean, limit.mean, changes, error=not learns)
 
 

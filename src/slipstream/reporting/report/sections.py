@@ -10,6 +10,7 @@ from typing import Any
 
 import slipstream
 from slipstream.config.file import differing, flat, to_toml
+from slipstream.metrics import collapse, peak_to_end
 from slipstream.reporting.advice.tree import advise
 from slipstream.reporting.report import charts, timeline
 from slipstream.reporting.report import samples_html as quotes
@@ -118,6 +119,8 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
     for each in held_out_sets(runs):
         yield f"accuracy{f' on {each}' if each else ''}", [accuracy_of(run, each) for run in runs]
     labels = {name: name.replace("/", " ", 1) for run in runs for name in run.columns if name.startswith("reward/")}
+    for name, label in labels.items():
+        yield f"{label}, best less end", [ending(run.values(name)) for run in runs]
     for name, label in {**labels, "teacher/kl": "KL to the teacher"}.items():
         ends = [change(run.values(name)) if run.values(name) else None for run in runs]
         yield label, [f"{shown(end.first)} → {shown(end.last)}" if end else "" for end in ends]
@@ -129,6 +132,12 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
     ):
         yield label, [shown(run.digest[name]) if run.digest else "" for run in runs]
     yield "groups dropped or restarted", [shown(run.digest["lost"]) if run.digest else "" for run in runs]
+
+
+def ending(rewards: Sequence[float]) -> str:
+    """Format how far the end of a reward is below its best, and the update of a collapse; empty for short runs."""
+    fell, at = peak_to_end(rewards), collapse(rewards)
+    return "" if fell is None else shown(fell) + (f", collapsed at update {at}" if at is not None else "")
 
 
 def accuracy_of(run: Reading, name: str) -> str:

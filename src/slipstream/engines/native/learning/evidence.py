@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.native.learning.passes import Kind, Passes
-from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE
+from slipstream.engines.native.learning.snapshots import OLD, REFERENCE
 from slipstream.objective.frozen import Draws, Evidence, behavior_of, present
 from slipstream.objective.method import Method
+from slipstream.objective.sample_weights import episode_of
 from slipstream.protocols import Metrics
 from slipstream.records import Scored
 
@@ -44,18 +45,24 @@ class FirstPasses:
         columns: dict[str, Sequence[Any]] = {}
         if method.weighs_energy:
             columns["current_T"], columns["squares_T"] = self.passes.log_probs_and_squares(samples)
-        elif method.current_first or (method.decoupled and version in self._versions(samples)):
+        elif method.current_first or (method.by_version and version in self._versions(samples)):
             columns["current_T"] = self.passes.log_probs(samples)
         if method.by_lag:
             columns["lag_T"] = [
                 torch.from_numpy(version - sample.rollout.versions).masked_fill(~mask_T, 0)
                 for sample, mask_T in zip(samples, masks, strict=True)
             ]
+        if method.exact_norms:
+            episodes: dict[Any, list[Scored]] = {}
+            for sample in samples:
+                episodes.setdefault(episode_of(sample), []).append(sample)
+            norms = dict(zip(episodes, self.passes.gradient_norms(list(episodes.values())), strict=True))
+            columns["norm"] = [norms[episode_of(sample)] for sample in samples]
         if method.reference is not None:
             columns["reference_T"] = self.passes.log_probs(samples, REFERENCE)
-        if method.previous:
-            columns["old_T"] = self.passes.log_probs(samples, PREVIOUS)
-        elif method.decoupled:
+        if method.keeps_old:
+            columns["old_T"] = self.passes.log_probs(samples, OLD)
+        elif method.by_version:
             columns["old_T"], columns["missing"] = self._at_own_version(samples, version, columns.get("current_T"))
         if method.draws_first:
             columns["draws"] = self._draws(samples)

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.evidence import Distances, FirstPasses
-from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halves
+from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halves, project, store_gradient
 from slipstream.engines.native.learning.gradient_noise import Noise
 from slipstream.engines.native.learning.loss_scale import LossScale
 from slipstream.engines.native.learning.optimizer import make_optimizer, park, squared_step, step_from_host
 from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
-from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE
+from slipstream.engines.native.learning.snapshots import OLD, REFERENCE
 from slipstream.engines.native.learning.storage import State, restore, save
 from slipstream.engines.native.lora import called_layers
 from slipstream.engines.native.model import LanguageModel
@@ -84,6 +84,7 @@ class NativeLearner:
         snapshots: int = 0,
         follow: Mapping[str, Follower] | None = None,
         cosine_every: int = 0,
+        cosine_limit: float | None = None,
         threads: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
@@ -91,10 +92,11 @@ class NativeLearner:
 
         The first updates have the method of `supervised`, if any. With `one_end` the teacher's distribution is read
         with its end tokens mapped to the student's, as its scorer reads it. The gradients of fresh and stale samples
-        are compared every `cosine_every` updates (0: never).
+        are compared every `cosine_every` updates (0: never). The cosine of the gradients of consecutive updates is at
+        most `cosine_limit`, if given.
         """
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
-        self.cosine_every = cosine_every
+        self.cosine_every, self.cosine_limit = cosine_every, cosine_limit
         self.tokenizer, self.export_dtype = tokenizer, export_dtype or config.dtype
         self.quantisation = quantisation
         self.quantised = {f"{name}.weight" for name in called_layers(lm)} if quantisation else set[str]()
@@ -113,8 +115,8 @@ class NativeLearner:
         self.scale = LossScale(on=config.compute_dtype == "float16")
         if method.keeps_reference:  # must precede `restore`: the reference is the initial student
             self.snapshots.take(REFERENCE, host=method.hosts_reference)
-        if method.previous:
-            self.snapshots.take(PREVIOUS, host=False)
+        if method.keeps_old:
+            self.snapshots.take(OLD, host=False)
         self.follow = dict(follow or {})
         self.followed = dict.fromkeys(self.follow, 0)
         """For each following teacher, the update after which its weights last changed; 0: not yet."""
@@ -144,7 +146,7 @@ class NativeLearner:
         self.slopes: dict[Key, Tensor] = {}
         """Gradients of the policy loss with respect to log-probs, for the samples that `_ahead` has computed."""
         self.age_metrics: Metrics = {}
-        """Cosine between the gradients of fresh and stale samples, since the last step."""
+        """Cosines of gradients, since the last step."""
         self.notes: list[tuple[int, Metrics]] = []
         """Metrics from `prepare`: pairs of a number of samples and the metrics over these samples."""
         self.checksums: dict[str, dict[str, int]] = {}
@@ -383,6 +385,9 @@ class NativeLearner:
         factor_of_gradients = loss_scale / self.scale.applied
         if factor_of_gradients != 1.0:
             torch._foreach_mul_(grads, factor_of_gradients)
+        projects = self.cosine_limit is not None and self.made < self.update and not self.supervising
+        if projects:
+            self.age_metrics |= project(self.optimizer, self.ranks, limit=present(self.cosine_limit))
         norm = math.hypot(*self.ranks.gathered(torch.nn.utils.get_total_norm(grads).item()))
         scaled: Metrics = {}
         if self.scale.on:
@@ -397,8 +402,8 @@ class NativeLearner:
         lr = factor * self._learning_rate()
         for group in groups:
             group["lr"] = lr
-        if self.method.previous and self.made < self.update:
-            self.snapshots.take(PREVIOUS, host=False)
+        if self.method.keeps_old and self.made < self.update:
+            self.snapshots.blend(OLD, self.method.old_decay)
         self.made = self.update
         moved = dict[str, float]()
         if norm > 0:  # without any gradient, weight decay and momentum must not change the weights either
@@ -407,6 +412,8 @@ class NativeLearner:
             else:
                 self.optimizer.step()
             self.scale.succeeded()
+            if projects:
+                store_gradient(self.optimizer)
             squares, weights = zip(*self.ranks.gathered(squared_step(self.optimizer)), strict=True)
             moved = {"step_rms": math.sqrt(sum(squares) / sum(weights))}
         found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1), factor_of_gradients)
@@ -457,7 +464,7 @@ class NativeLearner:
         scored = set().union(*self.ranks.gathered({each.header.teacher_version for group in groups for each in group}))
         state = State(
             update=self.made,
-            previous=self.snapshots.state(PREVIOUS) if self.method.previous else {},
+            previous=self.snapshots.state(OLD) if self.method.keeps_old else {},
             beta=self._next_beta() if self.method.steers else None,
             loss_scale=(self.scale.value, self.scale.steps),
             versions={version: self.snapshots.state(version) for version in versions if version in self.snapshots},
@@ -474,11 +481,11 @@ class NativeLearner:
         found = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
         if "optimizer" in self.config.offload:
             park(self.optimizer)
-        if self.method.previous:
+        if self.method.keeps_old:
             if not found.previous:
-                previous = 'the weights before its last update, which policy.old = "previous" compares with'
-                raise not_saved(path, previous, "policy.old")
-            self.snapshots.put(PREVIOUS, found.previous)
+                old = f'the weights that policy.old = "{present(self.method.policy).old}" compares with'
+                raise not_saved(path, old, "policy.old")
+            self.snapshots.put(OLD, found.previous)
         if self.method.steers:
             if found.beta is None:
                 raise not_saved(path, "the coefficient of the KL to the reference", "reference.control")

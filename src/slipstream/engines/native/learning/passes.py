@@ -176,6 +176,26 @@ class Passes:
                 found.append((members, chosen, result))
         return found
 
+    def gradient_norms(self, episodes: Sequence[Sequence[Scored]]) -> list[float]:
+        """Return ‖∂ log π(y)/∂θ‖² of each episode y, over the trained weights θ. Gradients stay as they are."""
+        parameters = [each for each in self.lm.model.parameters() if each.requires_grad]
+        before, found = [each.grad for each in parameters], list[float]()
+        for samples in episodes:
+            for each in parameters:
+                each.grad = None
+            with deterministic(self.lm.model), self.precision():
+                for rows, members in self.micro_batches(samples):
+                    if not len(rows.predict_N):
+                        continue
+                    chosen = [samples[i].rollout for i in members]
+                    logp_N1 = self.student(rows, partial(at_tokens, rollouts=chosen, temperatures=[self.temperature]))
+                    logp_N1.sum().backward()
+            grads = [each.grad.double() for each in parameters if each.grad is not None]
+            found.append(sum(float(grad.square().sum()) for grad in grads))
+        for each, grad in zip(parameters, before, strict=True):
+            each.grad = grad
+        return found
+
     def rollout_kl(self, samples: Sequence[Scored], version: int, *, kinds: Sequence[Kind]) -> list[Tensor]:
         """Return for each sample exact KLs [T, kinds] between the current policy and a snapshot; 0 at masked tokens."""
         heads: list[tuple[Tensor, Tensor | None]] = []

@@ -1,6 +1,6 @@
 """Snapshots: weights of other versions than the learner's current one.
 
-Snapshots are the last few published versions, the weights before an update, the reference, and teachers that follow the
+Snapshots are the last few published versions, the old policy, the reference, and teachers that follow the
 student. Only trained weights are stored; each rank stores its own shard, in host memory by default. For a pass with a
 snapshot, its weights replace the model's weights, which are restored afterwards.
 """
@@ -17,7 +17,7 @@ from slipstream.engines.native.ranks import part_of, slice_of
 from slipstream.engines.weights import local
 
 Version = int | str
-REFERENCE, PREVIOUS = "reference", "previous"
+REFERENCE, OLD = "reference", "old"
 
 
 class Snapshots:

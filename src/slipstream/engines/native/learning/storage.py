@@ -1,6 +1,6 @@
 """Checkpoints of the learner: a Hugging Face model directory plus files for resuming on any number of ranks.
 
-`learner.safetensors` contains optimizer state, adapters and further weights: those before the last update, those that
+`learner.safetensors` contains optimizer state, adapters and further weights: those of the old policy, those that
 drew tokens of unfinished groups, and those of teachers that follow the student. `learner.json` contains numbers.
 `record_files.py` stores the unfinished groups.
 """
@@ -36,7 +36,7 @@ class State(NamedTuple):
 
     update: int
     previous: Mapping[str, Tensor]
-    """Weights before the last update, if the method needs them."""
+    """Weights of the old policy, if the method keeps them: those before the last update, or an average."""
     beta: float | None
     """Next coefficient of the KL to the reference, if it is adaptive."""
     versions: Mapping[int, Mapping[str, Tensor]]
