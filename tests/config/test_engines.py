@@ -21,6 +21,7 @@ SAMPLER: dict[str, dict[str, object]] = {
     "keep_mask": {"sampler": {"keep_mask": True, "top_p": 0.9}},
     "on_publish": {"sampler": {"on_publish": "reuse"}},
     "interleave": {"sampler": {"interleave": 4}, "loss": {"kind": "forward_kl"}},
+    "router": {"learner": {"router": "measure"}},
     "lora": {"learner": {"lora": {"rank": 2}}},
 }
 TEACHER: dict[str, dict[str, object]] = {

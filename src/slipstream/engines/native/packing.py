@@ -104,9 +104,9 @@ def _tokens(row: Iterable[Item]) -> int:
 
 def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
     """Return one item per prompt with all its responses, or several items if one would exceed the budget."""
-    groups: dict[tuple[int, bytes], list[int]] = {}
+    groups: dict[tuple[int, bytes, bytes], list[int]] = {}
     for i, rollout in enumerate(rollouts):
-        groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes()), []).append(i)
+        groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes(), prefill(rollout)), []).append(i)
     items = []
     for group in groups.values():
         prompt = len(rollouts[group[0]].prompt.tokens)
@@ -114,6 +114,13 @@ def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
             members = tuple(group[i] for i in sorted(chosen))
             items.append(Item(prompt, tuple(len(rollouts[i].tokens) for i in members), members))
     return items
+
+
+def prefill(rollout: Rollout) -> bytes:
+    """Return the routers' choices in the prompt as bytes: after other weights or passes, responses have another."""
+    if rollout.router is None or rollout.prompt_router is None:
+        return b""
+    return rollout.prompt_router.tobytes() + rollout.router[:1].tobytes()
 
 
 def fill(items: Sequence[Item], budget: int, hidden: int) -> list[tuple[Item, ...]]:

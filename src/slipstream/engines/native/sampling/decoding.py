@@ -30,6 +30,7 @@ from slipstream.engines.native.model import (
     is_recurrent,
     widened,
 )
+from slipstream.engines.native.routers import Choices, Routers, choosing
 from slipstream.engines.native.sampling import kv
 from slipstream.errors import ModelError, first_line
 
@@ -63,14 +64,17 @@ class Read:
 
 
 class Decoder:
-    def __init__(self, lm: LanguageModel, slots: int) -> None:
-        """Create the cache with this number of slots for a model that `prove` has accepted."""
-        self.lm, self.slots = lm, kv.Slots(slots, lm.model.config)
+    def __init__(self, lm: LanguageModel, slots: int, routers: Routers | None = None) -> None:
+        """Create the cache with this number of slots for a model that `prove` has accepted.
+
+        The choices of `routers` are recorded in every step; a read that only fills the cache leaves them as they are.
+        """
+        self.lm, self.slots, self.routers = lm, kv.Slots(slots, lm.model.config), routers
         self.accepted = inspect.signature(type(lm.backbone).forward).parameters
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
         """Compute position `at[i]` of each slot i, and all `reads`; return their last hidden states [N + reads, H]."""
-        found = [self._pass(ids_SL, *some) for some in self._passes(at, reads)]
+        found = [self._pass(ids_SL, *some, routers=self.routers) for some in self._passes(at, reads)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def fill(self, ids_SL: Tensor, reads: Sequence[Read]) -> None:
@@ -93,7 +97,15 @@ class Decoder:
             yield at, reads[start:stop]
             at, start = (), stop
 
-    def _pass(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read], *, fills: bool = False) -> Tensor:
+    def _pass(
+        self,
+        ids_SL: Tensor,
+        at: Sequence[int],
+        reads: Sequence[Read],
+        *,
+        fills: bool = False,
+        routers: Routers | None = None,
+    ) -> Tensor:
         device, n, recurrent = ids_SL.device, len(at), self.slots.recurrent
         ends = np.cumsum([n, *[read.count for read in reads]])
         slot, position = np.arange(ends[-1]), np.array([*at, *[0] * int(ends[-1] - n)])
@@ -113,7 +125,12 @@ class Decoder:
         blocks += [_block(reads[a:b], int(ends[a]), at_T) for a, b in similar_runs(reads)]
         step = kv.Step(self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0, fills=fills)
         shape = (n, 1) if recurrent and n else (len(reads), -1) if recurrent else (1, -1)
-        hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
+        choices = None if routers is None else Choices(routers)
+        with choosing(choices):
+            hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
+        if choices is not None:
+            used_TRX = choices.used
+            self.slots.record(slot_W, at_W, used_TRX if token_W is None else used_TRX[token_W], step.length)
         if not reads:
             return hidden_TH
         if recurrent and others:
