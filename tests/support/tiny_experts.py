@@ -4,9 +4,11 @@ mixture that computes every expert for every token."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from slipstream.models.resolve import model_path
+from slipstream.records import Rollout
 from support.tiny_models import SHAPE
 
 EXPERTS, CHOSEN = 6, 2
@@ -131,6 +134,15 @@ def _formula(block: Any, chosen_TX: Tensor) -> Any:
         return out_TH[None]
 
     return forward
+
+
+def any_experts(rollout: Rollout, routers: int) -> Rollout:
+    """The same response with other experts in its record: any two different ones."""
+    rng = np.random.default_rng(rollout.index + 10 * rollout.prompt.number)
+    rows = len(rollout.prompt.tokens) - 1 + len(rollout.tokens)
+    found = rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (rows, routers, 1)), axis=-1)[..., :CHOSEN]
+    first = len(rollout.prompt.tokens) - 1
+    return replace(rollout, router=found[first:], prompt_router=found[:first])
 
 
 def flipped(one_TRX: Tensor, other_TRX: Tensor) -> float:

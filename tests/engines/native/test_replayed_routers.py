@@ -41,6 +41,7 @@ from support.tiny_experts import (
     CHOSEN,
     EXPERTS,
     MIXTURES,
+    any_experts,
     choices_in,
     dense,
     flipped,
@@ -155,15 +156,6 @@ def test_responses_whose_prompts_were_routed_differently_share_no_prompt() -> No
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
-
-
-def any_experts(rollout: Rollout, routers: int) -> Rollout:
-    """The same response with other experts in its record: any two different ones."""
-    rng = np.random.default_rng(rollout.index + 10 * rollout.prompt.number)
-    rows = len(rollout.prompt.tokens) - 1 + len(rollout.tokens)
-    found = rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (rows, routers, 1)), axis=-1)[..., :CHOSEN]
-    first = len(rollout.prompt.tokens) - 1
-    return replace(rollout, router=found[first:], prompt_router=found[:first])
 
 
 def logp_of(model: PreTrainedModel, rollout: Rollout, chosen_TRX: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Choices:
         self.given_TRX, self.keeps_logits = given_TRX, keeps_logits
         self.parts: list[tuple[Tensor, Tensor]] = [(NOTHING, NOTHING)] * len(routers.modules)
         """For each router the experts [T, X] that it would choose by itself, and those that the pass uses."""
-        self.logits: list[Tensor | None] = [None] * len(routers.modules)
+        self.logits = [NOTHING] * len(routers.modules)
 
     @property
     def own(self) -> Tensor:
@@ -128,7 +128,7 @@ def _routed(module: nn.Module, forward: Callable[..., Any], number: int, calls: 
 
     with Watch(at_topk):
         out = forward(*args, **rest)
-    if choices.keeps_logits and choices.logits[number] is None:
+    if choices.keeps_logits and choices.logits[number] is NOTHING:  # a recomputation has none with this gradient
         choices.logits[number] = out[0]
     return out
 
@@ -220,6 +220,6 @@ def _failure(lm: LanguageModel, routers: Routers, logits: bool) -> str | None:
             return "an expert that they do not choose themselves gets no weight"
         if not all(torch.equal(x, prescribed_TRX[:, number].to(x)) for x in found if x is not gates[0]):
             return "they return other experts than those that topk chose"
-    if logits and any(x is None or x.shape != (PROBE, routers.experts) for x in free.logits):
+    if logits and any(x.shape != (PROBE, routers.experts) for x in free.logits):
         return "they do not return a score of each expert"
     return None

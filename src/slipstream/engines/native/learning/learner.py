@@ -267,7 +267,7 @@ class NativeLearner:
         masks = zip(frozen, samples, strict=True)
         kept_N = torch.cat([each.mask_T[torch.from_numpy(sample.rollout.loss_mask)] for each, sample in masks])
         at_N = rows.predict_N[kept_N.to(rows.predict_N.device)]
-        logits = [present(logits_TE)[at_N.to(logits_TE.device)] for logits_TE in present(rows.choices).logits]
+        logits = [logits_TE[at_N.to(logits_TE.device)] for logits_TE in present(rows.choices).logits]
         return balance_loss(logits, self.share_E, n_tokens=max(counts.n_tokens, 1))
 
     def _drifted(self, samples: Sequence[Scored], version: int, distances: Distances | None = None) -> list[Drifted]:

@@ -348,7 +348,8 @@ class NativeSampler:
             return rollout
         assert self.decoder.slots.router_SLRX is not None
         found_TRX = self.decoder.slots.router_SLRX[slot, : row.length - 1].cpu().numpy()
-        narrow = found_TRX.astype(np.uint8 if self.routers.experts < 256 else np.uint16)  # FREE is the largest number
+        kind = np.uint8 if self.routers.experts < 256 else np.uint16
+        narrow: Ints = found_TRX.astype(kind)  # FREE becomes the largest number
         first = len(row.request.prompt.tokens) - 1
         return replace(rollout, router=narrow[first:], prompt_router=narrow[:first])
 
