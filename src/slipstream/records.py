@@ -298,7 +298,7 @@ def _ends(names: Iterable[str], parts: Sequence[Rollout]) -> dict[str, Any]:
 
 def _all_routers(start: int, parts: Sequence[Rollout | Ints], first: Rollout) -> dict[str, Ints]:
     """Join the routers' choices; the call after an observation read its tokens, and recorded their choices."""
-    rows = list[Ints]()
+    rows, prompt = list[Ints](), start - 1
     assert first.router is not None and first.prompt_router is not None
     for part, following in zip_longest(parts, parts[1:]):
         if isinstance(part, Rollout):
@@ -311,7 +311,7 @@ def _all_routers(start: int, parts: Sequence[Rollout | Ints], first: Rollout) ->
             read = following.prompt_router if isinstance(following, Rollout) else None
             rows.append(unknown if read is None else read[start - 1 : start - 1 + len(part)])
         start += len(rows[-1])
-    return {"router": np.concatenate(rows), "prompt_router": first.prompt_router}
+    return {"router": np.concatenate(rows), "prompt_router": first.prompt_router[:prompt]}
 
 
 def _all_kept(parts: Sequence[Rollout]) -> SamplingSupport | None:

@@ -330,11 +330,6 @@ class LearnerConfig(Section):
         """Return whether samplers record the experts that their routers choose."""
         return self.router in ("measure", "replay_rollout")
 
-    @property
-    def routes(self) -> bool:
-        """Return whether the learner looks at the choices of its routers, or prescribes them."""
-        return self.router != "free" or self.router_aux is not None
-
 
 def name_of(reward: str) -> str:
     return reward.rpartition(":")[2]

@@ -4,7 +4,7 @@ Fedus et al., "Switch Transformers" (2101.03961), equations 4 to 6, with several
 layers, as in transformers. Here it covers the trained tokens, and the shares are those of the whole update, so that
 micro-batches and ranks change nothing.
 
-Shapes: N tokens, R routers, X chosen experts, E experts.
+Shapes: N tokens, E experts, X of which a router chooses for a token.
 """
 
 from __future__ import annotations
@@ -13,11 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-def expert_counts(chosen_NRX: Tensor, experts: int) -> Tensor:
-    """Return how often each expert is chosen, [E]."""
-    return torch.bincount(chosen_NRX.flatten().long(), minlength=experts).double()
 
 
 def balance_loss(logits_NE: Sequence[Tensor], share_E: Tensor, *, n_tokens: float) -> Tensor:

@@ -13,7 +13,16 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.record_files import read_groups, write_groups
 from slipstream.engines.weights import export_weights
 from slipstream.protocols import Sampling
-from slipstream.records import Handle, Prompt, Rollout, lineage, parts_of
+from slipstream.records import (
+    Handle,
+    Prompt,
+    Rollout,
+    after_prefix,
+    lineage,
+    parts_of,
+    with_prefix,
+    without_prefix,
+)
 from support.learners import run
 from support.tiny_experts import CHOSEN, MIXTURES, choices_in, make_mixture, routers_in
 from support.tiny_models import EOS, VOCAB, ByHand, make_prompts, wrap
@@ -120,6 +129,21 @@ def test_the_record_of_an_episode_has_its_observations(park: bool) -> None:
     np.testing.assert_array_equal(recorded(again), recorded(episode))
     ended = lineage(prompt, 0, [*parts, last], finish="turns")
     assert (ended.router[-len(last) :] == 255).all(), "no call has read the last observation"
+
+
+def test_the_record_of_a_response_after_a_given_beginning_has_that_too() -> None:
+    model, (prompt,) = make_mixture("mixtral"), make_prompts(1, longest=5)
+    given = replace(prompt, prefix=np.array([5, 6, 7], np.int32))
+
+    async def work() -> list[Handle]:
+        sampler = sampler_of(model)
+        (group,) = await sampler.finish(asyncio.create_task(sampler.generate(after_prefix(given), ROUTED)))
+        return group
+
+    for handle in run(work()):
+        whole = with_prefix(given, handle)
+        np.testing.assert_array_equal(recorded(whole.body), expected(model, whole.body))
+        np.testing.assert_array_equal(recorded(without_prefix(whole).body), recorded(handle.body))
 
 
 def test_a_request_without_router_records_nothing_and_a_sampler_without_routers_does_not_either() -> None:

@@ -29,10 +29,10 @@ from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import split
 from slipstream.engines.native.ranks import Ranks
-from slipstream.engines.native.routers import Choices, choosing, routers_of
+from slipstream.engines.native.routers import Choices, choosing, routers_of, together
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.errors import ModelError
-from slipstream.estimators.balance import balance_loss, expert_counts
+from slipstream.estimators.balance import balance_loss
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Rollout, Scored, header_of, total
@@ -343,7 +343,7 @@ def test_the_balance_loss_is_a_sum_over_tokens_and_equals_the_reference(
     rng = torch.Generator().manual_seed(seed)
     logits = [torch.randn(tokens, experts, generator=rng) for _ in range(routers)]
     chosen = torch.stack([each.topk(1, -1).indices for each in logits], 1)
-    share_E = expert_counts(chosen, experts) / (tokens * routers)
+    share_E = torch.bincount(chosen.flatten(), minlength=experts) / (tokens * routers)
     whole = balance_loss(logits, share_E, n_tokens=tokens)
     parts = [
         balance_loss([each[cut] for each in logits], share_E, n_tokens=tokens) for cut in (slice(1), slice(1, None))
@@ -419,4 +419,4 @@ def test_outside_of_a_recorded_pass_a_model_is_as_it_was() -> None:
     with choosing(choices):
         recorded = lm.model(ids).logits
     assert torch.equal(lm.model(ids).logits, plain) and torch.equal(recorded, plain)
-    np.testing.assert_array_equal(choices.used.numpy(), choices_in(model, ids[0]).numpy())
+    np.testing.assert_array_equal(together(choices.used).numpy(), choices_in(model, ids[0]).numpy())

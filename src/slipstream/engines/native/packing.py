@@ -103,10 +103,15 @@ def _tokens(row: Iterable[Item]) -> int:
 
 
 def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
-    """Return one item per prompt with all its responses, or several items if one would exceed the budget."""
+    """Return one item per prompt with all its responses, or several items if one would exceed the budget.
+
+    Prompts whose tokens went to different experts are different ones.
+    """
     groups: dict[tuple[int, bytes, bytes], list[int]] = {}
     for i, rollout in enumerate(rollouts):
-        groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes(), prefill(rollout)), []).append(i)
+        earlier, rest = rollout.prompt_router, rollout.router
+        routed = b"" if earlier is None or rest is None else earlier.tobytes() + rest[:1].tobytes()
+        groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes(), routed), []).append(i)
     items = []
     for group in groups.values():
         prompt = len(rollouts[group[0]].prompt.tokens)
@@ -114,13 +119,6 @@ def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
             members = tuple(group[i] for i in sorted(chosen))
             items.append(Item(prompt, tuple(len(rollouts[i].tokens) for i in members), members))
     return items
-
-
-def prefill(rollout: Rollout) -> bytes:
-    """Return the routers' choices in the prompt as bytes: after other weights or passes, responses have another."""
-    if rollout.router is None or rollout.prompt_router is None:
-        return b""
-    return rollout.prompt_router.tobytes() + rollout.router[:1].tobytes()
 
 
 def fill(items: Sequence[Item], budget: int, hidden: int) -> list[tuple[Item, ...]]:

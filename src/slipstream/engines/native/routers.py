@@ -1,6 +1,6 @@
 """Routers of a mixture of experts: record which experts they choose in a pass, or prescribe the choice.
 
-A router scores all experts for every token; `torch.topk` then chooses K of them. This file changes nothing else: inside
+A router scores all experts for every token; `torch.topk` then chooses X of them. This file changes nothing else: inside
 of a router's forward, the last call of topk returns the prescribed experts with their current scores. The weights of
 the experts (gates) follow from these scores as the model computes them, so gradients pass through the gates.
 
@@ -9,7 +9,7 @@ Shapes: T tokens of a pass, R routers in the order in which a pass runs them, E 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -52,19 +52,8 @@ class Choices:
         With `keeps_logits` the scores of all experts before the softmax are kept, with their gradient.
         """
         self.given_TRX, self.keeps_logits = given_TRX, keeps_logits
-        self.parts: list[tuple[Tensor, Tensor]] = [(NOTHING, NOTHING)] * len(routers.modules)
-        """For each router the experts [T, X] that it would choose by itself, and those that the pass uses."""
-        self.logits = [NOTHING] * len(routers.modules)
-
-    @property
-    def own(self) -> Tensor:
-        """Return the experts that the routers would choose by themselves, [T, R, X]."""
-        return torch.stack([own.to(self.parts[0][0]) for own, _ in self.parts], 1)
-
-    @property
-    def used(self) -> Tensor:
-        """Return the experts that the pass has used, [T, R, X]."""
-        return torch.stack([used.to(self.parts[0][1]) for _, used in self.parts], 1)
+        self.own, self.used, self.logits = ([NOTHING] * len(routers.modules) for _ in range(3))
+        """For each router the experts [T, X] that it would choose by itself, those that it uses, and its scores."""
 
     def choose(self, number: int, scores_TE: Tensor, found: Any) -> Any:
         """Return the result of topk for a router: its own, or the prescribed experts with their scores."""
@@ -73,8 +62,13 @@ class Choices:
             given_TX = self.given_TRX[:, number].to(own_TX)
             used_TX = torch.where(given_TX == FREE, own_TX, given_TX)
             found = torch.return_types.topk((scores_TE.gather(-1, used_TX), used_TX))
-        self.parts[number] = own_TX.detach(), used_TX.detach()  # a recomputation of activations finds the same
+        self.own[number], self.used[number] = own_TX, used_TX  # a recomputation of activations finds the same
         return found
+
+
+def together(of_routers: Sequence[Tensor]) -> Tensor:
+    """Return the experts [T, X] of all routers, which may be on several devices, as [T, R, X] on the first."""
+    return torch.stack([each.to(of_routers[0]) for each in of_routers], 1)
 
 
 def experts_of_record(rollout: Rollout) -> Ints | None:
@@ -99,10 +93,6 @@ def choosing(choices: Choices | None) -> Iterator[None]:
         CURRENT.reset(token)
 
 
-def is_topk(function: Callable[..., Any]) -> bool:
-    return function in (torch.topk, Tensor.topk)
-
-
 class Watch(TorchFunctionMode):
     """Call a function at every topk in this context, with its scores and its result; it returns the result to use."""
 
@@ -112,10 +102,10 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
-        return self.at_topk(args[0], found) if is_topk(function) else found
+        return self.at_topk(args[0], found) if function in (torch.topk, Tensor.topk) else found
 
 
-def _routed(module: nn.Module, forward: Callable[..., Any], number: int, calls: int, *args: Any, **rest: Any) -> Any:
+def _routed(forward: Callable[..., Any], number: int, calls: int, *args: Any, **rest: Any) -> Any:
     """Run a router; the last of its `calls` calls of topk chooses the experts."""
     if (choices := CURRENT.get()) is None:
         return forward(*args, **rest)
@@ -174,18 +164,16 @@ def _find(lm: LanguageModel) -> Routers | None:
     for module in lm.backbone.modules():
         hooks.append(module.register_forward_pre_hook(lambda module, args: stack.append(module)))
         hooks.append(module.register_forward_hook(lambda module, args, out: stack.pop() and None, always_call=True))
-    try:
-        with Watch(at_topk):
-            _pass(lm, None)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with Watch(at_topk):
+        _pass(lm, None)
+    for hook in hooks:
+        hook.remove()
     chosen = {module: shapes for module, shapes in found.items() if shapes[-1][:-1] == (PROBE, experts)}
     sizes = {shapes[-1][-1] for shapes in chosen.values()}
     if len(sizes) != 1 or not experts:
         return None
     for number, (module, shapes) in enumerate(chosen.items()):
-        module.forward = partial(_routed, module, module.forward, number, len(shapes))
+        module.forward = partial(_routed, module.forward, number, len(shapes))
     return Routers(tuple(chosen), experts, sizes.pop())
 
 
@@ -196,17 +184,16 @@ def _failure(lm: LanguageModel, routers: Routers, logits: bool) -> str | None:
         return "every token uses all experts"
     plain, free = _pass(lm, None), Choices(routers, keeps_logits=logits)
     again = _pass(lm, free)
-    replayed = _pass(lm, Choices(routers, free.used))
+    used_TRX = together(free.used)
+    replayed, prescribed_TRX = _pass(lm, Choices(routers, used_TRX)), (used_TRX + 1) % routers.experts
     # some kernels add in any order: then two equal passes differ, and bits prove nothing
     if torch.equal(plain, again) and not torch.equal(replayed, plain):
         return "a pass with the choices of another one gives other hidden states"
-    prescribed_TRX = (free.used + 1) % routers.experts
     outputs: list[list[Tensor]] = []
 
     def keep(module: nn.Module, args: Any, out: Any) -> None:
-        found = out if isinstance(out, tuple) else (out,)
-        shape = PROBE, routers.chosen
-        outputs.append([x for x in found if isinstance(x, Tensor) and x.shape == shape])
+        found = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
+        outputs.append([x for x in found if x.shape == (PROBE, routers.chosen)])
 
     hooks = [module.register_forward_hook(keep) for module in routers.modules]
     moved = _pass(lm, Choices(routers, prescribed_TRX))

@@ -116,10 +116,7 @@ def routers_flip(case: Case) -> Found | None:
     mismatch, flips = engines_differ(case), case.now("router/flips")
     if mismatch is None or not flips.over(FLIPPED) or case.config.learner.router == "replay_rollout":
         return None
-    changes: list[Change] = [
-        {"learner.router": "replay_rollout"},
-        {"correction.preset": "decoupled_token_icepop"},
-    ]
+    changes = [{"learner.router": "replay_rollout"}, {"correction.preset": "decoupled_token_icepop"}]
     return Found("router/flips", flips.mean, FLIPPED, changes, error=mismatch.error)
 
 

@@ -36,7 +36,7 @@ from slipstream.engines.native.scorer import with_prompt
 from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
-from slipstream.estimators.balance import balance_loss, expert_counts
+from slipstream.estimators.balance import balance_loss
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
 from slipstream.metric_names import extreme
@@ -259,7 +259,8 @@ class NativeLearner:
         counts = torch.zeros(routers.experts, dtype=torch.float64)
         for key, found in zip(samples, experts, strict=True):
             mask = self.frozen[key].mask_T.cpu().numpy()
-            counts += expert_counts(torch.from_numpy(found[-len(mask) :][mask]), routers.experts)
+            chosen = torch.from_numpy(found[-len(mask) :][mask]).flatten().long()
+            counts += torch.bincount(chosen, minlength=routers.experts)
         counts = sum(self.ranks.gathered(counts), torch.zeros_like(counts))
         self.share_E = routers.chosen * counts / counts.sum().clamp(min=1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -56,8 +56,8 @@ class Passes:
         """Prepare a model for training, and store its last `snapshots` versions; `temperature` is the sampler's."""
         self.lm, self.config, self.ranks, self.temperature = lm, config, ranks, temperature
         self.routing: Routing | None = None
-        if config.routes:
-            balances = config.router_aux is not None
+        balances = config.router_aux is not None
+        if config.router != "free" or balances:
             routers = routers_of(lm, field=f"learner.router{'_aux' * balances}", logits=balances)
             self.routing = Routing(routers, config.router, keeps_logits=balances)
         self.hidden_size = int(lm.model.config.get_text_config().hidden_size)
@@ -174,7 +174,8 @@ class Passes:
         """
         found = []
         own = version is None or version == PREVIOUS or isinstance(version, int)
-        with self._under(version):
+        weights = nullcontext() if version is None else self.snapshots.under(version)
+        with weights, deterministic(self.lm.model), self.precision():
             for rows, members in self.micro_batches(samples, own=own):
                 if not members:
                     self.student(rows, zero_loss)
@@ -184,18 +185,13 @@ class Passes:
                 found.append((members, chosen, result))
         return found
 
-    @contextmanager
-    def _under(self, version: Version | None) -> Iterator[None]:
-        weights = nullcontext() if version is None else self.snapshots.under(version)
-        with weights, deterministic(self.lm.model), self.precision():
-            yield
-
     @torch.no_grad()
     def experts(self, samples: Sequence[Scored], version: Version | None = None) -> list[Ints]:
         """Return for each sample the experts that its pass uses, for each token before its last, [T, R, X]."""
         found: dict[int, Ints] = {}
         assert self.routing is not None
-        with self._under(version):
+        weights = nullcontext() if version is None else self.snapshots.under(version)
+        with weights, deterministic(self.lm.model), self.precision():
             for rows, members in self.micro_batches(samples):
                 self.student(rows, lambda hidden_NH, head: hidden_NH.sum())
                 if members:

@@ -9,23 +9,20 @@ Shapes: T flat tokens of rows, R routers, X chosen experts, E experts, N trained
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engines.native.learning.gradient_cosine import Key
-from slipstream.engines.native.routers import FREE, Choices, Routers, experts_of_record
+from slipstream.engines.native.routers import FREE, Choices, Routers, experts_of_record, together
 from slipstream.engines.native.rows import Rows
 from slipstream.objective.sample_weights import key_of
 from slipstream.records import Ints, Scored
 
-Mode = Literal["free", "measure", "replay_rollout", "replay_old"]
-
 
 class Routing:
-    def __init__(self, routers: Routers, mode: Mode, *, keeps_logits: bool) -> None:
+    def __init__(self, routers: Routers, mode: str, *, keeps_logits: bool) -> None:
         self.routers, self.mode, self.keeps_logits = routers, mode, keeps_logits
         self.old: dict[Key, Ints] = {}
         """With "replay_old", the choices of the old policy for the samples of this update."""
@@ -34,7 +31,7 @@ class Routing:
         """Return the choices to use in a pass over rows of these samples, which are in the order of the rows."""
         given_TRX = None
         if replays and self.mode == "replay_rollout":
-            given_TRX = self._table(rows, [experts_of_record(sample.rollout) for sample in samples])
+            given_TRX = self._recorded(rows, samples)
         if replays and self.mode == "replay_old":
             given_TRX = self._table(rows, [self.old.get(key_of(sample)) for sample in samples])
         return Choices(self.routers, given_TRX, keeps_logits=self.keeps_logits and torch.is_grad_enabled())
@@ -50,18 +47,21 @@ class Routing:
                 found_TRX[at] = each
         return torch.from_numpy(found_TRX).to(rows.ids_RL.device)
 
+    def _recorded(self, rows: Rows, samples: Sequence[Scored]) -> Tensor | None:
+        return self._table(rows, [experts_of_record(sample.rollout) for sample in samples])
+
     def used(self, rows: Rows) -> Iterator[Ints]:
         """Yield for each sample of rows the experts that the pass has used, a row for each token before the last."""
         assert rows.choices is not None
-        used_TRX = rows.choices.used.short().cpu().numpy()
+        used_TRX = together(rows.choices.used).short().cpu().numpy()
         yield from (used_TRX[at] for at in rows.inputs())
 
     def flips(self, rows: Rows, samples: Sequence[Scored]) -> dict[str, Tensor]:
         """Count pairs of a trained token and a router, and those whose experts differ between sampler and learner."""
-        table_TRX = self._table(rows, [experts_of_record(sample.rollout) for sample in samples])
+        table_TRX = self._recorded(rows, samples)
         if table_TRX is None or rows.choices is None:
             return {}
-        own_NRX, drawn_NRX = (x[rows.predict_N].sort(-1).values for x in (rows.choices.own, table_TRX.long()))
+        own_NRX, drawn_NRX = (x[rows.predict_N].sort(-1).values for x in (together(rows.choices.own), table_TRX.long()))
         known_NR = (drawn_NRX != FREE).all(-1)
         differ_NR = (own_NRX != drawn_NRX.to(own_NRX)).any(-1) & known_NR
         return {"router/flips": differ_NR.sum().double(), PAIRS: known_NR.sum().double()}

@@ -30,7 +30,7 @@ from slipstream.engines.native.model import (
     is_recurrent,
     widened,
 )
-from slipstream.engines.native.routers import Choices, Routers, choosing
+from slipstream.engines.native.routers import Choices, Routers, choosing, together
 from slipstream.engines.native.sampling import kv
 from slipstream.errors import ModelError, first_line
 
@@ -74,14 +74,14 @@ class Decoder:
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
         """Compute position `at[i]` of each slot i, and all `reads`; return their last hidden states [N + reads, H]."""
-        found = [self._pass(ids_SL, *some, routers=self.routers) for some in self._passes(at, reads)]
+        found = [self._pass(ids_SL, *some) for some in self._passes(at, reads)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def fill(self, ids_SL: Tensor, reads: Sequence[Read]) -> None:
         """Fill the cache with these reads; no hidden states are returned."""
         for some in self._passes((), reads):
             with suppress(kv.Filled):
-                self._pass(ids_SL, *some, fills=not self.slots.recurrent)
+                self._pass(ids_SL, *some, fills=True)
 
     def _passes(self, at: Sequence[int], reads: Sequence[Read]) -> Iterator[tuple[Sequence[int], Sequence[Read]]]:
         """Yield passes of at most PASS_TOKENS tokens; for recurrent models, all reads of a pass have equal length."""
@@ -97,15 +97,7 @@ class Decoder:
             yield at, reads[start:stop]
             at, start = (), stop
 
-    def _pass(
-        self,
-        ids_SL: Tensor,
-        at: Sequence[int],
-        reads: Sequence[Read],
-        *,
-        fills: bool = False,
-        routers: Routers | None = None,
-    ) -> Tensor:
+    def _pass(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read], *, fills: bool = False) -> Tensor:
         device, n, recurrent = ids_SL.device, len(at), self.slots.recurrent
         ends = np.cumsum([n, *[read.count for read in reads]])
         slot, position = np.arange(ends[-1]), np.array([*at, *[0] * int(ends[-1] - n)])
@@ -123,13 +115,15 @@ class Decoder:
             slot_W, at_W, token_W = torch.from_numpy(np.stack([slot, position[token], token])).to(device)
         blocks = [kv.Block(slice(a, b), at_T[a:b, None], max(at[a:b]) + 1, going=True) for a, b in ranges(at)]
         blocks += [_block(reads[a:b], int(ends[a]), at_T) for a, b in similar_runs(reads)]
-        step = kv.Step(self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0, fills=fills)
+        step = kv.Step(
+            self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0, fills=fills and not recurrent
+        )
         shape = (n, 1) if recurrent and n else (len(reads), -1) if recurrent else (1, -1)
-        choices = None if routers is None else Choices(routers)
+        choices = None if fills or self.routers is None else Choices(self.routers)
         with choosing(choices):
             hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
         if choices is not None:
-            used_TRX = choices.used
+            used_TRX = together(choices.used)
             self.slots.record(slot_W, at_W, used_TRX if token_W is None else used_TRX[token_W], step.length)
         if not reads:
             return hidden_TH

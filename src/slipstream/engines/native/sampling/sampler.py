@@ -29,7 +29,7 @@ from torch import Tensor
 from slipstream.engines.draws import draw, interleave, kept_ids, process, uniforms
 from slipstream.engines.native.config import ADMISSION_SHARE
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.routers import FREE, experts_of_record, routers_of
+from slipstream.engines.native.routers import experts_of_record, routers_of
 from slipstream.engines.native.sampling.arrivals import admit, prefix_reads
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, compacted, prove
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
@@ -339,30 +339,24 @@ class NativeSampler:
     def _read(self, finishes: Mapping[int, Finish]) -> list[tuple[Row, Rollout]]:
         rows = [self.rows[slot] for slot in finishes]
         rollouts = self.tape.read(finishes, rows)
-        if self.routers is not None:
-            rollouts = [self._with_router(*each) for each in zip(finishes, rows, rollouts, strict=True)]
+        rollouts = [self._with_router(*each) for each in zip(finishes, rows, rollouts, strict=True)]
         return list(zip(rows, rollouts, strict=True))
 
     def _with_router(self, slot: int, row: Row, rollout: Rollout) -> Rollout:
-        if self.routers is None or not row.request.sampling.router:
+        recorded = self.decoder.slots.router_SLRX
+        if self.routers is None or recorded is None or not row.request.sampling.router:
             return rollout
-        assert self.decoder.slots.router_SLRX is not None
-        found_TRX = self.decoder.slots.router_SLRX[slot, : row.length - 1].cpu().numpy()
-        kind = np.uint8 if self.routers.experts < 256 else np.uint16
-        narrow: Ints = found_TRX.astype(kind)  # FREE becomes the largest number
+        kind = np.uint8 if self.routers.experts < 256 else np.uint16  # FREE becomes the largest number
+        narrow: Ints = recorded[slot, : row.length - 1].cpu().numpy().astype(kind)
         first = len(row.request.prompt.tokens) - 1
         return replace(rollout, router=narrow[first:], prompt_router=narrow[:first])
 
     def _write_router(self, slot: int, begun: Rollout) -> None:
         """Store the choices of a response that an earlier call began; its cache is recomputed without recording."""
-        if self.routers is None:
-            return
-        rows, shape = self.rows[slot].length - 1, (len(self.routers.modules), self.routers.chosen)
-        found_TRX = torch.full((rows, *shape), FREE, device=self.lm.device)
-        if (known := experts_of_record(begun)) is not None:
-            found_TRX[:] = torch.from_numpy(known)
-        at = torch.arange(rows, device=self.lm.device)
-        self.decoder.slots.record(torch.full_like(at, slot), at, found_TRX, rows)
+        if self.routers is not None and (known_TRX := experts_of_record(begun)) is not None:
+            at = torch.arange(len(known_TRX), device=self.lm.device)
+            found_TRX = torch.from_numpy(known_TRX).to(at.device)
+            self.decoder.slots.record(torch.full_like(at, slot), at, found_TRX, len(at))
 
     def _vacate(self, ended: list[int], parked: Mapping[int, tuple[Lineage, Ints]] | None = None) -> None:
         """Remove the rows in slots `ended`, move other rows into the free slots, and park the sequences in `parked`."""
