@@ -98,6 +98,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "schedule": {"kind": "async", "tau": 1.5},
         "updates": 4,
     },
+    "experts that the sampler chose": {"learner": {"router": "measure", "router_aux": "model"}},
     "prompts by their rewards": {"data": {"order": "adaptive"}},
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},

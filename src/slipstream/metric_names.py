@@ -78,6 +78,7 @@ DRIFT, RATIO, CORRECTION = "estimators/drift.py", "estimators/ratio.py", "estima
 FRESHNESS, TRUST = "pipeline/control/buffer_refresh.py", "engines/score_checks.py"
 STAGES, PUBLISH = "pipeline/stages.py", "pipeline/publish.py"
 CANARY, GUARDS = "pipeline/canary_rounds.py", "pipeline/control/guards.py"
+ROUTING = "engines/native/learning/routing.py"
 
 
 def gap(name: str, meaning: str, healthy: str | Band = "–") -> Term:
@@ -274,6 +275,15 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "share of trained tokens whose sampling weights are still stored",
             "1, else raise learner.snapshots",
             FIRST_LOOK,
+        ),
+        Term(
+            "router/flips",
+            "share of trained tokens and layers whose experts differ between sampler and learner, where recorded",
+            below(0.1),
+            ROUTING,
+        ),
+        Term(
+            "router/balance", "auxiliary loss of the routers before its coefficient", "near experts per token", LEARNER
         ),
         Term("kept/size", "mean size of the sampling support after truncation, with sampler.keep_mask", "–", LOSS),
         Term(

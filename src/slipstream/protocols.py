@@ -59,6 +59,8 @@ class Sampling:
     interleave: int = 0
     """Number K of the teacher's most likely tokens at every position: a token outside of them is replaced by a draw of
     the teacher among them. 0 replaces none."""
+    router: bool = False
+    """Record the experts that the student's routers choose, for every token."""
     greedy: bool = False
     """Also generate and grade one greedy answer per prompt, and keep only its rewards (see `Graded`)."""
     alone: bool = False

@@ -4,7 +4,8 @@ The module uses numpy only. Arrays of all tokens have T rows; arrays of trained 
 Draws are tokens sampled at one position; the first draw is the emitted token. A row describes the prediction *of* its
 token, so no array is ever shifted. A record with wrong shapes or shifted rows raises ValueError.
 
-Shapes: T tokens after the prompt, N trained tokens, M cached actions, K teacher's top-k, D teacher's hidden size.
+Shapes: T tokens after the prompt, N trained tokens, M cached actions, K teacher's top-k, D teacher's hidden size; of
+the experts, L routers and X experts that each chooses for a token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
+from itertools import count, pairwise, zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -173,6 +174,12 @@ class Rollout:
     replaced: NDArray[np.bool_] | None = None
     """True at trained tokens that the teacher put in place of the student's draw (`sampler.interleave`), [N]. `logp` is
     the log-prob of the mixture of both, which drew all trained tokens. None: the student drew alone."""
+    router: Ints | None = None
+    """Experts that each router chose in the pass that predicted the token, [T, L, X]; the largest number of the type
+    where that is unknown. None: unrecorded."""
+    prompt_router: Ints | None = None
+    """The same for the prompt's tokens from the second on, [tokens − 1, L, X]. Together with `router` these are all
+    passes that a trained token depends on."""
     finish: Finish
     kept: SamplingSupport | None = None
     rewards: dict[str, float] = field(default_factory=dict)
@@ -203,6 +210,13 @@ class Rollout:
             return "action_logp[:, 0] is not logp (a shifted row?)"
         if self.replaced is not None and self.replaced.shape != (n,):
             return f"replaced has shape {self.replaced.shape}, must be ({n},), an entry for each trained token"
+        if (self.router is None) != (self.prompt_router is None):
+            return "router and prompt_router need each other"
+        if self.router is not None and self.prompt_router is not None:
+            if self.router.ndim != 3 or len(self.router) != t:
+                return f"router has shape {self.router.shape}, must be [{t}, L, X]"
+            if (rows := len(self.prompt.tokens) - 1) > len(self.prompt_router):
+                return f"prompt_router has {len(self.prompt_router)} rows, must have {rows}"
         for name, ids in (("tokens", self.tokens), ("actions", self.actions)):
             if ids.dtype.kind not in "iu":
                 return f"{name} is {ids.dtype}, must be integers"
@@ -239,7 +253,7 @@ class Rollout:
         return int(self.loss_mask.sum())
 
 
-TOKENS = ("tokens", "versions", "logp", "turn", "loss_mask")
+TOKENS = ("tokens", "versions", "logp", "turn", "loss_mask", "router")
 """Arrays of a rollout with one row per token."""
 TRAINED = ("actions", "action_logp", "best_ids", "best_logp", "replaced")
 """Arrays of a rollout with one row per trained token."""
@@ -264,6 +278,8 @@ def lineage(prompt: Prompt, index: int, parts: Sequence[Rollout | Ints], **rest:
     found: dict[str, Any] = _ends(TRAINED, said)
     found |= {name: np.concatenate(arrays).astype(getattr(said[0], name).dtype) for name, arrays in along.items()}
     found["turn"] = np.concatenate(turn).astype(np.int32)
+    if all(part.router is not None for part in said):
+        found |= _all_routers(len(prompt.tokens), parts, said[0])
     return Rollout(prompt=prompt, index=index, episode=index, **found, kept=_all_kept(said), **rest)
 
 
@@ -278,6 +294,24 @@ def _ends(names: Iterable[str], parts: Sequence[Rollout]) -> dict[str, Any]:
         for name in names
         if getattr(parts[0], name) is not None
     }
+
+
+def _all_routers(start: int, parts: Sequence[Rollout | Ints], first: Rollout) -> dict[str, Ints]:
+    """Join the routers' choices; the call after an observation read its tokens, and recorded their choices."""
+    rows, prompt = list[Ints](), start - 1
+    assert first.router is not None and first.prompt_router is not None
+    for part, following in zip_longest(parts, parts[1:]):
+        if isinstance(part, Rollout):
+            assert part.router is not None
+            rows.append(part.router)
+        else:
+            unknown = np.full(
+                (len(part), *first.router.shape[1:]), np.iinfo(first.router.dtype).max, first.router.dtype
+            )
+            read = following.prompt_router if isinstance(following, Rollout) else None
+            rows.append(unknown if read is None else read[start - 1 : start - 1 + len(part)])
+        start += len(rows[-1])
+    return {"router": np.concatenate(rows), "prompt_router": first.prompt_router[:prompt]}
 
 
 def _all_kept(parts: Sequence[Rollout]) -> SamplingSupport | None:
@@ -307,8 +341,10 @@ def _turns(rollout: Rollout) -> Iterator[tuple[int, int]]:
 
 def _part(rollout: Rollout, start: int, stop: int) -> Rollout:
     first, last = (int(rollout.loss_mask[:at].sum()) for at in (start, stop))
-    found: dict[str, Any] = {name: getattr(rollout, name)[start:stop] for name in TOKENS}
+    found: dict[str, Any] = {name: of[start:stop] for name in TOKENS if (of := getattr(rollout, name)) is not None}
     found |= {name: of[first:last] for name in TRAINED if (of := getattr(rollout, name)) is not None}
+    if rollout.router is not None and rollout.prompt_router is not None:
+        found["prompt_router"] = np.concatenate([rollout.prompt_router, rollout.router[:start]])
     kept = None if rollout.kept is None else support_from_ids(rollout.kept.rows()[first:last])
     return replace(rollout, **found | {"turn": np.zeros(stop - start, np.int32)}, kept=kept)
 

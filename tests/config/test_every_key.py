@@ -28,6 +28,7 @@ from slipstream.plan.plan import Plan, plan
 from slipstream.protocols import Metrics, draw_after_prefix
 from slipstream.records import Batch, Handle, Prompt, given_group, total
 from slipstream.runtimes.build import OwnTeacherSampler, build_learner, build_sampler, build_scorer
+from support.tiny_experts import save_mixture
 
 SOURCE = Path(slipstream.__file__).parent
 BASE = """
@@ -97,6 +98,7 @@ WITH = {
     "mix.over": "mix.source=data mix.final=0.1 loss.kind=forward_kl sampler.group=1",
     "mix.": "mix.source=data loss.kind=forward_kl sampler.group=1",
     "learner.lora.": "learner.lora.rank=2",
+    "learner.router": "student=mixture",
     "guards.gac.every": "guards.gac.below=0.5",
     "environment.sandbox": f"{TOOLS} environment.use=python environment.sandbox=http://127.0.0.1:1",
     "environment.gateway.listen": f"{TOOLS} environment.gateway.listen=127.0.0.1:8008",
@@ -495,9 +497,18 @@ def reads(path: str, name: str) -> bool:
     return any(each.endswith((f"{section or 'config'}.{key}", f"self.{key}")) for each in found)
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student with experts, for the built-in task."""
+    path = tmp_path_factory.mktemp("mixture")
+    save_mixture(path, like="builtin:student")
+    return path
+
+
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixture: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("mixture").symlink_to(mixture)
     monkeypatch.setenv("SLIPSTREAM_TEST_KEY", "secret")
     Path("base.toml").write_text(BASE)
     rows = [

@@ -280,7 +280,7 @@ def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
                 ours.copy_(theirs)
         if version < 2:
             run(learner.export())
-            if method.previous:
+            if method.keeps_old:
                 learner.snapshots.take(OLD)
         learner.update = learner.made = version + (version < 2)
     return learner

@@ -323,6 +323,15 @@ learner.ranks=16 runtime.kind=ray
 learner.shared_prompt=true
 learner.shared_prompt=true sampler.group=4 learner.packing=false
 learner.snapshots=2
+learner.router=measure
+learner.router=replay_rollout
+learner.router=replay_old
+learner.router=replay_old learner.epochs=2
+learner.router=replay_rollout sampler.engine=vllm
+learner.router_aux=model
+learner.router_aux=0
+learner.router_aux=0.1 schedule.kind=periodic
+learner.router_aux=0.1 freshness.weight=freshness
 learner.betas=[0.9]
 learner.betas=[0.9,1.5]
 learner.lora.rank=2 learner.lora.targets=["qproj"]

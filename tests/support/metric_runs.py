@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
@@ -22,6 +23,7 @@ from slipstream.plan.engines import followers_of, snapshots_of
 from slipstream.protocols import Engines, Graded, Unscored
 from slipstream.records import Given, Group, Handle
 from slipstream.run_dir.writing import RunLog, read_lines
+from support.tiny_experts import make_mixture
 from support.tiny_models import EOS, VOCAB, make_model, wrap
 
 TREE: dict[str, Any] = {
@@ -81,7 +83,8 @@ def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The lines of a run of two updates, all of it real and tiny."""
     config = parse(merged(TREE, changes))
-    student, teacher = wrap(make_model(seed=1)), make_model(seed=2)
+    routed, teacher = config.learner.records_router, make_model(seed=2)
+    student = wrap(make_mixture("mixtral", dtype=torch.float32) if routed else make_model(seed=1))
     cache, k, method = config.loss.spec.cache, config.loss.spec.k, method_of(config)
     learner = NativeLearner(
         wrap(student.model),
@@ -95,7 +98,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         cosine_every=config.guards.gac.every if config.guards.gac else 0,
     )
     beside = wrap(teacher) if config.sampler.interleave else None
-    sampler = NativeSampler(student, slots=8, stop_ids={EOS}, teacher=beside)
+    sampler = NativeSampler(student, slots=8, stop_ids={EOS}, teacher=beside, router=routed)
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
     engines = Engines(
         samplers=(Graded(sampler, EveryOther()),),

@@ -76,6 +76,10 @@ MAPPED_ENDS = (
     'ends = "map" needs the log-probs of all end tokens at every position, and {} returns only those of the emitted '
     "token and the best: {}, or write sampler.stop = [...] with the token at which the teacher ends"
 )
+ROUTER = (
+    'learner.router needs the experts that the sampler chose, and {}: write sampler.engine = "native", or '
+    'learner.router = "replay_old", which needs none'
+)
 VLLM_ARGS = 'sampler.engine_args are for sampler.engine = "vllm": drop one of them'
 SERVER = '[sampler.server] is for sampler.engine = "server": drop it, or write that engine'
 USER_CONTEXT = 'a context that a function writes is for engine = "native": write a template'
@@ -121,6 +125,7 @@ ENGINES: dict[str, Engine] = {
             '"rebuild", or sampler.engine = "native"',
             "quantisation": "sampler.quantisation: vLLM would quantise weights in its own way, and could not prove "
             'which it runs: write sampler.engine = "native", or drop it',
+            "router": ROUTER.format("vLLM returns them only from its V2 runner on GPUs, which is not used here"),
             "server": SERVER,
         },
         teacher_refuses={
@@ -147,6 +152,7 @@ ENGINES: dict[str, Engine] = {
             'sampler.engine = "native", or drop it',
             "lora": '[learner.lora] sends adapters, and sampler.engine = "server" takes whole weights: write '
             'sampler.engine = "native", or drop [learner.lora]',
+            "router": ROUTER.format("a rollout server does not return them"),
         },
         loads_adapters=False,
     ),

@@ -324,6 +324,14 @@ class LearnerConfig(Section):
     snapshots: int | None = Field(None, ge=0)
     """Number of old weight versions that stay in host memory, to recompute log-probs under the policy that sampled a
     token. None keeps as many as the method and the schedule need."""
+    router: Literal["free", "measure", "replay_rollout", "replay_old"] = "free"
+    """Experts that the learner's passes use, for a student with a mixture of experts. free: those that its routers
+    choose. measure: the same, and the sampler records its choices, so that router/flips is known. replay_rollout (R3):
+    those that the sampler recorded. replay_old (R2): those of the learner before the update's first step, or before its
+    last update with policy.old = "previous"."""
+    router_aux: Annotated[float, Field(gt=0)] | Literal["model"] | None = None
+    """Coefficient of the auxiliary loss that spreads tokens over the experts. "model" takes router_aux_loss_coef of the
+    student's config. None: no such loss."""
     lora: LoraConfig | None = None
     """Train low-rank adapters (LoRA) instead of all weights."""
     threads: int | None = Field(None, ge=1, le=THREADS)
@@ -339,6 +347,11 @@ class LearnerConfig(Section):
                 "checkpointing = true, too"
             )
         return self
+
+    @property
+    def records_router(self) -> bool:
+        """Return whether samplers record the experts that their routers choose."""
+        return self.router in ("measure", "replay_rollout")
 
 
 def name_of(reward: str) -> str:
@@ -1111,7 +1124,8 @@ class Config(Section):
     def sampler_features(self) -> set[str]:
         """Return names of the features that samplers of this config need from their engine, in addition to sampling."""
         changed = self.sampler.changed("engine_args", "keep_mask", "on_publish", "server", "interleave", "quantisation")
-        return {*changed, "lora"} if self.learner.lora is not None else set(changed)
+        learner = self.learner
+        return {*changed, *["lora"] * (learner.lora is not None), *["router"] * learner.records_router}
 
     def _check_guards(self) -> None:
         guards, tau = self.guards, self.schedule.max_tau

@@ -59,6 +59,7 @@ class RolloutCache:
     def path_of(self, prompt: Prompt, sampling: Sampling) -> Path:
         key = hashlib.sha256(self.identity.encode())
         options = asdict(sampling) | {"park": False}  # parking keeps memory, and changes no draw
+        del options["router"]  # of the student, and here a teacher draws
         key.update(json.dumps([options, prompt.seed, prompt.offset, prompt.first], sort_keys=True).encode())
         key.update(prompt.tokens.astype("<i8").tobytes())
         return self.directory / f"{key.hexdigest()}.rollouts"

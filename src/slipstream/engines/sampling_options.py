@@ -24,6 +24,7 @@ def rollout_sampling(config: Config) -> Sampling:
         greedy=config.policy is not None and "greedy_rewards" in ADVANTAGES[config.policy.advantage].evidence,
         keep_mask=sampler.keep_mask,
         interleave=sampler.interleave,
+        router=config.learner.records_router,
     )
 
 

@@ -251,12 +251,33 @@ def method_of(config: Config) -> Method:
     _check_truncation(config, method)
     if config.schedule.learns_as_ready:
         _check_parts(method)
+    _check_router(config, method)
     if config.learner.snapshots and not (config.learner.exact_drift or method.reads_snapshots):
         raise ConfigError(
             "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl, exact_drift nor "
             'freshness.drift = "snapshots" reads them'
         )
     return method
+
+
+def _check_router(config: Config, method: Method) -> None:
+    """Raise an error for a replay without effect, and for an auxiliary loss that would be divided twice."""
+    learner = config.learner
+    several = learner.minibatches * learner.epochs > 1 or learner.exact_drift
+    if learner.router == "replay_old" and not (several or method.keeps_old or method.reads_snapshots):
+        raise ConfigError(
+            'learner.router = "replay_old" does nothing: the only pass of an update makes the same choices itself; '
+            'write learner.epochs = 2, say, policy.old = "previous", or "replay_rollout"'
+        )
+    if learner.router_aux is None:
+        return
+    if config.schedule.learns_as_ready:
+        raise ConfigError(
+            "learner.router_aux looks at the whole batch, and schedule.kind = 'periodic' learns from groups as they "
+            "come: drop it, or write schedule.kind = 'sync'"
+        )
+    if config.freshness is not None:
+        raise ConfigError("learner.router_aux has no freshness weights: drop it, or [freshness]")
 
 
 @dataclass(frozen=True, kw_only=True)

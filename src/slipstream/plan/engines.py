@@ -99,6 +99,8 @@ class SamplerPlan:
     """Environment, if responses are episodes of several turns; None: a response is one turn."""
     teacher: ModelPlan | None = None
     """Teacher that replaces tokens while the student draws (`sampler.interleave`); None: the student draws alone."""
+    router: bool = False
+    """True if the sampler records the experts that its model's routers choose."""
     ends_as: str = ""
     """Model whose end tokens end a response; empty: those of the sampler's own model."""
     cache: str | None = None
@@ -327,6 +329,7 @@ def sampler_of(config: Config) -> SamplerPlan:
         replicas=at_first(sampler.replicas),
         environment=environment_of(config),
         teacher=beside_sampler(config),
+        router=config.learner.records_router,
     )
 
 
@@ -349,6 +352,7 @@ def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
             runs=teacher_of(config, name),
             replicas=at_first(teacher.replicas),
             teacher=None,
+            router=False,
             ends_as=config.student,
             cache=str(Path(config.sft.cache).absolute()) if config.sft is not None and config.sft.cache else None,
         )

@@ -28,6 +28,7 @@ from slipstream.data.teacher_context import check_function
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.config import check_there as check_model
 from slipstream.engines.native.config import (
+    experts_of,
     generation_of,
     load_config,
     position_note,
@@ -459,10 +460,26 @@ def check_effects(config: Config) -> None:
         )
     if config.sampler.quantisation is not None and not adapted(student, LoraConfig()):
         raise ConfigError(f"sampler.quantisation: {student} has no linear layers beside its head: drop it")
+    check_router(config)
     named = load_config(student).get_text_config().to_dict() if config.learner.dropout else {}
     rates = [value for name, value in named.items() if "drop" in name and isinstance(value, float)]
     if config.learner.dropout and not any(rate > 0 for rate in rates):
         raise ConfigError(f"learner.dropout does nothing: the config of {student} names none; drop it")
+
+
+def check_router(config: Config) -> None:
+    """Raise ConfigError if [learner] names routers that the student does not have, or a loss that it lacks."""
+    learner, found = config.learner, load_config(config.student)
+    for key in learner.changed("router", "router_aux"):
+        if not experts_of(found):
+            raise ConfigError(
+                f"learner.{key} is for a mixture of experts, and {config.student} has no experts: drop it"
+            )
+    if learner.router_aux is not None and getattr(found.get_text_config(), "router_aux_loss_coef", None) is None:
+        raise ConfigError(
+            f"learner.router_aux: the config of {config.student} has no router_aux_loss_coef, as its routers are not "
+            "balanced by this loss: drop it"
+        )
 
 
 def models_here(config: Config) -> list[str]:

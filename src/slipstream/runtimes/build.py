@@ -150,7 +150,7 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., Na
             ends = stop_ids(tokenizer, generation, plan.stop)
             teacher = None if plan.teacher is None else build_model(plan.teacher)
             options: dict[str, Any] = {"slots": plan.slots, "threads": plan.threads, "on_publish": plan.on_publish}
-            return kind(lm, stop_ids=ends, teacher=teacher, **options)
+            return kind(lm, stop_ids=ends, teacher=teacher, router=plan.router, **options)
 
 
 class OwnTeacherSampler(TeacherSampler):

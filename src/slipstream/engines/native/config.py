@@ -21,6 +21,8 @@ SIZES = (
     "head_dim",
 )
 """Fields of config.json that must be positive if their value is an integer."""
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts"
+"""Names that families have for the number of experts."""
 PASS_INTERVAL, ENOUGH = 0.05, 8
 """A scorer waits PASS_INTERVAL seconds between two passes, unless more than token_budget / ENOUGH tokens wait."""
 ADMISSION_SHARE = 8
@@ -86,6 +88,12 @@ def context_length(config: Any) -> int:
 
 def vocabulary_of(model: str) -> int:
     return int(load_config(model).get_text_config().vocab_size)
+
+
+def experts_of(config: Any) -> int:
+    """Return the number of experts among which routers choose; 0 for a model without experts."""
+    found = [getattr(config.get_text_config(), name, None) for name in EXPERTS]
+    return next((count for count in found if isinstance(count, int) and count > 1), 0)
 
 
 def width_of(model: str) -> int:

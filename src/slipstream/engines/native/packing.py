@@ -103,10 +103,15 @@ def _tokens(row: Iterable[Item]) -> int:
 
 
 def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
-    """Return one item per prompt with all its responses, or several items if one would exceed the budget."""
-    groups: dict[tuple[int, bytes], list[int]] = {}
+    """Return one item per prompt with all its responses, or several items if one would exceed the budget.
+
+    Prompts whose tokens went to different experts are different ones.
+    """
+    groups: dict[tuple[int, bytes, bytes], list[int]] = {}
     for i, rollout in enumerate(rollouts):
-        groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes()), []).append(i)
+        earlier, rest = rollout.prompt_router, rollout.router
+        routed = b"" if earlier is None or rest is None else earlier.tobytes() + rest[:1].tobytes()
+        groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes(), routed), []).append(i)
     items = []
     for group in groups.values():
         prompt = len(rollouts[group[0]].prompt.tokens)

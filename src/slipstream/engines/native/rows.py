@@ -39,6 +39,7 @@ from slipstream.engines.native.model import (
     widened,
 )
 from slipstream.engines.native.packing import Item, MicroBatch
+from slipstream.engines.native.routers import Choices, choosing
 from slipstream.errors import ModelError, first_line
 from slipstream.records import Ints, Prompt, Rollout, one_turn
 
@@ -76,7 +77,9 @@ class Rows:
                 trained = np.concatenate([each.loss_mask for each in members])
                 predict.append(r * batch.length + start + _predictors(item)[trained])
                 start = stop
-        self.packed = batch.packed
+        self.packed, self.batch = batch.packed, batch
+        self.choices: Choices | None = None
+        """Choices of the model's routers in a pass over these rows; None: not recorded."""
         self.ids_RL, self.position_RL, self.branch_RL, self.tree_RL, self.predict_N = (
             torch.from_numpy(array).to(device)
             for array in (ids_RL, position_RL, branch_RL, tree_RL, np.concatenate(predict))
@@ -94,6 +97,17 @@ class Rows:
             out = backbone(input_ids=self.ids_RL, use_cache=False, **options)
         hidden_RLH: Tensor = out.last_hidden_state
         return hidden_RLH.flatten(0, 1).index_select(0, self.predict_N)
+
+    def inputs(self) -> list[Ints]:
+        """Return for each sample the flat indices of all tokens before its last one; a shared prompt is in several."""
+        found = []
+        for r, row in enumerate(self.batch.rows):
+            start = r * self.batch.length
+            for item in row:
+                prompt, edges = np.arange(item.prompt - 1), np.cumsum(item.responses)[:-1]
+                found += [start + np.concatenate([prompt, part]) for part in np.split(_predictors(item), edges)]
+                start += item.tokens
+        return found
 
     def on(self, device: torch.device) -> Rows:
         """Return these rows on a device; a model whose layers are on several devices reads them on each."""
@@ -190,7 +204,8 @@ CURRENT: ContextVar[Rows] = ContextVar("rows")
 def reading(rows: Rows) -> Iterator[None]:
     token = CURRENT.set(rows)
     try:
-        yield
+        with choosing(rows.choices):
+            yield
     finally:
         CURRENT.reset(token)
 

@@ -330,7 +330,8 @@ def is_supervised(group: Group) -> bool:
 
 def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:
     same = tokens is rollout.prompt.tokens
-    return rollout if same else replace(rollout, prompt=replace(rollout.prompt, tokens=tokens))
+    prompt = replace(rollout.prompt, tokens=tokens)
+    return rollout if same else replace(rollout, prompt=prompt, router=None, prompt_router=None)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -18,6 +18,8 @@ from slipstream.estimators.tables.correction import PRESETS
 from slipstream.reporting.advice.measurements import Case, Level, Line, level, values_of
 from slipstream.reporting.advice.rules import Change, Found, found_above
 
+FLIPPED = 0.02
+"""Share of tokens and layers with other experts from which routers count as a cause of mismatch."""
 KL_WARNING, KL_LIMIT = 0.02, 0.05
 """KL up to which drift is negligible, and KL above which it must be fixed."""
 CORRELATION = 0.95
@@ -114,6 +116,15 @@ def engines_differ(case: Case) -> Found | None:
         metric, value, limit, aligned(config, routed=case.has("router/flips")),
         run=case.doctor, error=limit != KL_WARNING, cause=UNPUBLISHED if unpublished else "",
     )  # fmt: skip
+
+
+def routers_flip(case: Case) -> Found | None:
+    """Find experts that sampler and learner choose differently while their log-probs differ at the same version."""
+    mismatch, flips = engines_differ(case), case.now("router/flips")
+    if mismatch is None or not flips.over(FLIPPED) or case.config.learner.router == "replay_rollout":
+        return None
+    changes = [{"learner.router": "replay_rollout"}, {"correction.preset": "decoupled_token_icepop"}]
+    return Found("router/flips", flips.mean, FLIPPED, changes, error=mismatch.error)
 
 
 UNPUBLISHED = (

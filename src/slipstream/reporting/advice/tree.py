@@ -20,6 +20,7 @@ NOISY = ("ratio tails", "clip saturation", "widened clip", "moderate drift", "sp
 # rules whose findings can be symptoms of wrong or noisy training data
 LEARNING = ("step too large", "spikes", "no progress")
 LENGTHS = ("length surge", "short answers")
+MISMATCHED = ("wrong template", *DRIFTING, *LEARNING, "sequence weights", "too much rejected", "widened clip")
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -44,6 +45,17 @@ RULES: tuple[Rule, ...] = (
         hides=("slow teacher", "dropped groups"),
     ),
     Rule(
+        name="router flips",
+        reads="router/flips mismatch/kl drift/kl/lag_0",
+        when=f"above {drift.FLIPPED:g} without replay, and log-probs differ as in the next rule",
+        cause="Sampler and learner send tokens to different experts with the same weights, so their log-probs differ.",
+        change='`learner.router = "replay_rollout"`, which replays the experts that the sampler chose; else '
+        '`correction.preset = "decoupled_token_icepop"`',
+        watch="drift/kl/lag_0 near 0",
+        find=drift.routers_flip,
+        hides=("engine mismatch", *MISMATCHED),
+    ),
+    Rule(
         name="engine mismatch",
         reads="mismatch/kl mismatch/probs_pearson mismatch/ppl_ratio mismatch/probs_diff_max drift/kl/lag_0",
         when=f"For the same version of the weights: KL > {drift.KL_LIMIT:g} ({drift.KL_ROUNDING:g} in float32), "
@@ -57,7 +69,7 @@ RULES: tuple[Rule, ...] = (
         "`slipstream doctor`",
         watch="drift/kl/lag_0 near 0, mismatch/probs_pearson above 0.99",
         find=drift.engines_differ,
-        hides=("wrong template", *DRIFTING, *LEARNING, "sequence weights", "too much rejected", "widened clip"),
+        hides=MISMATCHED,
     ),
     Rule(
         name="agreement unknown",

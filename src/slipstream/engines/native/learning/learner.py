@@ -27,17 +27,19 @@ from slipstream.engines.native.learning.gradient_noise import Noise
 from slipstream.engines.native.learning.loss_scale import LossScale
 from slipstream.engines.native.learning.optimizer import make_optimizer, park, squared_step, step_from_host
 from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
+from slipstream.engines.native.learning.routing import PAIRS
 from slipstream.engines.native.learning.snapshots import OLD, REFERENCE
 from slipstream.engines.native.learning.storage import State, restore, save
 from slipstream.engines.native.lora import called_layers
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
-from slipstream.engines.native.rows import by_sample, over_tokens
+from slipstream.engines.native.rows import Rows, by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
 from slipstream.engines.quantisation import quantised
 from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint, fingerprint_of_parts, local
 from slipstream.errors import NonFiniteError, RunDirError
+from slipstream.estimators.balance import balance_loss
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
 from slipstream.metric_names import extreme
@@ -48,7 +50,7 @@ from slipstream.objective.method import Method, Supervised
 from slipstream.objective.sample_weights import Drifted, FreshnessWeights, SampleWeight, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
 from slipstream.protocols import Fingerprint, Follower, Metrics, OneEnd, Quote, SampleFreshness, WeightsRef
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed, graded
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Ints, Scored, counts_of, derive_seed, graded
 
 T = TypeVar("T")
 PER_STEP = ("policy/loss", "loss", "freshness/anchor")
@@ -106,6 +108,12 @@ class NativeLearner:
         self.ranks = ranks or Ranks()
         self.passes = Passes(lm, config, self.ranks, temperature=method.temperature, snapshots=snapshots)
         self.snapshots = self.passes.snapshots
+        self.balance = config.router_aux or 0.0
+        """Coefficient of the auxiliary loss of the routers; 0 is off."""
+        if self.balance == "model":
+            self.balance = float(lm.model.config.get_text_config().router_aux_loss_coef)
+        self.share_E = torch.zeros(0)
+        """Share of each expert in the choices of this update."""
         self.supervised, methods = supervised, (method, supervised and supervised.method)
         self.phases = [self._phase(each, teacher_head, one_end) for each in methods if each]
         """Phase after the supervised updates, then that of the supervised updates, if any."""
@@ -212,13 +220,15 @@ class NativeLearner:
             self._begin(batch.update)
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
-        version, own = self.update - 1, list(samples.values())
+        version, own, experts = self.update - 1, list(samples.values()), self._experts(samples)
         exact = self.config.exact_drift and not self.supervising
         distances = self.first_passes.distances(own, version, drift=exact or self.current.replays)
         if exact:
             size = sum(self.ranks.gathered(len(samples)))
             self.notes.append((size, self.first_passes.rollout_drift(own, distances)))
         self._freeze(samples, version, distances)
+        if self.balance and experts is not None:
+            self._count_experts(samples, experts)
         if self.judge is not None:
             known = None
             ahead = self.current.by_episode or not self.current.weighs_all
@@ -243,6 +253,34 @@ class NativeLearner:
         self.frozen |= {key: decided[key] for key in keys}
         self.notes.append((len(everyone), noted))
 
+    def _experts(self, samples: Mapping[Key, Scored]) -> list[Ints] | None:
+        """Return the experts that these samples use in this update, if needed; with "replay_old" also fix them."""
+        old = self.config.router == "replay_old" and not self.supervising
+        if (routing := self.passes.routing) is None or not (old or self.balance):
+            return None
+        found = self.passes.experts(list(samples.values()), OLD if old and self.method.keeps_old else None)
+        if old:
+            routing.old |= zip(samples, found, strict=True)
+        return found
+
+    def _count_experts(self, samples: Mapping[Key, Scored], experts: Sequence[Ints]) -> None:
+        """Set the share of each expert in the choices for all tokens of the update that its loss counts."""
+        routers = present(self.passes.routing).routers
+        counts = torch.zeros(routers.experts, dtype=torch.float64)
+        for key, found in zip(samples, experts, strict=True):
+            mask = self.frozen[key].mask_T.cpu().numpy()
+            chosen = torch.from_numpy(found[-len(mask) :][mask]).flatten().long()
+            counts += torch.bincount(chosen, minlength=routers.experts)
+        counts = sum(self.ranks.gathered(counts), torch.zeros_like(counts))
+        self.share_E = routers.chosen * counts / counts.sum().clamp(min=1)
+
+    def _balance(self, rows: Rows, frozen: Sequence[Frozen], samples: Sequence[Scored], counts: Counts) -> Tensor:
+        masks = zip(frozen, samples, strict=True)
+        kept_N = torch.cat([each.mask_T[torch.from_numpy(sample.rollout.loss_mask)] for each, sample in masks])
+        at_N = rows.predict_N[kept_N.to(rows.predict_N.device)]
+        logits = [logits_TE[at_N.to(logits_TE.device)] for logits_TE in present(rows.choices).logits]
+        return balance_loss(logits, self.share_E, n_tokens=max(counts.n_tokens, 1))
+
     def _drifted(self, samples: Sequence[Scored], version: int, distances: Distances | None = None) -> list[Drifted]:
         """Return for each sample its drift: the distance between the current learner and the policy that drew it."""
         if not self.method.replays:
@@ -261,6 +299,8 @@ class NativeLearner:
     def _begin(self, update: int) -> None:
         self.beta, self.kl, self.size = self._next_beta(), [], 0
         self.samples, self.frozen, self.notes, self.update = {}, {}, [], update
+        if self.passes.routing is not None:
+            self.passes.routing.old.clear()
         self._enter(self.phases[self.supervising])
         if self.judge is not None:
             self.judge.begin()
@@ -345,9 +385,15 @@ class NativeLearner:
                 loss, metrics, logp_N = self.passes.student(
                     rows, lambda h, head, c=chosen, f=decisions: self._objective(h, head, c, f, counts)
                 )
+            if self.balance:
+                part = self._balance(rows, decisions, chosen, counts)
+                loss = loss + self.balance * part
+                metrics |= {"router/balance": part.detach(), "loss": metrics["loss"] + self.balance * part.detach()}
             (loss * self.objective.scale).backward()
             total += loss.detach()
             merge_metrics(self.sums, metrics)
+            if self.passes.routing is not None:
+                merge_metrics(self.sums, self.passes.routing.flips(rows, chosen))
             logp = over_tokens(logp_N, [sample.rollout for sample in chosen])
             self.seen += [Seen.of(*each) for each in zip(chosen, decisions, logp, strict=True)]
         return total
@@ -449,6 +495,8 @@ class NativeLearner:
         if "distill/overlap_any" in found:
             found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # mean where any overlap
         found |= self.passes.packing_metrics() | self.noise.metrics(gradient_scale) | self.age_metrics
+        if pairs := found.pop(PAIRS, 0.0):
+            found["router/flips"] /= pairs
         self._drop()
         return found | averaged(self.notes) | drift_metrics(seen, version=self.update - 1)
 

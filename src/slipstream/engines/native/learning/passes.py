@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.dropout import deterministic, prepare
-from slipstream.engines.native.learning.snapshots import Snapshots, Version
+from slipstream.engines.native.learning.routing import Routing
+from slipstream.engines.native.learning.snapshots import OLD, Snapshots, Version
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.over_devices import layers_of
 from slipstream.engines.native.packing import Item, MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks
+from slipstream.engines.native.routers import routers_of
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder, use_rows
 from slipstream.engines.native.spaces import keep_on_host
 from slipstream.estimators.divergence import dense
@@ -29,7 +31,7 @@ from slipstream.estimators.logprobs.tiles import wide
 from slipstream.estimators.numerics import joined
 from slipstream.objective.sampling_support import support_of
 from slipstream.protocols import Metrics
-from slipstream.records import Rollout, Scored
+from slipstream.records import Ints, Rollout, Scored
 
 T = TypeVar("T")
 Kind = Literal["forward", "reverse"]
@@ -57,6 +59,11 @@ class Passes:
     ) -> None:
         """Prepare a model for training, and store its last `snapshots` versions; `temperature` is the sampler's."""
         self.lm, self.config, self.ranks, self.temperature = lm, config, ranks, temperature
+        self.routing: Routing | None = None
+        balances = config.router_aux is not None
+        if config.router != "free" or balances:
+            routers = routers_of(lm, field=f"learner.router{'_aux' * balances}", logits=balances)
+            self.routing = Routing(routers, config.router, keeps_logits=balances)
         self.hidden_size = int(lm.model.config.get_text_config().hidden_size)
         use_rows(lm, packed=config.packing)
         prepare(lm, dropout=config.dropout, checkpointing=config.checkpointing, packed=config.packing)
@@ -69,8 +76,11 @@ class Passes:
         ranks.shard(self.student, layers_of(lm.model))
         self.snapshots = Snapshots(lm.model, keep=snapshots)
 
-    def micro_batches(self, samples: Sequence[Scored]) -> Iterator[tuple[Rows, list[int]]]:
-        """Yield rows and the indices of their samples; dummy rows (no indices) give all ranks equally many passes."""
+    def micro_batches(self, samples: Sequence[Scored], *, own: bool = True) -> Iterator[tuple[Rows, list[int]]]:
+        """Yield rows and the indices of their samples; dummy rows (no indices) give all ranks equally many passes.
+
+        `own`: the pass is one of the student, whose routers use the experts that `learner.router` says.
+        """
         config, rollouts = self.config, [sample.rollout for sample in samples]
         batches = pack(
             rollouts,
@@ -87,7 +97,10 @@ class Passes:
         else:
             self.read += length
         for batch in batches:
-            yield Rows(rollouts, batch, self.lm.device), batch.members
+            rows = Rows(rollouts, batch, self.lm.device)
+            if self.routing is not None:
+                rows.choices = self.routing.choices(rows, [samples[i] for i in batch.members], replays=own)
+            yield rows, batch.members
         for _ in range(missing):
             yield dummy_rows(config.packing, self.lm.device), []
 
@@ -165,9 +178,10 @@ class Passes:
         Return, per micro-batch, the indices of its samples, their rollouts and the result of `compute`.
         """
         found = []
+        own = version is None or version == OLD or isinstance(version, int)
         weights = nullcontext() if version is None else self.snapshots.under(version)
         with weights, deterministic(self.lm.model), self.precision():
-            for rows, members in self.micro_batches(samples):
+            for rows, members in self.micro_batches(samples, own=own):
                 if not members:
                     self.student(rows, zero_loss)
                     continue
@@ -195,6 +209,19 @@ class Passes:
         for each, grad in zip(parameters, before, strict=True):
             each.grad = grad
         return found
+
+    @torch.no_grad()
+    def experts(self, samples: Sequence[Scored], version: Version | None = None) -> list[Ints]:
+        """Return for each sample the experts that its pass uses, for each token before its last, [T, R, X]."""
+        found: dict[int, Ints] = {}
+        assert self.routing is not None
+        weights = nullcontext() if version is None else self.snapshots.under(version)
+        with weights, deterministic(self.lm.model), self.precision():
+            for rows, members in self.micro_batches(samples):
+                self.student(rows, lambda hidden_NH, head: hidden_NH.sum())
+                if members:
+                    found |= zip(members, self.routing.used(rows), strict=True)
+        return [found[i] for i in range(len(samples))]
 
     def rollout_kl(self, samples: Sequence[Scored], version: int, *, kinds: Sequence[Kind]) -> list[Tensor]:
         """Return for each sample exact KLs [T, kinds] between the current policy and a snapshot; 0 at masked tokens."""

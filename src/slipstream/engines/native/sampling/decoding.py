@@ -30,6 +30,7 @@ from slipstream.engines.native.model import (
     is_recurrent,
     widened,
 )
+from slipstream.engines.native.routers import Choices, Routers, choosing, together
 from slipstream.engines.native.sampling import kv
 from slipstream.errors import ModelError, first_line
 
@@ -63,9 +64,12 @@ class Read:
 
 
 class Decoder:
-    def __init__(self, lm: LanguageModel, slots: int) -> None:
-        """Create the cache with this number of slots for a model that `prove` has accepted."""
-        self.lm, self.slots = lm, kv.Slots(slots, lm.model.config)
+    def __init__(self, lm: LanguageModel, slots: int, routers: Routers | None = None) -> None:
+        """Create the cache with this number of slots for a model that `prove` has accepted.
+
+        The choices of `routers` are recorded in every step; a read that only fills the cache leaves them as they are.
+        """
+        self.lm, self.slots, self.routers = lm, kv.Slots(slots, lm.model.config), routers
         self.accepted = inspect.signature(type(lm.backbone).forward).parameters
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
@@ -77,7 +81,7 @@ class Decoder:
         """Fill the cache with these reads; no hidden states are returned."""
         for some in self._passes((), reads):
             with suppress(kv.Filled):
-                self._pass(ids_SL, *some, fills=not self.slots.recurrent)
+                self._pass(ids_SL, *some, fills=True)
 
     def _passes(self, at: Sequence[int], reads: Sequence[Read]) -> Iterator[tuple[Sequence[int], Sequence[Read]]]:
         """Yield passes of at most PASS_TOKENS tokens; for recurrent models, all reads of a pass have equal length."""
@@ -111,9 +115,16 @@ class Decoder:
             slot_W, at_W, token_W = torch.from_numpy(np.stack([slot, position[token], token])).to(device)
         blocks = [kv.Block(slice(a, b), at_T[a:b, None], max(at[a:b]) + 1, going=True) for a, b in ranges(at)]
         blocks += [_block(reads[a:b], int(ends[a]), at_T) for a, b in similar_runs(reads)]
-        step = kv.Step(self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0, fills=fills)
+        step = kv.Step(
+            self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0, fills=fills and not recurrent
+        )
         shape = (n, 1) if recurrent and n else (len(reads), -1) if recurrent else (1, -1)
-        hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
+        choices = None if fills or self.routers is None else Choices(self.routers)
+        with choosing(choices):
+            hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
+        if choices is not None:
+            used_TRX = together(choices.used)
+            self.slots.record(slot_W, at_W, used_TRX if token_W is None else used_TRX[token_W], step.length)
         if not reads:
             return hidden_TH
         if recurrent and others:

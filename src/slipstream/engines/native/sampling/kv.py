@@ -25,6 +25,7 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from slipstream.engines.native.attention import Reach, attend, check_arguments, reach_of
+from slipstream.engines.native.routers import FREE
 
 NAME = "slipstream_slots"
 GROWTH = 64
@@ -42,6 +43,18 @@ class Slots:
         """Layer that is the last to write keys and values in a pass; None before the first pass."""
         self.reaches: set[Reach] = set()
         """Reaches (window or chunk limits) that the layers have used."""
+        self.router_SLRX: Tensor | None = None
+        """Experts that each of R routers chose in the pass over each position; None before the first are recorded."""
+
+    def record(self, slot_W: Tensor, at_W: Tensor, router_WRX: Tensor, length: int) -> None:
+        """Write routers' choices at these positions; the sequences have at most `length` tokens now."""
+        buffer, shape = self.router_SLRX, router_WRX.shape[1:]
+        if buffer is None or buffer.shape[1] < length:
+            longer = router_WRX.new_full((self.count, -(-length // GROWTH) * GROWTH, *shape), FREE, dtype=torch.int16)
+            if buffer is not None:
+                longer[:, : buffer.shape[1]] = buffer
+            self.router_SLRX = buffer = longer
+        buffer[slot_W, at_W] = router_WRX.to(buffer)
 
     def layer(self, index: int) -> Layer:
         """Return the layer with this index; add layers if the model has more layers than its config states."""
@@ -56,6 +69,8 @@ class Slots:
                     buffer[target_M, :, :length] = buffer[source_M, :, :length]
             for state in layer.states.values():
                 state[target_M] = state[source_M]
+        if self.router_SLRX is not None:
+            self.router_SLRX[target_M, :length] = self.router_SLRX[source_M, :length]
 
 
 class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]

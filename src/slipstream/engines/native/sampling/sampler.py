@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch import Tensor
 from slipstream.engines.draws import draw, interleave, kept_ids, process, uniforms
 from slipstream.engines.native.config import ADMISSION_SHARE
 from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.routers import experts_of_record, routers_of
 from slipstream.engines.native.sampling.arrivals import admit, prefix_reads
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, compacted, prove
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
@@ -49,12 +51,15 @@ class NativeSampler:
         threads: int = 1,
         on_publish: Literal["rebuild", "reuse"] = "rebuild",
         teacher: LanguageModel | None = None,
+        router: bool = False,
     ) -> None:
         """Prepare a model; if `on_publish` is "reuse", running sequences keep keys and values of older weights.
 
         Recorded log-probs are then exact for the drawn tokens, but no single version of the weights reproduces them.
         `teacher` replaces tokens in requests with `Sampling.interleave`. It reads the same slots in its own cache.
+        With `router` the choices of the model's routers are recorded for requests with `Sampling.router`.
         """
+        self.routers = routers_of(lm, field="learner.router") if router else None
         prove(lm)
         self.teacher = None
         if teacher is not None:
@@ -64,7 +69,8 @@ class NativeSampler:
         self.lm, self.count, self.version = lm, slots, 0
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=lm.device)
         dtype = torch.promote_types(lm.head.weight.dtype, torch.float32)
-        self.decoder, self.tape, self.parking = Decoder(lm, slots), Tape(slots, lm.device, dtype), Parking(slots)
+        self.decoder, self.parking = Decoder(lm, slots, self.routers), Parking(slots)
+        self.tape = Tape(slots, lm.device, dtype)
         self.rows: list[Row] = []
         self.waiting: deque[Request] = deque()
         self.publishing: deque[Publish] = deque()
@@ -248,6 +254,7 @@ class NativeSampler:
             self.tape.write(slot, rollout)
             self.rows[slot].length += len(rollout.tokens)
             self.rows[slot].kept = list(rollout.kept.rows()) if rollout.kept is not None else []
+            self._write_router(slot, rollout)
         return slots
 
     def _draw(self) -> list[FutureResult]:
@@ -331,7 +338,25 @@ class NativeSampler:
 
     def _read(self, finishes: Mapping[int, Finish]) -> list[tuple[Row, Rollout]]:
         rows = [self.rows[slot] for slot in finishes]
-        return list(zip(rows, self.tape.read(finishes, rows), strict=True))
+        rollouts = self.tape.read(finishes, rows)
+        rollouts = [self._with_router(*each) for each in zip(finishes, rows, rollouts, strict=True)]
+        return list(zip(rows, rollouts, strict=True))
+
+    def _with_router(self, slot: int, row: Row, rollout: Rollout) -> Rollout:
+        recorded = self.decoder.slots.router_SLRX
+        if self.routers is None or recorded is None or not row.request.sampling.router:
+            return rollout
+        kind = np.uint8 if self.routers.experts < 256 else np.uint16  # FREE becomes the largest number
+        narrow: Ints = recorded[slot, : row.length - 1].cpu().numpy().astype(kind)
+        first = len(row.request.prompt.tokens) - 1
+        return replace(rollout, router=narrow[first:], prompt_router=narrow[:first])
+
+    def _write_router(self, slot: int, begun: Rollout) -> None:
+        """Store the choices of a response that an earlier call began; its cache is recomputed without recording."""
+        if self.routers is not None and (known_TRX := experts_of_record(begun)) is not None:
+            at = torch.arange(len(known_TRX), device=self.lm.device)
+            found_TRX = torch.from_numpy(known_TRX).to(at.device)
+            self.decoder.slots.record(torch.full_like(at, slot), at, found_TRX, len(at))
 
     def _vacate(self, ended: list[int], parked: Mapping[int, tuple[Lineage, Ints]] | None = None) -> None:
         """Remove the rows in slots `ended`, move other rows into the free slots, and park the sequences in `parked`."""
