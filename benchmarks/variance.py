@@ -57,7 +57,8 @@ class Task:
     answers: int
     redrawn: int
     ages: tuple[int, ...]
-    tops: tuple[int, ...]
+    tops: tuple[tuple[int, bool], ...]
+    """How many of the old student's best tokens, and whether one more bucket holds all others."""
     title: str = "How much noise more draws take out, and where their gradient points"
     command: str = "python benchmarks/variance.py > docs/findings/variance.md"
 
@@ -65,11 +66,12 @@ class Task:
 TASKS = {
     "arithmetic": Task(
         "arithmetic", "builtin:student", "builtin:teacher", arithmetic.numbered,
-        lr=1e-3, longest=80, answers=512, redrawn=200, ages=(0, 16, 64), tops=(4,),
+        lr=1e-3, longest=80, answers=512, redrawn=200, ages=(0, 16, 64), tops=((4, False),),
     ),
     "words": Task(
         "words", "builtin:word_student", "builtin:word_teacher", words.numbered,
-        lr=WORDS_LR, longest=64, answers=128, redrawn=100, ages=(0, 4, 16, 64, 128), tops=(16, 64),
+        lr=3e-3, longest=64, answers=128, redrawn=100, ages=(0, 4, 16, 64, 128),
+        tops=((16, False), (16, True), (64, False)),
         title="Noise of draws and directions of gradients with a wide vocabulary",
         command="python benchmarks/variance.py --task words --seeds 3 > docs/findings/variance_words.md",
     ),
@@ -220,16 +222,17 @@ def directions(task: Task, answers: Answers, fresh: Answers, old: Any, now: Any,
             p, before, q = (x.gather(1, ids) for x in (batch.logp(now), old_PV, q_PV))
             return gradient(now, mc_reverse_kl(p, before, q, importance=weighed)[0].mean())
 
-        def best(k: int, *, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV) -> Tensor:
+        def best(k: int, *, tail: bool, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV) -> Tensor:
             ids = old_PV.topk(k).indices
-            return gradient(now, reverse_kl_topk(batch.logp(now).gather(1, ids), q_PV.gather(1, ids)).mean())
+            p, q = batch.logp(now).gather(1, ids), q_PV.gather(1, ids)
+            return gradient(now, reverse_kl_topk(p, q, tail=tail, renormalise=not tail).mean())
 
         truth = exact(batch)
         for m in DRAWS:
             found[f"M = {m}"].append(cosine(sampled(m), truth))
         found["M = 16, not weighed"].append(cosine(sampled(16, weighed=False), truth))
-        for k in task.tops:
-            found[f"the old student's top {k}"].append(cosine(best(k), truth))
+        for k, tail in task.tops:
+            found[f"the old student's top {k}{', tail' if tail else ''}"].append(cosine(best(k, tail=tail), truth))
         found["stale answers to fresh ones, exact"].append(cosine(truth, exact(fresh.of(slice(first, first + BATCH)))))
     return {("cosine", name): {0: sum(values) / len(values)} for name, values in found.items()}
 
@@ -280,9 +283,8 @@ def written(task: Task, seeds: list[Found], seconds: float, say: Callable[[str],
         f"{'; '.join(left)} of the variance at a prefix and of answers; the gradient of 16 has a cosine of "
         f"{', '.join(towards)} to the exact one."
     )
-    say(
-        f"\nSeeds 1 to {len(seeds)}, {task.answers} answers each, of which cosines are of the first {task.answers // 2},"
-    )
+    size = f"{task.answers} answers each, of which cosines are of the first {task.answers // 2}"
+    say(f"\nSeeds 1 to {len(seeds)}, {size},")
     say(f"{seconds:.0f} s on one core, torch {torch.__version__}.")
 
 

@@ -110,14 +110,16 @@ def tables(sweep: ByKL) -> Iterator[str]:
         what = compared(each).partition(": ")[2]
         is_now = estimate(each.found.mean, each.found.se)
         yield f"| {each.claim.says} | −KL: {what} | {is_now} | {each.p_text} | **{each.verdict}** |"
+    lags = sorted({point.x for point in sweep.study.points})
     for measure in ("reverse", "forward"):
-        rows, slopes = dict[str, list[str]](), sweep.slopes(measure)
+        slopes, rows = sweep.slopes(measure), dict[str, dict[int, str]]()
         for row in sweep.table(measure):
-            rows.setdefault(row.series, []).append(negated(row))
-        lags = " | ".join(f"k = {point.x}" for point in next(iter(sweep.series().values())))
-        yield f"\n| {measure} KL | {lags} | slope against {sweep.doublings} |\n|{' --- |' * (2 + lags.count('k ='))}"
+            rows.setdefault(row.series, {})[row.x] = negated(row)
+        yield f"\n| {measure} KL | {' | '.join(f'k = {lag}' for lag in lags)} | slope against {sweep.doublings} |"
+        yield f"|{' --- |' * (2 + len(lags))}"
         for name, cells in rows.items():
-            yield f"| {name} | {' | '.join(cells)} | {negated(slopes[name])} |"
+            slope = negated(slopes[name]) if name in slopes else ""
+            yield f"| {name} | {' | '.join(cells.get(lag, '') for lag in lags)} | {slope} |"
 
 
 def main() -> None:
