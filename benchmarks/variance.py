@@ -19,6 +19,7 @@ seeds.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -59,6 +60,7 @@ class Task:
     ages: tuple[int, ...]
     tops: tuple[tuple[int, bool], ...]
     """How many of the old student's best tokens, and whether one more bucket holds all others."""
+    rows: int = 20_000
     title: str = "How much noise more draws take out, and where their gradient points"
     command: str = "python benchmarks/variance.py > docs/findings/variance.md"
 
@@ -70,8 +72,8 @@ TASKS = {
     ),
     "words": Task(
         "words", "builtin:word_student", "builtin:word_teacher", words.numbered,
-        lr=3e-3, longest=64, answers=128, redrawn=100, ages=(0, 4, 16, 64, 128),
-        tops=((16, False), (16, True), (64, False)),
+        lr=1e-3, longest=40, answers=128, redrawn=64, ages=(0, 4, 16, 64, 128),
+        tops=((16, False), (16, True), (64, False)), rows=4096,
         title="Noise of draws and directions of gradients with a wide vocabulary",
         command="python benchmarks/variance.py --task words --seeds 3 > docs/findings/variance_words.md",
     ),
@@ -141,28 +143,28 @@ def drawn_by(model: Any, tokenizer: Any, prompts: list[str], longest: int) -> An
     return Answers(ids, there, answered)
 
 
-def student_after(updates: int, task: Task, seed: int, directory: Path) -> Any:
-    """As training on fresh rollouts leaves it."""
-    path = model_path(task.student)
-    if updates:
-        run = slipstream.train(
-            {
-                "student": task.student,
-                "teachers": {"main": {"model": task.teacher}},
-                "data": {"train": f"builtin:{task.name}"},
-                "updates": updates,
-                "seed": seed,
-                "output": str(directory / str(updates)),
-                "sampler": {"max_tokens": task.longest},
-                "learner": {"batch_size": BATCH, "lr": task.lr, "warmup": 10},
-                "schedule": {"kind": "sync"},
-                "runtime": {"kind": "inline", "device": "cpu"},
-                "log": {"samples": 0, "trace": False},
-            },
-            quiet=True,
-        )
-        path = str(run.path / "final")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def students(task: Task, seed: int, directory: Path) -> dict[int, Any]:
+    """As training on fresh rollouts leaves it, by the number of updates."""
+    trained = [age for age in task.ages if age]
+    slipstream.train(
+        {
+            "student": task.student,
+            "teachers": {"main": {"model": task.teacher}},
+            "data": {"train": f"builtin:{task.name}", "limit": task.rows},
+            "updates": max(trained),
+            "seed": seed,
+            "output": str(directory),
+            "sampler": {"max_tokens": task.longest},
+            "learner": {"batch_size": BATCH, "lr": task.lr, "warmup": 10},
+            "schedule": {"kind": "sync"},
+            "checkpoint": {"every": math.gcd(*trained), "keep": max(trained)},
+            "runtime": {"kind": "inline", "device": "cpu"},
+            "log": {"samples": 0, "trace": False},
+        },
+        quiet=True,
+    )
+    paths = {age: str(directory / "checkpoints" / str(age)) if age else model_path(task.student) for age in task.ages}
+    return {age: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for age, path in paths.items()}
 
 
 # --- variances --------------------------------------------------------------------------------------------------------
@@ -245,10 +247,10 @@ def measure(task: Task, seed: int, directory: Path) -> Found:
     tokenizer = AutoTokenizer.from_pretrained(model_path(task.student))
     teacher = AutoModelForCausalLM.from_pretrained(model_path(task.teacher), dtype=torch.float32).eval()
     asked = [task.numbered("train", seed * task.answers + index)[0] for index in range(task.answers)]
-    old, found = student_after(0, task, seed, directory), defaultdict[tuple[str, str], dict[int, float]](dict)
+    trained, found = students(task, seed, directory), defaultdict[tuple[str, str], dict[int, float]](dict)
+    old = trained[0]
     stale = drawn_by(old, tokenizer, asked, task.longest)
-    for age in task.ages:
-        now = student_after(age, task, seed, directory)
+    for age, now in trained.items():
         fresh = drawn_by(now, tokenizer, asked, task.longest)
         values = variances(task, stale, old, now, teacher) | directions(task, stale, fresh, old, now, teacher)
         for key, value in values.items():
