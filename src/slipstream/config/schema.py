@@ -63,8 +63,8 @@ RowFilter = Annotated[dict[str, Value | tuple[Value, ...]], AfterValidator(check
 class DataConfig(Section):
     train: str | dict[str, str] = "builtin:arithmetic"
     """Training prompts: a .jsonl, .json, .csv (each also .gz) or .parquet file; a HF dataset, saved or on the hub, with
-    its subset (openai/gsm8k:main); or builtin:arithmetic, builtin:table, builtin:lookup, builtin:doors. Several
-    sources have names: { math = "math.jsonl", code = "code.csv" }."""
+    its subset (openai/gsm8k:main); or builtin:arithmetic, builtin:table, builtin:lookup, builtin:doors,
+    builtin:words. Several sources have names: { math = "math.jsonl", code = "code.csv" }."""
     weights: dict[str, float] = Field({})
     """Weights of several training sources, for example { math = 3, code = 1 }. A source has its weight as share of the
     prompts, after `weights_temperature`. Empty weighs every source by its number of rows."""

@@ -1,6 +1,6 @@
 """Built-in tasks: data sets that `[data]` names as `builtin:NAME`.
 
-`arithmetic` has its own file. In the other tasks the answer depends on a table that only tools can read
+`arithmetic` and `words` have their own files. In the other tasks the answer depends on a table that only tools can read
 (`slipstream.environments.builtin`), so that a student without tools can only guess. `table`: the table maps keys to
 numbers; the question is a sum or difference of two or three of these. `lookup`: the table maps each key to a next key;
 the question is which key follows a start key after some hops. `doors`: the table maps the key of each door to what lies
@@ -63,7 +63,7 @@ def tool_problem(task: str, split: str, index: int) -> Problem:
 
 
 def check(task: str, split: str) -> None:
-    names = ["arithmetic", *TOOL_TASKS]
+    names = ["arithmetic", "words", *TOOL_TASKS]
     if task not in names:
         raise DataError(f"no built-in task {task!r}; {did_you_mean(task, names)}")
     if split not in SPLITS:

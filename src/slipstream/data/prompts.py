@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.schema import DataConfig
-from slipstream.data import arithmetic, builtin, sources
+from slipstream.data import arithmetic, builtin, sources, words
 from slipstream.data.layouts import MARK, PLAIN, Layout, filled, first_of, layout_of, told, with_configured_paths
 from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.order import Epochs, Mixture
@@ -139,8 +139,8 @@ class Filter:
 
 
 def built_in_row(task: str, split: str, index: int) -> Row:
-    if task == "arithmetic":
-        question, answer = arithmetic.numbered(split, index)
+    if task in ("arithmetic", "words"):
+        question, answer = (arithmetic if task == "arithmetic" else words).numbered(split, index)
         return Row(f"{split}:{index}", question, task, answer, response=answer)
     question, answer, table = builtin.tool_problem(task, split, index)
     return Row(f"{split}:{index}", [{"role": "user", "content": question}], task, answer, {"table": table})

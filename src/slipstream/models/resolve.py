@@ -14,7 +14,7 @@ from slipstream.models.adapters import base_of, is_adapter
 HERE = Path(__file__).parent / "builtin"
 DEMO = HERE / "demo.toml"
 SHAPES = Path(__file__).parent / "shapes"
-MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher", "tool_reader")
+MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher", "tool_reader", "word_student", "word_teacher")
 KNOCK = 10.0
 """Timeout in seconds of the test request to the hub."""
 

@@ -28,9 +28,10 @@ HEAD = """# Findings
 
 For readers who want to know what the papers' claims about stale rollouts look like here: every claim with its verdict.
 
-A student of 140 k parameters learns arithmetic from a teacher twice its size; both are shipped. Results are for this
-task and these models only. Each title leads to a page with all numbers and the commands that repeat it. The page is a
-study ([how they work](lab.md)), or the output of a script. This command collects them here:
+A student of 140 k parameters learns arithmetic from a teacher twice its size. Pages about a wide vocabulary use the
+task `words` ([built-in tasks](data.md#built-in-tasks)). Results are for these tasks and their models only. Each title
+leads to a page with all numbers and the commands that repeat it. The page is a study ([how they work](lab.md)), or the
+output of a script. This command collects them here:
 
 ```console
 {command}
