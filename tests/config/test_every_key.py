@@ -266,6 +266,7 @@ OTHER = {
     "teachers.NAME.context": "{prompt}{ground_truth}",
     "teachers.NAME.longest": "300",
     "teachers.NAME.follow.ema": "0.5",
+    "guards.gac.limit": "0.5",
     "teachers.NAME.follow.copy_every": "3",
 }
 """Another value that is legal, where none follows from the schema, and what goes with it."""
@@ -274,7 +275,6 @@ ALSO = {
     "learner.snapshots": "learner.exact_drift=true",
     "teachers.NAME.base_url": "loss.kind=forward_kl",
     "policy.old": "policy.loss=vanilla",
-    "policy.old_decay": "policy.loss=vanilla policy.old=average",
     "sft.warmup": "sft.updates=2",
 }
 """What must be written beside either value."""
@@ -300,6 +300,7 @@ READ_BY = {
     "data.too_long": "plan/plan.py",
     "policy.refill": "config/schema.py",
     "policy.drop_alike": "objective/method.py",
+    "policy.old_decay": "objective/method.py",
     "eval.every": "pipeline/run.py",
     "checkpoint.every": "pipeline/run.py",
     "checkpoint.minutes": "pipeline/run.py",
