@@ -51,8 +51,10 @@ class Objective:
         self.has_policy_terms = method.policy is not None or (reference is not None and reference.into == "loss")
         self.single_pass = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
         """True if no loss needs whole rows and all use one temperature: one pass of the fused head computes them."""
-        self.divisor = self.scale = 1.0
+        self.divisor = 1.0
         """Number by which freshness weights are divided; 1 if the whole gradient is divided instead."""
+        self.scale = 1.0
+        """Loss scale of the backward pass that follows. The fused head computes gradients already in its forward pass."""
 
     def __call__(
         self,
