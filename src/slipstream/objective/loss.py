@@ -54,7 +54,7 @@ class Objective:
         self.divisor = 1.0
         """Number by which freshness weights are divided; 1 if the whole gradient is divided instead."""
         self.scale = 1.0
-        """Loss scale of the backward pass that follows. The fused head computes gradients already in its forward pass."""
+        """Loss scale of the next backward pass. The fused head computes its gradients in the forward pass already."""
 
     def __call__(
         self,
