@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from slipstream.engines.server.api import ServerEndpoint
-from slipstream.engines.server.completions import CompletionsSampler, Served, served_name
+from slipstream.engines.server.api import Served, ServerEndpoint, served_name
+from slipstream.engines.server.completions import CompletionsSampler
 from slipstream.errors import EngineError
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout

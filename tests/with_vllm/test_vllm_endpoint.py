@@ -27,8 +27,8 @@ from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.engines.server.api import ServerEndpoint
-from slipstream.engines.server.completions import CompletionsSampler, Served, served_name
+from slipstream.engines.server.api import Served, ServerEndpoint, served_name
+from slipstream.engines.server.completions import CompletionsSampler
 from slipstream.errors import ConfigError
 from slipstream.models.resolve import model_path
 from slipstream.protocols import Sampling

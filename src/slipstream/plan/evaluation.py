@@ -12,8 +12,7 @@ from slipstream.data.prompts import Prompts, Row
 from slipstream.data.tokenizers import Tokenizer, check_ids, encode_rows
 from slipstream.engines.http.client import key_from_environment
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
-from slipstream.engines.server.api import ServerEndpoint
-from slipstream.engines.server.completions import Served, served_name
+from slipstream.engines.server.api import Served, ServerEndpoint, served_name
 from slipstream.engines.vllm.core import COLDEST, Settings, check_installed
 from slipstream.errors import ConfigError, DataError
 from slipstream.models.adapters import is_adapter

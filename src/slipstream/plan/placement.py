@@ -13,8 +13,7 @@ from functools import cache
 from slipstream.config.schema import LoraConfig, RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
-from slipstream.engines.server.api import ServerSettings
-from slipstream.engines.server.completions import Served
+from slipstream.engines.server.api import Served, ServerSettings
 from slipstream.engines.vllm.core import Settings
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names

@@ -22,8 +22,8 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.quantisation import quantise
 from slipstream.engines.rollout_cache import RolloutCache
-from slipstream.engines.server.api import ServerSettings
-from slipstream.engines.server.completions import CompletionsSampler, Served
+from slipstream.engines.server.api import Served, ServerSettings
+from slipstream.engines.server.completions import CompletionsSampler
 from slipstream.engines.server.sampler import ServerSampler
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler

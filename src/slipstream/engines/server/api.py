@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from slipstream.engines.http.answers import WrongAnswer, number
 from slipstream.engines.http.client import Client, Endpoint
-from slipstream.errors import EndpointError, NonFiniteError
+from slipstream.errors import ConfigError, EndpointError, NonFiniteError
 from slipstream.protocols import Sampling
 
 TOKEN = 512
@@ -48,6 +48,10 @@ class ServerSettings:
     threads: int = 1
     devices: int = 0
     """Number of devices here: none, as the server has its own."""
+
+
+class Served(ServerSettings):
+    """A model on a server whose weights stay as they are; `model` is for its tokenizer and its end tokens."""
 
 
 class Drawn(NamedTuple):
@@ -257,3 +261,17 @@ def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int]) -> Drawn:
             f"it ended with {drawn.finish!r} after {len(tokens)} of {asked} tokens, with end tokens at {ended}"
         )
     return drawn
+
+
+def served_name(endpoint: ServerEndpoint, model: str) -> str:
+    """Return the name under which the server has the model: `model` if it lists it, or its only model."""
+    try:
+        answer = asyncio.run(Client(endpoint).ask("GET", "/models"))
+        listed = [str(each["id"]) for each in answer["data"]]
+    except (EndpointError, *NO_FIELD) as error:
+        raise ConfigError(f"--url {endpoint.url}: it does not list its models ({error})") from None
+    if model in listed or len(listed) == 1:
+        return model if model in listed else listed[0]
+    raise ConfigError(
+        f"--url: {endpoint.url} has the models {', '.join(listed)}: start it with --served-model-name {model}"
+    )

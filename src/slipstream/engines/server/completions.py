@@ -11,15 +11,11 @@ from collections.abc import Collection
 
 from slipstream.engines.http.answers import WrongAnswer
 from slipstream.engines.http.client import Client
-from slipstream.engines.server.api import NO_FIELD, TOKEN, Drawn, ServerEndpoint, ServerSettings, checked, named
+from slipstream.engines.server.api import NO_FIELD, TOKEN, Drawn, Served, checked, named
 from slipstream.engines.server.sampler import rollout_of
-from slipstream.errors import ConfigError, EndpointError, EngineError
+from slipstream.errors import EndpointError, EngineError
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt, Rollout, derive_seed, header_of
-
-
-class Served(ServerSettings):
-    """A model on a server whose weights stay as they are; `model` is for its tokenizer and its end tokens."""
 
 
 class CompletionsSampler:
@@ -59,17 +55,3 @@ class CompletionsSampler:
         except (WrongAnswer, *NO_FIELD) as error:
             raise EndpointError(f"{self.client.where} gives a wrong answer: {named(error)}") from None
         return rollout_of(prompt, index, drawn, 0, greedy=True)
-
-
-def served_name(endpoint: ServerEndpoint, model: str) -> str:
-    """Return the name under which the server has the model: `model` if it lists it, or its only model."""
-    try:
-        answer = asyncio.run(Client(endpoint).ask("GET", "/models"))
-        listed = [str(each["id"]) for each in answer["data"]]
-    except (EndpointError, *NO_FIELD) as error:
-        raise ConfigError(f"--url {endpoint.url}: it does not list its models ({error})") from None
-    if model in listed or len(listed) == 1:
-        return model if model in listed else listed[0]
-    raise ConfigError(
-        f"--url: {endpoint.url} has the models {', '.join(listed)}: start it with --served-model-name {model}"
-    )
