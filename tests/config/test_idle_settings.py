@@ -112,7 +112,7 @@ WARNED = {
     f"eval.every=3 {HELD_OUT}": "eval.every = 3 is more than updates = 2: only the first and the final student are",
     "learner.warmup=3": "learner.warmup = 3 is more than updates = 2: learner.lr is never reached",
     f"{RL} reference.weight=0.1 reference.host=true": "reference.host = true does nothing on a CPU",
-    "learner.offload=optimizer": "learner.offload = ['optimizer'] does nothing on a CPU",
+    'learner.offload=["optimizer"]': "learner.offload = ['optimizer'] does nothing on a CPU",
     "learner.token_budget=100000000000": "its device has",
     "checkpoint.minutes=0": "a run that is killed loses everything",
     "reference.weight=0.1": "drop [reference] if that is not intended",

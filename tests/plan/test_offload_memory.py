@@ -16,8 +16,8 @@ STUDENT = "shapes:Qwen/Qwen3-4B"
 PARAMETERS, LARGEST, WIDTH, LAYERS = 4_022_468_096, 151_936 * 2560, 2560, 36
 TREE: dict[str, Any] = {
     "student": STUDENT,
-    "teachers": {"main": {"model": STUDENT}},
-    "sampler": {"longest": 8192, "max_tokens": 4096},
+    "teachers": {"main": {"model": STUDENT, "token_budget": 40_000}},
+    "sampler": {"longest": 8192, "max_tokens": 4096, "slots": 4},
     "schedule": {"kind": "async", "tau": 3},
 }
 
@@ -61,7 +61,7 @@ def test_a_sequence_that_does_not_fit_is_refused_with_the_longest_that_does() ->
     )
     assert found({"checkpointing": True}, "2x80")["learner"].total < 80 * GIB
     long, recomputed = (
-        {"longest": 40_000, "max_tokens": 4096, "slots": 8},
+        {"longest": 40_000, "max_tokens": 4096, "slots": 4},
         {"checkpointing": True, "token_budget": 40_000},
     )
     assert left // (per_token / LAYERS + 4 * WIDTH * LAYERS) == 39_688
