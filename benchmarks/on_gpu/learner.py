@@ -127,7 +127,6 @@ def planned(setting: Setting, config: LearnerConfig, method: Method, shape: str)
                 threads=1,
                 patience=0.0,
             ),
-            on_host=False,
         )
     counted = sum(value for name, value in parts.items() if not name.startswith("~"))
     return f"planned {counted / 2**30:.1f} GiB, and about {parts['~activations'] / 2**30:.1f} of activations"
