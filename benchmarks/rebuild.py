@@ -21,6 +21,7 @@ from slipstream.config.schema import DataConfig
 from slipstream.data.prompts import Prompts, load_rows
 from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.model import load_model
+from slipstream.engines.native.sampling.decoding import Decoder
 from slipstream.engines.native.sampling.requests import FutureResult
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights
@@ -33,9 +34,9 @@ MODEL, SAMPLES, SLOTS, BATCH, AHEAD = "builtin:student", 512, 64, 64, 256
 class Timed(NativeSampler):
     rebuilding = working = rebuilt = 0.0
 
-    def _read_again(self, slots: Sequence[int]) -> None:
+    def _read_again(self, slots: Sequence[int], decoder: Decoder) -> None:
         began = time.thread_time()
-        super()._read_again(slots)
+        super()._read_again(slots, decoder)
         self.rebuilding += time.thread_time() - began
         self.rebuilt += len(slots) > 0
 

@@ -60,9 +60,10 @@ class Block(NamedTuple):
 
 class Rows:
     def __init__(self, rollouts: Sequence[Rollout], batch: MicroBatch, device: torch.device) -> None:
-        shape = len(batch.rows), batch.length
+        length = batch.length
+        shape = len(batch.rows), length
         ids_RL, position_RL, branch_RL = (np.zeros(shape, np.int64) for _ in range(3))
-        tree_RL = np.tile(-1 - np.arange(batch.length), (len(batch.rows), 1))
+        tree_RL = np.tile(-1 - np.arange(length), (len(batch.rows), 1))
         predict: list[Ints] = []
         for r, row in enumerate(batch.rows):
             start = 0
@@ -72,10 +73,10 @@ class Rows:
                 ids_RL[r, start:stop] = np.concatenate([members[0].prompt.tokens, *[each.tokens for each in members]])
                 tree_RL[r, start:stop] = tree
                 branch_RL[r, start:stop] = np.repeat(np.arange(1 + len(members)), [item.prompt, *item.responses])
-                responses = [item.prompt + np.arange(length) for length in item.responses]
+                responses = [item.prompt + np.arange(count) for count in item.responses]
                 position_RL[r, start:stop] = np.concatenate([np.arange(item.prompt), *responses])
                 trained = np.concatenate([each.loss_mask for each in members])
-                predict.append(r * batch.length + start + _predictors(item)[trained])
+                predict.append(r * length + start + _predictors(item)[trained])
                 start = stop
         self.packed, self.batch = batch.packed, batch
         self.choices: Choices | None = None

@@ -32,6 +32,7 @@ from slipstream.engines.native.model import (
 )
 from slipstream.engines.native.routers import Choices, Routers, choosing, together
 from slipstream.engines.native.sampling import kv
+from slipstream.engines.native.sampling.direct import Direct, is_direct
 from slipstream.errors import ModelError, first_line
 
 PROMPTS = (9, 9, 4, 1)
@@ -71,6 +72,7 @@ class Decoder:
         """
         self.lm, self.slots, self.routers = lm, kv.Slots(slots, lm.model.config), routers
         self.accepted = inspect.signature(type(lm.backbone).forward).parameters
+        self.direct = Direct(lm) if is_direct(lm) else None
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
         """Compute position `at[i]` of each slot i, and all `reads`; return their last hidden states [N + reads, H]."""
@@ -134,13 +136,18 @@ class Decoder:
         return hidden_TH[torch.from_numpy(last).to(device)]
 
     def _forward(self, step: kv.Step, ids: Tensor, positions: Tensor) -> Tensor:
+        backbone = self.lm.backbone
+        hooked = backbone._forward_hooks or backbone._forward_pre_hooks  # hooks must see what the model computes
+        if self.direct is not None and not hooked:
+            with step.taken():
+                return self.direct(step, ids.flatten(), positions.flatten())
         # fully recurrent models take no positions, and their cache has another argument name
         memory = "past_key_values" if "past_key_values" in self.accepted else "cache_params"
         options: dict[str, object] = {memory: step}
         if "position_ids" in self.accepted:
             options["position_ids"] = positions
         with step.taken():
-            out = self.lm.backbone(input_ids=ids, use_cache=True, **options)
+            out = backbone(input_ids=ids, use_cache=True, **options)
         hidden_TH: Tensor = out.last_hidden_state.flatten(0, 1)
         return hidden_TH
 

@@ -193,7 +193,10 @@ class Step(Cache):  # type: ignore[misc]
         self.slots, self.blocks, self.goes_on, self.fills = slots, blocks, goes_on, fills
         self.slot_W, self.at_W, self.token_W = slot_W, at_W, token_W
         self.length = max(block.length for block in blocks)
+        self.going = [block.slots for block in blocks if block.going and isinstance(block.slots, slice)]
+        """Slots of each block of running sequences; these are the first blocks."""
         self.masks: dict[tuple[int, Reach, int], Tensor] = {}
+        self.masks_of: dict[tuple[Reach, int, int], list[tuple[slice, int, Tensor]]] = {}
         self.newest: Layer | None = None
         """Layer that has written its keys and values most recently."""
 
@@ -237,6 +240,20 @@ class Step(Cache):  # type: ignore[misc]
             self.masks[key] = mask_NQL.masked_fill_(hidden_NQL, -torch.inf)[:, None]
         return self.masks[key][block.slots, :, :, : block.length] if block.going else self.masks[key]
 
+    def masks_of_next(self, reach: Reach, j: int, heads: int, dtype: torch.dtype) -> list[tuple[slice, int, Tensor]]:
+        """Return rows of slots and heads, length, and mask [N·J, heads, L] of each block of running sequences."""
+        key = reach, j, heads
+        if key not in self.masks_of:
+            self.masks_of[key] = [
+                (
+                    slice(slots.start * j, slots.stop * j),
+                    block.length,
+                    self.mask(number, reach, heads, dtype).expand(-1, j, -1, -1).flatten(0, 1),
+                )
+                for number, (block, slots) in enumerate(zip(self.blocks, self.going, strict=False))
+            ]
+        return self.masks_of[key]
+
 
 CURRENT: ContextVar[Step] = ContextVar("step")
 """Step of the current pass; a context variable, because some models pass no extra arguments to their attention."""
@@ -261,35 +278,82 @@ def attend_slots(
     step.slots.reaches.add(reach)
     b, h, r, d = query_BHRD.shape
     j = key_SJLD.shape[1]
-    query_THD = query_BHRD.transpose(1, 2).reshape(b * r, h, d)
-    done, start = [], 0
-    for number, block in enumerate(step.blocks):
+    sinks = None if s_aux is None else s_aux.view(1, j, h // j, 1)
+    out_THD = attend_blocks(
+        step,
+        reach,
+        query_BHRD.transpose(1, 2).reshape(b * r, h, d),
+        key_SJLD,
+        value_SJLD,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return out_THD.reshape(b, r, h, -1).contiguous(), None  # models take views of it
+
+
+def attend_blocks(
+    step: Step,
+    reach: Reach,
+    query_THD: Tensor,
+    key_SJLD: Tensor,
+    value_SJLD: Tensor,
+    *,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention output [T, H, D] of a step's tokens, block after block; sinks are logits [1, J, H/J, 1]."""
+    h, d = query_THD.shape[1:]
+    j = key_SJLD.shape[1]
+    plain = softcap is None and sinks is None
+    blocks, done, start = list(enumerate(step.blocks)), list[Tensor](), 0
+    if plain and step.going and query_THD.dtype.itemsize >= 4:  # in half precision SDPA rounds less
+        start = step.going[-1].stop
+        done.append(attend_next(step, reach, query_THD[:start], key_SJLD, value_SJLD, scaling))
+        blocks = blocks[len(step.going) :]
+    for number, block in blocks:
         n, q = block.at_NQ.shape
         if block.token_NQ is None:
             query_NHQD = query_THD[start : start + n * q].view(n, q, h, d).transpose(1, 2)
         else:
             query_NHQD = query_THD[block.token_NQ].transpose(1, 2)
         key_NJLD, value_NJLD = (buffer[block.slots, :, : block.length] for buffer in (key_SJLD, value_SJLD))
-        if block.whole and reach == Reach() and softcap is None and s_aux is None:
+        if block.whole and plain and reach == Reach():
             out_NHQD = scaled_dot_product_attention(
                 query_NHQD, key_NJLD, value_NJLD, is_causal=True, scale=scaling, enable_gqa=h != j
             )
         else:  # grouped heads share keys: stack their queries in one head, so that no key is copied
-            sinks = None if s_aux is None else s_aux.view(1, j, h // j, 1, 1).expand(1, j, h // j, q, 1)
             out_NHQD = attend(
                 query_NHQD.reshape(n, j, h // j * q, d),
                 key_NJLD,
                 value_NJLD,
-                step.mask(number, reach, h // j, query_BHRD.dtype),
+                step.mask(number, reach, h // j, query_THD.dtype),
                 scaling=scaling,
                 softcap=softcap,
-                sinks=None if sinks is None else sinks.reshape(1, j, -1, 1),
+                sinks=None if sinks is None else sinks.expand(1, j, h // j, q).reshape(1, j, -1, 1),
             ).view(n, h, q, -1)
         out_THD = out_NHQD.transpose(1, 2).flatten(0, 1)
         done.append(out_THD if block.real_T is None else out_THD[block.real_T])
         start += len(done[-1])
-    out_THD = done[0] if len(done) == 1 else torch.cat(done)
-    return out_THD.reshape(b, r, h, -1).contiguous(), None  # models take views of it
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
+def attend_next(
+    step: Step, reach: Reach, query_NHD: Tensor, key_SJLD: Tensor, value_SJLD: Tensor, scaling: float | None
+) -> Tensor:
+    """Return the attention output [N, H, D] of the next tokens of running sequences.
+
+    With one query per row, matrix products are faster than SDPA on a CPU: they only read keys and values.
+    """
+    (n, h, d), j = query_NHD.shape, key_SJLD.shape[1]
+    query, key, value = query_NHD.reshape(n * j, h // j, d), key_SJLD.flatten(0, 1), value_SJLD.flatten(0, 1)
+    out = query.new_empty(n * j, h // j, value.shape[-1])
+    scale = d**-0.5 if scaling is None else scaling
+    for slots, length, mask in step.masks_of_next(reach, j, h // j, query.dtype):
+        scores = torch.baddbmm(mask, query[slots], key[slots, :length].mT, alpha=scale)
+        torch.bmm(scores.softmax(-1), value[slots, :length], out=out[slots])
+    return out.view(n, h, -1)
 
 
 AttentionInterface.register(NAME, attend_slots)
