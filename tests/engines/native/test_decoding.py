@@ -165,3 +165,17 @@ def test_a_recurrent_prefill_passes_rows_of_one_length_together() -> None:
     ids = torch.randint(2, VOCAB, (6, 9))
     decoder.step(ids, (), [Read((i,), 0, length) for i, length in enumerate([3, 3, 5, 9, 9, 9])])
     assert passes == [(2, 3), (1, 5), (3, 9)]
+
+
+@torch.no_grad()
+def test_direct_layers_equal_the_modules_bit_for_bit() -> None:
+    lm = split("tiny", make_model())
+    prove(lm)
+    ids = torch.arange(2, 26).view(2, 12) % lm.vocab_size
+    direct, modules = Decoder(lm, 2), Decoder(lm, 2)
+    assert direct.direct is not None
+    modules.direct = None
+    reads = [Read((0,), 0, 4), Read((1,), 0, 7)]
+    assert torch.equal(direct.step(ids, (), reads), modules.step(ids, (), reads))
+    for at in ([4, 7], [5, 8], [6, 9]):
+        assert torch.equal(direct.step(ids, at), modules.step(ids, at))
