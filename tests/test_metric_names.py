@@ -94,7 +94,13 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "updates": 4,
     },
     "guarded": {
-        "guards": {"length_surge": {}, "ess": {}, "entropy": {}, "kl": {}, "gac": {"every": 1, "below": 0.0}},
+        "guards": {
+            "length_surge": {},
+            "ess": {},
+            "entropy": {},
+            "kl": {},
+            "gac": {"every": 1, "below": 0.0, "limit": 0.5},
+        },
         "schedule": {"kind": "async", "tau": 1.5},
         "updates": 4,
     },

@@ -38,6 +38,7 @@ TELLS = {
     "warm_start": {"distill/loss", "sft"},
     "gkd": {"distill/loss", "off_policy/data"},
     "skd": {"distill/loss", "sampler/replaced", "teacher/kl"},
+    "vcpo": {"policy/loss", "policy/reward", "correction/rollout_is_mean", "correction/ess"},
     "self_ema": {"distill/loss", "teacher/self/version", "teacher/kl"},
 }
 

@@ -182,7 +182,7 @@ def test_what_only_one_of_them_may_set() -> None:
 
 def test_splits_count_all_devices_of_a_worker() -> None:
     config = PlannedConfig(config_of(VLLM, sampler={"replicas": 3}, learner={"ranks": 2}))
-    assert config.devices == 3 + 2 * 4 + 2 and config.each == Split(1, 4, 1)
+    assert config.config.devices == 3 + 2 * 4 + 2 and config.each == Split(1, 4, 1)
     assert list(splits(7, each=Split(1, 4, 1))) == [Split(1, 1, 2), Split(2, 1, 1)]
     assert list(splits(7, 0, Split(3, 1, 1))) == [Split(1, 0, 4), Split(2, 0, 1)]
 

@@ -46,6 +46,7 @@ def test_what_was_planted_comes_first(name: str, updates: int, script: ModuleTyp
 def test_what_is_to_be_written_is_a_plan_that_could_be_run() -> None:
     """Not only a config: files, lengths, vocabularies and memory agree."""
     cases = [case for example in EXAMPLES if not (case := example.sick).config.task.reward]
+    cases = [case for case in cases if case.config.learner.router == "free"]  # others need a mixture of experts
     found = [(case, answer.change) for case in cases for answer in advise(case).answers if answer.change]
     plans = {to_toml(present(changed(case.config, change))) for case, change in found}
     assert len(plans) > 15

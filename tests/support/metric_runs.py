@@ -96,6 +96,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
         cosine_every=config.guards.gac.every if config.guards.gac else 0,
+        cosine_limit=config.guards.gac.limit if config.guards.gac else None,
     )
     beside = wrap(teacher) if config.sampler.interleave else None
     sampler = NativeSampler(student, slots=8, stop_ids={EOS}, teacher=beside, router=routed)
