@@ -79,4 +79,4 @@ class GuardsConfig(Section):
     """Lower schedule.tau (bound on work in flight) while the learner is far from the sampling policy (drift)."""
     gac: GradientCosine | None = None
     """Compare the gradients of fresh and stale samples. Lower the learning rate while the cosine is below `below`. Or
-    remove what a gradient shares with that of the update before, by `limit`."""
+    limit the part of a gradient that repeats that of the previous update, by `limit`."""

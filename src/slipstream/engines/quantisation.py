@@ -1,7 +1,7 @@
 """Linear layers whose weights have eight bits: a code for each weight, and a scale for each output.
 
-A layer stores codes and scales only. Each pass multiplies them into a weight in the dtype of its input, one layer at a
-time. The log-probs are therefore exactly those of the quantised model; no kernel computes in eight bits.
+A layer stores codes and scales only. Each pass computes one layer's weight at a time from them, in the dtype of its
+input. The log-probs are therefore exactly those of the quantised model; no kernel computes in eight bits.
 
 Codes and scales are computed on the CPU in float32, from published weights. Every process computes the same bits, so
 the learner can check what a sampler runs. int8: code = round(w / scale), scale = max|w| / 127 over the inputs of an

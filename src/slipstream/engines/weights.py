@@ -3,7 +3,7 @@
 Weights are gathered, converted and hashed in buckets, so that no rank and no sampler holds the whole model twice. A
 fingerprint is one hash over the CRC-32 of each tensor that `fingerprinted` names. An engine that loads weights returns
 the fingerprint of the tensors that it runs. A sampler that quantises weights returns one of the bytes that it received
-and of the codes and scales that it made of them; the learner makes the same of the weights that it exports.
+and of the codes and scales that it made of them; the learner computes the same from the weights that it exports.
 """
 
 from __future__ import annotations

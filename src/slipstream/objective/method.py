@@ -447,7 +447,7 @@ def _first_ratio_to_sampler(config: Config, method: Method) -> tuple[str, str] |
 
 
 def quantisation_notes(config: Config, method: Method) -> list[str]:
-    """Return a line about rollouts of the quantised student, and about what in the method compares with it."""
+    """Return a line about rollouts of the quantised student, and about the part of the loss with the ratio to it."""
     if (kind := config.sampler.quantisation) is None:
         return []
     comparison = _first_ratio_to_sampler(config, method)

@@ -105,7 +105,7 @@ def _tokens(row: Iterable[Item]) -> int:
 def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
     """Return one item per prompt with all its responses, or several items if one would exceed the budget.
 
-    Prompts whose tokens went to different experts are different ones.
+    Prompts whose tokens went to different experts count as different prompts.
     """
     groups: dict[tuple[int, bytes, bytes], list[int]] = {}
     for i, rollout in enumerate(rollouts):

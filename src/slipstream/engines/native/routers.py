@@ -27,7 +27,7 @@ from slipstream.errors import ModelError, first_line
 from slipstream.records import Ints, Rollout
 
 FREE = -1
-"""In place of expert ids: no choice is prescribed, or none is known."""
+"""Value in place of an expert id if no choice is prescribed, or none is known."""
 NOTHING = torch.empty(0)
 PROBE = 23
 """Number of tokens of the passes that check the routers."""
@@ -47,7 +47,7 @@ class Choices:
     """Choices of all routers in one pass."""
 
     def __init__(self, routers: Routers, given_TRX: Tensor | None = None, *, keeps_logits: bool = False) -> None:
-        """Prescribe experts, FREE where a router chooses by itself; None: it always does.
+        """Prescribe experts. FREE leaves one choice to the router, and None leaves all choices to the routers.
 
         With `keeps_logits` the scores of all experts before the softmax are kept, with their gradient.
         """

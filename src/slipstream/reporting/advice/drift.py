@@ -51,7 +51,7 @@ GEOMETRIC: Change = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
 REINFORCE: Change = {"policy.loss": "reinforce", "policy.options": {}, **GEOMETRIC}
 """Plain policy gradient with geometric rejection, for presets that begin with bypass_pg_geo_rs."""
 OLD_LAG = 4.0
-"""Mean lag from which a correction also rejects whole responses."""
+"""Mean lag from which the proposed correction also rejects whole responses."""
 TOKEN_WEIGHTS: Change = {"correction.preset": "decoupled_token_is"}
 REJECT: Change = {"correction.preset": "decoupled_geo_rs", **GEOMETRIC}
 
@@ -153,7 +153,7 @@ def difference(lines: Sequence[Line], kl: Level, limit: float, exact: bool) -> t
 def aligned(config: Config, *, routed: bool) -> list[Change]:
     """Return changes that make the engines compute alike, then one that turns corrections off while debugging.
 
-    For models whose experts differ between the engines (`routed`), a band on the ratio precedes the last.
+    If the experts of the engines may differ (`routed`), IcePop is proposed before the last change.
     """
     learner, sampler, other = config.learner, config.sampler, not in_float32(config)
     icepop: list[Change] = [{"correction.preset": "decoupled_token_icepop"}]

@@ -63,10 +63,10 @@ RULES: tuple[Rule, ...] = (
         f"off by {drift.PROBABILITY_GAP:g} in most updates. KL > {drift.KL_WARNING:g} is only a warning.",
         cause="Sampler and learner compute different log-probs with the same weights: precision, temperature, kernels, "
         "parallelism, expert routing, or weights that did not arrive. Corrections would hide the difference.",
-        change='No `sampler.quantisation`, `sampler.on_publish = "rebuild"`, `sampler.dtype` as the learner computes, '
-        "float16 instead of bfloat16 in both, float32 in both. For a mixture of experts whose routing differs "
-        '`correction.preset = "decoupled_token_icepop"`, else no correction until the cause is found. '
-        "`slipstream doctor`",
+        change='One after the other: no `sampler.quantisation`; `sampler.on_publish = "rebuild"`; `sampler.dtype` as '
+        "the learner computes; float16 instead of bfloat16 in both; float32 in both. For a mixture of experts with "
+        '`router/flips`: `correction.preset = "decoupled_token_icepop"`. Otherwise no correction until `slipstream '
+        "doctor` finds the cause",
         watch="drift/kl/lag_0 near 0, mismatch/probs_pearson above 0.99",
         find=drift.engines_differ,
         hides=MISMATCHED,
@@ -171,8 +171,8 @@ RULES: tuple[Rule, ...] = (
         cause="The learner's weights changed too much while the sampled tokens waited.",
         change="half of `schedule.tau`, `schedule.k` or `schedule.publish_every`. In a new run with a native teacher: "
         '`loss.kind = "reverse_kl"`, which stale tokens harm least (docs/freshness.md). With a policy loss that has no '
-        'correction: `correction.preset = "decoupled_token_is"`, or `"decoupled_geo_rs_seq_tis"` from a mean lag of '
-        f"{drift.OLD_LAG:g} or {drift.LONG} tokens on",
+        'correction: `correction.preset = "decoupled_token_is"`; if the mean lag is at least '
+        f'{drift.OLD_LAG:g}, or a response has over {drift.LONG} tokens, `"decoupled_geo_rs_seq_tis"`',
         watch="drift/k3_kl below 0.02, drift/ess above 0.5",
         find=drift.stale,
         hides=(*STALE[1:], "spikes", "sequence weights"),
@@ -248,9 +248,9 @@ RULES: tuple[Rule, ...] = (
         when=f"above {drift.CLIPPED:g} and rising (only a warning if not rising)",
         cause="The trust region is used up: by stale samples, by several epochs, or by large steps. Do not widen the "
         "clip range first.",
-        change=f"`learner.epochs = 1`. Above {drift.SATURATED:g} with a policy loss a geometric objective: "
-        '`policy.loss = "gspo"` (or `"gmpo"`), then `"reinforce"` with `correction.preset = '
-        '"bypass_pg_geo_rs_token_tis"`. Else `learner.lr` × 0.5',
+        change=f"`learner.epochs = 1`. Above {drift.SATURATED:g} with a policy loss: "
+        '`policy.loss = "gspo"` (or `"gmpo"`); if the run has one of these, `"reinforce"` with `correction.preset = '
+        '"bypass_pg_geo_rs_token_tis"`. Otherwise `learner.lr` × 0.5',
         watch="the clip fraction below 0.2",
         find=drift.clipped,
     ),
@@ -270,7 +270,7 @@ RULES: tuple[Rule, ...] = (
         "responses are not cut off)",
         cause="The optimizer amplifies a bias towards long responses, tens of updates before a collapse. If lengths "
         "grow in spite of the guard, the reward is the cause: audit the reward.",
-        change="`learner.lr` × 0.5 and `[guards.length_surge]`. With a policy loss, if the guard is there already, "
+        change="`learner.lr` × 0.5 and `[guards.length_surge]`. If a run with a policy loss has this guard: "
         '`policy.loss = "reinforce"` with `correction.preset = "bypass_pg_geo_rs"`',
         watch="length/trend below 1.2",
         find=learning.surges,

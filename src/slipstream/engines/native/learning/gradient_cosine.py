@@ -56,8 +56,8 @@ def project(optimizer: torch.optim.Optimizer, ranks: Ranks, *, limit: float) -> 
     """Reduce the gradient's part along that of the previous update until their cosine is `limit`; return the cosine.
 
     g − p (a − limit·b/√(1 − limit²))/‖p‖ if cos(g, p) > limit, with g = a·p/‖p‖ + a part of length b orthogonal to p
-    (GAC, 2603.01501). p is the previous gradient before its own projection. Empty if one of
-    the gradients is zero or not finite.
+    (GAC, 2603.01501). p is the previous gradient before its own projection. Return {} if one of the gradients is zero,
+    or the new one is not finite.
     """
     found = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
     pairs = [

@@ -10,9 +10,9 @@ from __future__ import annotations
 GROWTH = 100
 """Number of steps in a row without overflow after which the scale is doubled."""
 START, LOWEST = 2.0**16, 1.0
-"""First scale, and scale at which gradients that are not finite are an error and no overflow."""
+"""First scale, and smallest scale: gradients that are not finite at it are an error."""
 OF_SUMS = 2.0**-16
-"""Factor for a loss that is a sum over an update's tokens, and is divided by their number only at the step."""
+"""Further factor if the loss is a sum over an update's tokens whose gradients are divided by a count at the step."""
 
 
 class LossScale:
@@ -27,7 +27,7 @@ class LossScale:
         return self.applied
 
     def overflowed(self) -> bool:
-        """Halve the scale after gradients that are not finite; return False if that cannot help."""
+        """Halve the scale after gradients that are not finite; return False if it is already the smallest."""
         if not self.on or self.value <= LOWEST:
             return False
         self.value, self.steps = self.value / 2, 0

@@ -34,13 +34,13 @@ def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) 
 
 
 def park(optimizer: torch.optim.Optimizer) -> None:
-    """Move all moments, of sharded weights those of this rank's shard, to host memory."""
+    """Move all moments to host memory; of sharded weights, those of this rank's shard."""
     for state in optimizer.state.values():
         state |= {name: copied(local(state[name]), HOST) for name in MOMENTS if name in state}
 
 
 def step_from_host(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step with moments that stay in host memory: those of one weight at a time come to its device."""
+    """Make a step with moments in host memory. Move those of one weight at a time to its device and back."""
     groups = optimizer.param_groups
     try:
         for group in groups:

@@ -37,7 +37,7 @@ class Routing:
         return Choices(self.routers, given_TRX, keeps_logits=self.keeps_logits and torch.is_grad_enabled())
 
     def _table(self, rows: Rows, known: Sequence[Ints | None]) -> Tensor | None:
-        """Return the choices of all samples at the tokens of the rows, FREE where there are none; None if all are."""
+        """Return the choices of all samples at the tokens of the rows, FREE where unknown; None if all are unknown."""
         if all(each is None for each in known):
             return None
         shape = rows.ids_RL.numel(), len(self.routers.modules), self.routers.chosen
