@@ -88,9 +88,8 @@ def dispo(
     """Use the ratio as a constant weight, with other bounds for good tokens than for bad ones (DISPO, 2602.00983).
 
     −sg(clip(r, 1−lo, 1+hi)) A logπ, with clip_low_pos and clip_high_pos where A > 0, else clip_low_neg and
-    clip_high_neg. The paper chooses the bounds by right and wrong answers: with a group's mean as baseline this is the
-    sign of A. Use this loss like cispo, if entropy, repetitions or length need other bounds in good than in bad
-    answers.
+    clip_high_neg. The paper chooses the bounds by right and wrong answers, which are the signs of A for a group's mean.
+    Use this loss like cispo, if entropy, repetitions or length need other bounds in good than in bad answers.
     """
     ratio_BT = tokens.ratio.detach()
     good_BT = ratio_BT.clamp(1 - clip_low_pos, 1 + clip_high_pos)
