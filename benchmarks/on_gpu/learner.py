@@ -124,6 +124,7 @@ def planned(setting: Setting, config: LearnerConfig, method: Method, shape: str)
                 snapshots=0,
                 follow={},
                 cosine_every=0,
+                cosine_limit=None,
                 threads=1,
                 patience=0.0,
             ),
