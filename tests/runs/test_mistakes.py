@@ -82,7 +82,7 @@ demo --updates 0 | updates: input should be greater than or equal to 1, got 0
 demo --uptades 10 | unknown key 'uptades'; did you mean 'updates'?
 doctor nowhere.toml | nowhere.toml: no such file
 doctor run.toml --updates none | run.toml: updates: input should be a valid integer, got None
-doctor run.toml --learner.rate 1 | run.toml: unknown key 'learner.rate'; known: 
+doctor run.toml --learner.speed 1 | run.toml: unknown key 'learner.speed'; known: 
 resume | the following arguments are required: RUN
 resume nowhere | nowhere holds no run: there is no config.toml in it
 resume run.toml | run.toml holds no run: there is no config.toml in it
@@ -163,7 +163,7 @@ CONFIG = table("""
 --loss.m 100000 | run.toml: loss.m: input should be less than or equal to 10000, got 100000
 --updates 100000000000000000000000 | run.toml: updates: input should be less than or equal to 1000000000, got 1000000
 --seed -1 | run.toml: seed: input should be greater than or equal to 0, got -1
---eval.every 1 --eval.n 65000000 | run.toml: eval.n = 65000000 needs sampler.slots of at least 65000000
+--data.eval x --task.reward exact --eval.every 1 --eval.n 65000000 | run.toml: eval.n = 65000000 needs sampler.slots of
 --task.reward ./constant.py:score | task.reward = './constant.py:score': no parameter is known, so all responses would
 --data.train pipe.jsonl | pipe.jsonl: is a pipe or a device, where a file is expected
 --runtime.kind slurm | run.toml: runtime.kind: input should be 'local', 'ray' or 'inline', got 'slurm'

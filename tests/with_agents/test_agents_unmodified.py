@@ -158,7 +158,7 @@ def test_a_student_that_babbles_ends_mini_swe_agent_and_every_call_is_learned_fr
         assert rollout.outcome["turns"] == rollout.outcome["branches"] == 3 and rollout.outcome["reward"] == 0.0
     for line in played.lines:
         assert line["reward/environment"] == 0 and line["grad_norm"] > 0 and line["failed_samples"] == 0
-        assert abs(line["distill/ratio_max"] - 1) < 1e-5
+        assert abs(line["distill/ratio_max"] - 1) < 5e-5  # sampler and learner round their sums differently
 
 
 @pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
