@@ -315,6 +315,9 @@ class LearnerConfig(Section):
     compute_dtype: Dtype | None = None
     """Number format of matrix products (autocast); weights keep dtype. Write "bfloat16" for speed. "float16" rounds
     eight times less than bfloat16 and uses a dynamic loss scale (docs/learner.md). None uses dtype."""
+    quantised: bool = False
+    """Compute with the weights as sampler.quantisation rounds them, so that learner and sampler are one policy (QaRL).
+    AdamW changes the unrounded weights, with the gradient of the rounded ones (docs/learner.md)."""
     optimizer_dtype: Dtype | None = None
     """Number format of AdamW's moments. None uses dtype."""
     ranks: int = Field(1, ge=1)
@@ -611,6 +614,8 @@ class Config(Section):
             raise ValueError(
                 "[learner.lora] publishes adapters, and sampler.quantisation quantises published weights: drop one"
             )
+        if self.learner.quantised and self.sampler.quantisation is None:
+            raise ValueError('learner.quantised rounds as the sampler does: write sampler.quantisation = "int8"')
         self._check_server()
         check_reserved("sampler", "student", self.sampler.engine_args)
         for name, teacher in self.teachers.items():
@@ -1111,7 +1116,8 @@ class Config(Section):
     def rounding(self) -> Rounding:
         """Return the coarsest number format of samplers and learner."""
         formats = {self.learner.dtype, self.learner.compute_dtype, self.sampler.dtype}
-        return self.sampler.quantisation or ("exact" if HALVES.isdisjoint(formats) else "half")
+        coarse = None if self.learner.quantised else self.sampler.quantisation
+        return coarse or ("exact" if HALVES.isdisjoint(formats) else "half")
 
     @property
     def devices(self) -> int:

@@ -222,7 +222,8 @@ class EnginesPlan:
         models = [self.sampler.runs, *(scorer.runs for scorer in self.scorers.values())]
         here = {model.dtype for model in models if not isinstance(model, Endpoint)}
         formats = here | {learner.compute_dtype or learner.dtype}
-        return self.learner.quantisation or ("exact" if HALVES.isdisjoint(formats) else "half")
+        coarse = None if self.learner.settings.quantised else self.learner.quantisation
+        return coarse or ("exact" if HALVES.isdisjoint(formats) else "half")
 
 
 def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None] | None = None) -> EnginesPlan:
