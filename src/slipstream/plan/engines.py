@@ -212,6 +212,8 @@ class EnginesPlan:
     scorers: Mapping[str, ScorerPlan]
     grader: GraderPlan
     runtime: RuntimeConfig
+    serial: bool = False
+    """True if the schedule lets no two stages overlap."""
     costs: Costs | None = None
     """Costs by which modelled time passes; None: the time is real."""
 
@@ -245,6 +247,7 @@ def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
             tells=any(teacher.shows for teacher in config.teachers.values()),
         ),
         runtime=config.runtime,
+        serial=config.schedule.serial,
         costs=load_costs(config.runtime.costs) if config.runtime.clock == "modelled" else None,
     )
 

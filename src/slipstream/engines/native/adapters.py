@@ -44,7 +44,7 @@ def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers that can have an adapter: `nn.Linear` or rounded, with a weight that no other layer uses."""
+    """Return the linear layers, rounded or not, that can have an adapter: no other layer uses their weight."""
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     shared = getattr(embeddings, "weight", None)
     linear = {name: part for name, part in model.named_modules() if type(part) in (nn.Linear, RoundedLinear)}

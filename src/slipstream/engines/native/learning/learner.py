@@ -11,7 +11,6 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -35,6 +34,7 @@ from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
+from slipstream.engines.native.threads import compute_thread
 from slipstream.engines.quantisation import quantised
 from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint, fingerprint_of_parts, local
@@ -104,7 +104,7 @@ class NativeLearner:
         self.quantised = {f"{name}.weight" for name in called_layers(lm)} if quantisation else set[str]()
         """Names of the weights that samplers quantise."""
         self.decode = as_numbers if tokenizer is None else tokenizer.decode
-        self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
+        self.thread = compute_thread("learner", threads)
         self.ranks = ranks or Ranks()
         self.passes = Passes(lm, config, self.ranks, temperature=method.temperature, snapshots=snapshots)
         self.snapshots = self.passes.snapshots
