@@ -128,6 +128,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             LEARNER,
         ),
         Term(
+            "perturbation/std",
+            "mean standard deviation of the noise on the layers, with [learner.perturbation]",
+            "–",
+            "engines/native/learning/perturbation.py",
+        ),
+        Term(
             "gradient/cosine_previous",
             "cosine of the gradients of this update and the previous one before a projection, with guards.gac.limit",
             "near 0",

@@ -99,6 +99,8 @@ WITH = {
     "mix.": "mix.source=data loss.kind=forward_kl sampler.group=1",
     "learner.lora.": "learner.lora.rank=2",
     "learner.router": "student=mixture",
+    "learner.quantised": "sampler.quantisation=int8",
+    "learner.perturbation.": "loss.kind=k1 loss.as=reward learner.perturbation.std=0.02",
     "guards.gac.every": "guards.gac.below=0.5",
     "environment.sandbox": f"{TOOLS} environment.use=python environment.sandbox=http://127.0.0.1:1",
     "environment.gateway.listen": f"{TOOLS} environment.gateway.listen=127.0.0.1:8008",

@@ -56,6 +56,8 @@ REFUSED = {
     "sampler.quantisation=int8 sampler.engine=vllm": "sampler.quantisation: vLLM would quantise weights in its own way",
     f"sampler.quantisation=fp8 sampler.engine=server {SERVER}": "a rollout server quantises weights by its",
     "sampler.quantisation=fp8 learner.lora.rank=4": "[learner.lora] publishes adapters, and sampler.quantisation",
+    "learner.perturbation.std=0.01": "[learner.perturbation] is for policy losses: write loss.weight = 0 or",
+    "learner.quantised=true": "learner.quantised rounds as the sampler does: write sampler.quantisation",
     "loss.kind=jsd loss.k=4": "k = 4 does nothing: the hidden cache is the whole distribution",
     "loss.kind=forward_kl loss.cache=hidden loss.k=4": "k = 4 does nothing: the hidden cache is the whole",
     f"{RL} loss.m=4": "loss.m does nothing without loss.weight",

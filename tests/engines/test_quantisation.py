@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from slipstream.engines.quantisation import quantise, quantised, quantised_weights
+from slipstream.engines.quantisation import compute_rounded, quantise, quantised, quantised_weights
 from slipstream.engines.weights import (
     export_weights,
     fingerprint,
@@ -110,6 +110,32 @@ def test_the_fingerprint_is_of_received_bytes_and_of_what_runs(kind: str, travel
             assert fingerprint_of_loaded(model, weights) != expected
             part.copy_(kept)
         assert fingerprint_of_loaded(model, weights) == expected
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("travels", ["float32", "bfloat16"])
+def test_a_rounded_layer_computes_what_samplers_compute_and_passes_its_gradient_to_the_weight(
+    kind: str, travels: str
+) -> None:
+    model, sampler = make_model("phi"), quantised_model(kind, make_model("phi", seed=1))
+    plain = make_model("phi")
+    compute_rounded(model, [name.removesuffix(".weight") for name in quantised_weights(sampler)], kind, travels)
+    with torch.no_grad():
+        load_weights(sampler, export_weights(model, travels))
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(dict(sampler.named_parameters())[name].float())
+            if name in quantised_weights(sampler):
+                parameter.mul_(quantised_weights(sampler)[name].scale)
+        for name, parameter in model.named_parameters():  # all other weights travel in the same dtype
+            if name not in quantised_weights(sampler):
+                parameter.copy_(parameter.to(getattr(torch, travels)))
+    ids = torch.arange(2, 20)[None]
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    for each in (model, plain):
+        each(ids).logits.square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert list(model.state_dict()) == list(plain.state_dict())
 
 
 def test_a_change_too_small_for_a_code_is_still_seen() -> None:

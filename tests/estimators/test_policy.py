@@ -83,6 +83,22 @@ LITERAL: dict[str, tuple[dict[str, Any], list[float], list[float], float]] = {
     # s = S0 or S1, both above 1.2: good tokens clipped; d s/dlogp = s/4 or s/2 at every token, from −A = 1 + 2 and 1
     "gspo": ({}, [-1.2, -1.2, S0, 2 * S0, -2.4, S1], [3 * S0 / 4] * 4 + [S1 / 2] * 2, 3),
     "gspo_token": ({}, [-1.2, -1.2, S0, 2 * S0, -2.4, S1], [0, 0, S0, 2 * S0, 0, S1], 3),
+    # as gspo, but the second row's ratio S1 = 1.34 is outside of the band of bad tokens
+    "tbpo": (
+        {"clip_low": 0.2, "clip_high": 0.2, "band_high": 0.33},
+        [-1.2, -1.2, S0, 2 * S0, -2.4, 0],
+        [3 * S0 / 4] * 4 + [0] * 2,
+        4,
+    ),
+    # uncertain are the second, fourth and fifth token. Parts: 1.5·4 and 1·0.5 with s = √6, √½, then 2 and 0.9. The mean
+    # entropies, and so ε, are 0.7, 0.1 and 0.9, 0.2: s of good tokens is at most 1.7, then 1.9; of bad ones at least
+    # 0.9. All parts of a row have one size, so their factors are 1
+    "espo": (
+        {"entropy": rows([0.1, 0.6, 0.1, 0.8, 0.9, 0.2]), "espo_share": 0.5, "espo_alpha": 1.0},
+        [-(0.5**0.5), -1.7, 0.9, 2 * 6**0.5, -3.8, 0.9],
+        [-(0.5**0.5), 0, 0, 2 * 6**0.5, 0, 0.9],
+        3,
+    ),
     # δ of good tokens at most 0.2, of bad ones at least −0.2: 0, 0.2, −0.2, ln 4 → R = 4^¼ = √2, Ā = −¼;
     # 0.2, ln 0.9 → R = G1, Ā = ½; the sum of a row's losses is n·(−Ā R), its gradient −Ā R where nothing was clipped
     "gmpo": (
@@ -183,7 +199,7 @@ def test_six_tokens_by_hand(name: str) -> None:
     assert metrics["ratio_max"].item() == pytest.approx(4)
     assert not any(value.requires_grad for value in metrics.values())
 
-    by_row = name in ("gspo", "gspo_token", "gmpo", "sapo")
+    by_row = name in ("gspo", "gspo_token", "tbpo", "espo", "gmpo", "sapo")
     own, _ = policy_loss(name, *args, **hyper)
     over_tokens = sum(losses) / (2 if name == "oapl" else 6)
     assert own.item() == pytest.approx((sum(losses[:4]) / 4 + sum(losses[4:]) / 2) / 2 if by_row else over_tokens)

@@ -54,6 +54,8 @@ def needs(name: str, old: Tensor) -> dict[str, Any]:
             return {"lag": torch.arange(old.numel()).reshape(old.shape) % 4}
         case "topr":
             return {"positive": torch.arange(len(old)) % 2}
+        case "espo":
+            return {"entropy": torch.linspace(0, 1, old.numel()).reshape(old.shape), "espo_alpha": 0.5}
         case "st_ppo":
             return {"turns": torch.arange(old.shape[1]).expand_as(old) % 2}
         case _:
@@ -110,6 +112,8 @@ def test_at_ratio_one_every_method_is_the_plain_policy_gradient(name: str) -> No
         hyper = {"generator": seeded()} if name == "clip_cov" else {"proximal_logp": old}
     if name == "topr":
         hyper = {"positive": torch.zeros(len(old))}
+    if name == "espo":  # its two parts of a row have equal weight, whatever their sizes
+        hyper["espo_share"] = 1.0
     loss, metrics = policy_loss(name, logp, old, advantages, mask, agg="seq-mean-token-mean", **hyper)
     plain, _ = policy_loss("reinforce", logp, old, advantages, mask, agg="seq-mean-token-mean")
     torch.testing.assert_close(gradient(loss, logp), gradient(plain, logp))
@@ -142,6 +146,7 @@ def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(na
         "a3po": {"lag": torch.full_like(logp, 3)},
         "topr": {"positive": torch.full((len(logp),), sign > 0)},
         "st_ppo": {"turns": torch.zeros_like(logp, dtype=torch.int64)},
+        "espo": {"entropy": torch.full_like(logp, 0.5)},
     }.get(name, {})
     loss, acted = LOSSES[name].loss(Tokens(logp, old, advantages, mask != 0), **hyper)
     slope = gradient(loss.sum(), logp)

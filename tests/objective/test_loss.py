@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -202,6 +203,9 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
             extra["lag"] = 2 - made_by
         if name == "st_ppo":
             extra["turns"] = of(samples, "turn").long()
+        if name == "espo":
+            full = pad_sequence(case.log_probs(2), batch_first=True)
+            extra["entropy"] = -(full.exp() * full).sum(-1) / math.log(full.shape[-1])
         if name in ("clip_cov", "kl_cov", "m2po"):
             chooser = dict(options) | (
                 {"generator": torch.Generator().manual_seed(derive_seed(0, "choice", 3))} if name == "clip_cov" else {}

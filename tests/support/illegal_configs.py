@@ -120,6 +120,10 @@ mix.share=0.5 loss.kind=forward_kl environment.use=table
 sampler.quantisation=int4
 sampler.quantisation=int8 sampler.engine=vllm
 sampler.quantisation=fp8 learner.lora.rank=4
+learner.quantised=true
+learner.perturbation.std=0.01
+{RL} learner.perturbation.std=0.01 learner.ranks=2
+{RL} learner.perturbation.std=0.0
 learner.dtype=float16
 learner.optimizer_dtype=float16
 learner.dtype=float64 learner.compute_dtype=float16

@@ -135,7 +135,9 @@ def self_taught_plan(made: Plan) -> Plan | None:
         return None
     student = TeacherConfig(model=config.student, dtype=config.learner.dtype, token_budget=here[0].token_budget)
     sampler = config.sampler.model_copy(update={"temperature": config.loss.temperature})  # the teacher's
-    return changed(made, config.model_copy(update={"teachers": {"main": student}, "sampler": sampler}))
+    learner = config.learner.model_copy(update={"quantised": False})  # a teacher is not quantised
+    update = {"teachers": {"main": student}, "sampler": sampler, "learner": learner}
+    return changed(made, config.model_copy(update=update))
 
 
 async def check_self_taught(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:

@@ -16,6 +16,8 @@ PolicyName = Literal[
     "dispo",
     "gspo",
     "gspo_token",
+    "tbpo",
+    "espo",
     "gmpo",
     "sapo",
     "dppo_tv",

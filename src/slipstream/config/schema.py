@@ -276,6 +276,13 @@ class LoraConfig(Section):
         return [name for name in layers if name.rpartition(".")[2] in self.targets]
 
 
+class PerturbationConfig(Section):
+    std: float = Field(1e-2, gt=0)
+    """Initial standard deviation σ of the noise on the input of every layer."""
+    lr: float = Field(5e-4, ge=0)
+    """Learning rate of log σ, which each layer has for itself. 0 keeps σ."""
+
+
 class LearnerConfig(Section):
     batch_size: int = Field(64, ge=1)
     """Number of samples in one update; a multiple of sampler.group."""
@@ -315,6 +322,9 @@ class LearnerConfig(Section):
     compute_dtype: Dtype | None = None
     """Number format of matrix products (autocast); weights keep dtype. Write "bfloat16" for speed. "float16" rounds
     eight times less than bfloat16 and uses a dynamic loss scale (docs/learner.md). None uses dtype."""
+    quantised: bool = False
+    """Compute with the weights as sampler.quantisation rounds them, so that learner and sampler are one policy (QaRL).
+    AdamW changes the unrounded weights, with the gradient of the rounded ones (docs/learner.md)."""
     optimizer_dtype: Dtype | None = None
     """Number format of AdamW's moments. None uses dtype."""
     ranks: int = Field(1, ge=1)
@@ -334,6 +344,9 @@ class LearnerConfig(Section):
     student's config. None: no such loss."""
     lora: LoraConfig | None = None
     """Train low-rank adapters (LoRA) instead of all weights."""
+    perturbation: PerturbationConfig | None = None
+    """Learned noise on the input of every layer, in the passes of a policy loss alone (ALP, docs/learner.md). Needs
+    one rank, and loss.weight = 0 or loss.as = "reward"."""
     threads: int | None = Field(None, ge=1, le=THREADS)
     """Number of CPU threads of the learner. None uses runtime.threads."""
 
@@ -611,6 +624,8 @@ class Config(Section):
             raise ValueError(
                 "[learner.lora] publishes adapters, and sampler.quantisation quantises published weights: drop one"
             )
+        if self.learner.quantised and self.sampler.quantisation is None:
+            raise ValueError('learner.quantised rounds as the sampler does: write sampler.quantisation = "int8"')
         self._check_server()
         check_reserved("sampler", "student", self.sampler.engine_args)
         for name, teacher in self.teachers.items():
@@ -1104,6 +1119,13 @@ class Config(Section):
             raise ValueError("learner.shared_prompt is a way of packing: write packing = true, or drop it")
         if learner.shared_prompt and self.sampler.group == 1:
             raise ValueError("learner.shared_prompt has nothing to share with sampler.group = 1: drop it")
+        distils = self.loss.weight > 0 and getattr(self.loss, "as_", "loss") != "reward"
+        if learner.perturbation is not None and (distils or self.sft is not None):
+            raise ValueError(
+                '[learner.perturbation] is for policy losses: write loss.weight = 0 or loss.as = "reward", and no [sft]'
+            )
+        if learner.perturbation is not None and learner.ranks > 1:
+            raise ValueError("[learner.perturbation] needs learner.ranks = 1: drop it")
         if learner.ranks > 1 and self.runtime.kind == "inline":
             raise ValueError('learner.ranks needs a process for each: write runtime.kind = "local"')
 
@@ -1111,7 +1133,8 @@ class Config(Section):
     def rounding(self) -> Rounding:
         """Return the coarsest number format of samplers and learner."""
         formats = {self.learner.dtype, self.learner.compute_dtype, self.sampler.dtype}
-        return self.sampler.quantisation or ("exact" if HALVES.isdisjoint(formats) else "half")
+        coarse = None if self.learner.quantised else self.sampler.quantisation
+        return coarse or ("exact" if HALVES.isdisjoint(formats) else "half")
 
     @property
     def devices(self) -> int:

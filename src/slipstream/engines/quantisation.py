@@ -13,6 +13,7 @@ Shapes: O outputs, I inputs.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,39 @@ class QuantisedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight_OI = (self.weight.float() * self.scale).to(x.dtype)
         return nn.functional.linear(x, weight_OI, self.bias)
+
+
+class Rounded(torch.autograd.Function):
+    """Codes times scales of a weight; the gradient passes to the weight as if nothing was rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_OI: Tensor, kind: str, exported: torch.dtype) -> Tensor:
+        codes_OI, scale_O1 = quantised(weight_OI.to(exported), kind)
+        return (codes_OI.float() * scale_O1).to(weight_OI.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_OI: Tensor) -> tuple[Tensor, None, None]:
+        return grad_OI, None, None
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer that is trained in full precision and computes with its weight as samplers quantise it."""
+
+    kind: str
+    exported: torch.dtype
+    """Dtype in which weights are published."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight_OI: Tensor = Rounded.apply(self.weight, self.kind, self.exported)  # type: ignore[no-untyped-call]
+        return nn.functional.linear(x, weight_OI, self.bias)
+
+
+def compute_rounded(model: nn.Module, layers: Collection[str], kind: str, exported: str) -> None:
+    """Let these linear layers of a learner compute what the quantised layers of samplers compute."""
+    for name in layers:
+        layer: Any = model.get_submodule(name)
+        layer.__class__ = RoundedLinear
+        layer.kind, layer.exported = kind, getattr(torch, exported)
 
 
 def quantise(model: nn.Module, layers: Collection[str], kind: str) -> None:

@@ -61,6 +61,8 @@ class Evidence:
     current_T: Tensor | None = None
     squares_T: Tensor | None = None
     """Σ_v π_v² over the vocabulary, for the current learner."""
+    entropy_T: Tensor | None = None
+    """Entropy of the current learner's distribution over the vocabulary, divided by its maximum, log V."""
     reference_T: Tensor | None = None
     kl_T: Tensor | None = None
     """KL(sampling policy ‖ current learner) over the vocabulary; infinite if the sampling weights are not stored."""
@@ -88,6 +90,7 @@ class Frozen:
     lag_T: Tensor | None = None
     turn_T: Tensor | None = None
     """Number of each token's turn in its episode, for a policy loss of turns."""
+    entropy_T: Tensor | None = None
     reference_T: Tensor | None = None
     proximal_NM: Tensor | None = None
     """Log-probs of all draws when the batch arrived; `reference_NM`: the same under the reference. `keep_NM` is the
@@ -173,6 +176,7 @@ def freeze(
             mask_T=kept_BT[row, at].bool(),
             behavior_T=sample.behavior_T,
             lag_T=sample.lag_T,
+            entropy_T=sample.entropy_T,
             reference_T=sample.reference_T,
             proximal_NM=sample.draws.current_NM if sample.draws is not None else None,
             reference_NM=sample.reference_NM,

@@ -341,6 +341,8 @@ class Terms:
             found["lag"] = known["lag_T"]
         if self.method.by_turn:
             found["turns"] = known["turn_T"].long()
+        if self.method.by_entropy:
+            found["entropy"] = known["entropy_T"]
         if self.method.policy is not None and self.method.policy.loss == "topr":
             found["positive"] = torch.tensor([each.positive for each in self.of_rows], device=self.device)
         return found

@@ -25,7 +25,7 @@ from slipstream.estimators.tables.correction import (
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
-TENSOR_OPTIONS = ("generator", "lag", "positive", "proximal_logp", "turns")
+TENSOR_OPTIONS = ("entropy", "generator", "lag", "positive", "proximal_logp", "turns")
 """Options of policy losses that the program computes and a config cannot set."""
 
 
@@ -170,6 +170,11 @@ class Method:
     def by_turn(self) -> bool:
         """Return whether the policy loss needs the number of each token's turn."""
         return self.policy is not None and "turns" in LOSSES[self.policy.loss].takes
+
+    @property
+    def by_entropy(self) -> bool:
+        """Return whether the policy loss needs the entropy of the learner's distribution before the first step."""
+        return self.policy is not None and "entropy" in LOSSES[self.policy.loss].takes
 
     @property
     def beta(self) -> float:
@@ -450,6 +455,8 @@ def quantisation_notes(config: Config, method: Method) -> list[str]:
     """Return a line about rollouts of the quantised student, and about the part of the loss with the ratio to it."""
     if (kind := config.sampler.quantisation) is None:
         return []
+    if config.learner.quantised:
+        return [f'sampler.quantisation = "{kind}": the learner computes with {kind} weights, too']
     comparison = _first_ratio_to_sampler(config, method)
     corrected = f"{comparison[0]} the ratio to it" if comparison else "nothing in the loss holds the ratio to it"
     said = f'sampler.quantisation = "{kind}": rollouts are of another policy, the student with {kind} weights; '

@@ -212,6 +212,8 @@ class EnginesPlan:
     scorers: Mapping[str, ScorerPlan]
     grader: GraderPlan
     runtime: RuntimeConfig
+    serial: bool = False
+    """True if the schedule lets no two stages overlap."""
     costs: Costs | None = None
     """Costs by which modelled time passes; None: the time is real."""
 
@@ -222,7 +224,8 @@ class EnginesPlan:
         models = [self.sampler.runs, *(scorer.runs for scorer in self.scorers.values())]
         here = {model.dtype for model in models if not isinstance(model, Endpoint)}
         formats = here | {learner.compute_dtype or learner.dtype}
-        return self.learner.quantisation or ("exact" if HALVES.isdisjoint(formats) else "half")
+        coarse = None if self.learner.settings.quantised else self.learner.quantisation
+        return coarse or ("exact" if HALVES.isdisjoint(formats) else "half")
 
 
 def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None] | None = None) -> EnginesPlan:
@@ -244,6 +247,7 @@ def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
             tells=any(teacher.shows for teacher in config.teachers.values()),
         ),
         runtime=config.runtime,
+        serial=config.schedule.serial,
         costs=load_costs(config.runtime.costs) if config.runtime.clock == "modelled" else None,
     )
 

@@ -20,7 +20,7 @@ from slipstream.engines.native.model import LanguageModel, load_model, pick_devi
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.engines.quantisation import quantise
+from slipstream.engines.quantisation import compute_rounded, quantise
 from slipstream.engines.rollout_cache import RolloutCache
 from slipstream.engines.server.api import Served, ServerSettings
 from slipstream.engines.server.completions import CompletionsSampler
@@ -242,10 +242,17 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
             return HttpScorer(endpoint, k=plan.spec.k, vocabulary=plan.vocabulary, context=context)
 
 
+def build_student(plan: LearnerPlan, device: str | None = None) -> LanguageModel:
+    student = build_model(plan.student if device is None else replace(plan.student, device=device))
+    if plan.settings.quantised and plan.quantisation is not None:
+        compute_rounded(student.model, called_layers(student), plan.quantisation, plan.export_dtype)
+    return student
+
+
 def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:
     """Build one of several learner ranks. Ranks meet only after loading their models, because loading takes long."""
     # load on the CPU: sharding moves layers to the device one by one, so it never holds more than a rank's share
-    student, device = build_model(replace(plan.student, device="cpu")), pick_device(plan.student.device)
+    student, device = build_student(plan, "cpu"), pick_device(plan.student.device)
     ranks = join(meeting, index, plan.settings.ranks, device=device, patience=plan.patience)
     return build_learner(plan, tokenizer, student, ranks)
 
@@ -268,7 +275,7 @@ def build_learner(
     *,
     kind: Callable[..., NativeLearner] = NativeLearner,
 ) -> NativeLearner:
-    head, student = None, student or build_model(plan.student)
+    head, student = None, student or build_student(plan)
     if plan.stop:  # so that the saved student stops there, too
         generation = student.model.generation_config
         generation.eos_token_id = sorted(stop_ids(tokenizer, generation, plan.stop))

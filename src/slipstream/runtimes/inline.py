@@ -1,14 +1,18 @@
-"""Run all engines in this process, each on its own thread: for notebooks, tests, debugging and a single GPU."""
+"""Run all engines in this process: for notebooks, tests, debugging and a single GPU.
+
+Each engine has its own thread. If stages never overlap and operations are parallel, all engines share one thread.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 
 import torch
 
 from slipstream.data.tokenizers import Tokenizer
+from slipstream.engines.native.threads import one_thread
 from slipstream.plan.engines import EnginesPlan
 from slipstream.protocols import Engines, Graded, Unscored
 from slipstream.runtimes.build import (
@@ -26,8 +30,10 @@ from slipstream.runtimes.turns import in_turns
 
 def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:
     kinds = in_turns() if plan.runtime.turns else REAL if plan.costs is None else modelled(plan.costs)
-    torch.set_num_threads(plan.runtime.threads)  # for this thread only; engines set the number for theirs
-    with ExitStack() as stack:
+    threads = plan.runtime.threads
+    together = plan.serial and threads == plan.learner.threads > 1
+    torch.set_num_threads(1 if together else threads)  # for this thread only; engines set the number for theirs
+    with ExitStack() as stack, one_thread(threads) if together else nullcontext():
         grader = build_grader(plan.grader, tokenizer)
         stack.callback(grader.close)
         say(f"loading student {plan.learner.student.name}")

@@ -364,12 +364,16 @@ def test_any_number_of_ranks_has_the_same_gradients(make: Any, model: str) -> No
             torch.testing.assert_close(ours, theirs, atol=1e-6 * largest, rtol=1e-6)
 
 
-def test_tied_weights_in_single_precision_under_autocast(make: Any) -> None:
-    spec = Spec(model="qwen3", options={"dtype": "float32", "compute_dtype": "bfloat16", "lr": 1e-4})
-    expected, _, _ = trained(make(spec, 1), batches(3))
+@pytest.mark.parametrize("half, mean", [("bfloat16", 1e-5), ("float16", 2e-6)])
+def test_tied_weights_in_single_precision_under_autocast(make: Any, half: str, mean: float) -> None:
+    spec = Spec(model="qwen3", options={"dtype": "float32", "compute_dtype": half, "lr": 1e-4})
+    expected, _, metrics = trained(make(spec, 1), batches(3))
     for size in (2, 3):
-        found, _, _ = trained(make(spec, size), batches(3))
-        assert np.abs(found - expected).mean() < 1e-5 and np.abs(found - expected).max() < 7e-4
+        found, _, its_metrics = trained(make(spec, size), batches(3))
+        assert np.abs(found - expected).mean() < mean and np.abs(found - expected).max() < 7e-4
+        for name in ("loss_scale", "steps_skipped"):
+            assert [each.get(name) for each in its_metrics] == [each.get(name) for each in metrics]
+    assert ("loss_scale" in metrics[0]) == (half == "float16")
 
 
 def test_every_rank_gets_the_same_metrics_and_the_sampler_the_same_weights(make: Any) -> None:

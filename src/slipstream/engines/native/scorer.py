@@ -12,7 +12,6 @@ import contextlib
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from slipstream.engines.native.config import ENOUGH, PASS_INTERVAL
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
+from slipstream.engines.native.threads import compute_thread
 from slipstream.engines.score_checks import Probed, failed, scored
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError, NoContext
@@ -102,7 +102,7 @@ class NativeScorer(Probed):
         self.context = context or SamePrompt()
         self.token_budget, self.packing = token_budget, packing
         use_rows(lm, packed=packing, field=f"teachers.{name}.packing")
-        self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
+        self.thread = compute_thread("scorer", threads)
         self.waiting: list[Call] = []
         self.driver: asyncio.Task[None] | None = None
         self.ended = 0.0

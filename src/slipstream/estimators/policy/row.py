@@ -38,6 +38,48 @@ def gspo_token(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2)
     return clipped_surrogate(ratio_BT, tokens.advantage, clip_low, clip_high)
 
 
+def tbpo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4, band_high: float = 7e-4) -> Loss:
+    """Apply GSPO, and drop bad rows whose ratio leaves a band on either side (TBPO, the loss of QaRL, 2604.07853).
+
+    s = exp(mean_t δ). Where A > 0: max(−A s, −A clip(s, −∞, 1+hi)). Where A < 0: −A s, and 0 unless 1−lo ≤ s ≤
+    1+band_high. The paper also weights rows by the ratio of old policy to sampler, a geometric mean cut at 2: use a
+    decoupled correction with is_level "geometric".
+    Use this loss for rollouts in eight bits, whose rare wrong tokens give bad rows large ratios.
+    """
+    ratio_BT = importance_ratio("geometric", tokens.delta, tokens.mask)
+    good_BT = tokens.advantage > 0
+    outside_BT = (ratio_BT < 1 - clip_low) | (ratio_BT > 1 + band_high)
+    acted_BT = torch.where(good_BT, ratio_BT > 1 + clip_high, outside_BT & (tokens.advantage < 0))
+    bounded_BT = torch.where(good_BT, ratio_BT.clamp(max=1 + clip_high), ratio_BT.masked_fill(acted_BT, 0.0))
+    return -tokens.advantage * bounded_BT, acted_BT
+
+
+def espo(tokens: Tokens, *, entropy: Tensor, espo_share: float = 0.2, espo_alpha: float = 0.02) -> Loss:
+    """Apply GSPO to two parts of a row, its most uncertain tokens and the rest (ESPO, 2512.00499).
+
+    The uncertain part has the ⌈espo_share·n⌉ tokens with the largest `entropy`. s = exp(mean δ) over the part of a
+    token, ε = espo_alpha·(mean entropy of the part), s' = sg(s)·exp(logπ − sg logπ); max(−A s', −A clip(s', 1−ε, 1+ε)),
+    times n/(number of parts · size of the part), so that a row's mean gives its parts equal weight. `entropy` [B, T] is
+    relative to log V: the learner's, before the first step. The paper multiplies s' by the token's ratio.
+    Use this loss like gspo, if its clip silences long answers because of a few uncertain tokens.
+    """
+    mask_BT = tokens.mask
+    count_B1 = mask_BT.sum(-1, keepdim=True)
+    order_BT = entropy.masked_fill(~mask_BT, -1.0).argsort(dim=-1, descending=True, stable=True)
+    rank_BT = order_BT.argsort(-1)
+    part_BT = (rank_BT >= (espo_share * count_B1).ceil()).long()
+
+    def mean(x_BT: Tensor) -> Tensor:
+        return turn_sum(x_BT.masked_fill(~mask_BT, 0.0), part_BT) / size_BT
+
+    size_BT = turn_sum(mask_BT.to(tokens.logp.dtype), part_BT).clamp(min=1)
+    ratio_BT = bounded_exp(mean(tokens.delta.detach())) * self_ratio(tokens.logp)
+    width_BT = espo_alpha * mean(entropy.to(size_BT.dtype))
+    loss_BT, clipped_BT = clipped_surrogate(ratio_BT, tokens.advantage, width_BT, width_BT)
+    parts_B1 = 1 + ((part_BT == 1) & mask_BT).any(-1, keepdim=True)
+    return loss_BT * count_B1 / (parts_B1 * size_BT), clipped_BT
+
+
 def gmpo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
     """Use the geometric mean of ratios that are clipped token by token (GMPO, 2507.20673).
 

@@ -205,10 +205,13 @@ def aspo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_
     return torch.where(good, good_BT, bad_BT), torch.where(good, flipped_BT > dual_clip, clipped_BT)
 
 
-def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float) -> Loss:
+def clipped_surrogate(
+    ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float | Tensor, clip_high: float | Tensor
+) -> Loss:
     """Return max(−A ratio, −A clip(ratio, 1−lo, 1+hi)), and a mask of positions where the clip changes the result."""
     plain_BT = -advantage_BT * ratio_BT
-    bounded_BT = -advantage_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    kept_BT = torch.clamp(ratio_BT, 1 - clip_low, 1 + clip_high)  # type: ignore[arg-type]
+    bounded_BT = -advantage_BT * kept_BT
     return torch.maximum(plain_BT, bounded_BT), bounded_BT > plain_BT
 
 

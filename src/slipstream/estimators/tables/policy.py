@@ -111,6 +111,22 @@ LOSSES: dict[str, PolicyLoss] = {
         importance="geometric mean over the row, stop-gradient",
         targets="as gspo, with advantages per token",
     ),
+    "tbpo": PolicyLoss(
+        formula="row.tbpo",
+        takes=("clip_low", "clip_high", "band_high"),
+        agg="seq-mean-token-mean",
+        trust_region="hard clip of the row's geometric mean ratio; bad rows outside of a band are dropped",
+        importance="geometric mean over the row",
+        targets="bad rows of quantised samplers with wrong tokens",
+    ),
+    "espo": PolicyLoss(
+        formula="row.espo",
+        takes=("entropy", "espo_share", "espo_alpha"),
+        agg="seq-mean-token-mean",
+        trust_region="hard clip of a part's geometric mean ratio, as wide as its entropy",
+        importance="geometric mean over the uncertain or the certain tokens of the row, stop-gradient",
+        targets="long rows that a clip of the whole row silences",
+    ),
     "gmpo": PolicyLoss(
         formula="row.gmpo",
         takes=("clip_low", "clip_high"),

@@ -64,7 +64,8 @@ def compares(config: Config) -> bool:
 def in_float32(config: Config) -> bool:
     learner, sampler = config.learner, config.sampler
     types = {sampler.dtype, learner.compute_dtype or learner.dtype}
-    same = ENGINES[sampler.engine].same_code_as_learner and sampler.quantisation is None
+    quantised = sampler.quantisation is not None and not learner.quantised
+    same = ENGINES[sampler.engine].same_code_as_learner and not quantised
     return same and types <= {"float32", "float64"}
 
 
@@ -158,7 +159,8 @@ def aligned(config: Config, *, routed: bool) -> list[Change]:
     learner, sampler, other = config.learner, config.sampler, not in_float32(config)
     icepop: list[Change] = [{"correction.preset": "decoupled_token_icepop"}]
     return [
-        *([{"sampler.quantisation": None}] if sampler.quantisation is not None else []),
+        *([{"learner.quantised": True}] if sampler.quantisation is not None and not learner.quantised else []),
+        *([{"sampler.quantisation": None, "learner.quantised": False}] if sampler.quantisation is not None else []),
         *([{"sampler.on_publish": "rebuild"}] if sampler.on_publish == "reuse" else []),
         *([{"sampler.dtype": learner.compute_dtype or learner.dtype}] if other else []),
         *([{"sampler.dtype": "float16", "learner.compute_dtype": "float16"}] if sampler.dtype == "bfloat16" else []),

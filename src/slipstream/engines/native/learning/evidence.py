@@ -47,6 +47,8 @@ class FirstPasses:
             columns["current_T"], columns["squares_T"] = self.passes.log_probs_and_squares(samples)
         elif method.current_first or (method.by_version and version in self._versions(samples)):
             columns["current_T"] = self.passes.log_probs(samples)
+        if method.by_entropy:
+            columns["entropy_T"] = self.passes.relative_entropies(samples)
         if method.by_lag:
             columns["lag_T"] = [
                 torch.from_numpy(version - sample.rollout.versions).masked_fill(~mask_T, 0)

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +27,7 @@ from slipstream.engines.native.learning.gradient_noise import Noise
 from slipstream.engines.native.learning.loss_scale import LossScale
 from slipstream.engines.native.learning.optimizer import make_optimizer, park, squared_step, step_from_host
 from slipstream.engines.native.learning.passes import Passes, at_draws, zero_loss
+from slipstream.engines.native.learning.perturbation import Perturbation
 from slipstream.engines.native.learning.routing import PAIRS
 from slipstream.engines.native.learning.snapshots import OLD, REFERENCE
 from slipstream.engines.native.learning.storage import State, restore, save
@@ -35,6 +36,7 @@ from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
+from slipstream.engines.native.threads import compute_thread
 from slipstream.engines.quantisation import quantised
 from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint, fingerprint_of_parts, local
@@ -104,7 +106,7 @@ class NativeLearner:
         self.quantised = {f"{name}.weight" for name in called_layers(lm)} if quantisation else set[str]()
         """Names of the weights that samplers quantise."""
         self.decode = as_numbers if tokenizer is None else tokenizer.decode
-        self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
+        self.thread = compute_thread("learner", threads)
         self.ranks = ranks or Ranks()
         self.passes = Passes(lm, config, self.ranks, temperature=method.temperature, snapshots=snapshots)
         self.snapshots = self.passes.snapshots
@@ -119,6 +121,11 @@ class NativeLearner:
         """Phase after the supervised updates, then that of the supervised updates, if any."""
         self._enter(self.phases[0])
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
+        self.perturbation: Perturbation | None = None
+        if config.perturbation is not None:
+            self.perturbation = Perturbation(lm, config.perturbation, seed=method.seed)
+        self.passes_made = 0
+        """Number of passes with gradient in the update in progress."""
         self.noise = Noise(self.ranks)
         self.scale = LossScale(on=config.compute_dtype == "float16")
         if method.keeps_reference:  # must precede `restore`: the reference is the initial student
@@ -298,7 +305,7 @@ class NativeLearner:
 
     def _begin(self, update: int) -> None:
         self.beta, self.kl, self.size = self._next_beta(), [], 0
-        self.samples, self.frozen, self.notes, self.update = {}, {}, [], update
+        self.samples, self.frozen, self.notes, self.update, self.passes_made = {}, {}, [], update, 0
         if self.passes.routing is not None:
             self.passes.routing.old.clear()
         self._enter(self.phases[self.supervising])
@@ -381,15 +388,16 @@ class NativeLearner:
                 empty.backward()
                 continue
             chosen, decisions = [samples[i] for i in members], [frozen[i] for i in members]
-            with self.passes.precision():
-                loss, metrics, logp_N = self.passes.student(
-                    rows, lambda h, head, c=chosen, f=decisions: self._objective(h, head, c, f, counts)
-                )
-            if self.balance:
-                part = self._balance(rows, decisions, chosen, counts)
-                loss = loss + self.balance * part
-                metrics |= {"router/balance": part.detach(), "loss": metrics["loss"] + self.balance * part.detach()}
-            (loss * self.objective.scale).backward()
+            with self._perturbed():
+                with self.passes.precision():
+                    loss, metrics, logp_N = self.passes.student(
+                        rows, lambda h, head, c=chosen, f=decisions: self._objective(h, head, c, f, counts)
+                    )
+                if self.balance:
+                    part = self._balance(rows, decisions, chosen, counts)
+                    loss = loss + self.balance * part
+                    metrics |= {"router/balance": part.detach(), "loss": metrics["loss"] + self.balance * part.detach()}
+                (loss * self.objective.scale).backward()
             total += loss.detach()
             merge_metrics(self.sums, metrics)
             if self.passes.routing is not None:
@@ -397,6 +405,10 @@ class NativeLearner:
             logp = over_tokens(logp_N, [sample.rollout for sample in chosen])
             self.seen += [Seen.of(*each) for each in zip(chosen, decisions, logp, strict=True)]
         return total
+
+    def _perturbed(self) -> AbstractContextManager[None]:
+        self.passes_made += 1
+        return nullcontext() if self.perturbation is None else self.perturbation.during(self.update, self.passes_made)
 
     def _objective(
         self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
@@ -458,10 +470,14 @@ class NativeLearner:
             else:
                 self.optimizer.step()
             self.scale.succeeded()
+            if self.perturbation is not None:
+                self.perturbation.step(factor_of_gradients)
             if projects:
                 store_gradient(self.optimizer)
             squares, weights = zip(*self.ranks.gathered(squared_step(self.optimizer)), strict=True)
             moved = {"step_rms": math.sqrt(sum(squares) / sum(weights))}
+        if self.perturbation is not None:
+            moved["perturbation/std"] = self.perturbation.std
         found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1), factor_of_gradients)
         if norm > 0 and "reference/kl" in found:
             self.kl.append(found["reference/kl"])
@@ -502,6 +518,8 @@ class NativeLearner:
 
     def _drop(self) -> None:
         self.optimizer.zero_grad()
+        if self.perturbation is not None:
+            self.perturbation.drop_gradients()
         self.sums, self.seen, self.noise.sums, self.age_metrics, self.weighed = {}, [], {}, {}, []
 
     # --- weights ---------------------------------------------------------------------------------------------
@@ -514,6 +532,7 @@ class NativeLearner:
             update=self.made,
             previous=self.snapshots.state(OLD) if self.method.keeps_old else {},
             beta=self._next_beta() if self.method.steers else None,
+            perturbation=self.perturbation.state() if self.perturbation is not None else {},
             loss_scale=(self.scale.value, self.scale.steps),
             versions={version: self.snapshots.state(version) for version in versions if version in self.snapshots},
             teachers={name: (self.followed[name], self.snapshots.state(snapshot_of(name))) for name in self.follow},
@@ -538,6 +557,8 @@ class NativeLearner:
             if found.beta is None:
                 raise not_saved(path, "the coefficient of the KL to the reference", "reference.control")
             self.beta, self.kl = found.beta, []
+        if self.perturbation is not None and found.perturbation:
+            self.perturbation.load(found.perturbation)
         if self.scale.on:
             self.scale.value, self.scale.steps = found.loss_scale or (self.scale.value, 0)
         for name in self.follow:

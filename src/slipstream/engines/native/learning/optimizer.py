@@ -28,8 +28,7 @@ def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) 
         "weight_decay": config.weight_decay,
     }
     if config.optimizer_dtype in (None, config.dtype):
-        on_gpu = all(parameter.is_cuda for parameter in parameters)  # one kernel, and no temporary copies of weights
-        return torch.optim.AdamW(parameters, fused=True if on_gpu else None, **options)
+        return torch.optim.AdamW(parameters, fused=True, **options)  # one kernel, and no temporary copies of weights
     return MixedAdamW(parameters, moments=getattr(torch, config.optimizer_dtype), **options)
 
 

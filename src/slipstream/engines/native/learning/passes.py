@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,7 @@ from slipstream.engines.native.routers import routers_of
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder, use_rows
 from slipstream.engines.native.spaces import keep_on_host
 from slipstream.estimators.divergence import dense
-from slipstream.estimators.logprobs import HELD
+from slipstream.estimators.logprobs import HELD, logprobs_and_entropy_at
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.logprobs.sampling_support import kept_logprobs_at, only
 from slipstream.estimators.logprobs.tiles import wide
@@ -140,6 +141,11 @@ class Passes:
             for logp_T2, mask_T in zip(found, masks, strict=True)
         ]
         return [logp_T2[:, 0] for logp_T2 in found], squares
+
+    def relative_entropies(self, samples: Sequence[Scored]) -> list[Tensor]:
+        """Return the entropy [T] of the distribution over the vocabulary, divided by log V; 0 at masked tokens."""
+        found = self._per_sample(samples, partial(relative_entropy, temperature=self.temperature))
+        return over_tokens(torch.cat(found), [sample.rollout for sample in samples]) if found else []
 
     def _of_tokens(
         self, samples: Sequence[Scored], temperatures: Sequence[float], version: Version | None = None
@@ -264,6 +270,15 @@ def at_draws(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temp
     """Return log-probs [N, M] of all draws at trained tokens."""
     ids_NM = joined([rollout.actions for rollout in rollouts], hidden_NH.device, torch.int64)
     return _at_ids(hidden_NH, head, rollouts, ids_NM, temperature)
+
+
+def relative_entropy(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temperature: float) -> Tensor:
+    """Return the entropy [N] of the distribution over the vocabulary, divided by its maximum, log V."""
+    ids_N = joined([rollout.tokens[rollout.loss_mask] for rollout in rollouts], hidden_NH.device, torch.int64)
+    hidden_NH, weight, bias = head.inputs(hidden_NH)
+    options: dict[str, Any] = {"temperature": temperature, "bias": bias, **head.bend}
+    _, entropy_N = logprobs_and_entropy_at(hidden_NH, weight, ids_N[:, None], **options)
+    return entropy_N / math.log(len(weight))
 
 
 def _at_ids(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], ids_NM: Tensor, temperature: float) -> Tensor:

@@ -45,6 +45,8 @@ class State(NamedTuple):
     """For each teacher that follows the student, the update after which it last changed, and its weights."""
     earlier: Mapping[str, Mapping[int, Mapping[str, Tensor]]]
     """For each of these teachers, the weights of the earlier versions that scored `groups`."""
+    perturbation: Mapping[str, Tensor]
+    """Logarithms of the noise on the layers and their moments; empty without noise."""
     loss_scale: tuple[float, int] | None
     """Loss scale, and the number of steps since its last change; None in a checkpoint of an older format."""
     groups: Sequence[Group]
@@ -68,6 +70,7 @@ def save(
     if optimizer:
         parts["moments"] = moments_of(optimizer)
         parts["adapters"] = {name: value for name, value in weights.items() if is_adapter(name)}
+        parts["perturbation"] = state.perturbation
         parts["previous"] = ranks.on_first(state.previous)
         parts |= {f"version {version}": ranks.on_first(old) for version, old in state.versions.items()}
         parts |= {f"teacher {name}": ranks.on_first(own) for name, (_, own) in state.teachers.items()}
@@ -119,7 +122,7 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
         for key, value in part("moments").items():
             index, _, name = key.partition(".")
             moments.setdefault(int(index), {})[name] = value
-        previous = part("previous")
+        previous, perturbation = part("previous"), part("perturbation")
         versions = {version: part(f"version {version}") for version in saved["versions"]}
         moved = saved.get("teachers", {})
         teachers = {name: (version, part(f"teacher {name}")) for name, version in moved.items()}
@@ -140,4 +143,4 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     groups = [] if ranks.index else read_groups(path)
     update, loss_scale = int(saved["update"]), saved.get("loss_scale")
-    return State(update, previous, saved["beta"], versions, teachers, earlier, loss_scale, groups)
+    return State(update, previous, saved["beta"], versions, teachers, earlier, perturbation, loss_scale, groups)

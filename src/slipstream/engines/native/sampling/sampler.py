@@ -17,7 +17,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -35,6 +34,7 @@ from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Re
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
 from slipstream.engines.native.sampling.requests import FutureResult, Publish, Request, Row, new_request
 from slipstream.engines.native.sampling.tape import Tape
+from slipstream.engines.native.threads import compute_thread
 from slipstream.engines.weights import fingerprint_of_loaded, load_weights
 from slipstream.errors import ModelError
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
@@ -76,7 +76,7 @@ class NativeSampler:
         self.publishing: deque[Publish] = deque()
         self.releasing = False
         self.open: set[Request | Publish] = set()
-        self.thread = ThreadPoolExecutor(1, "sampler", initializer=torch.set_num_threads, initargs=(threads,))
+        self.thread = compute_thread("sampler", threads)
         self.driver: asyncio.Task[None] | None = None
 
     # --- on the event loop -----------------------------------------------------------------------------------
