@@ -458,6 +458,11 @@ def check_effects(config: Config) -> None:
             f"sampler.interleave = {config.sampler.interleave} replaces no token, because the vocabulary has "
             f"{vocabulary}: write less"
         )
+    if config.sampler.quantisation is not None and is_adapter(student):
+        raise ConfigError(
+            f"sampler.quantisation quantises published weights, and {student} is an adapter, which is published alone: "
+            "drop it"
+        )
     if config.sampler.quantisation is not None and not adapted(student, LoraConfig()):
         raise ConfigError(f"sampler.quantisation: {student} has no linear layers beside its head: drop it")
     check_router(config)
