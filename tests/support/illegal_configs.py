@@ -172,6 +172,7 @@ loss.kind=k2 loss.policy=cispo
 loss.kind=k2 loss.as=reward loss.policy=sapo loss.clip=0.1
 loss.kind=k2 loss.as=reward loss.policy=cispo loss.dual_clip=3.0
 {BOTH} policy.old_decay=0.5
+{RL} policy.old=average learner.dtype=bfloat16
 {BOTH} policy.old=average correction.preset=bypass_ppo_clip_geo_rs
 {RL} policy.old=average policy.loss=reinforce
 {RL} policy.advantage=opob_exact learner.ranks=2 runtime.kind=local
