@@ -177,6 +177,7 @@ loss.kind=k2 loss.as=reward loss.policy=cispo loss.dual_clip=3.0
 {RL} policy.old=average policy.loss=reinforce
 {RL} policy.advantage=opob_exact learner.ranks=2 runtime.kind=local
 {RL} policy.advantage=opob_exact correction.preset=decoupled_token_is
+{RL} policy.advantage=opob_exact correction.preset=decoupled_seq_is_rs correction.rs={{token_k2=1.0}}
 {RL} policy.old=average correction.preset=decoupled_token_is learner.snapshots=2
 schedule.kind=sync guards.gac.limit=0.0
 loss.kind=k2 loss.m=4
