@@ -237,6 +237,8 @@ def test_metrics_of_steps_are_means_and_extremes_and_say_how_the_drift_grew() ->
     assert over_steps([{"loss": 2.0, "drift/kl": 0.1}]) == {"loss": 2.0, "drift/kl": 0.1}
     grown = over_steps([{"drift/kl": 0.25}, {"drift/kl": 0.5}, {"drift/kl": 0.75}])
     assert grown == {"drift/kl": 0.5, "drift/kl_first": 0.25, "drift/kl_last": 0.75}
+    mixed = over_steps([{"loss": 1.0}, {"loss": 2.0, "drift/kl": 0.5}, {"loss": 3.0, "drift/kl": 1.0}])
+    assert mixed == {"loss": 2.0, "drift/kl": 0.75, "drift/kl_last": 1.0}, "the first step had groups of [mix] alone"
 
 
 def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:

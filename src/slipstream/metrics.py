@@ -245,8 +245,9 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> Metrics:
         values = [step[name] for step in steps if name in step]
         numbers[name] = OVER_STEPS[extreme(name)](values)
     for name in ("drift/kl", "drift/k3_kl"):
-        if name in numbers:
-            numbers |= {f"{name}_first": steps[0][name], f"{name}_last": steps[-1][name]}
+        for place, step in ("first", steps[0]), ("last", steps[-1]):
+            if name in step:  # a step without tokens of the student has no drift
+                numbers[f"{name}_{place}"] = step[name]
     return numbers
 
 

@@ -124,6 +124,7 @@ learner.quantised=true
 learner.perturbation.std=0.01
 {RL} learner.perturbation.std=0.01 learner.ranks=2
 {RL} learner.perturbation.std=0.0
+learner.lora.rank=4 learner.dtype=bfloat16
 learner.dtype=float16
 learner.optimizer_dtype=float16
 learner.dtype=float64 learner.compute_dtype=float16
@@ -172,10 +173,12 @@ loss.kind=k2 loss.policy=cispo
 loss.kind=k2 loss.as=reward loss.policy=sapo loss.clip=0.1
 loss.kind=k2 loss.as=reward loss.policy=cispo loss.dual_clip=3.0
 {BOTH} policy.old_decay=0.5
+{RL} policy.old=average learner.dtype=bfloat16
 {BOTH} policy.old=average correction.preset=bypass_ppo_clip_geo_rs
 {RL} policy.old=average policy.loss=reinforce
 {RL} policy.advantage=opob_exact learner.ranks=2 runtime.kind=local
 {RL} policy.advantage=opob_exact correction.preset=decoupled_token_is
+{RL} policy.advantage=opob_exact correction.preset=decoupled_seq_is_rs correction.rs={{token_k2=1.0}}
 {RL} policy.old=average correction.preset=decoupled_token_is learner.snapshots=2
 schedule.kind=sync guards.gac.limit=0.0
 loss.kind=k2 loss.m=4

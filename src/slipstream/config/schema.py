@@ -945,6 +945,11 @@ class Config(Section):
 
     def _check_rewards(self, policy: PolicyConfig) -> None:
         names, weights = self.task.names, policy.reward_weights
+        if policy.old == "average" and self.learner.dtype == "bfloat16":
+            raise ValueError(
+                'policy.old = "average" is kept in learner.dtype, and bfloat16 rounds small changes to 0: write '
+                'learner.compute_dtype = "bfloat16" instead'
+            )
         for name in policy.filters:
             if self.loss.weight:
                 raise ValueError(

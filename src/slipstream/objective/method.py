@@ -386,6 +386,11 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
                 f"{given} weighs answers, and correction.is_level = {level!r} has a weight for each token: write "
                 'is_level = "sequence", or advantage = "opob"'
             )
+        if mode := next((mode for mode in method.correction.rs or () if mode.startswith("token")), None):
+            raise ConfigError(
+                f"{given} needs the gradient of whole answers, and correction.rs.{mode} rejects single tokens: write "
+                f'"{mode.replace("token", "seq_mean")}", or advantage = "opob"'
+            )
     for name in policy.filters if not advantage.compares else ():
         raise ConfigError(
             f"policy.{name} drops groups whose rewards are alike, and policy.advantage = {policy.advantage!r} learns "

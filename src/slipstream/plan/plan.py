@@ -136,6 +136,7 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
     method = method_of(config)
     tokenizer = load_tokenizer(config.student)
     check_weights(config)
+    check_base_precision(config)
     stops = end_ids(config.student, tokenizer, config.sampler.stop)
     tools = tools_of(environment_of(config), tokenizer, stops, notes.append)
     prompts = training_prompts(config, tokenizer, tools, notes.append)
@@ -311,6 +312,23 @@ def check_weights(config: Config) -> None:
             read_through(config.model_of(teacher))
 
 
+def check_base_precision(config: Config) -> None:
+    """Raise ConfigError if engines round the weights beside the adapters differently, which no publish contains."""
+    from slipstream.engines.native.files import only_bfloat16
+
+    if config.learner.lora is None or config.learner.dtype != "bfloat16":
+        return
+    dtypes = {"sampler": config.sampler.dtype}
+    dtypes |= {f"teachers.{name}": each.dtype for name, each in config.teachers.items() if each.follow is not None}
+    other = next((name for name, dtype in dtypes.items() if dtype != "bfloat16"), None)
+    if other is not None and not only_bfloat16(config.student):
+        raise ConfigError(
+            f'[learner.lora] publishes adapters alone: learner.dtype = "bfloat16" rounds the other weights of '
+            f'{config.student}, and {other}.dtype = "{dtypes[other]}" does not: write "bfloat16" there, too, or '
+            'learner.compute_dtype = "bfloat16" instead of learner.dtype'
+        )
+
+
 def read_weights(config: Config) -> list[str]:
     """Read all weights of models that run here; raise if one is not finite. Return a line to print for each model."""
     from slipstream.engines.native.files import read_through, weights_of
@@ -457,6 +475,11 @@ def check_effects(config: Config) -> None:
         raise ConfigError(
             f"sampler.interleave = {config.sampler.interleave} replaces no token, because the vocabulary has "
             f"{vocabulary}: write less"
+        )
+    if config.sampler.quantisation is not None and is_adapter(student):
+        raise ConfigError(
+            f"sampler.quantisation quantises published weights, and {student} is an adapter, which is published alone: "
+            "drop it"
         )
     if config.sampler.quantisation is not None and not adapted(student, LoraConfig()):
         raise ConfigError(f"sampler.quantisation: {student} has no linear layers beside its head: drop it")

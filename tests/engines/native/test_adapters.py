@@ -321,6 +321,11 @@ CONTRADICTIONS = {
         ("--teachers.main.model", "first/final/adapter", "--teachers.main.engine", "vllm"),
         "first/final/adapter is an adapter, and vLLM takes only whole models here",
     ),
+    "eight bits": (
+        ("--sampler.quantisation", "int8"),
+        "sampler.quantisation quantises published weights, and first/final/adapter is an adapter, which is published "
+        "alone: drop it",
+    ),
 }
 
 

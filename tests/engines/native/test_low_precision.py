@@ -168,6 +168,19 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted(tmp_path: Pa
     other.close()
 
 
+def test_a_run_that_changes_to_float16_begins_with_the_first_scale(tmp_path: Path) -> None:
+    """A checkpoint of a run without a loss scale has none: `resume --change learner.compute_dtype` starts one."""
+    learner = learner_of(compute_dtype="bfloat16")
+    run(update(learner, batch_of(), 1))
+    run(learner.save(tmp_path))
+    assert json.loads((tmp_path / NUMBERS).read_text())["loss_scale"] is None
+    other = learner_of(compute_dtype="float16")
+    run(other.restore(tmp_path))
+    assert (other.scale.value, other.scale.steps) == (START, 0)
+    learner.close()
+    other.close()
+
+
 def test_an_overflow_that_no_scale_prevents_stops_the_run() -> None:
     learner, batch = learner_of(ReverseKLMC(m=3, weight=1e30), compute_dtype="float16"), batch_of()
     learner.scale.value = 1.0

@@ -104,6 +104,19 @@ def shapes_in(name: str, file: Path) -> dict[str, Shape]:
         raise ModelError(f"{name}: {file.name} is damaged: {first_line(error)}") from None
 
 
+def only_bfloat16(name: str) -> bool:
+    """Return True if the files of a model store all weights in bfloat16, or are not downloaded yet."""
+    for file in weights_of(name):
+        if file.suffix != ".safetensors":
+            if any(tensor.dtype != torch.bfloat16 for _, tensor in unpickled(name, file)):
+                return False
+            continue
+        with safe_open(file, framework="pt") as opened:
+            if any(opened.get_slice(key).get_dtype() != "BF16" for key in opened.keys()):  # noqa: SIM118 (no dict)
+                return False
+    return True
+
+
 def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         tensors: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

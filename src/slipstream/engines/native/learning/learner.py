@@ -533,7 +533,7 @@ class NativeLearner:
             previous=self.snapshots.state(OLD) if self.method.keeps_old else {},
             beta=self._next_beta() if self.method.steers else None,
             perturbation=self.perturbation.state() if self.perturbation is not None else {},
-            loss_scale=(self.scale.value, self.scale.steps),
+            loss_scale=(self.scale.value, self.scale.steps) if self.scale.on else None,
             versions={version: self.snapshots.state(version) for version in versions if version in self.snapshots},
             teachers={name: (self.followed[name], self.snapshots.state(snapshot_of(name))) for name in self.follow},
             earlier={

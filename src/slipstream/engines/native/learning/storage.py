@@ -48,7 +48,7 @@ class State(NamedTuple):
     perturbation: Mapping[str, Tensor]
     """Logarithms of the noise on the layers and their moments; empty without noise."""
     loss_scale: tuple[float, int] | None
-    """Loss scale, and the number of steps since its last change; None in a checkpoint of an older format."""
+    """Loss scale, and the number of steps since its last change; None if the run had none."""
     groups: Sequence[Group]
     """Unfinished groups, on the first rank."""
 
