@@ -1,30 +1,43 @@
 """Native sampler against HF `generate`: same model, same prompts, 64 sequences at a time, heavy-tailed lengths.
 
     python benchmarks/sampler.py [--model builtin:student] [--prompts 512] [--repeats 5]
+    python benchmarks/sampler.py --speculation 3 8 [--slots 64 8 1] [--least 0.3] [--repeats 5]
 
 Both sample at temperature 1 until the end token. HF generates left-padded batches of 64 in the order of the prompts; in
 a second form the prompts are sorted by length first, which a training loop cannot do without bias but which shows how
 much of the difference is padding and how much is the step. Tokens are those up to and including the end token. The
 three take turns; medians and ranges over the repeats.
+
+`--speculation LOOKUP TOKENS` compares the native sampler with and without speculative sampling instead, in turns, on
+answers that repeat nothing (arithmetic), on answers that copy their prompt (by a model that is first trained to copy,
+15 s), and on the tool calls of builtin:tool_teacher. The tokens have to be the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from slipstream.config.file import parse
 from slipstream.config.schema import DataConfig
+from slipstream.config.speculation import SpeculationConfig
 from slipstream.data.prompts import Prompts, load_rows
-from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
-from slipstream.engines.native.model import load_model
+from slipstream.data.tokenizers import Tokenizer, encode_rows, load_tokenizer, stop_ids
+from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.models.resolve import model_path
+from slipstream.plan.plan import plan
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
+from slipstream.runtimes.build import build_sampler
 
 CONCURRENT, MAX_TOKENS = 64, 80
 
@@ -35,12 +48,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--speculation", type=int, nargs=2, metavar=("LOOKUP", "TOKENS"))
+    parser.add_argument("--least", type=float, default=SpeculationConfig().least)
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 8, 1])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.speculation:
+        compare_speculation(args)
+        return
     tokenizer = load_tokenizer(args.model)
-    rows = load_rows("builtin:arithmetic", split="eval", limit=args.prompts)
-    source = Prompts(rows, encode_rows(rows, tokenizer, DataConfig()), seed=0, shuffle=True)
-    prompts = [source.at(number) for number in range(len(rows))]
+    prompts = arithmetic(args, tokenizer)
     print(f"{args.model}, {len(prompts)} prompts, {CONCURRENT} at a time, {args.threads} thread(s)")
 
     native = load_model(args.model, dtype="float32", device="cpu")
@@ -119,6 +136,114 @@ def print_accuracy(rollouts: list[Rollout], model: torch.nn.Module, exact: torch
         f"{(error <= 1e-5).mean():.2%} within 1e-5"
     )
     print(f"against float64: sampler {np.abs(ours - truth).max():.1e}, full forward {np.abs(full - truth).max():.1e}")
+
+
+def arithmetic(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Prompt]:
+    rows = load_rows("builtin:arithmetic", split="eval", limit=args.prompts)
+    source = Prompts(rows, encode_rows(rows, tokenizer, DataConfig()), seed=0, shuffle=True)
+    return [source.at(number) for number in range(len(rows))]
+
+
+# --- speculative sampling ---------------------------------------------------------------------------------------------
+
+
+def copying(count: int) -> tuple[LanguageModel, list[Prompt]]:
+    """Train a model of two layers to copy 24 random tokens; return it with prompts."""
+    rng, vocabulary, length, separator, end = np.random.default_rng(0), 39, 24, 2, 1
+
+    def lines(number: int) -> np.ndarray:
+        body, column = rng.integers(3, vocabulary, (number, length)), np.ones((number, 1), np.int64)
+        return np.concatenate([body, separator * column, body, end * column], 1)
+
+    torch.manual_seed(0)
+    config = Qwen3Config.from_pretrained(model_path("builtin:student"))
+    model = Qwen3ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        ids = torch.from_numpy(lines(64))
+        labels = ids.clone()
+        labels[:, : length + 1] = -100
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    asked = [
+        Prompt(id=str(i), number=i, tokens=line[: length + 1].astype(np.int32), seed=i)
+        for i, line in enumerate(lines(count))
+    ]
+    return split("copying", model.eval()), asked
+
+
+def compare_speculation(args: argparse.Namespace) -> None:
+    lookup, tokens = args.speculation
+    settings = SpeculationConfig(lookup=lookup, tokens=tokens, least=args.least)
+    tokenizer = load_tokenizer(args.model)
+    student, (copier, lines) = load_model(args.model, dtype="float32", device="cpu"), copying(args.prompts)
+    stop = stop_ids(tokenizer, student.model.generation_config)
+    sampling = Sampling(max_tokens=MAX_TOKENS)
+    print(f"lookup {lookup}, up to {tokens} tokens, least {args.least:g}; µs of CPU per token, without and with")
+    for slots in args.slots:
+        for name, lm, prompts, ends in (
+            ("arithmetic", student, arithmetic(args, tokenizer), stop),
+            ("copying", copier, lines, {1}),
+        ):
+            pair = [
+                NativeSampler(copy.deepcopy(lm), slots=slots, stop_ids=ends, threads=args.threads, speculation=each)
+                for each in (None, settings)
+            ]
+            print_speculation(f"{name}, {slots} slots", pair, pair[1], prompts[: 8 * slots], sampling, args.repeats)
+            for each in pair:
+                each.close()
+    line = (
+        "student=builtin:tool_teacher teachers.main.model=builtin:tool_teacher data.train=builtin:table updates=1 "
+        "environment.use=table sampler.max_tokens=150 sampler.slots=16 runtime.kind=inline runtime.device=cpu"
+    )
+    changes = [tuple(word.split("=")) for word in line.split()]
+    plans = [
+        plan(parse({"sampler": {"speculation": each}} if each else {}, changes, say=str), ask=False)
+        for each in (None, settings.model_dump())
+    ]
+    engines = [build_sampler(made.engines.sampler, made.tokenizer) for made in plans]
+    prompts = [plans[0].prompts.at(number) for number in range(128)]
+    policy = engines[1].policy
+    print_speculation("tool calls, 16 slots", engines, policy, prompts, plans[0].sampling, args.repeats)
+    for engine in engines:
+        engine.policy.close()
+        engine.environments.close()
+
+
+def print_speculation(
+    name: str,
+    pair: list[Any],
+    speculative: NativeSampler,
+    prompts: list[Prompt],
+    sampling: Sampling,
+    repeats: int,
+) -> None:
+    """Print costs, their ratio, and how many tokens were proposed and accepted; both samplers draw the same tokens."""
+
+    async def work(sampler: Any) -> list[Rollout]:
+        groups = await asyncio.gather(*[sampler.generate(prompt, sampling) for prompt in prompts])
+        return [handle.body for group in groups for handle in group]
+
+    costs: list[list[float]] = [[], []]
+    for repeat in range(repeats + 1):  # the first round warms up
+        found = list[list[int]]()
+        speculative.acceptance.take()
+        for i, sampler in enumerate(pair):
+            cpu = time.process_time()
+            rollouts = asyncio.run(work(sampler))
+            drawn = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+            if repeat:
+                costs[i].append(1e6 * (time.process_time() - cpu) / drawn)
+            found.append([token for rollout in rollouts for token in rollout.tokens.tolist()])
+    assert found[0] == found[1], "speculation changed a token"
+    proposed, accepted = speculative.acceptance.take()
+    ratios = [one / other for one, other in zip(*costs, strict=True)]
+    print(
+        f"{name:22} {statistics.median(costs[0]):6.0f} {statistics.median(costs[1]):6.0f}   "
+        f"{statistics.median(ratios):.2f} [{min(ratios):.2f} … {max(ratios):.2f}]   "
+        f"{proposed / drawn:.2f} proposed per token, {accepted / max(1, proposed):.0%} of them accepted"
+    )
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
     "hidden states, shared prompts, a teacher beside the sampler": {
         "loss": {"kind": "eopd"},
         "learner": {"shared_prompt": True},
-        "sampler": {"interleave": 5},
+        "sampler": {"interleave": 5, "speculation": {"lookup": 1}},
     },
     "weights of stale answers": {
         **REWARDED,

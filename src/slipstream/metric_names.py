@@ -477,6 +477,18 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("publish/wait", "time until running requests paused", "one token; with drain one response", PUBLISH),
         Term("publish/bytes", "bytes of weights that all samplers loaded in the publish", "–", PUBLISH),
         Term("publish/load", "time to copy the weights and compute their fingerprint", "–", PUBLISH),
+        Term(
+            "sampler/drafted",
+            "with sampler.speculation: tokens that were proposed since the last publish",
+            "–",
+            PUBLISH,
+        ),
+        Term(
+            "sampler/accepted",
+            "share of these tokens that the student drew",
+            "above sampler.speculation.least",
+            PUBLISH,
+        ),
         Term("publish/rebuild", "time to recompute running prefixes with the new weights", "–", PUBLISH),
     ),
     "Guards": (

@@ -101,6 +101,10 @@ class Loaded:
     """Seconds in which the prefixes of running requests were recomputed with the new weights."""
     thrown: int = 0
     """Number of tokens discarded because running requests start again."""
+    drafted: int = 0
+    """Number of tokens that speculation proposed since the previous publish."""
+    accepted: int = 0
+    """Number of the proposed tokens that were drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

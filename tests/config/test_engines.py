@@ -22,6 +22,7 @@ SAMPLER: dict[str, dict[str, object]] = {
     "on_publish": {"sampler": {"on_publish": "reuse"}},
     "interleave": {"sampler": {"interleave": 4}, "loss": {"kind": "forward_kl"}},
     "quantisation": {"sampler": {"quantisation": "int8"}},
+    "speculation": {"sampler": {"speculation": {}}},
     "router": {"learner": {"router": "measure"}},
     "lora": {"learner": {"lora": {"rank": 2}}},
 }

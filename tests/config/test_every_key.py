@@ -79,6 +79,7 @@ WITH = {
     "freshness.": "freshness.weight=freshness",
     "sampler.interleave": "loss.kind=forward_kl",
     "sampler.keep_mask": "sampler.top_k=5 loss.importance=false",
+    "sampler.speculation.": "sampler.speculation.tokens=3",
     "sampler.server.": "sampler.engine=server sampler.server.url=http://127.0.0.1:1 sampler.server.folder=/tmp"
     " loss.m=1",
     "loss.tail:reverse_kl_topk": "loss.renormalise=false",
@@ -167,6 +168,7 @@ OTHER = {
     "sampler.group": "4",
     "sampler.top_k": "5",
     "sampler.interleave": "3",
+    "sampler.speculation.tokens": "5",
     "sampler.stop": '["<pad>"]',
     "sampler.replicas": "2",
     "sampler.server.url": "http://127.0.0.1:2",

@@ -128,6 +128,12 @@ learner.lora.rank=4 learner.dtype=bfloat16
 learner.dtype=float16
 learner.optimizer_dtype=float16
 learner.dtype=float64 learner.compute_dtype=float16
+sampler.speculation.lookup=0
+sampler.speculation.least=1
+sampler.speculation.tokens=4 sampler.max_tokens=2
+sampler.speculation.tokens=4 sampler.engine=vllm
+sampler.speculation.tokens=4 runtime.clock=modelled
+sampler.engine=vllm sampler.engine_args.speculative_config.method=ngram
 sampler.interleave=-1
 sampler.interleave=1000000
 {RL} sampler.interleave=3

@@ -99,7 +99,14 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         cosine_limit=config.guards.gac.limit if config.guards.gac else None,
     )
     beside = wrap(teacher) if config.sampler.interleave else None
-    sampler = NativeSampler(student, slots=8, stop_ids={EOS}, teacher=beside, router=routed)
+    sampler = NativeSampler(
+        student,
+        slots=8,
+        stop_ids={EOS},
+        teacher=beside,
+        router=routed,
+        speculation=config.sampler.speculation,
+    )
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
     engines = Engines(
         samplers=(Graded(sampler, EveryOther()),),

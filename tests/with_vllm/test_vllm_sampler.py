@@ -99,6 +99,20 @@ def test_the_sampling_support_is_that_of_a_full_forward(keeping: VllmSampler, sa
     assert len(sizes) > 1 or sampling.top_p == 1
 
 
+def test_speculation_is_refused_because_its_log_probs_are_wrong(tmp_path: Path) -> None:
+    """Once they are right, this fails, and `config/engines.py` need not refuse the argument any longer."""
+    MODELS[0].save_pretrained(tmp_path)
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    settings = Settings(str(tmp_path), "float32", 16, {"speculative_config": ngram, "enforce_eager": True})
+    sampler, sampling = VllmSampler(settings, stop_ids={EOS}), Sampling(max_tokens=60, group=4)
+    try:
+        with pytest.raises((NonFiniteError, AssertionError)):
+            for rollout in generate(sampler, make_prompts(6), sampling):
+                assert_exact(MODELS[:1], rollout, sampling)
+    finally:
+        sampler.close()
+
+
 def test_a_request_with_another_support_than_at_the_start_is_refused(keeping: VllmSampler) -> None:
     with pytest.raises(EngineError, match=r"^Sampling.keep_mask needs 3 draws and top_k = 5, as at the start$"):
         generate(keeping, make_prompts(1), replace(KEPT[0], top_k=6))

@@ -15,6 +15,8 @@ from pydantic import AfterValidator
 
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 """Arguments of vLLM whose product is the number of devices of one engine."""
+SPECULATIVE = "speculative_config"
+"""Argument for speculative decoding in vLLM. `tests/with_vllm` shows the wrong log-probs of version 0.32 on a CPU."""
 RESERVED = {
     "model": "{model}",
     "tokenizer": "{model}",
@@ -29,7 +31,7 @@ RESERVED = {
     "weight_transfer_config": "",
     "kv_transfer_config": "",
     "enable_lora": "",
-    "speculative_config": "",
+    SPECULATIVE: "",
 }
 """Arguments that engine_args may not hold, with the key that sets them; "" if they cannot be changed."""
 LORA = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules")
@@ -60,6 +62,11 @@ EngineArgs = Annotated[dict[str, Any], AfterValidator(check_engine_args)]
 def check_reserved(section: str, model: str, args: Mapping[str, Any]) -> None:
     """Raise ValueError if `engine_args` of a section (`sampler`, `teachers.NAME`) sets what other keys set."""
     reserved = RESERVED_FOR[section.partition(".")[0]]
+    if section == "sampler" and SPECULATIVE in args:
+        raise ValueError(
+            f"sampler.engine_args.{SPECULATIVE} cannot be set: on a CPU vLLM returns wrong log-probs with it, and on "
+            'GPUs they are not proven; drop it, or write sampler.engine = "native" with [sampler.speculation]'
+        )
     for name in sorted(args.keys() & reserved):
         key = reserved[name].format(section=section, model=model)
         why = f"{key} sets it" if key else "records would not match what vLLM did"
@@ -125,6 +132,8 @@ ENGINES: dict[str, Engine] = {
             '"rebuild", or sampler.engine = "native"',
             "quantisation": "sampler.quantisation: vLLM would quantise weights in its own way, and could not prove "
             'which it runs: write sampler.engine = "native", or drop it',
+            "speculation": "sampler.speculation: vLLM speculates in its own way, and its log-probs are not proven: "
+            'write sampler.engine = "native", or drop it',
             "router": ROUTER.format("vLLM returns them only from its V2 runner on GPUs, which is not used here"),
             "server": SERVER,
         },
@@ -152,6 +161,8 @@ ENGINES: dict[str, Engine] = {
             'sampler.engine = "native", or drop it',
             "lora": '[learner.lora] sends adapters, and sampler.engine = "server" takes whole weights: write '
             'sampler.engine = "native", or drop [learner.lora]',
+            "speculation": "sampler.speculation: a rollout server speculates by its own settings: write "
+            'sampler.engine = "native", or drop it',
             "router": ROUTER.format("a rollout server does not return them"),
         },
         loads_adapters=False,

@@ -38,6 +38,7 @@ from slipstream.config.offpolicy import MixConfig, SupervisedConfig
 from slipstream.config.rewards import FormatConfig, JudgeConfig, OverlongConfig, RewardModelConfig
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.server import ServerConfig
+from slipstream.config.speculation import SpeculationConfig
 from slipstream.config.teacher import SELF, problems
 from slipstream.config.teacher import TeacherConfig as TeacherConfig
 from slipstream.errors import ConfigError, did_you_mean
@@ -227,6 +228,9 @@ class SamplerConfig(Section):
     """Number K for speculative knowledge distillation (SKD): a token that is not among the teacher's K most likely
     tokens at its position is replaced by a draw of the teacher among these K. The sampler holds a copy of the teacher.
     0: the student draws alone."""
+    speculation: SpeculationConfig | None = None
+    """Speculative sampling: propose tokens that occurred before, and verify several in one pass. It changes no token
+    and no log-prob, and is faster where responses repeat themselves or their prompt. None proposes no tokens."""
     stop: Annotated[tuple[int | str, ...], BeforeValidator(as_tuple)] = ()
     """Further tokens at which a response stops, each as an id or as the text of one token, for example
     ["<|im_end|>"]. The trained student is saved with them. Empty: only the end tokens in the student's files."""
@@ -632,6 +636,11 @@ class Config(Section):
             check_reserved(f"teachers.{name}", f"teachers.{name}.model", teacher.engine_args)
         if self.sampler.keep_mask and not self.sampler.truncation:
             raise ValueError("sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token; drop it")
+        if self.sampler.speculation is not None and self.sampler.max_tokens < 3:
+            raise ValueError(
+                "sampler.speculation proposes tokens between the first and the last of a response, and "
+                f"sampler.max_tokens = {self.sampler.max_tokens} leaves none: drop it"
+            )
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         self._check_environment()
@@ -1050,6 +1059,8 @@ class Config(Section):
     def _check_clock(self) -> None:
         if self.runtime.clock == "real":
             return
+        if self.sampler.speculation is not None:
+            raise ValueError('runtime.clock = "modelled" has no cost for sampler.speculation: drop one of them')
         engines = {"sampler": self.sampler.engine} | {f"teachers.{n}": t.engine for n, t in self.teachers.items()}
         for where, engine in engines.items():
             if not ENGINES[engine].keeps_modelled_time:
@@ -1151,8 +1162,8 @@ class Config(Section):
     @property
     def sampler_features(self) -> set[str]:
         """Return names of the features that samplers of this config need from their engine, in addition to sampling."""
-        changed = self.sampler.changed("engine_args", "keep_mask", "on_publish", "server", "interleave", "quantisation")
-        learner = self.learner
+        names = ("engine_args", "keep_mask", "on_publish", "server", "interleave", "quantisation", "speculation")
+        changed, learner = self.sampler.changed(*names), self.learner
         return {*changed, *["lora"] * (learner.lora is not None), *["router"] * learner.records_router}
 
     def _check_guards(self) -> None:

@@ -122,7 +122,10 @@ class MovingTeacher(Newest[MovingScorer]):
 
 
 def publish_metrics(results: list[Loaded], weights: WeightsRef) -> Metrics:
+    drafted, accepted = (sum(getattr(loaded, name) for loaded in results) for name in ("drafted", "accepted"))
+    speculation = {"sampler/drafted": float(drafted), "sampler/accepted": accepted / drafted} if drafted else {}
     return {
+        **speculation,
         "publish/bytes": float(len(results) * sum(tensor.nbytes for tensor in weights.manifest)),
         "publish/wait": max((loaded.wait for loaded in results), default=0.0),
         "publish/load": max((loaded.load for loaded in results), default=0.0),

@@ -17,6 +17,7 @@ from slipstream.config.environment import GatewayConfig
 from slipstream.config.losses import LossSpec
 from slipstream.config.rewards import FormatConfig
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig, TeacherConfig
+from slipstream.config.speculation import SpeculationConfig
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.http.judge import Judge, JudgeEndpoint
 from slipstream.engines.native.config import check_there, context_length, load_config, vocabulary_of, width_of
@@ -93,6 +94,7 @@ class SamplerPlan:
     top_k: int = 0
     """top_k of rollouts that record their sampling support; 0: they record none, or top_k cuts nothing."""
     on_publish: Literal["rebuild", "reuse"] = "rebuild"
+    speculation: SpeculationConfig | None = None
     threads: int = 1
     replicas: int = 1
     environment: EnvironmentPlan | None = None
@@ -329,6 +331,7 @@ def sampler_of(config: Config) -> SamplerPlan:
         best=drawn.best,
         top_k=drawn.top_k if drawn.keep_mask else 0,
         on_publish=sampler.on_publish,
+        speculation=sampler.speculation,
         threads=config.runtime.threads,
         replicas=at_first(sampler.replicas),
         environment=environment_of(config),

@@ -484,10 +484,27 @@ def check_effects(config: Config) -> None:
     if config.sampler.quantisation is not None and not adapted(student, LoraConfig()):
         raise ConfigError(f"sampler.quantisation: {student} has no linear layers beside its head: drop it")
     check_router(config)
+    check_speculation(config)
     named = load_config(student).get_text_config().to_dict() if config.learner.dropout else {}
     rates = [value for name, value in named.items() if "drop" in name and isinstance(value, float)]
     if config.learner.dropout and not any(rate > 0 for rate in rates):
         raise ConfigError(f"learner.dropout does nothing: the config of {student} names none; drop it")
+
+
+def check_speculation(config: Config) -> None:
+    """Raise ConfigError if a model that a sampler runs has states, which tokens that are not accepted would change."""
+    if config.sampler.speculation is None:
+        return
+    from slipstream.engines.native.model import is_recurrent  # slow import
+
+    runs = [config.student]
+    if config.sampler.interleave or "teacher" in config.offpolicy_sources:
+        runs += map(config.model_of, config.teachers.values())
+    if found := next((model for model in runs if is_recurrent(load_config(model))), None):
+        raise ConfigError(
+            f"sampler.speculation: {found} has recurrent layers, whose states cannot forget a proposed token that is "
+            "not accepted: drop it"
+        )
 
 
 def check_router(config: Config) -> None:

@@ -150,7 +150,8 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., Na
             ends = stop_ids(tokenizer, generation, plan.stop)
             teacher = None if plan.teacher is None else build_model(plan.teacher)
             options: dict[str, Any] = {"slots": plan.slots, "threads": plan.threads, "on_publish": plan.on_publish}
-            return kind(lm, stop_ids=ends, teacher=teacher, router=plan.router, **options)
+            options |= {"router": plan.router, "speculation": plan.speculation}
+            return kind(lm, stop_ids=ends, teacher=teacher, **options)
 
 
 class OwnTeacherSampler(TeacherSampler):
@@ -166,7 +167,7 @@ class OwnTeacherSampler(TeacherSampler):
             assert isinstance(policy, NativeSampler)
             lm = policy.lm
             settings = lm.model.config.to_json_string(use_diff=False)
-            own = (identity_of(lm.model), settings, lm.device.type, policy.stop_ids.tolist(), slipstream.__version__)
+            own = (identity_of(lm.model), settings, lm.device.type, sorted(policy.stop_ids), slipstream.__version__)
             self.cache = RolloutCache(super().generate, Path(plan.cache), repr(own))
         self.close = policy.close
 

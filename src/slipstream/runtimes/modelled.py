@@ -104,10 +104,10 @@ class ModelledSampler(NativeSampler):
         self.owed += self.costs.read.seconds(sum(read.stop - read.first for read in reads))
         return reads
 
-    def _emit(self, logits_NV: Tensor, teacher_NV: Tensor | None = None) -> list[Any]:
+    def _emit(self, logits_TV: Tensor, *given: Any) -> list[Any]:
         decode = self.costs.decode
         self.owed += decode.step + decode.row * len(self.rows) + decode.context * sum(row.length for row in self.rows)
-        return super()._emit(logits_NV, teacher_NV)
+        return super()._emit(logits_TV, *given)
 
 
 class ModelledScorer(NativeScorer):

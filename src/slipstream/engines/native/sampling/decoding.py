@@ -58,6 +58,8 @@ class Read:
     slots: Sequence[int]
     first: int
     stop: int
+    every: bool = False
+    """True if the hidden states of all positions are needed; False: only that of the last."""
 
     @property
     def count(self) -> int:
@@ -75,7 +77,7 @@ class Decoder:
         self.direct = Direct(lm) if is_direct(lm) else None
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
-        """Compute position `at[i]` of each slot i, and all `reads`; return their last hidden states [N + reads, H]."""
+        """Compute position `at[i]` of each slot i, and all `reads`; return their hidden states [N + …, H]."""
         found = [self._pass(ids_SL, *some) for some in self._passes(at, reads)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -132,8 +134,9 @@ class Decoder:
         if recurrent and others:
             pairs_M2 = torch.tensor([(reads[i].slots[0], other) for i, other in others], device=device)
             self.slots.copy(*pairs_M2.T, length=max(read.stop for read in reads))
-        last = np.concatenate([np.arange(n), ends[1:] - 1])
-        return hidden_TH[torch.from_numpy(last).to(device)]
+        counts = [read.count if read.every else 1 for read in reads]
+        needed = [np.arange(end - count, end) for end, count in zip(ends[1:], counts, strict=True)]
+        return hidden_TH[torch.from_numpy(np.concatenate([np.arange(n), *needed])).to(device)]
 
     def _forward(self, step: kv.Step, ids: Tensor, positions: Tensor) -> Tensor:
         backbone = self.lm.backbone
@@ -188,7 +191,8 @@ def similar_runs(reads: Sequence[Read]) -> list[tuple[int, int]]:
     cuts = [0]
     for i, read in enumerate(reads):
         first = reads[cuts[-1]]
-        if (read.first > 0) != (first.first > 0) or read.count > PADDED * first.count:
+        apart = (read.first > 0, read.every) != (first.first > 0, first.every)
+        if apart or read.count > PADDED * first.count:
             cuts.append(i)
     return list(pairwise([*cuts, len(reads)])) if reads else []
 

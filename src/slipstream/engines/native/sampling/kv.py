@@ -165,6 +165,11 @@ class Block:
     going: bool = False
     """True if each row is the next token of a running sequence."""
 
+    def rows_of(self, buffer_SJLD: Tensor) -> Tensor:
+        if isinstance(self.slots, slice):
+            return buffer_SJLD[self.slots]
+        return buffer_SJLD.index_select(0, self.slots)  # four times as fast as indexing by a tensor
+
 
 class Filled(Exception):
     """Raised to end a pass early, when the last layer has written its keys and values."""
@@ -318,7 +323,7 @@ def attend_blocks(
             query_NHQD = query_THD[start : start + n * q].view(n, q, h, d).transpose(1, 2)
         else:
             query_NHQD = query_THD[block.token_NQ].transpose(1, 2)
-        key_NJLD, value_NJLD = (buffer[block.slots, :, : block.length] for buffer in (key_SJLD, value_SJLD))
+        key_NJLD, value_NJLD = (block.rows_of(buffer[:, :, : block.length]) for buffer in (key_SJLD, value_SJLD))
         if block.whole and plain and reach == Reach():
             out_NHQD = scaled_dot_product_attention(
                 query_NHQD, key_NJLD, value_NJLD, is_causal=True, scale=scaling, enable_gqa=h != j

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.engines.native.sampling.drafts import Lookup
 from slipstream.engines.native.sampling.parking import Lineage
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Ints, Prompt, Rollout, handed_over, header_of
@@ -85,6 +86,8 @@ class Row:
     length: int
     kept: list[Ints] = field(default_factory=list)
     """Sampling support: the token ids that could be drawn at each position; empty if not requested."""
+    lookup: Lookup | None = None
+    """All tokens of the row, if drafts for it are looked up in them; None without speculation."""
 
     @property
     def tokens(self) -> int:

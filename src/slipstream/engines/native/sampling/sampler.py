@@ -25,12 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.config.speculation import SpeculationConfig
 from slipstream.engines.draws import draw, interleave, kept_ids, process, uniforms
 from slipstream.engines.native.config import ADMISSION_SHARE
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.routers import experts_of_record, routers_of
 from slipstream.engines.native.sampling.arrivals import admit, prefix_reads
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, compacted, prove
+from slipstream.engines.native.sampling.drafts import Acceptance, Draft, Lookup, emitted_draws
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
 from slipstream.engines.native.sampling.requests import FutureResult, Publish, Request, Row, new_request
 from slipstream.engines.native.sampling.tape import Tape
@@ -52,12 +54,14 @@ class NativeSampler:
         on_publish: Literal["rebuild", "reuse"] = "rebuild",
         teacher: LanguageModel | None = None,
         router: bool = False,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         """Prepare a model; if `on_publish` is "reuse", running sequences keep keys and values of older weights.
 
         Recorded log-probs are then exact for the drawn tokens, but no single version of the weights reproduces them.
         `teacher` replaces tokens in requests with `Sampling.interleave`. It reads the same slots in its own cache.
         With `router` the choices of the model's routers are recorded for requests with `Sampling.router`.
+        `speculation` proposes tokens that occurred before, and verifies them together; it changes no token.
         """
         self.routers = routers_of(lm, field="learner.router") if router else None
         prove(lm)
@@ -65,9 +69,10 @@ class NativeSampler:
         if teacher is not None:
             prove(teacher)
             self.teacher = Decoder(teacher, slots)
+        self.speculation, self.acceptance = speculation, Acceptance(speculation.least if speculation else 0.0)
         self.rebuilds = on_publish == "rebuild"
         self.lm, self.count, self.version = lm, slots, 0
-        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=lm.device)
+        self.stop_ids = stop_ids
         dtype = torch.promote_types(lm.head.weight.dtype, torch.float32)
         self.decoder, self.parking = Decoder(lm, slots, self.routers), Parking(slots)
         self.tape = Tape(slots, lm.device, dtype)
@@ -202,7 +207,16 @@ class NativeSampler:
         if self.rows and self.rebuilds:
             self._read_again(range(len(self.rows)), self.decoder)
         rebuilt = time.perf_counter()
-        return Loaded(found, wait=start - publish.called, load=loaded - start, rebuild=rebuilt - loaded, thrown=thrown)
+        drafted, accepted = self.acceptance.take()
+        return Loaded(
+            found,
+            wait=start - publish.called,
+            load=loaded - start,
+            rebuild=rebuilt - loaded,
+            thrown=thrown,
+            drafted=drafted,
+            accepted=accepted,
+        )
 
     def _restart(self) -> int:
         """Move running requests to the head of the queue; drop all drawn tokens and return their number."""
@@ -244,6 +258,10 @@ class NativeSampler:
         start = len(self.rows)
         self.tape.seat(start, request, members)
         self.rows += [Row(request, index, len(request.prompt.tokens)) for index in members]
+        if self.speculation is not None:
+            for row in self.rows[start:]:
+                row.lookup = Lookup(self.speculation.lookup)
+                row.lookup.extend(request.prompt.tokens.tolist())
         return range(start, len(self.rows))
 
     def _resume(self, request: Request) -> Sequence[int]:
@@ -253,6 +271,8 @@ class NativeSampler:
         for slot, rollout in zip(slots, begun.values(), strict=True):
             self.tape.write(slot, rollout)
             self.rows[slot].length += len(rollout.tokens)
+            if (lookup := self.rows[slot].lookup) is not None:
+                lookup.extend(rollout.tokens.tolist())
             self.rows[slot].kept = list(rollout.kept.rows()) if rollout.kept is not None else []
             self._write_router(slot, rollout)
         return slots
@@ -263,65 +283,106 @@ class NativeSampler:
         if not self.rows:
             return []
         at = [row.length - 1 for row in self.rows[: len(self.rows) - sum(len(read.slots) for read in reads)]]
-        logits_NV = self._logits(self.decoder, at, reads)
-        teacher_NV = None
+        drafts = self._drafts(len(at))
+        reads += [Read((draft.slot,), draft.first, draft.first + len(draft.tokens), every=True) for draft in drafts]
+        logits_TV = self._logits(self.decoder, at, reads)
+        teacher_TV = None
         # rows that no teacher watches, such as those of an evaluation, need no place in its cache
         watched = any(row.request.sampling.interleave for row in self.rows)
         if self.teacher is not None and (watched or self.teacher.slots.recurrent):
-            teacher_NV = self._logits(self.teacher, at, reads)[:, : logits_NV.shape[-1]]  # only ids of the student
-        return self._emit(logits_NV, teacher_NV)
+            teacher_TV = self._logits(self.teacher, at, reads)[:, : logits_TV.shape[-1]]  # only ids of the student
+        return self._emit(logits_TV, teacher_TV, drafts)
+
+    def _drafts(self, running: int) -> list[Draft]:
+        """Propose tokens for the first `running` rows, within their limits, and write them behind the rows' tokens."""
+        if self.speculation is None or not self.acceptance.pays():
+            return []
+        drafts = list[Draft]()
+        for slot, row in enumerate(self.rows[:running]):
+            assert row.lookup is not None
+            left = row.request.sampling.max_tokens - row.tokens - 1  # one token is drawn after the last proposed one
+            if tokens := row.lookup.propose(min(self.speculation.tokens, left)):
+                drafts.append(Draft(slot, row.length, tokens))
+        drafts.sort(key=lambda draft: len(draft.tokens))
+        if drafts:
+            slot_D, at_D = self._places(drafts)
+            proposed = [token for draft in drafts for token in draft.tokens]
+            self.tape.ids_SL[slot_D, at_D] = torch.tensor(proposed, device=self.lm.device)
+        return drafts
+
+    def _places(self, drafts: Sequence[Draft]) -> Tensor:
+        """Return slots and positions of all proposed tokens."""
+        places = [(draft.slot, draft.first + i) for draft in drafts for i in range(len(draft.tokens))]
+        return torch.tensor(places, device=self.lm.device).T
 
     def _logits(self, decoder: Decoder, at: Sequence[int], reads: Sequence[Read]) -> Tensor:
-        """Return a model's logits of the next token of every row."""
-        logits_NV = decoder.lm.head(decoder.step(self.tape.ids_SL, at, reads))
-        if len(logits_NV) < len(self.rows):  # members of a group share the logits of their first token
-            counts = torch.tensor([1] * len(at) + [len(read.slots) for read in reads], device=logits_NV.device)
-            logits_NV = logits_NV.repeat_interleave(counts, 0)
-        return logits_NV
+        """Return a model's logits after the newest token of every row, and then those after every proposed token."""
+        logits_TV = decoder.lm.head(decoder.step(self.tape.ids_SL, at, reads))
+        if any(len(read.slots) > 1 for read in reads):  # members of a group share the logits of their first token
+            counts = [1] * len(at)
+            for read in reads:
+                counts += [1] * read.count if read.every else [len(read.slots)]
+            logits_TV = logits_TV.repeat_interleave(torch.tensor(counts, device=logits_TV.device), 0)
+        return logits_TV
 
-    def _emit(self, logits_NV: Tensor, teacher_NV: Tensor | None = None) -> list[FutureResult]:
-        """Draw the next token of every row from its logits and record it; return the results of complete groups."""
+    def _emit(
+        self, logits_TV: Tensor, teacher_TV: Tensor | None = None, drafts: Sequence[Draft] = ()
+    ) -> list[FutureResult]:
+        """Draw tokens from their logits and record those that are emitted; return the results of complete groups."""
         tape, rows, n = self.tape, self.rows, len(self.rows)
-        next_N = tape.last_S[:n] + 1
-        t_N = next_N - tape.prompt_S[:n]
-        token_N = torch.empty_like(t_N)
-        row_N = torch.arange(n, device=t_N.device)
-        options = [row.request.draws for row in rows]
-        distinct = set(options) if options.count(options[0]) < n else options[:1]
+        row_T, next_T = torch.arange(n, device=self.lm.device), tape.last_S[:n] + 1
+        drawing = rows
+        if drafts:
+            slot_D, at_D = self._places(drafts)
+            row_T, next_T = torch.cat([row_T, slot_D]), torch.cat([next_T, at_D + 1])
+            drawing = [*rows, *[rows[draft.slot] for draft in drafts for _ in draft.tokens]]
+        t_T = next_T - tape.prompt_S[row_T]
+        token_T = torch.empty_like(t_T)
+        support = dict[int, Ints]()
+        options = [row.request.draws for row in drawing]
+        distinct = set(options) if options.count(options[0]) < len(options) else options[:1]
         for sampling in distinct:
+            chosen: Sequence[int] = range(len(options))
             pick: slice | Tensor = slice(None)
             if len(distinct) > 1:
-                pick = torch.tensor([i for i, other in enumerate(options) if other == sampling])
-            slot_N, time_N = row_N[pick], t_N[pick]
+                chosen = [i for i, other in enumerate(options) if other == sampling]
+                pick = torch.tensor(chosen)
+            slot_N, time_N = row_T[pick], t_T[pick]
             numbers = sampling.draws * (2 if sampling.interleave else 1)
-            uniform_NM = uniforms(tape.seed_S[:n][pick], tape.offset_S[:n][pick] + time_N, numbers)
-            logp_NV = process(logits_NV[pick], sampling)
+            uniform_NM = uniforms(tape.seed_S[slot_N], tape.offset_S[slot_N] + time_N, numbers)
+            logp_NV = process(logits_TV[pick], sampling)
             if sampling.interleave:
-                assert teacher_NV is not None
-                told_NV = process(teacher_NV[pick], sampling)
+                assert teacher_TV is not None
+                told_NV = process(teacher_TV[pick], sampling)
                 ids_NM, logp_NM, replaced_NM = interleave(logp_NV, told_NV, sampling.interleave, uniform_NM)
                 tape.replaced_ST[slot_N, time_N] = replaced_NM[:, 0]
             else:
                 ids_NM, logp_NM = draw(logp_NV, uniform_NM)
             if sampling.keep_mask:
-                recorded = [row for row in rows if row.request.draws == sampling]
-                for row, ids in zip(recorded, kept_ids(logp_NV), strict=True):
-                    row.kept.append(ids)
+                support |= zip(chosen, kept_ids(logp_NV), strict=True)
             tape.action_STM[slot_N, time_N, : sampling.draws] = ids_NM.int()
             tape.logp_STM[slot_N, time_N, : sampling.draws] = logp_NM
             if sampling.best:
                 best = logp_NV.topk(sampling.best, -1)
                 tape.best_STK[slot_N, time_N, : sampling.best] = best.indices.int()
                 tape.best_logp_STK[slot_N, time_N, : sampling.best] = best.values
-            token_N[pick] = ids_NM[:, 0]
-        tape.version_ST[row_N, t_N] = self.version
-        tape.ids_SL[row_N, next_N] = token_N
-        tape.last_S[:n] = next_N
-        for row in rows:
-            row.length += 1
-        stopped_N = (token_N[:, None] == self.stop_ids).any(-1)
-        ended = (stopped_N | (next_N >= tape.limit_S[:n])).nonzero()[:, 0].tolist()
-        return self._end(ended, stopped_N.tolist()) if ended else []
+            token_T[pick] = ids_NM[:, 0]
+        tape.version_ST[row_T, t_T] = self.version
+        tape.ids_SL[row_T, next_T] = token_T
+        tokens = token_T.tolist()
+        emitted = emitted_draws(tokens, n, drafts, self.stop_ids)
+        for row, draws in zip(rows, emitted, strict=True):
+            row.length += len(draws)
+            row.kept += [support[i] for i in draws if i in support]
+            if row.lookup is not None:
+                row.lookup.extend(tokens[i] for i in draws)
+        self.acceptance.add(len(tokens) - n, sum(map(len, emitted)) - n)
+        last = [draws[-1] for draws in emitted]
+        tape.last_S[:n] = next_T[torch.tensor(last, device=self.lm.device)] if drafts else next_T
+        stopped = [tokens[i] in self.stop_ids for i in last]
+        full = [row.tokens >= row.request.sampling.max_tokens for row in rows]
+        ended = [slot for slot in range(n) if stopped[slot] or full[slot]]
+        return self._end(ended, stopped) if ended else []
 
     def _end(self, ended: list[int], stopped: list[bool]) -> list[FutureResult]:
         """Remove ended rows, park the sequences that may continue, and return the results of complete groups."""

@@ -22,10 +22,10 @@ class Tape:
 
     def __init__(self, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         """Create empty tensors; `dtype` is that of the log-probs."""
-        self.known_S5 = torch.zeros(slots, 5, dtype=torch.int64, device=device)
-        self.seed_S, self.offset_S, self.prompt_S, self.last_S, self.limit_S = self.known_S5.unbind(1)
+        self.known_S4 = torch.zeros(slots, 4, dtype=torch.int64, device=device)
+        self.seed_S, self.offset_S, self.prompt_S, self.last_S = self.known_S4.unbind(1)
         """`seed`: seed of the draws. `offset`: number of drawn tokens in the prompt. `prompt`: prompt length.
-        `last`: position of the newest token, which is not cached yet. `limit`: largest allowed position."""
+        `last`: position of the newest token, which is not cached yet."""
         self.ids_SL = torch.zeros(slots, 0, dtype=torch.int64, device=device)
         self.version_ST = torch.zeros(slots, 0, dtype=torch.int32, device=device)
         self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
@@ -41,7 +41,7 @@ class Tape:
         self._widen(q + sampling.max_tokens, sampling)
         at = slice(start, start + len(members))
         self.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
-        self.prompt_S[at], self.last_S[at], self.limit_S[at] = q, q - 1, q - 1 + sampling.max_tokens
+        self.prompt_S[at], self.last_S[at] = q, q - 1
         seeds = [derive_seed(prompt.seed, prompt.first + index) for index in members]
         self.seed_S[at], self.offset_S[at] = torch.tensor(seeds, device=device), prompt.offset
 
@@ -72,7 +72,7 @@ class Tape:
             self.best_logp_STK = _grown(self.best_logp_STK, tokens, best)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        for tensor in (self.known_S5, self.ids_SL, *self._of_responses()):
+        for tensor in (self.known_S4, self.ids_SL, *self._of_responses()):
             if tensor[0].numel():
                 tensor[target] = tensor[source]
 
