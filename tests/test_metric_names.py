@@ -106,7 +106,11 @@ MINIATURES: dict[str, dict[str, Any]] = {
     },
     "experts that the sampler chose": {"learner": {"router": "measure", "router_aux": "model"}},
     "prompts by their rewards": {"data": {"order": "adaptive"}},
-    "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
+    "a choice with chance, noise on the layers": {
+        **REWARDED,
+        "policy": {"loss": "clip_cov"},
+        "learner": {"perturbation": {"std": 0.01}},
+    },
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
 }
 
