@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import resource
 import signal
 import stat
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -52,6 +53,17 @@ def leave_closed_terminal() -> None:
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+@contextmanager
+def garbage_collection(*thresholds: int) -> Iterator[None]:
+    """Set the thresholds at which Python collects garbage; the last one makes full collections rare."""
+    before = gc.get_threshold()
+    gc.set_threshold(*thresholds)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def cpu_seconds() -> float:

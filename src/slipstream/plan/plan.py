@@ -250,7 +250,7 @@ def fast_checks(config: Config) -> None:
     if (config.learner.lora is not None or is_adapter(config.student)) and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
     if config.has_agents and find_spec("uvicorn") is None:
-        raise ConfigError("environment.gateway needs Starlette and uvicorn: pip install 'slipstream[gateway]'")
+        raise ConfigError("environment.gateway needs uvicorn: pip install 'slipstream[gateway]'")
     for name, teacher in config.teachers.items():
         endpoint_of(config, name)
         if teacher.tokenizer is not None:

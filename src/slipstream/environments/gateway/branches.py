@@ -67,7 +67,9 @@ def history_of(messages: Sequence[Message], tools: Tools, before: History) -> Hi
     text, same = AS_JSON(list(tools)), 0
     start = digest(b"", text)
     if before.digests and before.digests[0] == start:
-        same = 1 + sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(messages, before.messages)))
+        same = 1 + sum(
+            1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(messages, before.messages, strict=False))
+        )
     digests, sizes = list(before.digests[:same]) or [start], list(before.sizes[:same]) or [len(text)]
     for message in messages[len(digests) - 1 :]:
         digests.append(digest(digests[-1], canonical(message)))

@@ -171,7 +171,7 @@ def _messages(given: Any, known: Sequence[tuple[Any, Message]]) -> list[tuple[An
     """Return the messages as sent and as parsed."""
     if not isinstance(given, list) or not given:
         raise wrong("messages", "must be a list of at least one message")
-    found = [pair for _, pair in takewhile(lambda both: both[0] == both[1][0], zip(given, known))]
+    found = [pair for _, pair in takewhile(lambda both: both[0] == both[1][0], zip(given, known, strict=False))]
     found += [(each, _message(f"messages[{n}]", each)) for n, each in enumerate(given[len(found) :], len(found))]
     if found[-1][1]["role"] == "assistant":
         raise wrong(f"messages[{len(found) - 1}]", "must not be the assistant's: a message is not continued")
