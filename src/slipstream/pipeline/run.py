@@ -54,7 +54,7 @@ from slipstream.pipeline.steering import Steering
 from slipstream.pipeline.teachers import NO_TEACHER, Teacher
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.watchdog import ResponseWatch
-from slipstream.processes import garbage_collection
+from slipstream.processes import RARE, garbage_collection
 from slipstream.protocols import Engines, Sampler, Sampling, of_teacher
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.run_dir.formats import resumable
@@ -63,8 +63,6 @@ from slipstream.run_dir.writing import LogPosition, RunLog
 T = TypeVar("T")
 HANDING_OVER = 30.0
 """Seconds that samplers get to return partial rollouts when a run stops; a response may have to be graded first."""
-RARE = (50_000, 20, 100)
-"""Thresholds of garbage collection: most objects stay in use, and collection took a third of the time."""
 STALLED_SAVE = 60.0
 """Time limit in seconds for saving the checkpoint of a stalled run, because the learner itself may hang."""
 

@@ -74,6 +74,7 @@ from slipstream.plan.vllm import (
     with_server,
     with_vllm,
 )
+from slipstream.processes import RARE, garbage_collection
 from slipstream.protocols import Sampling
 from slipstream.records import Given, Ints, Prompt
 from slipstream.rewards import grading
@@ -118,6 +119,7 @@ class Plan:
         return needs(self.engines)
 
 
+@garbage_collection(*RARE)
 def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
     """Make the plan of a run; raise an error if the config is invalid or does not fit its files.
 
