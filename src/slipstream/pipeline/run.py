@@ -63,6 +63,8 @@ from slipstream.run_dir.writing import LogPosition, RunLog
 T = TypeVar("T")
 HANDING_OVER = 30.0
 """Seconds that samplers get to return partial rollouts when a run stops; a response may have to be graded first."""
+OBJECTS = 100
+"""Upper estimate of the Python objects of a sample in flight; collections among them would free nothing."""
 STALLED_SAVE = 60.0
 """Time limit in seconds for saving the checkpoint of a stalled run, because the learner itself may hang."""
 
@@ -137,7 +139,8 @@ class Run:
     async def train(self) -> Path:
         """Make all updates and return the directory of the final student."""
         try:
-            with garbage_collection(*RARE):
+            in_flight = self.admission.schedule.credits * self.config.sampler.group
+            with garbage_collection(max(RARE[0], OBJECTS * in_flight), *RARE[1:]):
                 await self._update_all()
             if self.checkpoints.at_end:
                 await with_timeout(self._checkpoint()(), self.patience, "writing a checkpoint")
