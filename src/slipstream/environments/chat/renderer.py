@@ -28,8 +28,6 @@ WRITE_HERMES = (
     '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
 )
 
-AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str).encode
-
 
 class Renderer:
     def __init__(
@@ -139,7 +137,7 @@ class Renderer:
         if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
             raise DataError(f"a message of an environment must have a role and a content, both text, not {message!r}")
         others = {key: value for key, value in message.items() if key != "content"}
-        rest = AS_JSON(others)
+        rest = json.dumps(others, ensure_ascii=False, default=str)
         if found := self.quoting.pattern.search(rest):
             raise DataError(f"{found[0]!r} is a control token: only the content of a message may hold it, not {rest}")
 

@@ -61,6 +61,9 @@ class History:
     sizes: Sequence[int] = ()
     """Bytes of text in the tools and the first n messages."""
 
+    def digest_with(self, message: Message) -> bytes:
+        return digest(self.digests[-1], canonical(message))
+
 
 def history_of(messages: Sequence[Message], tools: Tools, before: History) -> History:
     """Return the history of a request; messages at the start that are objects of the history `before` cost nothing."""

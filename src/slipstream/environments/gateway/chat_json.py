@@ -44,6 +44,7 @@ HARMLESS = {
 }
 """Parameters that are accepted and do not change what is sampled."""
 JSON = json.JSONDecoder(parse_float=finite, parse_constant=finite)
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Sampling parameters that the run's config sets; values of an agent are ignored."""
 CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stream"}
@@ -249,9 +250,6 @@ def _tools(given: Any) -> list[dict[str, Any]]:
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-
-
-COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dumped(found: Any) -> bytes:

@@ -24,17 +24,7 @@ import numpy as np
 from slipstream.environments import Call, Message, Reply
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Limits
-from slipstream.environments.gateway.branches import (
-    Branch,
-    History,
-    Place,
-    Tools,
-    canonical,
-    digest,
-    history_of,
-    joined,
-    named,
-)
+from slipstream.environments.gateway.branches import Branch, History, Place, Tools, history_of, joined, named
 from slipstream.errors import DataError
 from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
@@ -169,7 +159,7 @@ class Session:
         calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
         message: Message = {"role": "assistant", "content": answer.text, "tool_calls": calls}
         place = Place(branch, len(branch.ids), len(messages) + 1, turn.tokens)
-        self.places.setdefault(digest(history.digests[-1], canonical(message)), place)
+        self.places.setdefault(history.digest_with(message), place)
         return answer
 
     async def generate(self, ids: Ints, most: int | None = None) -> Answer:

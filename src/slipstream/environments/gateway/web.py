@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -40,25 +40,19 @@ OPTIONS: dict[str, Any] = {
     "timeout_keep_alive": IDLE,
     "h11_max_incomplete_event_size": HEAD,
 }
-CLOSE = (b"connection", b"close")
-HEADERS = {408: [CLOSE], 413: [CLOSE], 503: [(b"retry-after", b"1")]}
+HEADERS = {408: [(b"connection", b"close")], 413: [(b"connection", b"close")], 503: [(b"retry-after", b"1")]}
 """Further headers of answers by status."""
 HERE = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?")
 """Host headers that name this machine."""
 T = TypeVar("T")
-Event = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 """ASGI application, which uvicorn calls once for each request."""
 
 
-class Left(Exception):
-    """The client disconnected while its request arrived."""
-
-
 class Request:
-    def __init__(self, scope: Event, receive: Receive) -> None:
+    def __init__(self, scope: Any, receive: Receive) -> None:
         self.method, self.path, self.receive = str(scope["method"]), str(scope["path"]), receive
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
 
@@ -69,14 +63,12 @@ class Request:
 @dataclass(frozen=True)
 class Response:
     status: int
-    body: bytes | AsyncIterator[bytes]
-    """Body of JSON, or a stream of events."""
+    body: bytes | AsyncIterator[bytes]  # JSON, or a stream of events
 
     async def sent(self, request: Request, send: Send) -> None:
         """Send this response; if the client disconnects from a stream, end the stream."""
         if isinstance(self.body, bytes):
-            length = str(len(self.body)).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(self.body))]
             headers += HEADERS.get(self.status, [])
             await send({"type": "http.response.start", "status": self.status, "headers": headers})
             await send({"type": "http.response.body", "body": self.body})
@@ -103,8 +95,6 @@ def app_of(answer: Callable[[Request], Awaitable[Response]]) -> App:
         try:
             _check_origin(request)
             response = await answer(request)
-        except Left:
-            return
         except Exception as error:
             response = error_response(error)
         await response.sent(request, send)
@@ -113,13 +103,11 @@ def app_of(answer: Callable[[Request], Awaitable[Response]]) -> App:
 
 
 def _check_origin(request: Request) -> None:
-    host, why = request.header(b"host"), ""
+    host = request.header(b"host")
     if not HERE.fullmatch(host):
-        why = f"the Host header is {host[:100]!r}: write 127.0.0.1 or localhost"
-    elif b"origin" in request.headers:
-        why = "the request has an Origin header: pages in a browser are not served"
-    if why:
-        raise Refused(403, why, code="forbidden")
+        raise Refused(403, f"the Host header is {host[:100]!r}: write 127.0.0.1 or localhost", code="forbidden")
+    if b"origin" in request.headers:
+        raise Refused(403, "the request has an Origin header: pages in a browser are not served", code="forbidden")
 
 
 async def read(request: Request, most: int, too_large: Callable[[str], Refused]) -> bytes:
@@ -130,7 +118,7 @@ async def read(request: Request, most: int, too_large: Callable[[str], Refused])
             while more:
                 event = await request.receive()
                 if event["type"] == "http.disconnect":
-                    raise Left
+                    raise Refused(400, "the client disconnected")  # nobody reads this answer
                 part, more = event.get("body", b""), event.get("more_body", False)
                 size = max(size, len(body) + len(part))
                 if size <= most:
