@@ -77,11 +77,13 @@ format: .venv/ready
 	$(BIN)/ruff format src tests examples benchmarks tools
 	$(BIN)/ruff check --fix src tests examples benchmarks tools
 
-# What `make demo` needs: the package with its own dependencies. Without compiling all of them, pip needs half the time.
+# What `make demo` needs: the package with its own dependencies. Without compiling all of them, pip needs half the time. What
+# every run imports is compiled also where PYTHONDONTWRITEBYTECODE is set; if not, each start would take twice as long.
 .venv/demo: requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) --no-compile -c constraints.txt -r requirements.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import slipstream.runs.start, slipstream.runtimes.build, transformers.processing_utils"
 	touch $@
 
 # Tests start hundreds of processes; where Python writes no bytecode, each would compile its imports again for 4 seconds.

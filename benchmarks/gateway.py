@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import http.client
 import json
 import os
@@ -124,6 +125,7 @@ async def measure(clients: int, turns: int, seconds: float, pace: float) -> None
     asking = get_context("spawn").Process(target=ask, args=(theirs, clients, turns, seconds, pace, cores[-1]))
     asking.start()
     pinned(cores[0])
+    gc.freeze()  # as in an engine's process
     began = time.process_time()
     ours.send((server.url, names))
     latencies = sorted(await asyncio.to_thread(ours.recv))

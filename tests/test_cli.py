@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main, parser, split_overrides
-from slipstream.config.file import fields, parse
+from slipstream.config.file import fields, load, parse
 from slipstream.errors import ConfigError
+from slipstream.models.resolve import DEMO
 from slipstream.run_dir.writing import read_lines
 from support.shell import Shell
 
@@ -119,6 +120,13 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_listing_the_settings_loads_no_models() -> None:
     assert not loaded_by("config") & {"torch", "transformers", "tokenizers", "datasets"}
+
+
+def test_the_demo_has_a_prompt_for_each_of_its_samples() -> None:
+    """It plans no more rows than it uses, because a start waits for them."""
+    config = load(DEMO)
+    used = config.updates * config.groups_per_update
+    assert config.data.limit is not None and used <= config.data.limit < 1.1 * used
 
 
 def test_the_installed_command_is_this_one() -> None:

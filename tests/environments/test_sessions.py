@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream.environments import Message
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Limits
+from slipstream.environments.gateway.branches import History, history_of
 from slipstream.environments.gateway.chat_json import chat_of, completion, dumped
 from slipstream.environments.gateway.sessions import Answer, Failed, Refused, Session
 from slipstream.protocols import Sampling
@@ -227,6 +228,38 @@ def test_the_same_conversation_asked_otherwise_is_drawn_anew() -> None:
         check(policy, session.rollouts("eos", 4, {}))
 
     ran(main())
+
+
+VALUES = st.sampled_from([1, True, 1.0, "1", None, {"a": 1}, {"a": True}])
+
+
+def called(arguments: Any) -> Any:
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+ARGUMENTS = st.dictionaries(st.just("a"), VALUES, max_size=1)
+SENT = st.one_of(
+    st.builds(
+        lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool"]), st.text(max_size=3)
+    ),
+    st.builds(lambda given, as_text: called(json.dumps(given) if as_text else given), ARGUMENTS, st.booleans()),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@example([[called({"a": 1})], [called({"a": True})]], [True] * 4)
+@given(st.lists(st.lists(SENT, max_size=4), min_size=1, max_size=4), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_what_is_kept_of_the_latest_request_changes_nothing(requests: list[list[Any]], with_tools: list[bool]) -> None:
+    """Messages that equal earlier ones are not parsed again, though 1 equals True and they are not the same JSON."""
+    known: Sequence[Any] = ()
+    before = History()
+    for sent, tooled in zip(requests, with_tools, strict=False):
+        body = dumped({"messages": [*sent, user("?")], "tools": [LOOK] * tooled})
+        chat, alone = chat_of(body, known), chat_of(body)
+        assert json.dumps(chat.messages) == json.dumps(alone.messages)
+        known, before = chat.known, history_of(chat.messages, chat.tools, before)
+        assert before == replace(history_of(alone.messages, alone.tools, History()), messages=chat.messages)
 
 
 # --- retries and ends -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 from io import StringIO
 from itertools import pairwise
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.config.schedule import Async, Periodic, Sync
 from slipstream.errors import EngineError, WorkerDied
@@ -131,6 +134,23 @@ def test_the_least_loaded_worker_is_taken_and_of_equals_the_one_that_waited_long
     workers._shift(taken[1], -1)
     workers._shift(taken[1], -1)
     assert [workers._take().name for _ in range(3)] == ["sampler-1", "sampler-2", "sampler-1"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 2**32))
+def test_the_worker_taken_is_the_one_that_a_search_through_all_finds(count: int, seed: int) -> None:
+    """Over 600 calls that begin and end in any order, while workers leave."""
+    rng, workers, running = random.Random(seed), pool(count, []), list[Worker[str]]()
+    for _ in range(600):
+        if running and rng.random() < rng.choice([0.3, 0.9]):
+            workers._shift(running.pop(rng.randrange(len(running))), -1)
+        elif len(workers.workers) > 1 and rng.random() < 0.01:
+            workers.retire(rng.choice(list(workers.workers)))
+        else:
+            expected = min(workers.workers, key=lambda worker: (worker.load, worker.last_change))
+            running.append(workers._take())
+            assert running[-1] is expected
+    assert len(workers._loads) <= 4 * count + 101
 
 
 def test_calls_move_on_when_a_worker_dies_until_there_is_none() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -82,6 +83,10 @@ class Pool(Generic[E]):
         """Number of calls that wait for a worker, and the event that ends their wait."""
         self._changes = count(1)
         """Numbers of the changes of load."""
+        self._loads: list[tuple[int, int, Worker[E]]] = []
+        """Heap of loads with their change's number and worker; an entry counts until the next change of its worker."""
+        for worker in self.workers:
+            self._shift(worker, 0)
 
     async def call(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
         """Call a worker, and retry until GivenUp is raised; `name` is a group number, or a text for other work."""
@@ -195,7 +200,8 @@ class Pool(Generic[E]):
         del self.coming[worker]
         now = self.trace.now()
         self.trace.slice(worker.track, "gone" if worker.track.there else "starting", began, now)
-        self.workers[worker], worker.last_change, worker.track.there = None, next(self._changes), True
+        self.workers[worker], worker.track.there = None, True
+        self._shift(worker, 0)
         self.came.set()
         self.say(f"{worker.name} is at work after {now - began:.1f} s")
 
@@ -267,12 +273,20 @@ class Pool(Generic[E]):
 
     def _take(self) -> Worker[E]:
         """Return the least loaded worker; of equally loaded ones, the one that has waited longest."""
-        worker = min(self.workers, key=lambda worker: (worker.load, worker.last_change))
-        self._shift(worker, +1)
-        return worker
+        while not self._counts(found := heappop(self._loads)):
+            pass
+        self._shift(found[2], +1)
+        return found[2]
+
+    def _counts(self, entry: tuple[int, int, Worker[E]]) -> bool:
+        return entry[1] == entry[2].last_change and entry[2] in self.workers
 
     def _shift(self, worker: Worker[E], change: int) -> None:
         worker.load += change
         worker.last_change = next(self._changes)
+        heappush(self._loads, (worker.load, worker.last_change, worker))
+        if len(self._loads) > 4 * len(self.workers) + 100:  # most entries count no more
+            self._loads = list(filter(self._counts, self._loads))
+            heapify(self._loads)
         if not worker.load and worker not in self.workers:
             worker.free.set()

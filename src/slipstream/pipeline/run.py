@@ -12,9 +12,7 @@ has the coroutines roll, score, learn and deliver. `Run._connect` gives each sta
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +54,7 @@ from slipstream.pipeline.steering import Steering
 from slipstream.pipeline.teachers import NO_TEACHER, Teacher
 from slipstream.pipeline.trace import Trace
 from slipstream.pipeline.watchdog import ResponseWatch
+from slipstream.processes import RARE, garbage_collection
 from slipstream.protocols import Engines, Sampler, Sampling, of_teacher
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.run_dir.formats import resumable
@@ -64,6 +63,8 @@ from slipstream.run_dir.writing import LogPosition, RunLog
 T = TypeVar("T")
 HANDING_OVER = 30.0
 """Seconds that samplers get to return partial rollouts when a run stops; a response may have to be graded first."""
+OBJECTS = 100
+"""Upper estimate of the Python objects of a sample in flight; collections among them would free nothing."""
 STALLED_SAVE = 60.0
 """Time limit in seconds for saving the checkpoint of a stalled run, because the learner itself may hang."""
 
@@ -138,7 +139,8 @@ class Run:
     async def train(self) -> Path:
         """Make all updates and return the directory of the final student."""
         try:
-            with rare_garbage_collection():
+            in_flight = self.admission.schedule.credits * self.config.sampler.group
+            with garbage_collection(max(RARE[0], OBJECTS * in_flight), *RARE[1:]):
                 await self._update_all()
             if self.checkpoints.at_end:
                 await with_timeout(self._checkpoint()(), self.patience, "writing a checkpoint")
@@ -470,17 +472,6 @@ def admission_of(config: Config, choice: Choice, standing: AdmissionState | None
         most_refilled=config.most_refilled,
         standing=standing,
     )
-
-
-@contextmanager
-def rare_garbage_collection() -> Iterator[None]:
-    """Make garbage collection rare: most objects stay in use, and collection took a third of the time."""
-    before = gc.get_threshold()
-    gc.set_threshold(50_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 async def with_timeout(work: Coroutine[Any, Any, T], seconds: float | None, doing: str) -> T:

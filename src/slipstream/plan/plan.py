@@ -74,6 +74,7 @@ from slipstream.plan.vllm import (
     with_server,
     with_vllm,
 )
+from slipstream.processes import RARE, garbage_collection
 from slipstream.protocols import Sampling
 from slipstream.records import Given, Ints, Prompt
 from slipstream.rewards import grading
@@ -118,6 +119,7 @@ class Plan:
         return needs(self.engines)
 
 
+@garbage_collection(*RARE)
 def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
     """Make the plan of a run; raise an error if the config is invalid or does not fit its files.
 
@@ -250,7 +252,7 @@ def fast_checks(config: Config) -> None:
     if (config.learner.lora is not None or is_adapter(config.student)) and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
     if config.has_agents and find_spec("uvicorn") is None:
-        raise ConfigError("environment.gateway needs Starlette and uvicorn: pip install 'slipstream[gateway]'")
+        raise ConfigError("environment.gateway needs uvicorn: pip install 'slipstream[gateway]'")
     for name, teacher in config.teachers.items():
         endpoint_of(config, name)
         if teacher.tokenizer is not None:

@@ -63,6 +63,8 @@ def run_launcher(control: Connection) -> None:
     processes.wake_with_parent()
     signal.signal(signal.SIGCHLD, lambda *_: reap(engines))
     gc.disable()  # imported objects stay; collections would take a fifth of the import time
+    import transformers.processing_utils  # noqa: F401  # the files of all models import it
+
     import slipstream.runtimes.build  # noqa: F401
 
     gc.freeze()  # collections in children skip these objects, so their memory pages stay shared

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from slipstream.environments import Message
 from slipstream.records import Ints, Rollout
 
 Tools = Sequence[dict[str, Any]]
+AS_JSON = json.JSONEncoder(sort_keys=True).encode
 
 
 @dataclass(eq=False)
@@ -49,6 +51,40 @@ class Place:
     """Tokens of this answer."""
 
 
+@dataclass(frozen=True)
+class History:
+    """Conversation of a request; the two lists have an entry for every number of messages, from 0 on."""
+
+    messages: Sequence[Message] = ()
+    digests: Sequence[bytes] = ()
+    """Digests of the tools and the first n messages."""
+    sizes: Sequence[int] = ()
+    """Bytes of text in the tools and the first n messages."""
+
+    def digest_with(self, message: Message) -> bytes:
+        return digest(self.digests[-1], canonical(message))
+
+
+def history_of(messages: Sequence[Message], tools: Tools, before: History) -> History:
+    """Return the history of a request; messages at the start that are objects of the history `before` cost nothing."""
+    text, same = AS_JSON(list(tools)), 0
+    start = digest(b"", text)
+    if before.digests and before.digests[0] == start:
+        same = 1 + sum(
+            1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(messages, before.messages, strict=False))
+        )
+    digests, sizes = list(before.digests[:same]) or [start], list(before.sizes[:same]) or [len(text)]
+    for message in messages[len(digests) - 1 :]:
+        digests.append(digest(digests[-1], canonical(message)))
+        sizes.append(sizes[-1] + size_of(message))
+    return History(messages, digests, sizes)
+
+
+def size_of(message: Message) -> int:
+    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if "tool_calls" in message else ""
+    return sum(len(text.encode("utf-8", "replace")) for text in (message["content"], message.get("name", ""), calls))
+
+
 def joined(*parts: Ints) -> Ints:
     found: Ints = np.concatenate(parts).astype(parts[0].dtype)
     return found
@@ -62,15 +98,7 @@ def named(ids: Ints) -> bytes:
 def canonical(message: Message) -> str:
     """Return, as JSON, the parts of a message that distinguish it from other messages."""
     calls = [[each["function"]["name"], each["function"]["arguments"]] for each in message.get("tool_calls") or ()]
-    return json.dumps([message["role"], message["content"], message.get("name"), calls], sort_keys=True)
-
-
-def chained(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Return a digest of the tools and the first n messages, for every n from 0 to the number of messages."""
-    found = [digest(b"", json.dumps(list(tools), sort_keys=True))]
-    for message in messages:
-        found.append(digest(found[-1], canonical(message)))
-    return found
+    return AS_JSON([message["role"], message["content"], message.get("name"), calls])
 
 
 def digest(before: bytes, text: str) -> bytes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ HARMLESS = {
     *("prediction", "request_id", "priority", "cache_salt", "stream_options", "model"),
 }
 """Parameters that are accepted and do not change what is sampled."""
+JSON = json.JSONDecoder(parse_float=finite, parse_constant=finite)
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Sampling parameters that the run's config sets; values of an agent are ignored."""
 CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stream"}
@@ -56,6 +59,8 @@ LONGEST = 1 << 22
 @dataclass(frozen=True, kw_only=True)
 class Chat:
     messages: list[Message]
+    known: list[tuple[Any, Message]]
+    """Messages as sent and as parsed, up to the first one whose arguments were not sent as text."""
     tools: list[dict[str, Any]]
     most: int | None
     model: str
@@ -80,7 +85,7 @@ def wrong(param: str, why: str) -> Refused:
 
 def loaded(body: bytes | str) -> dict[str, Any]:
     try:
-        found = json.loads(body, parse_float=finite, parse_constant=finite)
+        found = JSON.decode(body if isinstance(body, str) else body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {first_line(error)}", code="invalid_json") from None
     if not isinstance(found, dict):
@@ -103,7 +108,8 @@ def check_options(given: dict[str, Any], served: set[str], section: str = "") ->
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def chat_of(body: bytes) -> Chat:
+def chat_of(body: bytes, known: Sequence[tuple[Any, Message]] = ()) -> Chat:
+    """Parse a request; its messages up to the first one that differs from those in `known` need no parsing."""
     given = loaded(body)
     imposed = check_options(given, CHAT)
     choice = given.get("tool_choice")
@@ -113,8 +119,10 @@ def chat_of(body: bytes) -> Chat:
     if not isinstance(stream, bool | None):
         raise wrong("stream", "must be true or false")
     options = given.get("stream_options")
+    found = _messages(given.get("messages"), known)
     return Chat(
-        messages=_messages(given.get("messages")),
+        messages=[message for _, message in found],
+        known=list(takewhile(_sent_as_text, found)),
         tools=[] if choice == "none" else _tools(given.get("tools")),
         most=_most(given, "max_completion_tokens", "max_tokens"),
         model=given["model"] if isinstance(given.get("model"), str) else "student",
@@ -160,13 +168,21 @@ def _most(given: dict[str, Any], *names: str) -> int | None:
     return None
 
 
-def _messages(given: Any) -> list[Message]:
+def _messages(given: Any, known: Sequence[tuple[Any, Message]]) -> list[tuple[Any, Message]]:
+    """Return the messages as sent and as parsed."""
     if not isinstance(given, list) or not given:
         raise wrong("messages", "must be a list of at least one message")
-    messages = [_message(f"messages[{n}]", each) for n, each in enumerate(given)]
-    if messages[-1]["role"] == "assistant":
-        raise wrong(f"messages[{len(messages) - 1}]", "must not be the assistant's: a message is not continued")
-    return messages
+    found = [pair for _, pair in takewhile(lambda both: both[0] == both[1][0], zip(given, known, strict=False))]
+    found += [(each, _message(f"messages[{n}]", each)) for n, each in enumerate(given[len(found) :], len(found))]
+    if found[-1][1]["role"] == "assistant":
+        raise wrong(f"messages[{len(found) - 1}]", "must not be the assistant's: a message is not continued")
+    return found
+
+
+def _sent_as_text(message: tuple[Any, Message]) -> bool:
+    """Return true if equal messages have equal arguments: objects with 1 and with true count as equal in Python."""
+    sent, parsed = message
+    return "tool_calls" not in parsed or all(isinstance(c["function"]["arguments"], str) for c in sent["tool_calls"])
 
 
 def _message(place: str, given: Any) -> Message:
@@ -237,7 +253,7 @@ def _tools(given: Any) -> list[dict[str, Any]]:
 
 
 def dumped(found: Any) -> bytes:
-    return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return COMPACT.encode(found).encode("utf-8", "replace")
 
 
 def completion(answer: Answer, chat: Chat) -> bytes:

@@ -14,29 +14,28 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway import web
 from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.gateway.sessions import Answer, Failed, Refused, Session, beside, over
-from slipstream.environments.gateway.web import as_json, while_there
+from slipstream.environments.gateway.web import Request, Response, while_there
 from slipstream.errors import ConfigError, first_line
+from slipstream.processes import garbage_collection
 
 STREAM = 10.0
 """Seconds between keep-alive lines of a stream that waits for its answer."""
 BODY, ROUND = 32 << 20, 1 << 20
 """Maximum bytes of a request, and of the parts of a request that are not the conversation."""
+COLLECTIONS = (2_000, 5, 10_000)
+"""Thresholds of garbage collection while a server runs. A full collection would stop all calls for 0.3 s."""
 REMEMBERED = 10_000
 """Number of closed sessions that are remembered, to answer 410 and not 404."""
 
@@ -70,6 +69,7 @@ class Server:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.place = Path(tempfile.mkdtemp(prefix="slipstream-gateway-")) if walled else None
         self.listening: uvicorn.Server | None = None
+        self.collections = ExitStack()
         self.loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -82,6 +82,7 @@ class Server:
         if self.loop is asyncio.get_running_loop():
             return
         self._end()
+        self.collections.enter_context(garbage_collection(*COLLECTIONS))
         self.loop, sockets = asyncio.get_running_loop(), [self.socket.dup()]
         if self.place is not None:
             sockets.append(socket.socket(socket.AF_UNIX))
@@ -118,34 +119,46 @@ class Server:
             shutil.rmtree(self.place, ignore_errors=True)
 
     def _end(self) -> None:
+        self.collections.close()
         if self.listening is not None:
             web.end(self.listening)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def app(self) -> Starlette:
-        posts = {"/v1/chat/completions": self._chat, "/inference/v1/generate": self._generate}
-        routes = [Route(f"/sessions/{{session}}{path}", handle, methods=["POST"]) for path, handle in posts.items()]
-        routes.append(Route("/sessions/{session}/v1/models", self._models))
+    def app(self) -> web.App:
+        """Return the routes as an app. The second part of a path names a session."""
+        routes: dict[tuple[str, str], Callable[[Request, str], Awaitable[Response]]] = {
+            ("POST", "/sessions/{session}/v1/chat/completions"): self._chat,
+            ("POST", "/sessions/{session}/inference/v1/generate"): self._generate,
+            ("GET", "/sessions/{session}/v1/models"): self._models,
+        }
         if self.guests is not None:
-            routes.append(Route("/sessions", self._next, methods=["POST"]))
-            routes.append(Route("/sessions/{session}/close", self._close, methods=["POST"]))
-        served = "; ".join(f"{'GET' if each.endpoint == self._models else 'POST'} {each.path}" for each in routes)
+            routes["POST", "/sessions"] = self._next
+            routes["POST", "/sessions/{session}/close"] = self._close
+        served, paths = "; ".join(map(" ".join, routes)), {path for _, path in routes}
 
-        async def answer_error(request: Request, error: Exception) -> Response:
-            if isinstance(error, HTTPException):
-                here = f"{request.method} {request.url.path[:200]}"
-                error = Refused(error.status_code, f"nothing is served at {here}; the routes are {served}")
-            return web.error_response(error) if not isinstance(error, ClientDisconnect) else Response()
+        async def answer(request: Request) -> Response:
+            match request.path.split("/", 3):
+                case ["", "sessions", name, rest]:
+                    path = f"/sessions/{{session}}/{rest}"
+                case _:
+                    name, path = "", request.path
+            handle = routes.get((request.method, path))
+            if handle is None:
+                here = f"{request.method} {request.path[:200]}"
+                status = 405 if path in paths else 404
+                raise Refused(status, f"nothing is served at {here}; the routes are {served}")
+            return await handle(request, name)
 
-        kinds: tuple[type[Exception], ...] = (Refused, Failed, HTTPException, ClientDisconnect, Exception)
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, answer_error))
+        return web.app_of(answer)
 
-    async def _chat(self, request: Request) -> Response:
-        session, body, chat = await self._parsed(request, wire.chat_of)
+    async def _chat(self, request: Request, name: str) -> Response:
+        session = self._session(name)
+        body, chat = await self._parsed(request, session, lambda body: wire.chat_of(body, session.known))
+        session.known = chat.known
         answer = session.answered(*web.named(request, body), lambda: session.chat(chat.messages, chat.tools, chat.most))
         if not chat.stream:
-            return as_json(wire.completion(await while_there(request, answer), chat))
+            return Response(200, wire.completion(await while_there(request, answer), chat))
         waiting = asyncio.ensure_future(answer)
         try:  # refuse a request before its stream begins, to send an error status
             await while_there(request, asyncio.wait([waiting], timeout=STREAM))
@@ -154,43 +167,41 @@ class Server:
             raise
         if waiting.done():
             waiting.result()
-        headers = {"cache-control": "no-cache"}
-        return StreamingResponse(_events(chat, waiting), media_type="text/event-stream", headers=headers)
+        return Response(200, _events(chat, waiting))
 
-    async def _generate(self, request: Request) -> Response:
-        session, body, tokens = await self._parsed(request, wire.tokens_of)
+    async def _generate(self, request: Request, name: str) -> Response:
+        session = self._session(name)
+        body, tokens = await self._parsed(request, session, wire.tokens_of)
         wire.check_stops(tokens.stops, session.renderer.stop_ids)
         answer = session.answered(*web.named(request, body), lambda: session.generate(tokens.ids, tokens.most))
-        return as_json(wire.generated(await while_there(request, answer)))
+        return Response(200, wire.generated(await while_there(request, answer)))
 
-    async def _parsed(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Session, bytes, Any]:
-        session = self._session(request)
+    async def _parsed(self, request: Request, session: Session, parse: Callable[[bytes], Any]) -> tuple[bytes, Any]:
         most = min(BODY, ROUND + 6 * session.max_bytes)  # JSON may need six bytes for one byte of text
         body = await web.read(request, most, partial(over, session, status=413))
-        found = await beside(len(body), parse, body)
-        for name in set(found.imposed) - self.imposed:  # reported once for each parameter
-            self.imposed.add(name)
-            self.say(f"gateway: an agent sends {name}, which is ignored: the [sampler] section sets how to sample")
-        return session, body, found
+        found: Any = await beside(len(body), parse, body)
+        for parameter in set(found.imposed) - self.imposed:  # reported once for each parameter
+            self.imposed.add(parameter)
+            self.say(f"gateway: an agent sends {parameter}, which is ignored: the [sampler] section sets how to sample")
+        return body, found
 
-    async def _models(self, request: Request) -> Response:
-        return as_json(wire.models(self.name, self._session(request).max_tokens))
+    async def _models(self, request: Request, name: str) -> Response:
+        return Response(200, wire.models(self.name, self._session(name).max_tokens))
 
-    async def _next(self, request: Request) -> Response:
-        return as_json(await while_there(request, self._guests(request).next()))
+    async def _next(self, request: Request, _: str) -> Response:
+        return Response(200, await while_there(request, self._guests(request).next()))
 
-    async def _close(self, request: Request) -> Response:
+    async def _close(self, request: Request, name: str) -> Response:
         guests = self._guests(request)
         body = await web.read(request, ROUND, partial(Refused, 413))
-        return as_json(guests.close_session(request.path_params["session"], body))
+        return Response(200, guests.close_session(name, body))
 
     def _guests(self, request: Request) -> ExternalAgents:
         assert self.guests is not None
-        self.guests.check(request.headers.get("authorization", ""))
+        self.guests.check(request.header(b"authorization"))
         return self.guests
 
-    def _session(self, request: Request) -> Session:
-        name = request.path_params["session"]
+    def _session(self, name: str) -> Session:
         if name in self.closed:
             raise Refused(410, "this session is closed", code="session_closed")
         if name not in self.sessions:

@@ -11,7 +11,6 @@ branch's prompt and the position. A branch that starts with the episode's prompt
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ import numpy as np
 from slipstream.environments import Call, Message, Reply
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Limits
-from slipstream.environments.gateway.branches import Branch, Place, Tools, canonical, chained, digest, joined, named
+from slipstream.environments.gateway.branches import Branch, History, Place, Tools, history_of, joined, named
 from slipstream.errors import DataError
 from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
@@ -79,6 +78,9 @@ class Session:
         self.branches: list[Branch] = []
         self.places: dict[bytes, Place] = {}
         """States of answered conversations, by the digest of their tools and messages."""
+        self.known: Sequence[tuple[Any, Message]] = ()
+        """Messages of the latest request, as sent and as parsed: the next request usually begins with them."""
+        self.history = History()
         self.opened = Counter[bytes]()
         self.begun = 0
         """Number of calls, including running ones."""
@@ -137,17 +139,17 @@ class Session:
 
     async def chat(self, messages: Sequence[Message], tools: Tools = (), most: int | None = None) -> Answer:
         """Answer a chat request. Messages have text as role and content; tool_calls have objects as arguments."""
-        if (size := size_of(messages, tools)) > self.max_bytes:
+        history = self.history = history_of(messages, tools, self.history)
+        if (size := history.sizes[-1]) > self.max_bytes:
             most_bytes = f"{self.max_tokens} tokens can hold: {self.max_bytes}"
             raise over(self, f"this conversation has {size} bytes, more than {most_bytes}")
-        digests = chained(messages, tools)
-        place = self._place(digests, messages)
+        place = self._place(history)
         try:
             if place is None:
                 branch, seen = self._branch(await beside(size, self.renderer.open, messages, tools))
             else:
-                more = messages[place.messages :]
-                seen, branch = await beside(size_of(more), self.renderer.extend, place.turn, more), place.branch
+                more, size = messages[place.messages :], size - history.sizes[place.messages]
+                seen, branch = await beside(size, self.renderer.extend, place.turn, more), place.branch
                 if branch.busy or place.length < len(branch.ids):
                     branch, seen = self._open(joined(branch.ids[: place.length], seen))
         except DataError as error:
@@ -157,7 +159,7 @@ class Session:
         calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
         message: Message = {"role": "assistant", "content": answer.text, "tool_calls": calls}
         place = Place(branch, len(branch.ids), len(messages) + 1, turn.tokens)
-        self.places.setdefault(digest(digests[-1], canonical(message)), place)
+        self.places.setdefault(history.digest_with(message), place)
         return answer
 
     async def generate(self, ids: Ints, most: int | None = None) -> Answer:
@@ -168,12 +170,12 @@ class Session:
         number, turn = await self._drawn(branch, seen, most)
         return self._read(number, branch, turn, ())
 
-    def _place(self, digests: Sequence[bytes], messages: Sequence[Message]) -> Place | None:
+    def _place(self, history: History) -> Place | None:
         """Return the latest answered state that these messages continue, or None. No assistant message follows it."""
-        for n in range(len(messages), 0, -1):
-            if n < len(messages) and (place := self.places.get(digests[n])) is not None:
+        for n in range(len(history.messages), 0, -1):
+            if n < len(history.messages) and (place := self.places.get(history.digests[n])) is not None:
                 return place
-            if messages[n - 1]["role"] == "assistant":
+            if history.messages[n - 1]["role"] == "assistant":
                 return None
         return None
 
@@ -294,12 +296,6 @@ def over(session: Session, why: str, limit: Finish = "length", status: int = 400
     session.stopped = limit
     message = f"this model's maximum context length is reached: {why}"
     return Refused(status, message, code="context_length_exceeded", param="messages")
-
-
-def size_of(messages: Sequence[Message], tools: Tools = ()) -> int:
-    texts = [text for message in messages for text in (message["content"], message.get("name", ""))]
-    texts += [json.dumps(each, ensure_ascii=False) for each in (*(m.get("tool_calls") or "" for m in messages), *tools)]
-    return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
 
 async def beside(size: int, work: Callable[..., T], *given: Any) -> T:

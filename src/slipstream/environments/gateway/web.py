@@ -6,15 +6,13 @@ import asyncio
 import hashlib
 import re
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import h11
 import uvicorn
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from slipstream.environments.gateway import chat_json as wire
@@ -42,34 +40,86 @@ OPTIONS: dict[str, Any] = {
     "timeout_keep_alive": IDLE,
     "h11_max_incomplete_event_size": HEAD,
 }
-HEADERS = {408: {"connection": "close"}, 413: {"connection": "close"}, 503: {"retry-after": "1"}}
+HEADERS = {408: [(b"connection", b"close")], 413: [(b"connection", b"close")], 503: [(b"retry-after", b"1")]}
 """Further headers of answers by status."""
 HERE = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?")
 """Host headers that name this machine."""
 T = TypeVar("T")
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Any, Receive, Send], Awaitable[None]]
+"""ASGI application, which uvicorn calls once for each request."""
 
 
-def guarded(app: ASGIApp) -> ASGIApp:
-    """Wrap an app: refuse requests from browser pages, and requests whose Host header names another machine."""
+class Request:
+    def __init__(self, scope: Any, receive: Receive) -> None:
+        self.method, self.path, self.receive = str(scope["method"]), str(scope["path"]), receive
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
 
-    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        host, why = headers.get(b"host", b"").decode("latin-1"), ""
-        if not HERE.fullmatch(host):
-            why = f"the Host header is {host[:100]!r}: write 127.0.0.1 or localhost"
-        elif b"origin" in headers:
-            why = "the request has an Origin header: pages in a browser are not served"
-        await (error_response(Refused(403, why, code="forbidden")) if why else app)(scope, receive, send)
+    def header(self, name: bytes) -> str:
+        return self.headers.get(name, b"").decode("latin-1")
 
-    return guard
+
+@dataclass(frozen=True)
+class Response:
+    status: int
+    body: bytes | AsyncIterator[bytes]  # JSON, or a stream of events
+
+    async def sent(self, request: Request, send: Send) -> None:
+        """Send this response; if the client disconnects from a stream, end the stream."""
+        if isinstance(self.body, bytes):
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(self.body))]
+            headers += HEADERS.get(self.status, [])
+            await send({"type": "http.response.start", "status": self.status, "headers": headers})
+            await send({"type": "http.response.body", "body": self.body})
+        else:
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": self.status, "headers": headers})
+            await while_there(request, _stream(self.body, send))
+
+
+async def _stream(parts: AsyncIterator[bytes], send: Send) -> None:
+    async for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def app_of(answer: Callable[[Request], Awaitable[Response]]) -> App:
+    """Return an app that answers requests, with an error response for each error.
+
+    The app refuses requests from browser pages, and requests whose Host header names another machine.
+    """
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            _check_origin(request)
+            response = await answer(request)
+        except Exception as error:
+            response = error_response(error)
+        await response.sent(request, send)
+
+    return app
+
+
+def _check_origin(request: Request) -> None:
+    host = request.header(b"host")
+    if not HERE.fullmatch(host):
+        raise Refused(403, f"the Host header is {host[:100]!r}: write 127.0.0.1 or localhost", code="forbidden")
+    if b"origin" in request.headers:
+        raise Refused(403, "the request has an Origin header: pages in a browser are not served", code="forbidden")
 
 
 async def read(request: Request, most: int, too_large: Callable[[str], Refused]) -> bytes:
     """Return the body of a request, or refuse it while it arrives if it has more bytes than `most`."""
-    body, size, large = bytearray(), int(request.headers.get("content-length", 0)), False
+    body, size, large, more = bytearray(), int(request.header(b"content-length") or 0), False, True
     with suppress(TimeoutError):
         async with asyncio.timeout(ARRIVES) as deadline:
-            async for part in request.stream():
+            while more:
+                event = await request.receive()
+                if event["type"] == "http.disconnect":
+                    raise Refused(400, "the client disconnected")  # nobody reads this answer
+                part, more = event.get("body", b""), event.get("more_body", False)
                 size = max(size, len(body) + len(part))
                 if size <= most:
                     body += part
@@ -88,9 +138,9 @@ def named(request: Request, body: bytes) -> tuple[bytes, bool]:
 
     OpenAI's clients count retries in a header. A repeated idempotency key also marks a retry.
     """
-    path, key = request.url.path, request.headers.get("idempotency-key", "")
-    again = bool(key) or bool(request.headers.get("x-stainless-retry-count", "").strip("0 "))
-    return hashlib.blake2b(b"\0".join((path.encode(), key.encode(), body)), digest_size=16).digest(), again
+    key = request.headers.get(b"idempotency-key", b"")
+    again = bool(key) or bool(request.header(b"x-stainless-retry-count").strip("0 "))
+    return hashlib.blake2b(b"\0".join((request.path.encode(), key, body)), digest_size=16).digest(), again
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
@@ -114,13 +164,9 @@ async def while_there(request: Request, work: Awaitable[T]) -> T:
             task.cancel()
 
 
-def as_json(body: bytes, status: int = 200) -> Response:
-    return Response(body, status, HEADERS.get(status), media_type="application/json")
-
-
 def error_response(error: Exception) -> Response:
     found = as_refused(error)
-    return as_json(wire.dumped(wire.error(found)), found.status)
+    return Response(found.status, wire.dumped(wire.error(found)))
 
 
 def as_refused(error: Exception) -> Refused:
@@ -144,17 +190,16 @@ class Bounded(H11Protocol):
             next(idle, self).transport.abort()
 
 
-async def listening(app: ASGIApp, sockets: Sequence[socket.socket]) -> uvicorn.Server:
+async def listening(app: App, sockets: Sequence[socket.socket]) -> uvicorn.Server:
     """Start to serve these sockets on the running event loop, without uvicorn's signal handlers."""
 
-    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(scope: Any, receive: Receive, send: Send) -> None:
         try:
-            await guard(scope, receive, send)
+            await app(scope, receive, send)
         finally:
             if aborting.cancelling():  # the loop ends; uvicorn would answer a cancelled request with status 500
                 abort(found)
 
-    guard = guarded(app)
     config = uvicorn.Config(serve, http=Bounded, ws="none", lifespan="off", **OPTIONS)
     config.load()
     found = uvicorn.Server(config)
