@@ -9,6 +9,7 @@ from random import Random
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from slipstream.studies.statistics import Estimate
 
@@ -20,9 +21,17 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
     monkeypatch.syspath_prepend(str(SCRIPTS))
     module = import_module(request.param)
     sizes = {
-        "frontier": {"LENGTHS": (8, 200), "WALKS": 32, "AT_ONCE": 32},
-        "router": {"LENGTHS": (8, 16), "SEEDS": 2},
+        "frontier": {
+            "LENGTHS": (8, 16),
+            "LONG": 10,
+            "WALKS": 32,
+            "AT_ONCE": 32,
+            "RESPONSES": 32,
+            "REAL_LENGTHS": (8, 16),
+        },
+        "router": {"LENGTHS": (8, 16), "SEEDS": 2, "REAL_SEEDS": 2, "REAL_EXPERTS": (4, 8), "REAL_LENGTHS": (3, 6)},
     }
+    sizes["router"] |= {"REAL_LENGTH": 6, "REAL_PART": 4, "PARTS": (4, 2)}
     for name, value in sizes.get(request.param, {}).items():
         monkeypatch.setattr(module, name, value)
     return module
@@ -30,9 +39,14 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("frontier", ["--seeds", "2"]), ("router", [])],
+    [
+        ("frontier", ["--seeds", "2"]),
+        ("frontier", ["--seeds", "2", "--model"]),
+        ("router", []),
+        ("router", ["--model"]),
+    ],
     indirect=["script"],
-    ids=["frontier", "router"],
+    ids=["frontier", "frontier of a transformer", "router", "router of a mixture"],
 )
 def test_a_script_writes_a_page_with_a_verdict(
     script: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -40,7 +54,8 @@ def test_a_script_writes_a_page_with_a_verdict(
     monkeypatch.setattr(sys, "argv", [script.__name__, *words])
     script.main()
     page = capsys.readouterr().out
-    assert page.startswith("# ") and f"> docs/findings/{script.__name__}.md" in page
+    assert page.startswith("\n## " if "--model" in words else "# ")
+    assert f"> docs/findings/{script.__name__}.md" in page
     assert "onjecture" in page and " here" in page and "nan" not in page
 
 
@@ -64,6 +79,57 @@ def test_what_refutes_a_law_of_flips_and_what_is_said_beside_it(script: ModuleTy
     assert "holds in part here" in script.verdict(linear=True, told=False, grows=False)
     assert "fails here: the bias is not linear" in script.verdict(linear=False, told=False, grows=True)
     assert "fails here: token KL alone tells it" in script.verdict(linear=True, told=True, grows=True)
+
+
+@pytest.mark.parametrize("script", ["frontier"], indirect=True)
+def test_small_batches_give_mean_and_variance_of_their_gradients(script: ModuleType) -> None:
+    gradients = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moments = script.Moments(torch.zeros(4, dtype=torch.float64))
+    for gradient in gradients:
+        moments.add(gradient)
+    assert torch.allclose(moments.mean, gradients.mean(0))
+    assert moments.variance == pytest.approx(gradients.var(0).sum().item())
+
+
+@pytest.mark.parametrize("script", ["frontier"], indirect=True)
+def test_without_drift_all_weights_make_the_same_progress(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "REAL_KL", 0.0)
+    found = script.real_progress(1, 8)
+    assert found.pop(script.ESS) == pytest.approx(1.0, abs=1e-4)
+    assert max(found.values()) - min(found.values()) < 1e-3 < max(found.values())
+
+
+@pytest.mark.parametrize("script", ["real_experts"], indirect=True)
+def test_the_gradient_over_all_responses_is_a_difference_of_expected_rewards(script: ModuleType) -> None:
+    mixture = script.Mixture(1, 4, 4)
+    reward_B, weight = mixture.all.rewards_KB[1], mixture.lm.head.weight
+
+    def expected() -> torch.Tensor:
+        return (mixture.logp(script.Choices(mixture.routers)).sum(-1).exp() * reward_B).sum()
+
+    (gradient,) = torch.autograd.grad(expected(), weight)
+    with torch.no_grad():
+        weight[0, 0] += 1e-4
+        above = expected()
+        weight[0, 0] -= 2e-4
+        below = expected()
+    assert gradient[0, 0].item() == pytest.approx(((above - below) / 2e-4).item(), rel=1e-3)
+    assert sorted(reward_B.tolist()) == [0.0] * 11 + [1.0] * 5, "none of four tokens is a one, or three are"
+
+
+@pytest.mark.parametrize("script", ["real_experts"], indirect=True)
+def test_each_choice_is_swapped_in_one_of_the_parts(script: ModuleType) -> None:
+    mixture, free = script.Mixture(1, 4, 4), []
+    mixture.logp(own := script.Choices(mixture.routers))
+    for number in range(3):
+        swaps = mixture.swaps(3, number)
+        mixture.logp(swaps)
+        kept = (swaps.used[0] == own.used[0]).all(-1)
+        assert torch.equal(kept, ~swaps.swapped_NR[:, 0]), "the first router sees no other swaps"
+        free.append(swaps.swapped_NR)
+    assert torch.equal(sum(each.long() for each in free), torch.ones_like(free[0]).long())
+    mixture.hold_kl(3, 1e-3)
+    assert mixture.kl(3) == pytest.approx(1e-3, rel=0.05)
 
 
 @pytest.mark.parametrize("script", ["collapse"], indirect=True)
