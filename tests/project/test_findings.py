@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from slipstream.reporting.report.findings_page import VERDICT
 from slipstream.studies.statistics import Estimate
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -31,6 +32,7 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
         },
         "router": {"LENGTHS": (8, 16), "SEEDS": 2, "REAL_SEEDS": 2, "REAL_EXPERTS": (4, 8), "REAL_LENGTHS": (3, 6)},
     }
+    sizes["budget"] = {"UPDATES": 2, "PRECISIONS": {"int8": {"quantisation": "int8"}}}
     sizes["router"] |= {"REAL_LENGTH": 6, "REAL_PART": 4, "PARTS": (4, 2)}
     for name, value in sizes.get(request.param, {}).items():
         monkeypatch.setattr(module, name, value)
@@ -44,9 +46,10 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
         ("frontier", ["--seeds", "2", "--model"]),
         ("router", []),
         ("router", ["--model"]),
+        ("budget", ["--precisions"]),
     ],
     indirect=["script"],
-    ids=["frontier", "frontier of a transformer", "router", "router of a mixture"],
+    ids=["frontier", "frontier of a transformer", "router", "router of a mixture", "budget of precisions"],
 )
 def test_a_script_writes_a_page_with_a_verdict(
     script: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -54,9 +57,9 @@ def test_a_script_writes_a_page_with_a_verdict(
     monkeypatch.setattr(sys, "argv", [script.__name__, *words])
     script.main()
     page = capsys.readouterr().out
-    assert page.startswith("\n## " if "--model" in words else "# ")
+    assert page.startswith("\n## " if words and words[-1] in ("--model", "--precisions") else "# ")
     assert f"> docs/findings/{script.__name__}.md" in page
-    assert "onjecture" in page and " here" in page and "nan" not in page
+    assert "onjecture" in page and VERDICT.search(page) and "nan" not in page
 
 
 @pytest.mark.parametrize("script", ["frontier"], indirect=True)
