@@ -156,8 +156,14 @@ def run_that_collapses(end: int, seed: int, *, told: bool) -> list[dict[str, flo
 
 @pytest.mark.parametrize("script", ["collapse"], indirect=True)
 @pytest.mark.parametrize(("told", "says"), [(True, "The conjecture holds here"), (False, "The conjecture fails here")])
+@pytest.mark.parametrize("ahead", [50, 40])
 def test_a_collapse_that_is_told_of_is_foreseen_and_another_is_not(
-    script: ModuleType, told: bool, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: ModuleType,
+    told: bool,
+    says: str,
+    ahead: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def cell(arm: str, seed: int, end: int) -> SimpleNamespace:
         run = SimpleNamespace(metrics=run_that_collapses(end, seed, told=told))
@@ -166,9 +172,10 @@ def test_a_collapse_that_is_told_of_is_foreseen_and_another_is_not(
     ends = ((100, 130, 150, 999), (90, 120, 140, 999))
     cells = [cell(arm, seed, end) for arm, of in zip("ab", ends, strict=True) for seed, end in enumerate(of)]
     monkeypatch.setattr(script, "Sweep", lambda path: SimpleNamespace(finished=cells))
-    monkeypatch.setattr(sys, "argv", ["collapse", "runs/planted"])
+    monkeypatch.setattr(sys, "argv", ["collapse", "runs/planted", "--ahead", str(ahead)])
     script.main()
     page = capsys.readouterr().out
+    assert f"it comes within {ahead} updates" in page
     assert says in page and "a clock alone tells 0.50" in page and "6 of 8 runs have collapsed" in page
 
 
