@@ -203,7 +203,7 @@ def with_walks(seeds: Sequence[int]) -> None:
 # --- real gradients ---------------------------------------------------------------------------------------------------
 
 TURN, REAL_TOKENS, STOP = 16, 8, 0
-REAL_LENGTHS, REAL_KL, RESPONSES, MICRO = (64, 128, 256, 512), 2e-3, 1024, 8
+REAL_LENGTHS, REAL_KL, RESPONSES, MICRO = (64, 128, 256, 512), 2e-3, 512, 8
 ESS = "effective sample size"
 REAL_WEIGHTS = ("token", "turn", *BETWEEN, "sequence", "sequence, at most 2")
 REAL = f"""
