@@ -32,7 +32,8 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
         },
         "router": {"LENGTHS": (8, 16), "SEEDS": 2, "REAL_SEEDS": 2, "REAL_EXPERTS": (4, 8), "REAL_LENGTHS": (3, 6)},
     }
-    sizes["budget"] = {"UPDATES": 2, "PRECISIONS": {"int8": {"quantisation": "int8"}}}
+    no_study = {"Sweep": lambda path: None, "conditions": lambda sweep, variation: ()}
+    sizes["budget"] = {"UPDATES": 2, "PRECISIONS": {"int8": {"quantisation": "int8"}}} | no_study
     sizes["router"] |= {"REAL_LENGTH": 6, "REAL_PART": 4, "PARTS": (4, 2)}
     for name, value in sizes.get(request.param, {}).items():
         monkeypatch.setattr(module, name, value)
@@ -46,7 +47,7 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
         ("frontier", ["--seeds", "2", "--model"]),
         ("router", []),
         ("router", ["--model"]),
-        ("budget", ["--precisions"]),
+        ("budget", ["runs/precision", "--precisions"]),
     ],
     indirect=["script"],
     ids=["frontier", "frontier of a transformer", "router", "router of a mixture", "budget of precisions"],
@@ -194,6 +195,26 @@ def test_what_corrections_add_within_the_budget_is_seen_or_not(script: ModuleTyp
     assert script.verdict({}) == "is not tested"
     assert script.verdict({"a": small}) == "holds" and script.verdict({"a": small, "b": large}) == "fails"
     assert script.verdict({"a": small, "b": unclear}) == "is not visible"
+
+
+def test_what_agreeing_engines_and_corrections_add_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    budget = import_module("budget")
+    accuracy = {("draws, not weighed", "agree"): 0.40, ("draws, not weighed", "int8"): 0.30}
+    accuracy |= {("draws, weighed", "agree"): 0.43, ("draws, weighed", "int8"): 0.35}
+    accuracy |= {("draws, responses rejected", "agree"): 0.40, ("draws, responses rejected", "int8"): 0.1}
+    points = [SimpleNamespace(arm=arm, x=x) for arm, x in accuracy]
+
+    def by_seed(of: list[SimpleNamespace], measure: str) -> list[dict[int, float]]:
+        at = {"eval/accuracy": accuracy, "drift/tv_p95": dict.fromkeys(accuracy, 2e-4)}.get(measure, {})
+        return [{seed: at.get((each.arm, each.x), 0.0) + 0.01 * seed for seed in (1, 2)} for each in of]
+
+    sweep = SimpleNamespace(study=SimpleNamespace(points=points), by_seed=by_seed)
+    agree, int8 = budget.conditions(sweep, "drift/tv_p95")
+    assert (int8.best, agree.best) == ("draws, weighed", "draws, weighed")
+    gains = [each.mean for each in (int8.gain, int8.repair, int8.both, agree.gain, agree.repair, agree.both)]
+    assert gains == pytest.approx([0.05, 0.1, 0.13, 0.03, 0.0, 0.03])
+    assert not int8.within, "a total variation of 0.0152 at the 95th percentile"
 
 
 @pytest.mark.parametrize("script", ["tolerance"], indirect=True)
