@@ -203,7 +203,7 @@ def with_walks(seeds: Sequence[int]) -> None:
 # --- real gradients ---------------------------------------------------------------------------------------------------
 
 TURN, REAL_TOKENS, STOP = 16, 8, 0
-REAL_LENGTHS, REAL_KL, RESPONSES, MICRO = (64, 128, 256, 512), 2e-3, 512, 8
+REAL_LENGTHS, REAL_KL, RESPONSES, FRESH, MICRO = (64, 128, 256, 512), 2e-3, 2048, 8192, 8
 ESS = "effective sample size"
 REAL_WEIGHTS = ("token", "turn", *BETWEEN, "sequence", "sequence, at most 2")
 REAL = f"""
@@ -213,7 +213,7 @@ The same question for a transformer of 21,000 random weights (two layers, a voca
 by all weights. The policy that drew has the same weights plus normal noise, as much as gives a KL of {REAL_KL:g} per
 token. A reward adds a number for each pair of neighbouring tokens until the first token {STOP}, divided by T. It comes
 about once in a response. So this is the second kind of walks, with a memory of all earlier tokens. The true
-gradient is that of {RESPONSES} fresh responses. The others are from {RESPONSES} responses of the policy that drew.
+gradient is that of {FRESH} fresh responses. The others are from {RESPONSES} responses of the policy that drew.
 Variances are measured between small batches of {MICRO}, and the chance of both means is subtracted from the bias.
 Progress is for batches of {BATCH} responses. `turn` multiplies the ratios of {TURN} tokens, as if they were a turn.
 
@@ -275,7 +275,7 @@ def real_progress(seed: int, length: int) -> dict[str, float]:
     lm = small_policy(seed, REAL_TOKENS, length)
     offset_V = torch.zeros(REAL_TOKENS)
     offset_V[STOP] = -math.log(length / REAL_TOKENS)
-    parts = [drawn_by(lm, AT_ONCE // 8, length, offset_V) for _ in range(8 * RESPONSES // AT_ONCE)]
+    parts = [drawn_by(lm, AT_ONCE // 8, length, offset_V) for _ in range(8 * FRESH // AT_ONCE)]
     old = moved(lm, seed, length, offset_V, parts[0])
     mean = rewards(seed, torch.cat(parts)).mean()
 
@@ -297,8 +297,11 @@ def real_progress(seed: int, length: int) -> dict[str, float]:
 
     fresh = moments(parts, ["none"])["none"]
     whole.clear()
-    stale = moments([drawn_by(old, AT_ONCE // 8, length, offset_V) for _ in parts], REAL_WEIGHTS)
     truth = fresh.mean.square().sum().item() - fresh.variance / fresh.count
+    if truth <= 0:
+        sys.exit(f"the gradient of {FRESH} responses of {length} tokens is below its own chance: raise FRESH")
+    count = 8 * RESPONSES // AT_ONCE
+    stale = moments([drawn_by(old, AT_ONCE // 8, length, offset_V) for _ in range(count)], REAL_WEIGHTS)
     ratio_B = torch.cat(whole)
     found = {ESS: effective_sample_size(ratio_B, torch.ones_like(ratio_B)).item()}
     for name, each in stale.items():

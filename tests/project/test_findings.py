@@ -28,6 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
             "WALKS": 32,
             "AT_ONCE": 32,
             "RESPONSES": 32,
+            "FRESH": 128,
             "REAL_LENGTHS": (8, 16),
         },
         "router": {"LENGTHS": (8, 16), "SEEDS": 2, "REAL_SEEDS": 2, "REAL_EXPERTS": (4, 8), "REAL_LENGTHS": (3, 6)},
