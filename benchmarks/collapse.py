@@ -1,12 +1,14 @@
 """Can it be told from four metrics that a run is about to collapse?
 
     python benchmarks/collapse.py runs/ramp > docs/findings/collapse.md
+    slipstream sweep configs/lab/ramp.toml --updates 600 --learner.warmup 600 --output runs/ramp_long
+    python benchmarks/collapse.py runs/ramp_long --ahead 200
 
 Reads the finished runs of studies (configs/lab/ramp.toml). A run has collapsed where the mean reward of ten updates
 is 30 % or more below its best so far, and stays there for 100 updates or to the end; rewards of stale samples count for
-the student that drew them. At every tenth update before that it is asked whether it will within the next 50: by a
-logistic regression on means over ten updates, of four metrics or of all, fitted to the other arms. AUROC: how often,
-among runs of the same settings, one that will is ranked above one that will not (or not yet).
+the student that drew them. At every tenth update before that it is asked whether it will within the next 50 (or
+`--ahead`): by a logistic regression on means over ten updates, of four metrics or of all, fitted to the other arms.
+AUROC: how often, among runs of the same settings, one that will is ranked above one that will not (or not yet).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ FEW = ("drift/chi2_row_p95", "drift/ess_seq", CLIPPED, "length/mean")
 MORE = ("student/entropy", "grad_norm", "drift/k3_kl")
 STEP = "lr"
 """Grows from update to update, alike in runs of the same settings: what a clock would tell."""
-REWARD, AHEAD = "reward/exact", 50
+REWARD = "reward/exact"
+AHEAD = 50
+"""Updates within which a collapse is predicted, unless `--ahead` says otherwise."""
 ENOUGH, ADDED = 0.90, 0.03
 TEXT = """# Four metrics, and whether a run is about to collapse
 
@@ -41,12 +45,12 @@ The conjecture fails if they do not reach an AUROC of 0.90, or if other metrics 
 on [runs that learn first](ramp.md). χ² is that of the tokens of a response, at the 95th percentile of responses. A
 run has collapsed if the mean reward of ten updates is at least 30 % below its best so far, and stays there for 100
 updates or to the end (at least ten). Rewards of stale samples count for the student that generated them. Every ten
-updates before a collapse the metrics predict whether it comes within 50 updates (the conjecture says 200, for longer
+updates before a collapse the metrics predict whether it comes within {n} updates (the conjecture says 200, for longer
 runs). Runs of the same settings are ranked against each other, with a predictor fitted on the other arms. The
 learning rate grows in all runs, so `lr` shows what the number of the update alone would predict.
 
 ```console
-python benchmarks/collapse.py {paths} > docs/findings/collapse.md
+python benchmarks/collapse.py {words} > docs/findings/collapse.md
 ```
 """
 ALL = (*FEW, *MORE, STEP)
@@ -64,7 +68,7 @@ def collapsed(lines: Sequence[Line]) -> int | None:
     return None if end is None else end - aged(lines)
 
 
-def samples(cell: SweepCell) -> list[Sample]:
+def samples(cell: SweepCell, ahead: int) -> list[Sample]:
     lines = cell.run.metrics
     end = collapsed(lines)
 
@@ -74,11 +78,11 @@ def samples(cell: SweepCell) -> list[Sample]:
         value = fmean(line.get(name, 0.0) for line in lines[update - WINDOW : update])  # 0: a loss that clips nothing
         return log1p(abs(value))
 
-    last = len(lines) - aged(lines) - AHEAD if end is None else end  # what comes after that nobody knows
+    last = len(lines) - aged(lines) - ahead if end is None else end  # what comes after that nobody knows
     return [
         (
             [mean(name, update) for name in ALL],
-            end is not None and end - update <= AHEAD,
+            end is not None and end - update <= ahead,
         )
         for update in range(2 * WINDOW, last, WINDOW)
     ]
@@ -117,14 +121,16 @@ def fitted(x: Tensor, y: Tensor, asked: Tensor) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sweeps", nargs="+", type=Path)
+    parser.add_argument("--ahead", type=int, default=AHEAD, help="updates within which a collapse is predicted")
     args = parser.parse_args()
     torch.set_num_threads(1)
     cells = [(path, cell) for path in args.sweeps for cell in Sweep(path).finished]
     asked = defaultdict[tuple[Path, str, str], list[Sample]](list)
     for path, cell in cells:
-        asked[path, cell.point.arm, cell.point.name] += samples(cell)
+        asked[path, cell.point.arm, cell.point.name] += samples(cell, args.ahead)
     ends = sorted(end for _, cell in cells if (end := collapsed(cell.run.metrics)) is not None)
-    print(TEXT.format(paths=" ".join(map(str, args.sweeps))))
+    words = [*map(str, args.sweeps), *([] if args.ahead == AHEAD else ["--ahead", str(args.ahead)])]
+    print(TEXT.format(words=" ".join(words), n=args.ahead))
     judged = {point: own for point, own in asked.items() if len({soon for _, soon in own}) == 2}
     if not judged:
         when = f", the last of them after {ends[-1]} updates: nothing could be asked before" if ends else ""

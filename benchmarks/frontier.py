@@ -1,6 +1,7 @@
 """Ratios of tokens, of rows, or something between: which gradient makes most progress, by the length of an answer?
 
     python benchmarks/frontier.py [--seeds 5] > docs/findings/frontier.md
+    python benchmarks/frontier.py --model --seeds 3 >> docs/findings/frontier.md
 
 A policy of softmaxes, one for each of eight states, walks through them for T steps, of eight actions each; the reward
 is one number for the whole walk, between 0 and 1. Its gradient is exact (the chance of every state at every step,
@@ -9,16 +10,19 @@ importance weights of `estimators/ratio.py`, less the mean reward as a baseline.
 
     P = a / (a + tr Var ĝ / n + ‖E ĝ − g‖²),   a = <g, E ĝ>² / ‖g‖²
 
-between 0 and 1, and in the same order as a / (tr Var ĝ / n + ‖E ĝ − g‖²), which has no bound.
+between 0 and 1, and in the same order as a / (tr Var ĝ / n + ‖E ĝ − g‖²), which has no bound. With `--model` the
+policy is a real transformer of random weights, gradients are by all of them, and g is that of fresh responses.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
 
@@ -26,10 +30,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from slipstream.estimators.ratio import importance_ratio, truncate
+from slipstream.engines.native.model import LanguageModel
+from slipstream.estimators.ratio import effective_sample_size, importance_ratio, truncate
 from slipstream.reporting.report.titles import estimate
 from slipstream.studies.statistics import Verdict, verdict
 from slipstream.studies.statistics import estimate as over_seeds
+from small_policy import drawn_by, gradient_of, logp_of, small_policy
 
 STATES = ACTIONS = 8
 LENGTHS, LAGS = (64, 128, 256, 512, 1024), (0.02, 0.1)
@@ -97,7 +103,8 @@ def weights(name: str, log_ratio_NT: Tensor) -> Tensor:
     if name == "none":
         return torch.ones_like(log_ratio_NT)
     unit, _, bounded = name.partition(", ")
-    found = importance_ratio(unit, log_ratio_NT, torch.ones_like(log_ratio_NT))  # type: ignore[arg-type]
+    turns_NT = (torch.arange(log_ratio_NT.shape[1]) // TURN).expand_as(log_ratio_NT) if unit == "turn" else None
+    found = importance_ratio(unit, log_ratio_NT, torch.ones_like(log_ratio_NT), turns=turns_NT)  # type: ignore[arg-type]
     return truncate(found, 2.0) if bounded else found
 
 
@@ -146,7 +153,7 @@ NEITHER, DIFFERS = "neither is seen to be best", "it differs by length"
 
 def seen(found: set[Verdict]) -> str:
     """Who is best, from what comes out at several lengths."""
-    return DIFFERS if len(found) > 1 else SEEN.get(*found, NEITHER)
+    return DIFFERS if len(found) > 1 else SEEN.get(next(iter(found), "not visible"), NEITHER)
 
 
 def verdict_of(tables: Sequence[str]) -> str:
@@ -160,34 +167,175 @@ def verdict_of(tables: Sequence[str]) -> str:
     return f"The conjecture {says} here: {cases}."
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def table(
+    title: str, names: Sequence[str], between: Sequence[str], found: Mapping[int, Sequence[Mapping[str, float]]]
+) -> str:
+    """Print the progress of each weight by length; return who is best from LONG steps on."""
+    print(f"| {title} | {' | '.join(f'T = {n}' for n in found)} |")
+    print(f"|{' --- |' * (len(found) + 1)}")
+    for name in names:
+        cells = [over_seeds([each[name] for each in seeds]) for seeds in found.values()]
+        print(f"| {name} | {' | '.join(estimate(cell.mean, cell.se, share=True) for cell in cells)} |")
+    rivals = [[best(seeds, of) for of in (EXTREMES, between)] for seeds in found.values()]
+    print(f"| best extreme | {' | '.join(extreme for extreme, _ in rivals)} |")
+    print(f"| best between | {' | '.join(between for _, between in rivals)} |")
+    apart = [
+        over_seeds([each[extreme] - each[between] for each in seeds])
+        for seeds, (extreme, between) in zip(found.values(), rivals, strict=True)
+    ]
+    points = (estimate(100 * (each.mean or 0.0), each.se and 100 * each.se) for each in apart)
+    print(f"| the one less the other, by seed | {' | '.join(f'{each} points' for each in points)} |\n")
+    says = seen({verdict(each) for each, n in zip(apart, found, strict=True) if n >= LONG})
+    print(f"From {LONG} steps on: {says}.\n")
+    return says
+
+
+def with_walks(seeds: Sequence[int]) -> None:
     began, tables = time.process_time(), list[str]()
     print(FRONTIER)
     for kind, lag in product(KINDS, LAGS):
-        found = {n: [progress(seed, n, lag, kind) for seed in range(1, args.seeds + 1)] for n in LENGTHS}
-        print(f"| {kind}, logits moved by {lag:g} | {' | '.join(f'T = {n}' for n in LENGTHS)} |")
-        print(f"|{' --- |' * (len(LENGTHS) + 1)}")
-        for name in WEIGHTS:
-            cells = [over_seeds([each[name] for each in found[n]]) for n in LENGTHS]
-            print(f"| {name} | {' | '.join(estimate(cell.mean, cell.se, share=True) for cell in cells)} |")
-        rivals = [[best(found[n], names) for names in (EXTREMES, BETWEEN)] for n in LENGTHS]
-        print(f"| best extreme | {' | '.join(extreme for extreme, _ in rivals)} |")
-        print(f"| best between | {' | '.join(between for _, between in rivals)} |")
-        apart = [
-            over_seeds([each[extreme] - each[between] for each in found[n]])
-            for n, (extreme, between) in zip(LENGTHS, rivals, strict=True)
-        ]
-        points = (estimate(100 * (each.mean or 0.0), each.se and 100 * each.se) for each in apart)
-        print(f"| the one less the other, by seed | {' | '.join(f'{each} points' for each in points)} |\n")
-        long = {verdict(each) for each, n in zip(apart, LENGTHS, strict=True) if n >= LONG}
-        tables.append(seen(long))
-        print(f"From {LONG} steps on: {tables[-1]}.\n")
+        found = {n: [progress(seed, n, lag, kind) for seed in seeds] for n in LENGTHS}
+        tables.append(table(f"{kind}, logits moved by {lag:g}", WEIGHTS, BETWEEN, found))
     print(f"{verdict_of(tables)}\n")
-    print(f"Seeds 1 to {args.seeds}, {WALKS} walks each, {time.process_time() - began:.0f} s on one core.")
+    print(f"Seeds {seeds[0]} to {seeds[-1]}, {WALKS} walks each, {time.process_time() - began:.0f} s on one core.")
+
+
+# --- real gradients ---------------------------------------------------------------------------------------------------
+
+TURN, REAL_TOKENS, STOP = 16, 8, 0
+REAL_LENGTHS, REAL_KL, RESPONSES, FRESH, MICRO = (64, 128, 256, 512), 2e-3, 2048, 8192, 8
+ESS = "effective sample size"
+REAL_WEIGHTS = ("token", "turn", *BETWEEN, "sequence", "sequence, at most 2")
+REAL = f"""
+## With real gradients
+
+The same question for a transformer of 21,000 random weights (two layers, a vocabulary of {REAL_TOKENS}). Gradients are
+by all weights. The policy that drew has the same weights plus normal noise, as much as gives a KL of {REAL_KL:g} per
+token. A reward adds a number for each pair of neighbouring tokens until the first token {STOP}, divided by T. It comes
+about once in a response. So this is the second kind of walks, with a memory of all earlier tokens. The true
+gradient is that of {FRESH} fresh responses. The others are from {RESPONSES} responses of the policy that drew.
+Variances are measured between small batches of {MICRO}, and the chance of both means is subtracted from the bias.
+Progress is for batches of {BATCH} responses. `turn` multiplies the ratios of {TURN} tokens, as if they were a turn.
+
+```console
+python benchmarks/frontier.py --model --seeds 3 --lengths {{lengths}} >> docs/findings/frontier.md
+```
+"""
+
+
+@dataclass
+class Moments:
+    """Sum and squared norms of gradients of small batches."""
+
+    total: Tensor
+    squares: float = 0.0
+    count: int = 0
+
+    def add(self, gradient: Tensor) -> None:
+        self.total += gradient
+        self.squares += gradient.square().sum().item()
+        self.count += 1
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / self.count
+
+    @property
+    def variance(self) -> float:
+        """Return the trace of the covariance of one small batch."""
+        return (self.squares - self.count * self.mean.square().sum().item()) / (self.count - 1)
+
+
+def rewards(seed: int, ids_BT: Tensor) -> Tensor:
+    pairs = torch.rand(REAL_TOKENS, REAL_TOKENS, generator=torch.Generator().manual_seed(seed))
+    before_BT = torch.cat([torch.full_like(ids_BT[:, :1], STOP), ids_BT[:, :-1]], 1)
+    going_BT = (ids_BT != STOP).cumprod(-1)
+    return (pairs[before_BT, ids_BT] * going_BT).mean(-1)
+
+
+def moved(lm: LanguageModel, seed: int, length: int, offset_V: Tensor, fresh_BT: Tensor) -> LanguageModel:
+    """Return the policy with noise in its weights, which gives REAL_KL on some responses."""
+    old = small_policy(seed, REAL_TOKENS, length)
+    noise = [torch.randn_like(weight) * weight.std() for weight in lm.model.parameters()]
+    low, high = 0.0, 0.5
+    with torch.no_grad():
+        own_BT = logp_of(lm, fresh_BT, offset_V)
+        for _ in range(12):
+            size = (low + high) / 2
+            for mine, theirs, each in zip(lm.model.parameters(), old.model.parameters(), noise, strict=True):
+                theirs.copy_(mine + size * each)
+            log_ratio_BT = logp_of(old, fresh_BT, offset_V) - own_BT
+            # never negative, which makes few responses enough
+            kl = (log_ratio_BT.exp() - 1 - log_ratio_BT).mean().item()
+            low, high = (size, high) if kl < REAL_KL else (low, size)
+    return old
+
+
+def real_progress(seed: int, length: int) -> dict[str, float]:
+    lm = small_policy(seed, REAL_TOKENS, length)
+    offset_V = torch.zeros(REAL_TOKENS)
+    offset_V[STOP] = -math.log(length / REAL_TOKENS)
+    parts = [drawn_by(lm, AT_ONCE // 8, length, offset_V) for _ in range(8 * FRESH // AT_ONCE)]
+    old = moved(lm, seed, length, offset_V, parts[0])
+    mean = rewards(seed, torch.cat(parts)).mean()
+
+    whole = list[Tensor]()
+
+    def moments(drawn: Sequence[Tensor], names: Sequence[str]) -> dict[str, Moments]:
+        size = sum(weight.numel() for weight in lm.model.parameters())
+        found = {name: Moments(torch.zeros(size)) for name in names}
+        for ids_BT in torch.cat(list(drawn)).split(MICRO):
+            logp_BT = logp_of(lm, ids_BT, offset_V)
+            with torch.no_grad():
+                log_ratio_BT = logp_BT - logp_of(old, ids_BT, offset_V)
+            whole.append(log_ratio_BT.double().sum(-1).exp())
+            gain_B1 = (rewards(seed, ids_BT) - mean)[:, None]
+            for name in names:
+                loss = (weights(name, log_ratio_BT.detach()) * gain_B1 * logp_BT).sum() / MICRO
+                found[name].add(gradient_of(lm, loss, again=name != names[-1]))
+        return found
+
+    fresh = moments(parts, ["none"])["none"]
+    whole.clear()
+    truth = fresh.mean.square().sum().item() - fresh.variance / fresh.count
+    if truth <= 0:
+        sys.exit(f"the gradient of {FRESH} responses of {length} tokens is below its own chance: raise FRESH")
+    count = 8 * RESPONSES // AT_ONCE
+    stale = moments([drawn_by(old, AT_ONCE // 8, length, offset_V) for _ in range(count)], REAL_WEIGHTS)
+    ratio_B = torch.cat(whole)
+    found = {ESS: effective_sample_size(ratio_B, torch.ones_like(ratio_B)).item()}
+    for name, each in stale.items():
+        apart = (each.mean - fresh.mean).square().sum().item()
+        bias = max(apart - each.variance / each.count - fresh.variance / fresh.count, 0.0)
+        along = (fresh.mean @ each.mean).item() ** 2 / truth
+        found[name] = along / (along + each.variance * MICRO / BATCH + bias)
+    return found
+
+
+def with_model(seeds: Sequence[int], lengths: Sequence[int]) -> None:
+    print(REAL.format(lengths=" ".join(map(str, lengths))))
+    began = time.process_time()
+    found = dict[int, list[dict[str, float]]]()
+    for n, seed in product(lengths, seeds):
+        found.setdefault(n, []).append(real_progress(seed, n))
+        print(f"T = {n}, seed {seed}: {found[n][-1]}", file=sys.stderr, flush=True)
+    says = table(f"KL of {REAL_KL:g} per token", REAL_WEIGHTS, ("turn", *BETWEEN), found)
+    print(f"{verdict_of([says])}\n")
+    sizes = [f"{fmean(each[ESS] for each in of):.0%} at T = {n}" for n, of in found.items()]
+    print(f"The effective sample size of whole responses is {', '.join(sizes)}.\n")
+    seconds = f"{time.process_time() - began:.0f} s on one core, torch {torch.__version__}"
+    print(f"Seeds {seeds[0]} to {seeds[-1]}, {RESPONSES} responses each; {seconds}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--model", action="store_true", help="real gradients of a transformer instead of walks")
+    parser.add_argument("--lengths", type=int, nargs="+", default=REAL_LENGTHS, help="of responses, with --model")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    seeds = range(1, args.seeds + 1)
+    with_model(seeds, args.lengths) if args.model else with_walks(seeds)
 
 
 if __name__ == "__main__":

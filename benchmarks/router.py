@@ -1,16 +1,19 @@
 """What flips of a router cost the gradient with token ratios, beside what token KL says.
 
     python benchmarks/router.py > docs/findings/router.md
+    python benchmarks/router.py --model >> docs/findings/router.md
 
 The walks of `frontier.py`, under a policy with K experts, of which the router takes one at every state; an expert adds
 a table of its own to the logits. The sampler's router takes another one, by chance, at a share p of all steps (with one
 expert in K at work a flip changes two of K: K·δ = 2p), and records the log-prob under which it drew, so that every
 token ratio is right. What is left is that prefixes, and what follows, are another policy's. Nothing is sampled:
-gradient and bias are sums over all states, actions and steps.
+gradient and bias are sums over all states, actions and steps. With `--model` the policy is a real Qwen3-MoE of random
+weights, with two tokens: every response is enumerated, so nothing is sampled but which choices flip.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from frontier import ACTIONS, KINDS, LOST, NO_WAY_BACK, STATES, leads
+from real_experts import MODULUS, REWARDS, ROUNDS, Measured, Mixture
 from slipstream.reporting.report.titles import estimate
 from slipstream.studies.statistics import estimate as over_seeds
 
@@ -101,8 +105,9 @@ def cell(values: list[float]) -> str:
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of x, in a power law through the points."""
-    return linear_regression(list(map(math.log, xs)), list(map(math.log, ys))).slope
+    """Of x, in a power law through the points with y above 0."""
+    seen = [(math.log(x), math.log(y)) for x, y in zip(xs, ys, strict=True) if y > 0]
+    return linear_regression(*zip(*seen, strict=True)).slope
 
 
 def table(kind: str) -> tuple[float, float, float, float]:
@@ -135,8 +140,7 @@ def table(kind: str) -> tuple[float, float, float, float]:
     return of_share, of_experts, exponent(LENGTHS, [biases[n] for n in LENGTHS]), max(at_one_kl) / min(at_one_kl)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def with_walks() -> None:
     print(TEXT)
     began, linear, told, grows = time.process_time(), list[bool](), list[bool](), list[bool]()
     for kind in KINDS:
@@ -163,6 +167,110 @@ def verdict(linear: bool, told: bool, grows: bool) -> str:
         return f"The conjecture {says} here: the bias is linear in K·δ, and token KL alone does not tell it; {length}."
     why = [*([] if linear else ["the bias is not linear in K·δ"]), *(["token KL alone tells it"] if told else [])]
     return f"The conjecture fails here: {' and '.join(why)}; {length}."
+
+
+# --- a real mixture of experts ----------------------------------------------------------------------------------------
+
+REAL_EXPERTS, REAL_LENGTHS, PARTS = (4, 8, 16, 32), (3, 6, 10), (64, 16, 4)
+"""Of the routers' choices one in so many is swapped at a time; that many draws swap each of them once."""
+REAL_USUAL, REAL_LENGTH, REAL_PART, REAL_KL, REAL_SEEDS = 8, 8, 16, 1e-3, 4
+REAL_TEXT = f"""
+## With a real mixture of experts
+
+The same question for real gradients. The policy is a Qwen3-MoE of two layers with random weights. Every token uses two
+of K experts. Responses have T tokens, each one of two. All 2^T are enumerated, so gradients by all weights are exact.
+The sampler's routers swap the second expert for another one, by chance, at a share p of all tokens and layers. A swap
+depends on the response so far. The sampler records the log-prob under which it drew, so token ratios are right. The
+learner's routers choose freely. `K·δ` is the measured number of changes in the set of experts, per token and layer: a
+swap counts two, and later choices change with it.
+
+`bias` is the distance from the expected gradient with token ratios to the gradient of the learner's own policy.
+`against replay` is its distance to the gradient of the policy that drew, which `learner.router = "replay_rollout"`
+computes. `replay to own` is the distance between these two: the bias that replay leaves, if the own policy is what
+counts. All are shares of the norm of the own gradient. They are expectations over swaps: averages over draws that swap
+each choice once. Norms are products of {ROUNDS} such rounds, so chance does not add to them, and root mean squares over
+models. One reward is the mean over steps of a number for each pair of tokens. The other is 1 if the number of ones is a
+multiple of {MODULUS}, else 0. Where KL is held, the experts' outputs are scaled. A bias of 0.00 is below its own
+chance, and counts in no exponent. Lengths are short, because enumeration doubles with every token.
+
+```console
+python benchmarks/router.py --model >> docs/findings/router.md
+```
+"""
+
+
+def root(squares: Sequence[float]) -> tuple[float, float]:
+    """Return the root of a mean, and its standard error; 0 if the mean is not above 0."""
+    found = over_seeds(squares)
+    mean = math.sqrt(max(found.mean or 0.0, 0.0))
+    return mean, (found.se or 0.0) / (2 * mean) if mean else 0.0
+
+
+MEANS = """
+The exponent of K·δ compares the same models. Those of K and T compare different ones, whose biases have errors of up to
+half of them, so they say only that nothing grows as fast as T does. Responses of up to ten tokens cannot show what
+hundreds do. Replay is no closer to the gradient of the own policy than token ratios are: it is exact for the policy
+that drew. These are expectations; what replay saves in variance is not measured here.
+"""
+Row = tuple[bool, int, int, int]
+"""Whether token KL is held; experts, length, and one in how many choices is swapped."""
+
+
+def real(seed: int, row: Row) -> Measured:
+    held, experts, length, parts = row
+    mixture = Mixture(seed, experts, length)
+    if held:
+        mixture.hold_kl(parts, REAL_KL)
+    return mixture.measured(parts)
+
+
+def with_model() -> None:
+    print(REAL_TEXT)
+    began = time.process_time()
+    of_share = [(False, REAL_USUAL, REAL_LENGTH, parts) for parts in PARTS]
+    of_experts = [(False, experts, REAL_LENGTH, REAL_PART) for experts in REAL_EXPERTS]
+    of_length = [(False, REAL_USUAL, length, REAL_PART) for length in REAL_LENGTHS]
+    at_one_kl = [(True, REAL_USUAL, REAL_LENGTH, parts) for parts in PARTS]
+    rows = list(dict.fromkeys([*of_share, *of_experts, *of_length, *at_one_kl]))
+    found = {row: [real(seed, row) for seed in range(1, REAL_SEEDS + 1)] for row in rows}
+    linear, told, grows = list[bool](), list[bool](), list[bool]()
+    for i, reward in enumerate(REWARDS):
+        print(f"| reward: {reward} | K·δ | token KL | bias | against replay | replay to own | bias, absolute |")
+        print(f"|{' --- |' * 7}")
+        bias, absolute = dict[Row, float](), dict[Row, float]()
+        for row, each in found.items():
+            held, experts, length, parts = row
+            shapes = [[m.own for m in each], [m.replayed for m in each], [m.apart for m in each]]
+            norms = [root([values[i] for values in of]) for of in shapes]
+            bias[row], absolute[row] = norms[0][0], root([m.own[i] * m.truth[i] for m in each])[0]
+            name = f"K = {experts}, T = {length}, p = 1/{parts}{f', token KL held at {REAL_KL:g}' if held else ''}"
+            numbers = f"{fmean(m.changes for m in each):.3f} | {fmean(m.kl for m in each):.1e}"
+            shares = " | ".join(estimate(*norm, share=True) for norm in norms)
+            print(f"| {name} | {numbers} | {shares} | {absolute[row]:.2g} |")
+        changes = [fmean(m.changes for m in found[row]) for row in of_share]
+        by_changes = exponent(changes, [bias[row] for row in of_share])
+        by_experts = exponent(REAL_EXPERTS, [bias[row] for row in of_experts])
+        by_length = exponent(REAL_LENGTHS, [absolute[row] for row in of_length])
+        seen = [bias[row] for row in at_one_kl if bias[row] > 0]
+        factor = max(seen) / min(seen)
+        print(
+            f"\nReward {reward}: the bias goes with (K·δ)^{by_changes:.2f}, with K^{by_experts:.2f} where p is held, "
+            f"and with T^{by_length:.2f} (absolute). At one token KL it differs by a factor of {factor:.1f}.\n"
+        )
+        linear.append(by_changes >= LINEAR and abs(by_experts) < HALFWAY)
+        told.append(factor < APART)
+        grows.append(by_length >= LINEAR)
+    print(verdict(all(linear), any(told), all(grows)))
+    print(MEANS)
+    seconds = f"{time.process_time() - began:.0f} s on one core, torch {torch.__version__}"
+    print(f"Seeds 1 to {REAL_SEEDS}, {ROUNDS} rounds; {seconds}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", action="store_true", help="a real mixture of experts instead of walks")
+    torch.set_num_threads(1)
+    with_model() if parser.parse_args().model else with_walks()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from random import Random
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
+from slipstream.reporting.report.findings_page import VERDICT
 from slipstream.studies.statistics import Estimate
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -20,9 +22,20 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
     monkeypatch.syspath_prepend(str(SCRIPTS))
     module = import_module(request.param)
     sizes = {
-        "frontier": {"LENGTHS": (8, 200), "WALKS": 32, "AT_ONCE": 32},
-        "router": {"LENGTHS": (8, 16), "SEEDS": 2},
+        "frontier": {
+            "LENGTHS": (8, 16),
+            "LONG": 10,
+            "WALKS": 32,
+            "AT_ONCE": 32,
+            "RESPONSES": 32,
+            "FRESH": 128,
+            "REAL_LENGTHS": (8, 16),
+        },
+        "router": {"LENGTHS": (8, 16), "SEEDS": 2, "REAL_SEEDS": 2, "REAL_EXPERTS": (4, 8), "REAL_LENGTHS": (3, 6)},
     }
+    no_study = {"Sweep": lambda path: None, "conditions": lambda sweep, variation: ()}
+    sizes["budget"] = {"UPDATES": 2, "PRECISIONS": {"int8": {"quantisation": "int8"}}} | no_study
+    sizes["router"] |= {"REAL_LENGTH": 6, "REAL_PART": 4, "PARTS": (4, 2)}
     for name, value in sizes.get(request.param, {}).items():
         monkeypatch.setattr(module, name, value)
     return module
@@ -30,9 +43,15 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("frontier", ["--seeds", "2"]), ("router", [])],
+    [
+        ("frontier", ["--seeds", "2"]),
+        ("frontier", ["--seeds", "2", "--model"]),
+        ("router", []),
+        ("router", ["--model"]),
+        ("budget", ["runs/precision", "--precisions"]),
+    ],
     indirect=["script"],
-    ids=["frontier", "router"],
+    ids=["frontier", "frontier of a transformer", "router", "router of a mixture", "budget of precisions"],
 )
 def test_a_script_writes_a_page_with_a_verdict(
     script: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -40,8 +59,9 @@ def test_a_script_writes_a_page_with_a_verdict(
     monkeypatch.setattr(sys, "argv", [script.__name__, *words])
     script.main()
     page = capsys.readouterr().out
-    assert page.startswith("# ") and f"> docs/findings/{script.__name__}.md" in page
-    assert "onjecture" in page and " here" in page and "nan" not in page
+    assert page.startswith("\n## " if words and words[-1] in ("--model", "--precisions") else "# ")
+    assert f"> docs/findings/{script.__name__}.md" in page
+    assert "onjecture" in page and VERDICT.search(page) and "nan" not in page
 
 
 @pytest.mark.parametrize("script", ["frontier"], indirect=True)
@@ -66,6 +86,57 @@ def test_what_refutes_a_law_of_flips_and_what_is_said_beside_it(script: ModuleTy
     assert "fails here: token KL alone tells it" in script.verdict(linear=True, told=True, grows=True)
 
 
+@pytest.mark.parametrize("script", ["frontier"], indirect=True)
+def test_small_batches_give_mean_and_variance_of_their_gradients(script: ModuleType) -> None:
+    gradients = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    moments = script.Moments(torch.zeros(4, dtype=torch.float64))
+    for gradient in gradients:
+        moments.add(gradient)
+    assert torch.allclose(moments.mean, gradients.mean(0))
+    assert moments.variance == pytest.approx(gradients.var(0).sum().item())
+
+
+@pytest.mark.parametrize("script", ["frontier"], indirect=True)
+def test_without_drift_all_weights_make_the_same_progress(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "REAL_KL", 0.0)
+    found = script.real_progress(1, 8)
+    assert found.pop(script.ESS) == pytest.approx(1.0, abs=1e-4)
+    assert max(found.values()) - min(found.values()) < 1e-3 < max(found.values())
+
+
+@pytest.mark.parametrize("script", ["real_experts"], indirect=True)
+def test_the_gradient_over_all_responses_is_a_difference_of_expected_rewards(script: ModuleType) -> None:
+    mixture = script.Mixture(1, 4, 4)
+    reward_B, weight = mixture.all.rewards_KB[1], mixture.lm.head.weight
+
+    def expected() -> torch.Tensor:
+        return (mixture.logp(script.Choices(mixture.routers)).sum(-1).exp() * reward_B).sum()
+
+    (gradient,) = torch.autograd.grad(expected(), weight)
+    with torch.no_grad():
+        weight[0, 0] += 1e-4
+        above = expected()
+        weight[0, 0] -= 2e-4
+        below = expected()
+    assert gradient[0, 0].item() == pytest.approx(((above - below) / 2e-4).item(), rel=1e-3)
+    assert sorted(reward_B.tolist()) == [0.0] * 11 + [1.0] * 5, "none of four tokens is a one, or three are"
+
+
+@pytest.mark.parametrize("script", ["real_experts"], indirect=True)
+def test_each_choice_is_swapped_in_one_of_the_parts(script: ModuleType) -> None:
+    mixture, free = script.Mixture(1, 4, 4), []
+    mixture.logp(own := script.Choices(mixture.routers))
+    for number in range(3):
+        swaps = mixture.swaps(3, number)
+        mixture.logp(swaps)
+        kept = (swaps.used[0] == own.used[0]).all(-1)
+        assert torch.equal(kept, ~swaps.swapped_NR[:, 0]), "the first router sees no other swaps"
+        free.append(swaps.swapped_NR)
+    assert torch.equal(sum(each.long() for each in free), torch.ones_like(free[0]).long())
+    mixture.hold_kl(3, 1e-3)
+    assert mixture.kl(3) == pytest.approx(1e-3, rel=0.05)
+
+
 @pytest.mark.parametrize("script", ["collapse"], indirect=True)
 def test_a_collapse_stays_and_is_more_than_the_last_window(script: ModuleType) -> None:
     high, low = [0.6] * 40, [0.1] * 40
@@ -87,8 +158,14 @@ def run_that_collapses(end: int, seed: int, *, told: bool) -> list[dict[str, flo
 
 @pytest.mark.parametrize("script", ["collapse"], indirect=True)
 @pytest.mark.parametrize(("told", "says"), [(True, "The conjecture holds here"), (False, "The conjecture fails here")])
+@pytest.mark.parametrize("ahead", [50, 40])
 def test_a_collapse_that_is_told_of_is_foreseen_and_another_is_not(
-    script: ModuleType, told: bool, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: ModuleType,
+    told: bool,
+    says: str,
+    ahead: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def cell(arm: str, seed: int, end: int) -> SimpleNamespace:
         run = SimpleNamespace(metrics=run_that_collapses(end, seed, told=told))
@@ -97,9 +174,10 @@ def test_a_collapse_that_is_told_of_is_foreseen_and_another_is_not(
     ends = ((100, 130, 150, 999), (90, 120, 140, 999))
     cells = [cell(arm, seed, end) for arm, of in zip("ab", ends, strict=True) for seed, end in enumerate(of)]
     monkeypatch.setattr(script, "Sweep", lambda path: SimpleNamespace(finished=cells))
-    monkeypatch.setattr(sys, "argv", ["collapse", "runs/planted"])
+    monkeypatch.setattr(sys, "argv", ["collapse", "runs/planted", "--ahead", str(ahead)])
     script.main()
     page = capsys.readouterr().out
+    assert f"it comes within {ahead} updates" in page
     assert says in page and "a clock alone tells 0.50" in page and "6 of 8 runs have collapsed" in page
 
 
@@ -118,6 +196,26 @@ def test_what_corrections_add_within_the_budget_is_seen_or_not(script: ModuleTyp
     assert script.verdict({}) == "is not tested"
     assert script.verdict({"a": small}) == "holds" and script.verdict({"a": small, "b": large}) == "fails"
     assert script.verdict({"a": small, "b": unclear}) == "is not visible"
+
+
+def test_what_agreeing_engines_and_corrections_add_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    budget = import_module("budget")
+    accuracy = {("draws, not weighed", "agree"): 0.40, ("draws, not weighed", "int8"): 0.30}
+    accuracy |= {("draws, weighed", "agree"): 0.43, ("draws, weighed", "int8"): 0.35}
+    accuracy |= {("draws, responses rejected", "agree"): 0.40, ("draws, responses rejected", "int8"): 0.1}
+    points = [SimpleNamespace(arm=arm, x=x) for arm, x in accuracy]
+
+    def by_seed(of: list[SimpleNamespace], measure: str) -> list[dict[int, float]]:
+        at = {"eval/accuracy": accuracy, "drift/tv_p95": dict.fromkeys(accuracy, 2e-4)}.get(measure, {})
+        return [{seed: at.get((each.arm, each.x), 0.0) + 0.01 * seed for seed in (1, 2)} for each in of]
+
+    sweep = SimpleNamespace(study=SimpleNamespace(points=points), by_seed=by_seed)
+    agree, int8 = budget.conditions(sweep, "drift/tv_p95")
+    assert (int8.best, agree.best) == ("draws, weighed", "draws, weighed")
+    gains = [each.mean for each in (int8.gain, int8.repair, int8.both, agree.gain, agree.repair, agree.both)]
+    assert gains == pytest.approx([0.05, 0.1, 0.13, 0.03, 0.0, 0.03])
+    assert not int8.within, "a total variation of 0.0152 at the 95th percentile"
 
 
 @pytest.mark.parametrize("script", ["tolerance"], indirect=True)
