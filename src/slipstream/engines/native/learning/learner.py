@@ -123,7 +123,7 @@ class NativeLearner:
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.perturbation: Perturbation | None = None
         if config.perturbation is not None:
-            self.perturbation = Perturbation(lm, config.perturbation, seed=method.seed)
+            self.perturbation = Perturbation(lm, config.perturbation, packed=config.packing, seed=method.seed)
         self.passes_made = 0
         """Number of passes with gradient in the update in progress."""
         self.noise = Noise(self.ranks)
@@ -239,7 +239,8 @@ class NativeLearner:
         if self.judge is not None:
             known = None
             ahead = self.current.by_episode or not self.current.weighs_all
-            if self.current.replays or self.config.dropout or ahead:  # otherwise the training pass computes it
+            noisy = self.config.dropout or self.perturbation is not None
+            if self.current.replays or noisy or ahead:  # otherwise the training pass computes it
                 known = self._drifted(own, version, distances)
             self.judge.take(own, [self.frozen[key] for key in samples], known)
         left = {key: int(self.frozen[key].mask_T.sum()) for key in samples}
