@@ -37,7 +37,7 @@ from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
 from slipstream.engines.native.threads import compute_thread
-from slipstream.engines.quantisation import quantised
+from slipstream.engines.quantisation import quantised, unrounded
 from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint, fingerprint_of_parts, local
 from slipstream.errors import NonFiniteError, RunDirError
@@ -322,7 +322,8 @@ class NativeLearner:
         """Return metrics that compare recorded log-probs with the learner's, or with a following teacher's snapshot."""
         if teacher:
             seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
-            logp = self.passes.log_probs(seen, snapshot_of(teacher), temperature=self.method.loss.temperature)
+            with unrounded(self.lm.model):  # teachers are not quantised
+                logp = self.passes.log_probs(seen, snapshot_of(teacher), temperature=self.method.loss.temperature)
             return against_teachers(samples, logp)
         logp = self.passes.log_probs(samples)
         own = [Seen.of(sample, unrejected(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
