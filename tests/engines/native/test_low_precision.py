@@ -229,8 +229,8 @@ RUNS = {
         "the learner computes with fp8 weights, too",
     ),
     "both int8, with a teacher that follows": (
-        "--sampler.quantisation int8 --learner.quantised true --teachers.main.model self --teachers.main.follow.ema 0.9 "
-        "--teachers.main.context {prompt}{ground_truth}",
+        "--sampler.quantisation int8 --learner.quantised true --teachers.main.model self "
+        "--teachers.main.follow.ema 0.9 --teachers.main.context {prompt}{ground_truth}",
         "the learner computes with int8 weights, too",
     ),
     "float16": ("--sampler.dtype float16 --learner.compute_dtype float16", "loss: 1 · reverse_kl_mc"),

@@ -1,8 +1,8 @@
-"""Learned noise on the input of every layer, in the passes of the loss alone (ALP, Ye et al., 2603.19470).
+"""Learned noise on the input of every layer, in the training passes of a policy loss (ALP, Ye et al., 2603.19470).
 
-The ratio of a policy loss then compares a perturbed policy with the one that drew the tokens, and large ratios become
-rare. Layer l receives h + σ_l·ε with ε ~ N(0, 1). The logarithms of all σ are trained with the weights, by an AdamW of
-their own. Samplers, evaluations and passes without gradient have no noise.
+The ratio of a policy loss then compares a perturbed learner with the unperturbed policy that drew the tokens. Layer l
+receives h + σ_l·ε with ε ~ N(0, 1). The logarithms of all σ are trained with the loss, by an AdamW of their own.
+Samplers, evaluations and passes without gradient have no noise.
 
 Shapes: L layers.
 """
