@@ -56,6 +56,10 @@ REFUSED = {
     "sampler.quantisation=int8 sampler.engine=vllm": "sampler.quantisation: vLLM would quantise weights in its own way",
     f"sampler.quantisation=fp8 sampler.engine=server {SERVER}": "a rollout server quantises weights by its",
     "sampler.quantisation=fp8 learner.lora.rank=4": "[learner.lora] publishes adapters, and sampler.quantisation",
+    f'{RL} policy.loss=gspo learner.perturbation.std=0.01 environment.sandbox="none" environment.gateway.command=ls': (
+        "[learner.perturbation] adds no noise to ratios of episodes with several branches, and policy.loss = 'gspo' "
+        'has such ratios with [environment.gateway]: write policy.loss = "vanilla", or drop it'
+    ),
     "learner.perturbation.std=0.01": "[learner.perturbation] is for policy losses: write loss.weight = 0 or",
     "learner.quantised=true": "learner.quantised rounds as the sampler does: write sampler.quantisation",
     "loss.kind=jsd loss.k=4": "k = 4 does nothing: the hidden cache is the whole distribution",

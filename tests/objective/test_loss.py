@@ -777,6 +777,27 @@ def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> Non
     assert not torch.equal(mixed, exact)
 
 
+def test_a_transposed_weight_goes_on_with_moments_of_a_checkpoint_which_are_contiguous() -> None:
+    from slipstream.engines.native.learning.optimizer import make_optimizer
+
+    config, generator = LearnerConfig(lr=1e-2, dtype="float64"), torch.Generator().manual_seed(1)
+    start = torch.randn(5, 7, dtype=DTYPE, generator=generator)
+    weights = [torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.t().contiguous().t())]
+    optimizers = [make_optimizer([weight], config) for weight in weights]
+    for _ in range(3):
+        gradient = torch.randn(5, 7, dtype=DTYPE, generator=generator)
+        for i, weight in enumerate(weights):
+            weight.grad = torch.empty_like(weight).copy_(gradient)
+            optimizers[i].step()
+            state = optimizers[i].state_dict()
+            moments = {
+                name: value.clone(memory_format=torch.contiguous_format) for name, value in state["state"][0].items()
+            }
+            optimizers[i] = make_optimizer([weight], config)
+            optimizers[i].load_state_dict(state | {"state": {0: moments}})
+    torch.testing.assert_close(*weights)
+
+
 @pytest.mark.parametrize("moments", ["float32", "float64"])
 def test_the_measured_step_is_the_change_of_the_weights(moments: str) -> None:
     from slipstream.engines.native.learning.optimizer import make_optimizer, squared_step

@@ -39,6 +39,20 @@ def test_what_is_offloaded_counts_in_host_memory() -> None:
     assert not str(here).endswith(" of host memory")
 
 
+def test_rounded_weights_stay_in_memory_until_the_backward_pass() -> None:
+    """A layer has q and o of 2560 · 4096 weights, k and v of 2560 · 1024, and three matrices of 2560 · 9728."""
+    layer = 2 * 2560 * 4096 + 2 * 2560 * 1024 + 3 * 2560 * 9728
+    eight = {"longest": 8192, "max_tokens": 4096, "slots": 4, "quantisation": "int8"}
+    for settings, expected in (
+        ({"quantised": True}, LAYERS * layer * 4),
+        ({"quantised": True, "compute_dtype": "bfloat16", "ranks": 2}, LAYERS * layer * 2),
+        ({"quantised": True, "checkpointing": True}, layer * 4),
+        ({}, 0),
+    ):
+        needed = found(settings, sampler=eight)
+        assert needed["learner-1" if "ranks" in settings else "learner"].parts["rounded weights"] == expected
+
+
 def test_copies_of_a_teacher_that_follows_count_in_host_memory() -> None:
     """Versions in flight: 3 // 2 + 2 in the scorer; one copy and one version fewer in the learner, all in float32."""
     follows = {"model": "self", "context": "{last}{prompt}", "follow": {"copy_every": 2}, "relabel": "stale"}

@@ -124,6 +124,7 @@ learner.quantised=true
 learner.perturbation.std=0.01
 {RL} learner.perturbation.std=0.01 learner.ranks=2
 {RL} learner.perturbation.std=0.0
+{RL} policy.loss=gspo learner.perturbation.std=0.01 environment.sandbox="none" environment.gateway.command=ls
 learner.lora.rank=4 learner.dtype=bfloat16
 learner.dtype=float16
 learner.optimizer_dtype=float16

@@ -349,7 +349,7 @@ class LearnerConfig(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters (LoRA) instead of all weights."""
     perturbation: PerturbationConfig | None = None
-    """Learned noise on the input of every layer, in the passes of a policy loss alone (ALP, docs/learner.md). Needs
+    """Learned noise on the input of every layer, in the training passes of a policy loss (ALP, docs/learner.md). Needs
     one rank, and loss.weight = 0 or loss.as = "reward"."""
     threads: int | None = Field(None, ge=1, le=THREADS)
     """Number of CPU threads of the learner. None uses runtime.threads."""

@@ -12,7 +12,8 @@ Shapes: O outputs, I inputs.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +86,19 @@ def compute_rounded(model: nn.Module, layers: Collection[str], kind: str, export
         layer: Any = model.get_submodule(name)
         layer.__class__ = RoundedLinear
         layer.kind, layer.exported = kind, getattr(torch, exported)
+
+
+@contextmanager
+def unrounded(model: nn.Module) -> Iterator[None]:
+    """Let all layers of a learner compute with their weights as they are within this context."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, RoundedLinear)]
+    for layer in layers:
+        layer.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = RoundedLinear
 
 
 def quantise(model: nn.Module, layers: Collection[str], kind: str) -> None:

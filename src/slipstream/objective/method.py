@@ -374,6 +374,11 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
             raise ConfigError(f"{named} and correction.preset name two old policies: drop one")
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f"{named} does nothing: {policy.loss} has no ratio to an old policy")
+    if config.learner.perturbation is not None and config.has_agents and method.by_episode:
+        raise ConfigError(
+            f"[learner.perturbation] adds no noise to ratios of episodes with several branches, and policy.loss = "
+            f'{policy.loss!r} has such ratios with [environment.gateway]: write policy.loss = "vanilla", or drop it'
+        )
     if method.exact_norms:
         given, level = f"policy.advantage = {policy.advantage!r}", method.correction.is_level
         if config.learner.ranks > 1:

@@ -286,6 +286,11 @@ def trained_of(plan: LearnerPlan) -> int:
     return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
+def quantised_of(model: str) -> int:
+    """Return the number of weights that samplers quantise."""
+    return sum(layer.weight.numel() for layer in adapted(model, LoraConfig()).values())
+
+
 def learner(plan: LearnerPlan) -> dict[str, float]:
     """Return the bytes that one rank needs on its device, by purpose."""
     settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
@@ -293,10 +298,13 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
     kept = trained if method.keeps_reference and not method.hosts_reference else 0
     # a copy of the weights while others are loaded; two more versions if policy.old is not "behavior"
     others = int(method.keeps_reference or method.by_version) + 3 * method.keeps_old
-    per_token = ACTIVATIONS * shape.width * WIDTHS[settings.compute_dtype or settings.dtype] / 2
+    computed = WIDTHS[settings.compute_dtype or settings.dtype]
+    rounded: float = quantised_of(plan.student.name) * computed if settings.quantised else 0
+    per_token = ACTIVATIONS * shape.width * computed / 2
     activations = per_token * shape.layers
     if settings.checkpointing:  # keep the inputs of all layers, and the activations of one layer
         activations = per_token + inputs_of(plan) * ("activations" not in settings.offload)
+        rounded /= shape.layers
     number = WIDTHS[settings.dtype] / settings.ranks
     stepped = min(trained, shape.largest) if "optimizer" in settings.offload else trained
     return {
@@ -305,6 +313,7 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
         "moments": stepped * moment_bytes(plan),
         "reference": kept * number,
         "versions before": others * trained * number,
+        "rounded weights": rounded,  # the backward pass needs them, whole on every rank
         "~activations": settings.token_budget * activations,
     }
 
@@ -357,8 +366,7 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
             beside = {} if plan.teacher is None else sampler(replace(plan, runs=plan.teacher, teacher=None))
             saved = 0  # a code has one byte
             if plan.runs.quantisation is not None:
-                layers = adapted(name, LoraConfig()).values()
-                saved = sum(layer.weight.numel() for layer in layers) * (WIDTHS[dtype] - 1)
+                saved = quantised_of(name) * (WIDTHS[dtype] - 1)
             return {
                 "weights": shape.parameters * WIDTHS[dtype] - saved,
                 "keys and values": plan.slots * positions * shape.cache * WIDTHS[dtype],

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from slipstream.config.file import parse
+from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import LearnerConfig, PerturbationConfig
 from slipstream.console import Console
 from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.over_devices import layers_of
+from slipstream.engines.native.rows import probe
 from slipstream.objective.method import Method
 from slipstream.protocols import Metrics
 from slipstream.records import Batch, Handle, total
@@ -23,14 +26,15 @@ from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start
 from support.learners import roll_out, run, score
 from support.tiny_models import make_model, wrap
+from zoo import families
 
 METHOD = Method(loss=ReverseKLMC(weight=0.0), policy=PolicyConfig(loss="gspo"), rewards={"exact": 1.0})
 
 
-def learner_of(std: float | None, *, lr: float = 5e-4, **options: Any) -> NativeLearner:
+def learner_of(std: float | None, *, lr: float = 5e-4, method: Method = METHOD, **options: Any) -> NativeLearner:
     noise = None if std is None else PerturbationConfig(std=std, lr=lr)
     config = LearnerConfig(lr=1e-3, perturbation=noise, **options)
-    return NativeLearner(wrap(make_model("qwen3")), method=METHOD, config=config, updates=9)
+    return NativeLearner(wrap(make_model("qwen3")), method=method, config=config, updates=9)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,18 @@ def test_passes_without_gradient_have_no_noise(batch: Batch) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_freshness_weights_come_from_a_pass_without_noise(batch: Batch) -> None:
+    method = replace(
+        METHOD, policy=PolicyConfig(loss="vanilla"), freshness=FreshnessConfig(weight="freshness", also=("policy",))
+    )
+
+    async def weighed(std: float | None) -> list[tuple[float, float]]:
+        learner = learner_of(std, method=method)
+        return [(each.roll, each.w) for each in await learner.accumulate(batch, total(await learner.prepare(batch)))]
+
+    assert run(weighed(3.0)) == run(weighed(None))
+
+
 def test_the_gradient_of_log_std_is_that_of_the_loss_and_a_recomputed_pass_has_the_same(batch: Batch) -> None:
     found = {}
     for checkpointing in (False, True):
@@ -103,6 +119,24 @@ def test_a_resumed_learner_has_the_same_noise(batch: Batch, tmp_path: Path) -> N
     assert [run(update(each, batch, 2)) for each in (learner, other)].count(run(update(learner_of(0.1), batch, 1))) == 0
     assert torch.equal(other.perturbation.log_std_L, learner.perturbation.log_std_L)
     assert torch.equal(weights(other), weights(learner))
+
+
+@pytest.mark.parametrize(
+    ("family", "inner"),
+    [("mamba", "MambaMixer"), ("gemma3", "SiglipEncoderLayer")],
+    ids=["layers in layers", "layers of images"],
+)
+def test_noise_is_added_once_to_each_layer_that_reads_text(family: str, inner: str) -> None:
+    model = families.make(family, dtype=torch.float32)
+    assert inner in {type(layer).__name__ for layer in layers_of(model)}
+    packed = family == "gemma3"
+    config = LearnerConfig(perturbation=PerturbationConfig(std=0.1), packing=packed)
+    learner = NativeLearner(wrap(model), method=METHOD, config=config, updates=1)
+    assert learner.perturbation is not None
+    with learner.perturbation.during(1, 1):
+        torch.cat(probe(learner.lm, packed)).square().sum().backward()
+    grad_L = learner.perturbation.log_std_L.grad
+    assert grad_L is not None and len(grad_L) == model.config.get_text_config().num_hidden_layers and grad_L.all()
 
 
 TREE: dict[str, Any] = {

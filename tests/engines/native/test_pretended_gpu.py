@@ -184,11 +184,11 @@ def test_the_learner_learns_the_same(gpu: None, name: str) -> None:
     np.testing.assert_allclose(weights.view(np.float32), others.view(np.float32), atol=1e-4)
 
 
-def test_adamw_is_fused_on_a_gpu_and_nowhere_else(gpu: None) -> None:
-    for device, fused in ((CUDA, True), (CPU, None)):
+def test_adamw_is_fused_on_every_device(gpu: None) -> None:
+    for device in (CUDA, CPU):
         with using(device):
             parameters = list(torch.nn.Linear(2, 3).to(device).parameters())
-            assert make_optimizer(parameters, LearnerConfig()).defaults["fused"] == fused
+            assert make_optimizer(parameters, LearnerConfig()).defaults["fused"]
 
 
 def split_over(devices: list[torch.device], name: str, seed: int) -> LanguageModel:

@@ -39,11 +39,11 @@ def gspo_token(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2)
 
 
 def tbpo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4, band_high: float = 7e-4) -> Loss:
-    """Apply GSPO, and drop bad rows whose ratio leaves a band on either side (TBPO, the loss of QaRL, 2604.07853).
+    """Apply GSPO to good rows, and drop bad rows whose ratio leaves a band (TBPO, the loss of QaRL, 2604.07853).
 
-    s = exp(mean_t δ). Where A > 0: max(−A s, −A clip(s, −∞, 1+hi)). Where A < 0: −A s, and 0 unless 1−lo ≤ s ≤
-    1+band_high. The paper also weights rows by the ratio of old policy to sampler, a geometric mean cut at 2: use a
-    decoupled correction with is_level "geometric".
+    s = exp(mean_t δ), gradient through s. Where A > 0: max(−A s, −A min(s, 1+clip_high)). Where A < 0: −A s if
+    1−clip_low ≤ s ≤ 1+band_high, else 0. The paper also weights each row by the ratio of the old policy to the sampler,
+    a geometric mean of at most 2: use a decoupled correction with is_level "geometric".
     Use this loss for rollouts in eight bits, whose rare wrong tokens give bad rows large ratios.
     """
     ratio_BT = importance_ratio("geometric", tokens.delta, tokens.mask)
@@ -55,12 +55,13 @@ def tbpo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4, ban
 
 
 def espo(tokens: Tokens, *, entropy: Tensor, espo_share: float = 0.2, espo_alpha: float = 0.02) -> Loss:
-    """Apply GSPO to two parts of a row, its most uncertain tokens and the rest (ESPO, 2512.00499).
+    """Apply GSPO to each of two parts of a row: its most uncertain tokens, and the rest (ESPO, 2512.00499).
 
-    The uncertain part has the ⌈espo_share·n⌉ tokens with the largest `entropy`. s = exp(mean δ) over the part of a
-    token, ε = espo_alpha·(mean entropy of the part), s' = sg(s)·exp(logπ − sg logπ); max(−A s', −A clip(s', 1−ε, 1+ε)),
-    times n/(number of parts · size of the part), so that a row's mean gives its parts equal weight. `entropy` [B, T] is
-    relative to log V: the learner's, before the first step. The paper multiplies s' by the token's ratio.
+    Of a row's n tokens, the ⌈espo_share·n⌉ with the largest `entropy` [B, T] are uncertain. This is the entropy of the
+    learner's distribution before the first step, divided by log V. Each part has one ratio s = exp(mean δ) and one
+    width ε = espo_alpha·(mean entropy). With s' = sg(s)·exp(logπ − sg logπ), a token's loss is max(−A s', −A clip(s',
+    1−ε, 1+ε)) times n/(number of parts · size of its part). So both parts have equal weight in the mean over a row. The
+    paper also multiplies s' by the ratio of the token.
     Use this loss like gspo, if its clip silences long answers because of a few uncertain tokens.
     """
     mask_BT = tokens.mask

@@ -37,7 +37,7 @@ from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
 from slipstream.engines.native.threads import compute_thread
-from slipstream.engines.quantisation import quantised
+from slipstream.engines.quantisation import quantised, unrounded
 from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint, fingerprint_of_parts, local
 from slipstream.errors import NonFiniteError, RunDirError
@@ -123,7 +123,7 @@ class NativeLearner:
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.perturbation: Perturbation | None = None
         if config.perturbation is not None:
-            self.perturbation = Perturbation(lm, config.perturbation, seed=method.seed)
+            self.perturbation = Perturbation(lm, config.perturbation, packed=config.packing, seed=method.seed)
         self.passes_made = 0
         """Number of passes with gradient in the update in progress."""
         self.noise = Noise(self.ranks)
@@ -239,7 +239,8 @@ class NativeLearner:
         if self.judge is not None:
             known = None
             ahead = self.current.by_episode or not self.current.weighs_all
-            if self.current.replays or self.config.dropout or ahead:  # otherwise the training pass computes it
+            noisy = self.config.dropout or self.perturbation is not None
+            if self.current.replays or noisy or ahead:  # otherwise the training pass computes it
                 known = self._drifted(own, version, distances)
             self.judge.take(own, [self.frozen[key] for key in samples], known)
         left = {key: int(self.frozen[key].mask_T.sum()) for key in samples}
@@ -321,7 +322,8 @@ class NativeLearner:
         """Return metrics that compare recorded log-probs with the learner's, or with a following teacher's snapshot."""
         if teacher:
             seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
-            logp = self.passes.log_probs(seen, snapshot_of(teacher), temperature=self.method.loss.temperature)
+            with unrounded(self.lm.model):  # teachers are not quantised
+                logp = self.passes.log_probs(seen, snapshot_of(teacher), temperature=self.method.loss.temperature)
             return against_teachers(samples, logp)
         logp = self.passes.log_probs(samples)
         own = [Seen.of(sample, unrejected(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]

@@ -28,7 +28,9 @@ def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) 
         "weight_decay": config.weight_decay,
     }
     if config.optimizer_dtype in (None, config.dtype):
-        return torch.optim.AdamW(parameters, fused=True, **options)  # one kernel, and no temporary copies of weights
+        # one kernel, and no temporary copies of weights; on CPUs it reads weights and moments as they lie in memory
+        fused = all(parameter.is_contiguous() for parameter in parameters)
+        return torch.optim.AdamW(parameters, fused=fused or None, **options)
     return MixedAdamW(parameters, moments=getattr(torch, config.optimizer_dtype), **options)
 
 

@@ -1,8 +1,8 @@
-"""Learned noise on the input of every layer, in the passes of the loss alone (ALP, Ye et al., 2603.19470).
+"""Learned noise on the input of every layer, in the training passes of a policy loss (ALP, Ye et al., 2603.19470).
 
-The ratio of a policy loss then compares a perturbed policy with the one that drew the tokens, and large ratios become
-rare. Layer l receives h + σ_l·ε with ε ~ N(0, 1). The logarithms of all σ are trained with the weights, by an AdamW of
-their own. Samplers, evaluations and passes without gradient have no noise.
+The ratio of a policy loss then compares a perturbed learner with the unperturbed policy that drew the tokens. Layer l
+receives h + σ_l·ε with ε ~ N(0, 1). The logarithms of all σ are trained with the loss, by an AdamW of their own.
+Samplers, evaluations and passes without gradient have no noise.
 
 Shapes: L layers.
 """
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from slipstream.config.schema import PerturbationConfig
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.over_devices import layers_of
+from slipstream.engines.native.rows import probe
 from slipstream.errors import ModelError
 from slipstream.records import derive_seed
 
 
 class Perturbation:
-    def __init__(self, lm: LanguageModel, config: PerturbationConfig, *, seed: int) -> None:
-        layers = layers_of(lm.model)
+    def __init__(self, lm: LanguageModel, config: PerturbationConfig, *, packed: bool, seed: int) -> None:
+        layers = layers_of_text(lm, packed=packed)
         if not layers:
             kind = type(lm.model).__name__
             raise ModelError(f"learner.perturbation: {lm.name}: {kind} does not name its layers: drop it")
@@ -80,3 +81,17 @@ class Perturbation:
             self.log_std_L.copy_(state["log_std"])
         moments = {name: value for name, value in state.items() if name != "log_std"}
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": {0: moments} if moments else {}})
+
+
+@torch.no_grad()
+def layers_of_text(lm: LanguageModel, *, packed: bool) -> list[nn.Module]:
+    """Return the layers that a pass over text calls, without layers inside of other layers, such as Mamba's mixers."""
+    layers, called = layers_of(lm.model), set[nn.Module]()
+    inner = {module for layer in layers for module in layer.modules() if module is not layer}
+    hooks = [layer.register_forward_hook(lambda layer, *_: called.add(layer)) for layer in layers]
+    try:
+        probe(lm, packed)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [layer for layer in layers if layer in called - inner]
