@@ -218,7 +218,7 @@ Variances are measured between small batches of {MICRO}, and the chance of both 
 Progress is for batches of {BATCH} responses. `turn` multiplies the ratios of {TURN} tokens, as if they were a turn.
 
 ```console
-python benchmarks/frontier.py --model --seeds 3 --lengths {{lengths}} >> docs/findings/frontier.md
+python benchmarks/frontier.py --model --seeds {{seeds}} --lengths {{lengths}} >> docs/findings/frontier.md
 ```
 """
 
@@ -313,7 +313,7 @@ def real_progress(seed: int, length: int) -> dict[str, float]:
 
 
 def with_model(seeds: Sequence[int], lengths: Sequence[int]) -> None:
-    print(REAL.format(lengths=" ".join(map(str, lengths))))
+    print(REAL.format(seeds=len(seeds), lengths=" ".join(map(str, lengths))))
     began = time.process_time()
     found = dict[int, list[dict[str, float]]]()
     for n, seed in product(lengths, seeds):
