@@ -145,6 +145,16 @@ def test_a_sampler_is_judged_by_version_and_by_its_distance_to_the_learner(
     assert re.search(said, found) and bool(found) == bool(said)
 
 
+def test_a_quantised_sampler_may_be_too_coarse() -> None:
+    numbers = GOOD | {"drift/k3_kl": 0.06}
+    found = {kind: distrusted(numbers, {7}, version=7, rounding=kind) for kind in ("half", "int8", "fp8")}
+    assert [("changes this student too much (learner.quantised" in each) for each in found.values()] == [
+        False,
+        True,
+        True,
+    ]
+
+
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 Lie = Callable[[np.ndarray, np.ndarray, int], np.ndarray]

@@ -142,7 +142,10 @@ def distrusted(numbers: Metrics, versions: Set[int], *, version: int, rounding: 
     wrong = misdated(versions, version, version)
     if wrong or (k3 <= KL[rounding] and abs(ratio - 1) <= PERPLEXITY[rounding]):  # false for NaN, which is reported
         return wrong
+    coarse = rounding in ("int8", "fp8")
+    also = f", or {rounding} changes this student too much (learner.quantised = true rounds both)" if coarse else ""
     return (
         f"with the weights of version {version} its log-probs are not the learner's: KL {k3:.2g} (limit "
-        f"{KL[rounding]:g}), perplexity ratio {ratio:.3f}: it has stale weights, or log-probs of another distribution"
+        f"{KL[rounding]:g}), perplexity ratio {ratio:.3f}: it has stale weights, or log-probs of another "
+        f"distribution{also}"
     )
