@@ -155,6 +155,17 @@ def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(na
     assert (slope != 0)[~acted & ~faded].all()
 
 
+@pytest.mark.parametrize("share, tokens, uncertain", [(0.07, 100, 7), (0.09, 300, 27), (0.2, 11, 3), (0.2, 1, 1)])
+def test_espo_rounds_its_share_up_and_no_further(share: float, tokens: int, uncertain: int) -> None:
+    """A part has equal weight: each of its tokens has n / (number of parts · size of the part)."""
+    ones, parts = torch.ones(1, tokens), 1 + (tokens > uncertain)
+    entropy = torch.linspace(1, 0, tokens)[None]
+    loss, _ = LOSSES["espo"].loss(Tokens(0 * ones, 0 * ones, -ones, ones != 0), entropy=entropy, espo_share=share)
+    expected = torch.full((tokens,), tokens / parts / max(tokens - uncertain, 1))
+    expected[:uncertain] = tokens / parts / uncertain
+    torch.testing.assert_close(loss[0], expected)
+
+
 @given(seed=st.integers(0, 10_000))
 def test_dispo_with_equal_bounds_is_cispo(seed: int) -> None:
     logp, old, advantages, mask = random_batch(seed)

@@ -57,18 +57,19 @@ def tbpo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4, ban
 def espo(tokens: Tokens, *, entropy: Tensor, espo_share: float = 0.2, espo_alpha: float = 0.02) -> Loss:
     """Apply GSPO to each of two parts of a row: its most uncertain tokens, and the rest (ESPO, 2512.00499).
 
-    Of a row's n tokens, the ⌈espo_share·n⌉ with the largest `entropy` [B, T] are uncertain. This is the entropy of the
-    learner's distribution before the first step, divided by log V. Each part has one ratio s = exp(mean δ) and one
-    width ε = espo_alpha·(mean entropy). With s' = sg(s)·exp(logπ − sg logπ), a token's loss is max(−A s', −A clip(s',
-    1−ε, 1+ε)) times n/(number of parts · size of its part). So both parts have equal weight in the mean over a row. The
-    paper also multiplies s' by the ratio of the token.
+    `entropy` [B, T] is that of the learner's distribution before the first step, divided by log V. The uncertain part
+    of a row of n tokens has the ⌈espo_share·n⌉ tokens with the largest entropy. Each part has one ratio s = exp(mean δ)
+    and one width ε = espo_alpha·(mean entropy). Let s' = sg(s)·exp(logπ − sg logπ). The loss of a token is max(−A s',
+    −A clip(s', 1−ε, 1+ε)) times n/(number of parts · size of its part), so both parts have equal weight in the mean
+    over a row. The paper also multiplies s' by the ratio of the token.
     Use this loss like gspo, if its clip silences long answers because of a few uncertain tokens.
     """
     mask_BT = tokens.mask
     count_B1 = mask_BT.sum(-1, keepdim=True)
     order_BT = entropy.masked_fill(~mask_BT, -1.0).argsort(dim=-1, descending=True, stable=True)
     rank_BT = order_BT.argsort(-1)
-    part_BT = (rank_BT >= (espo_share * count_B1).ceil()).long()
+    uncertain_B1 = (espo_share * count_B1.double() - 1e-9).ceil()  # 0.07 · 100 is a little above 7
+    part_BT = (rank_BT >= uncertain_B1).long()
 
     def mean(x_BT: Tensor) -> Tensor:
         return turn_sum(x_BT.masked_fill(~mask_BT, 0.0), part_BT) / size_BT
