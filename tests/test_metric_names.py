@@ -82,9 +82,9 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "policy": {"loss": "reinforce"},
         "correction": {"preset": "bypass_pg_geo_rs", "rs": {"seq_max_kl": 9.0, "negative_seq": 9.0}},
     },
-    "rewards against a greedy answer, a steered reference": {
+    "rewards against a greedy answer, a steered reference, and a bound on the ratio's variance": {
         **REWARDED,
-        "policy": {"loss": "reinforce", "advantage": "remax"},
+        "policy": {"loss": "r2vpo", "advantage": "remax", "variance_target": 0.1},
         "task": {"reward": ["exact", "math"]},
         "reference": {"weight": 0.1, "control": "adaptive", "target": 0.1, "horizon": 100},
     },

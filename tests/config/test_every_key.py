@@ -65,6 +65,8 @@ JUDGE = "task.reward=judge task.judge.base_url=http://127.0.0.1:1/v1 task.judge.
 STEERED = "reference.control=adaptive reference.target=0.001 reference.horizon=10"
 WITH = {
     "policy.reward_weights": 'policy.loss=vanilla policy.advantage=gdpo task.reward=["exact","math"]',
+    "policy.variance_": "policy.loss=r2vpo policy.options={variance_coef=2.0} policy.variance_target=0.1 "
+    "learner.epochs=2",
     "policy.": "policy.loss=vanilla",
     "correction.ctpo_clip": "policy.loss=vanilla correction.preset=decoupled_token_is correction.is_level=cumulative",
     "correction.verl_compat": "policy.loss=vanilla correction.preset=decoupled_geo_rs "
@@ -190,6 +192,8 @@ OTHER = {
     "policy.options": "{clip_high=0.001}",
     "policy.aggregation": "token-sum",
     "policy.advantage_options": "{norm=false}",
+    "policy.variance_target": "0.2",
+    "policy.variance_step": "0.1",
     "policy.reward_weights": "{exact=0.5}",
     "reference.weight": "0.7",
     "reference.control": "adaptive reference.target=0.001 reference.horizon=10",

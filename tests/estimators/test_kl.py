@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.estimators.control import adaptive_beta
+from slipstream.estimators.control import adaptive_beta, ascended
 from slipstream.estimators.divergence import kl_estimate
 from slipstream.estimators.kl import kl_loss, kl_reward
 
@@ -195,6 +195,12 @@ def test_mistakes_are_named() -> None:
 )
 def test_adaptive_beta_by_hand(kl: float, factor: float) -> None:
     assert adaptive_beta(beta=0.3, kl=kl, samples=50, target=0.1, horizon=1000) == pytest.approx(0.3 * factor)
+
+
+def test_dual_ascent_by_hand() -> None:
+    assert ascended(coefficient=0.04, value=0.03, bound=0.01, step=2.0) == pytest.approx(0.08)
+    assert ascended(coefficient=0.04, value=0.0, bound=0.01, step=2.0) == pytest.approx(0.02)
+    assert ascended(coefficient=0.01, value=0.0, bound=0.01, step=2.0) == 0
 
 
 def test_adaptive_beta_refuses_what_could_turn_its_sign() -> None:

@@ -140,6 +140,13 @@ LITERAL: dict[str, tuple[dict[str, Any], list[float], list[float], float]] = {
         [(-a + 0.08 * (r - 1)) * r for a, r in zip(A, R, strict=True)],
         0,
     ),
+    # λ = 0.3/√(2·0.045) = 1 and 2: −A r + λ (r ln r − r + 1), whose slope is −A r + λ r ln r
+    "quatro": (
+        {"spread": rows([0.3, 0.3, 0.3, 0.3, 0.6, 0.6]), "radius": 0.045},
+        [-a * r + m * (r * d - r + 1) for a, r, d, m in zip(A, R, D, [1, 1, 1, 1, 2, 2], strict=True)],
+        [r * (m * d - a) for a, r, d, m in zip(A, R, D, [1, 1, 1, 1, 2, 2], strict=True)],
+        0,
+    ),
     # harmful are 2, 3, 5, 6; the fourth alone exceeds the budget: (0 + ln² 4)/2 > 0.04
     "m2po": ({}, [-1, 0, 0, 8, 0, 0], [-1, 0, 0, 8, 0, 0], 4),
     # r = p/prox = 1, 0.9, 0.5, 1.6, –, 0.9; w = prox/old = 1, 5/3, 1, 2.5, 6 > 5, 1

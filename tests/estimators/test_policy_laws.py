@@ -15,7 +15,7 @@ from slipstream.estimators.policy import policy_loss, prepare
 from slipstream.estimators.policy.token import Tokens
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 
-PULLING = {"dro", "kl_cov", "r2vpo", "oapl"}
+PULLING = {"dro", "kl_cov", "r2vpo", "quatro", "oapl"}
 BATCH = [name for name in LOSSES if LOSSES[name].scope == "batch"]
 
 
@@ -54,6 +54,8 @@ def needs(name: str, old: Tensor) -> dict[str, Any]:
             return {"lag": torch.arange(old.numel()).reshape(old.shape) % 4}
         case "topr":
             return {"positive": torch.arange(len(old)) % 2}
+        case "quatro":
+            return {"spread": torch.linspace(0.5, 2, old.numel()).reshape(old.shape)}
         case "espo":
             return {"entropy": torch.linspace(0, 1, old.numel()).reshape(old.shape), "espo_alpha": 0.5}
         case "st_ppo":
@@ -204,6 +206,34 @@ def test_r2vpo_without_its_penalty_is_the_plain_ratio_and_with_it_the_variance_c
     ratio = (logp - old).exp().where(mask != 0, 1.0)
     torch.testing.assert_close(free, -(advantages * ratio * mask).sum() / mask.sum())
     torch.testing.assert_close(held - free, 0.5 * (ratio - 1).square().sum() / mask.sum())
+
+
+@given(seed=st.integers(0, 10_000), radius=st.sampled_from([1e-4, 1e-3]))
+def test_quatro_has_its_minimum_at_the_edge_of_the_trust_region(seed: int, radius: float) -> None:
+    """Of all answers to a prompt with probabilities μ: no slope at π ∝ μ·exp(A/λ), whose KL is the radius."""
+    g = seeded(seed)
+    old = torch.rand(1, 7, generator=g, dtype=torch.float64).log_softmax(-1)
+    advantage = torch.randn(1, 7, generator=g, dtype=torch.float64)
+    advantage = advantage - (old.exp() * advantage).sum()
+    spread = (old.exp() * advantage.square()).sum().sqrt().expand_as(old)
+    logits = (old + advantage * (2 * radius) ** 0.5 / spread).requires_grad_()
+    logp = logits.log_softmax(-1)
+    loss, _ = LOSSES["quatro"].loss(
+        Tokens(logp, old, advantage, torch.ones_like(old) != 0), spread=spread, radius=radius
+    )
+    kl = (logp.exp() * (logp - old)).sum().item()
+    assert kl == pytest.approx(radius, rel=0.2)  # small radii: the next order is the third moment of A
+    slope = gradient((old.exp() * loss).sum(), logits)
+    torch.testing.assert_close(slope, torch.zeros_like(slope), atol=1e-12, rtol=0)
+
+
+@given(seed=st.integers(0, 10_000), factor=st.floats(0.1, 10))
+def test_quatro_weighs_prompts_by_the_scale_of_their_rewards(seed: int, factor: float) -> None:
+    logp, old, advantages, mask = random_batch(seed)
+    spread = torch.full_like(old, 0.7)
+    small, _ = policy_loss("quatro", logp, old, advantages, mask, spread=spread)
+    large, _ = policy_loss("quatro", logp, old, factor * advantages, mask, spread=factor * spread)
+    torch.testing.assert_close(large, factor * small)
 
 
 # --- scope ------------------------------------------------------------------------------------------------------------

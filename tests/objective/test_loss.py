@@ -203,6 +203,11 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
             extra["lag"] = 2 - made_by
         if name == "st_ppo":
             extra["turns"] = of(samples, "turn").long()
+        if name == "quatro":
+            squares = [
+                (((advantages * kept) ** 2).sum(-1)[groups == g].sum() / kept[groups == g].sum()) for g in groups
+            ]
+            extra["spread"] = torch.stack(squares).sqrt()[:, None].expand_as(advantages)
         if name == "espo":
             full = pad_sequence(case.log_probs(2), batch_first=True)
             extra["entropy"] = -(full.exp() * full).sum(-1) / math.log(full.shape[-1])

@@ -180,6 +180,14 @@ loss.kind=k2 loss.policy=cispo
 loss.kind=k2 loss.as=reward loss.policy=sapo loss.clip=0.1
 loss.kind=k2 loss.as=reward loss.policy=cispo loss.dual_clip=3.0
 {BOTH} policy.old_decay=0.5
+{BOTH} policy.variance_target=0.1
+{BOTH} policy.loss=r2vpo policy.variance_step=2.0
+{BOTH} policy.loss=r2vpo policy.variance_target=0.0
+{BOTH} policy.loss=quatro policy.options={{spread=1.0}}
+{BOTH} policy.loss=quatro policy.options={{radius=0.0}}
+{BOTH} policy.options={{clip_low=-0.1}}
+{BOTH} policy.options={{dual_clip=nan}}
+{RL} policy.loss=oapl policy.advantage=oapl policy.advantage_options={{beta=0.0}}
 {RL} policy.old=average learner.dtype=bfloat16
 {BOTH} policy.old=average correction.preset=bypass_ppo_clip_geo_rs
 {RL} policy.old=average policy.loss=reinforce

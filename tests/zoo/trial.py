@@ -206,7 +206,7 @@ def saved(model: PreTrainedModel) -> float:
 def reloaded(lm: LanguageModel, *, base: PreTrainedModel | None = None) -> float:
     """What is saved is the same, and so is, of adapters, what they are on their base."""
     with TemporaryDirectory() as folder:
-        save(Path(folder), lm, None, Ranks(), State(1, {}, None, {}, {}, {}, {}, None, ()), optimizer=None)
+        save(Path(folder), lm, None, Ranks(), State(1, {}, {}, {}, {}, {}, {}, None, ()), optimizer=None)
         saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
         found = [apart(saved)]
         if base is not None:

@@ -26,6 +26,7 @@ PolicyName = Literal[
     "kl_cov",
     "dro",
     "r2vpo",
+    "quatro",
     "m2po",
     "decoupled_ppo",
     "a3po",
@@ -110,11 +111,24 @@ class PolicyConfig(Section):
     old_decay: float = Field(0.75, gt=0, lt=1)
     """Share of itself that the average keeps in every update, with old = "average". The average is 1 / (1 - old_decay)
     updates old: choose this near the lag of the tokens."""
+    variance_target: float | None = Field(None, gt=0)
+    """Bound on the variance of the importance ratio, for loss = "r2vpo". The penalty's coefficient starts at
+    options.variance_coef, grows while `policy/ratio_variance` is above the bound, and falls below it. None keeps it."""
+    variance_step: float = Field(1.0, gt=0)
+    """Growth of that coefficient in an update, divided by the distance of the variance from its bound."""
 
     @model_validator(mode="after")
     def _check_old(self) -> PolicyConfig:
         if self.old != "average" and self.changed("old_decay"):
             raise ValueError('old_decay is for old = "average": write that, or drop old_decay')
+        return self
+
+    @model_validator(mode="after")
+    def _check_variance(self) -> PolicyConfig:
+        if self.variance_target is not None and self.loss != "r2vpo":
+            raise ValueError('variance_target is for loss = "r2vpo": write that, or drop variance_target')
+        if self.variance_target is None and self.changed("variance_step"):
+            raise ValueError("variance_step is for variance_target: write that, too, or drop variance_step")
         return self
 
     @property

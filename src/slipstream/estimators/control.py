@@ -1,4 +1,4 @@
-"""Controller of the KL coefficient β, which reacts to the measured KL. It uses no tensors."""
+"""Controllers of coefficients of the loss, which react to what was measured. They use no tensors."""
 
 from __future__ import annotations
 
@@ -12,3 +12,12 @@ def adaptive_beta(*, beta: float, kl: float, samples: int, target: float, horizo
     if not (target > 0 and horizon > 0.2 * samples):
         raise ValueError(f"target {target} must be positive, and horizon {horizon} above samples/5 = {samples / 5}")
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
+
+
+def ascended(*, coefficient: float, value: float, bound: float, step: float) -> float:
+    """Return the next coefficient of a penalty, by dual ascent on the constraint value ≤ bound.
+
+    max(0, coefficient + step·(value − bound)).
+    Use this controller if a bound on the penalised quantity is easier to choose than a coefficient.
+    """
+    return max(0.0, coefficient + step * (value - bound))

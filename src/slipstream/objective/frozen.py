@@ -26,7 +26,7 @@ from slipstream.estimators.options import formula
 from slipstream.estimators.policy import prepare as choose
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.policy import LOSSES
-from slipstream.objective.method import Method
+from slipstream.objective.method import REPORTED, Coefficients, Method
 from slipstream.protocols import Metrics, greedy
 from slipstream.records import Scored, derive_seed
 
@@ -97,8 +97,9 @@ class Frozen:
     mask of draws that a batch-scope loss keeps."""
     reference_NM: Tensor | None = None
     keep_NM: Tensor | None = None
-    beta: float = 0.0
-    """Coefficient of the KL to the reference."""
+    spread_T: Tensor | None = None
+    """Root mean square of the advantages of all tokens of the prompt's answers."""
+    coefficients: Coefficients = field(default_factory=Coefficients)
     positive: bool = False
     """True if the advantages of the sample's episode sum to more than 0."""
     episode_tokens: int = 0
@@ -117,19 +118,19 @@ def unrejected(sample: Scored) -> Frozen:
 
 
 def freeze(
-    samples: Sequence[Evidence], method: Method, *, update: int, beta: float | None = None
+    samples: Sequence[Evidence], method: Method, *, update: int, coefficients: Coefficients | None = None
 ) -> tuple[list[Frozen], Metrics]:
-    """Return the decisions about each sample, and metrics. `beta` is the current coefficient of the reference KL."""
-    beta = method.beta if beta is None else beta
+    """Return the decisions about each sample, and metrics. `coefficients` are the current ones, if not the first."""
+    coefficients = coefficients or method.coefficients
     batch, places = episodes_of(samples)
     mask_BT = padded([sample.mask_T for sample in batch])
     behavior_BT = padded([sample.behavior_T for sample in batch])
     others_B1 = torch.tensor([not sample.drawn for sample in batch])[:, None]
     old_BT = padded([sample.behavior_T if sample.old_T is None else sample.old_T for sample in batch])
     old_BT = old_BT.masked_fill(others_B1, 0)  # it may be unknown, and policy losses never read it
-    rewards = Rewards(batch, method, old_BT, beta)
+    rewards = Rewards(batch, method, old_BT, coefficients.beta)
     found: dict[str, Tensor] = {"old_T": old_BT}
-    metrics: Metrics = {"reference/beta": beta} if method.steers else {}
+    metrics: Metrics = {REPORTED[name]: getattr(coefficients, name) for name in method.adaptive}
     if method.by_version:
         gap = offpolicy_metrics(old_BT, behavior_BT, mask_BT)
         metrics |= {f"mismatch/{name}": value for name, value in gap.items()}
@@ -161,6 +162,8 @@ def freeze(
             found["proximal_T"] = _current(batch)
         if method.by_turn:
             found["turn_T"] = padded([sample.turn_T for sample in batch])
+        if method.by_spread:
+            found["spread_T"] = rewards.spread(advantage_BT, own_BT)
         if method.chooses:
             found["chosen_T"], of_choice = choose(
                 policy.loss, _current(batch), old_BT, advantage_BT, own_BT, **_options(method, update)
@@ -181,7 +184,7 @@ def freeze(
             proximal_NM=sample.draws.current_NM if sample.draws is not None else None,
             reference_NM=sample.reference_NM,
             keep_NM=keep_NM,
-            beta=beta,
+            coefficients=coefficients,
             positive=bool(positive_B[row]),
             episode_tokens=int((kept_BT[row] != 0).sum()),
             **{name: value_BT[row, at] for name, value_BT in found.items()},
@@ -324,6 +327,13 @@ class Rewards:
         same_BB = self.group_B[:, None] == self.group_B
         differ_BB = (values[:, :, None] != values[:, None]).any(0)
         return ~(same_BB & differ_BB).any(-1)
+
+    def spread(self, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Return for each token the root mean square of the advantages in its group, [B, T]."""
+        same_BB = (self.group_B[:, None] == self.group_B).double()
+        squares_BT = advantage_BT.double().square().masked_fill(mask_BT == 0, 0.0)
+        mean_B = same_BB @ squares_BT.sum(-1) / (same_BB @ (mask_BT != 0).double().sum(-1)).clamp(min=1)
+        return mean_B.sqrt()[:, None].expand_as(advantage_BT)
 
     def metrics(self, advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
         left_B = (mask_BT != 0).any(-1)

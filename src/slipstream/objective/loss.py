@@ -311,8 +311,7 @@ class Terms:
                 n_sequences=counts.n_sequences,
                 scale=self.method.max_tokens,
                 sequence_tokens=self.episode_tokens_B if self.method.by_row else None,
-                **policy.options,
-                **self._evidence(known),
+                **(policy.options | self._evidence(known)),
             )
             metrics = {f"policy/{name}": value for name, value in found.items()} | {"policy/loss": part.detach()}
             parts.append((policy.weight * part, metrics))
@@ -325,7 +324,7 @@ class Terms:
                 kind=reference.estimate,
                 n_tokens=counts.n_tokens,
             )
-            parts.append((self.frozen[0].beta * part, {"reference/kl": found["kl_loss"]}))
+            parts.append((self.frozen[0].coefficients.beta * part, {"reference/kl": found["kl_loss"]}))
         loss, metrics = _summed_parts(parts)
         if (mixed := cut(self.mixed_N).sum()) > 0:
             metrics[MIXED] = mixed.to(loss.dtype) / max(counts.n_tokens, 1)
@@ -343,6 +342,10 @@ class Terms:
             found["turns"] = known["turn_T"].long()
         if self.method.by_entropy:
             found["entropy"] = known["entropy_T"]
+        if self.method.by_spread:
+            found["spread"] = known["spread_T"]
+        if "variance" in self.method.adaptive:
+            found["variance_coef"] = self.frozen[0].coefficients.variance
         if self.method.policy is not None and self.method.policy.loss == "topr":
             found["positive"] = torch.tensor([each.positive for each in self.of_rows], device=self.device)
         return found

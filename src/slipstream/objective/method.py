@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isclose
+from typing import NamedTuple
 
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import DistillationLoss
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import Config, SamplerConfig
 from slipstream.errors import ConfigError
-from slipstream.estimators.control import adaptive_beta
+from slipstream.estimators.control import adaptive_beta, ascended
 from slipstream.estimators.options import unknown
+from slipstream.estimators.policy.token import VARIANCE_COEF
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import (
     ONE_PER_ROW,
@@ -25,8 +27,25 @@ from slipstream.estimators.tables.correction import (
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
-TENSOR_OPTIONS = ("entropy", "generator", "lag", "positive", "proximal_logp", "turns")
+TENSOR_OPTIONS = ("entropy", "generator", "lag", "positive", "proximal_logp", "spread", "turns")
 """Options of policy losses that the program computes and a config cannot set."""
+DIVISORS = ("beta", "espo_share", "radius")
+"""Options of policy losses and advantages that must be above 0."""
+
+
+class Coefficients(NamedTuple):
+    """Coefficients of parts of the loss that may change between updates."""
+
+    beta: float = 0.0
+    """Coefficient of the KL to the reference."""
+    variance: float = 0.0
+    """Coefficient of the ratio's variance in the policy loss r2vpo."""
+
+
+MEASURED = {"beta": "reference/kl", "variance": "policy/ratio_variance"}
+"""Metric that each coefficient of `Coefficients` follows, if it changes."""
+REPORTED = {"beta": "reference/beta", "variance": "policy/variance_coef"}
+"""Metric that shows its value, if it changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,20 +196,38 @@ class Method:
         return self.policy is not None and "entropy" in LOSSES[self.policy.loss].takes
 
     @property
-    def beta(self) -> float:
-        """Return the coefficient of the KL to the reference. An adaptive coefficient starts with this value."""
-        return self.reference.weight if self.reference is not None else 0.0
+    def by_spread(self) -> bool:
+        """Return whether the policy loss needs the root mean square of the advantages of a prompt's tokens."""
+        return self.policy is not None and "spread" in LOSSES[self.policy.loss].takes
 
     @property
-    def steers(self) -> bool:
-        return self.reference is not None and self.reference.control == "adaptive"
+    def coefficients(self) -> Coefficients:
+        """Return the coefficients of the first update."""
+        beta = self.reference.weight if self.reference is not None else 0.0
+        if self.policy is None or "variance" not in self.adaptive:
+            return Coefficients(beta)
+        return Coefficients(beta, self.policy.options.get("variance_coef", VARIANCE_COEF))
 
-    def beta_after(self, beta: float, *, kl: float, samples: int) -> float:
-        """Return the coefficient of the KL for the next update, after one with this KL and this number of samples."""
-        reference = self.reference
-        if reference is None or reference.target is None or reference.horizon is None:
-            return beta
-        return adaptive_beta(beta=beta, kl=kl, samples=samples, target=reference.target, horizon=reference.horizon)
+    @property
+    def adaptive(self) -> dict[str, str]:
+        """Return the setting that makes a coefficient change between updates, by the coefficient's name."""
+        found = {}
+        if self.reference is not None and self.reference.control == "adaptive":
+            found["beta"] = "reference.control"
+        if self.policy is not None and self.policy.variance_target is not None:
+            found["variance"] = "policy.variance_target"
+        return found
+
+    def coefficients_after(self, now: Coefficients, *, measured: Mapping[str, float], samples: int) -> Coefficients:
+        """Return the coefficients of the next update, after one with these metrics and this number of samples."""
+        policy, reference = self.policy, self.reference
+        beta, variance = now
+        kl, spread = measured.get(MEASURED["beta"]), measured.get(MEASURED["variance"])
+        if kl is not None and reference is not None and reference.target is not None and reference.horizon is not None:
+            beta = adaptive_beta(beta=beta, kl=kl, samples=samples, target=reference.target, horizon=reference.horizon)
+        if spread is not None and policy is not None and (bound := policy.variance_target) is not None:
+            variance = ascended(coefficient=variance, value=spread, bound=bound, step=policy.variance_step)
+        return Coefficients(beta, variance)
 
     @property
     def scopes(self) -> dict[str, Scope]:
@@ -222,9 +259,10 @@ class Method:
         if self.policy is not None:
             weights = {name: "" if weight == 1.0 else f"{weight:g} · " for name, weight in self.rewards.items()}
             rewards = " + ".join(f"{weight}{name}" for name, weight in weights.items())
-            parts.append(f"{self.policy.weight:g} · {self.policy.loss} on {self.policy.advantage} of {rewards}")
+            bound = f", variance up to {self.policy.variance_target:g}," if "variance" in self.adaptive else ""
+            parts.append(f"{self.policy.weight:g} · {self.policy.loss}{bound} on {self.policy.advantage} of {rewards}")
         if self.reference is not None:
-            steered = f", steered to {self.reference.target:g}" if self.steers else ""
+            steered = f", steered to {self.reference.target:g}" if "beta" in self.adaptive else ""
             parts.append(f"{self.reference.weight:g} · KL to the reference in the {self.reference.into}{steered}")
         if (fresh := self.freshness) is not None:
             if self.loss.weight:
@@ -408,10 +446,13 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
         )
 
 
-def _check_options(where: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for name in given:
+def _check_options(where: str, given: Mapping[str, float], known: Sequence[str]) -> None:
+    for name, value in given.items():
         if name not in known:
             raise ConfigError(str(unknown(where, name, known)) if known else f"{where}: it has none")
+        if not value >= 0 or (value == 0 and name in DIVISORS):
+            least = "above 0" if name in DIVISORS else "at least 0"
+            raise ConfigError(f"{where}: {name} = {value:g} must be {least}")
 
 
 def _check_truncation(config: Config, method: Method) -> None:

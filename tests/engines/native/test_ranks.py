@@ -74,6 +74,11 @@ CHARGED = replace(
     correction=PRESETS["decoupled_token_is"],
     reference=ReferenceConfig(weight=0.3, into="reward", control="adaptive", target=1e-3, horizon=40),
 )
+VARIED = replace(
+    BY_ROW,
+    policy=PolicyConfig(loss="r2vpo", options={"variance_coef": 0.5}, variance_target=1e-6, variance_step=40.0),
+    correction=PRESETS["disabled"],
+)
 FRESH = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, over="samples"))
 REPLAYED = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, drift="snapshots"))
 ROUTED = {"router": "replay_rollout", "router_aux": 0.5, "checkpointing": True}
@@ -540,7 +545,7 @@ def test_the_weights_before_the_last_update_go_to_any_number_of_ranks(
 
 def test_a_steered_run_that_is_stopped_in_an_update_begins_it_as_it_did(make: Any, tmp_path: Path) -> None:
     """Prepared, and no step made: its KL is not yet one that anything follows from."""
-    for name, method in (("steered", STEERED), ("charged", CHARGED)):
+    for name, method in (("steered", STEERED), ("charged", CHARGED), ("varied", VARIED)):
         work, more = batches(3), [rolled_again(batch, since=3) for batch in batches(2, first=4)]
         expected, _, _ = trained(make(Spec(method=method), 1), [*work, *more])
         stopped, learner = make(Spec(method=method), 1), make(Spec(method=method), 1)
@@ -557,7 +562,7 @@ def test_a_checkpoint_without_what_the_kl_counts_cannot_be_steered_on(make: Any,
     first = make(Spec(method=NEAR), 1)
     trained(first, batches(1))
     asyncio.run(first.save(tmp_path))
-    with pytest.raises(RunDirError, match="does not hold the coefficient of the KL to the reference: write the"):
+    with pytest.raises(RunDirError, match="does not hold the coefficient that reference.control changes: write the"):
         asyncio.run(make(Spec(method=STEERED), 1).restore(tmp_path))
 
 
@@ -573,6 +578,19 @@ def test_beta_follows_the_kl_update_by_update(make: Any) -> None:
             kl = sum(step["reference/kl"] for step in here) / len(here)
             beta *= 1 + min(max(kl / 1e-3 - 1, -0.2), 0.2) * len(batch.handles) / 40
         assert len(set(seen)) == 5
+
+
+def test_the_coefficient_of_the_variance_follows_it_update_by_update(make: Any) -> None:
+    """max(0, λ + 40·(variance − 1e-6)), of the update before."""
+    _, _, metrics = trained(make(Spec(method=VARIED), 1), batches(5), minibatches=2)
+    work, steps, coefficient, seen = batches(5), iter(metrics), 0.5, []
+    for batch in work:
+        here = [next(steps) for _ in range(min(2, len(batch.groups)))]
+        assert [step["policy/variance_coef"] for step in here] == pytest.approx([coefficient] * len(here), rel=1e-12)
+        seen.append(coefficient)
+        variance = sum(step["policy/ratio_variance"] for step in here) / len(here)
+        coefficient = max(0.0, coefficient + 40 * (variance - 1e-6))
+    assert len(set(seen)) == 5
 
 
 def test_a_checkpoint_without_the_weights_before_cannot_be_compared_with_them(make: Any, tmp_path: Path) -> None:

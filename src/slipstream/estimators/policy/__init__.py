@@ -45,8 +45,9 @@ def policy_loss(
     `aggregate` for several rows that are one sequence. `hyper` are the options of the method. For a batch-scope method
     they may include the result of `prepare` as `chosen`. If `chosen` is missing, tokens are chosen from the given rows.
 
-    Metrics are scalars: `kl` (mean of log π_old − log π), `ratio` and `ratio_max` of tokens, and `clip_fraction` (share
-    of tokens at which the trust region acted). Means are sums over the given tokens divided by n_tokens, so metrics of
+    Metrics are scalars: `kl` (mean of log π_old − log π), `ratio` and `ratio_max` of tokens, `ratio_variance` (mean of
+    (r − 1)²), and `clip_fraction` (share of tokens at which the trust region acted). Means are sums over the given
+    tokens divided by n_tokens, so metrics of
     micro-batches add up. If tokens are chosen here, the metrics of `prepare` are added.
     """
     method = find_loss(name)
@@ -107,6 +108,7 @@ def _metrics(tokens: Tokens, acted_BT: Tensor, n_tokens: float | None) -> Metric
     return {
         "kl": -delta_BT.sum() / count,
         "ratio": ratio_BT.sum() / count,
+        "ratio_variance": ((ratio_BT - 1).square() * tokens.mask).sum() / count,
         "ratio_max": ratio_BT.max() if ratio_BT.numel() else ratio_BT.sum(),
         "clip_fraction": (acted_BT & tokens.mask).to(delta_BT.dtype).sum() / count,
     }

@@ -18,6 +18,8 @@ from slipstream.estimators.numerics import bounded_exp, floored, same_shape, zer
 
 Loss = tuple[Tensor, Tensor]
 
+VARIANCE_COEF = 0.04
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -143,15 +145,30 @@ def dro(tokens: Tokens, *, dro_beta: float = 0.5) -> Loss:
     return -(tokens.advantage * tokens.logp - dro_beta / 2 * tokens.delta.square()), tokens.no_tokens
 
 
-def r2vpo(tokens: Tokens, *, variance_coef: float = 0.04) -> Loss:
+def r2vpo(tokens: Tokens, *, variance_coef: float = VARIANCE_COEF) -> Loss:
     """Penalise the variance of the ratio instead of clipping it (R²VPO, 2601.03320).
 
     −(A r − variance_coef (r − 1)²): the mean of r under the old policy is 1, so (r − 1)² estimates its variance.
-    The paper adapts the coefficient by dual ascent until a bound on the variance holds. Here it is constant, and 0.04
-    is this project's choice.
+    The paper adapts the coefficient by dual ascent until a bound on the variance holds: set policy.variance_target.
+    Without it the coefficient is constant; its default is this project's choice.
     Use this loss if clipping removes the gradient of rare tokens with high advantage.
     """
     return -(tokens.advantage * tokens.ratio - variance_coef * (tokens.ratio - 1).square()), tokens.no_tokens
+
+
+def quatro(tokens: Tokens, *, spread: Tensor, radius: float = 0.02) -> Loss:
+    """Solve a trust-region problem for each prompt, instead of clipping (QUATRO, 2602.04620).
+
+    −(A r − λ (r log r − r + 1)), λ = spread / √(2 radius). For one prompt's answers it maximises the mean of A r where
+    KL(π ‖ π_old) per token is at most `radius`. λ is the multiplier of that constraint for a small radius, and the
+    maximum is at r = exp(A/λ). `spread` [B, T] is the root of the mean of A² over the tokens of all answers to the
+    prompt. Derived from descriptions of the paper, which was not at hand: its multiplier may differ.
+    Use this loss for stale tokens, if prompts differ much in how far their rewards are apart.
+    """
+    same_shape(logp=tokens.logp, spread=spread)
+    (multiplier_BT,) = zeroed(tokens.mask, spread.detach().to(tokens.logp.dtype) / (2 * radius) ** 0.5)
+    distance_BT = tokens.ratio * tokens.delta - tokens.ratio + 1
+    return -(tokens.advantage * tokens.ratio - multiplier_BT * distance_BT), tokens.no_tokens
 
 
 def decoupled_ppo(

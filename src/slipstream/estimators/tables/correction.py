@@ -118,7 +118,7 @@ LOSSES_OF = {"ppo_clip": ("vanilla",), "reinforce": ("reinforce", "gpg")}
 RATIO_TO_BEHAVIOR = frozenset({"reverse_kl_mc", "decoupled_ppo", "a3po", "m2po"})
 """Losses that contain the ratio to the policy that drew the token, in modes decoupled and bypass."""
 RATIO_TO_OLD = frozenset({"vanilla", "cispo", "gspo", "gspo_token", "gmpo", "geo_mean", "sapo", "dppo_tv", "dppo_kl"})
-RATIO_TO_OLD |= {"clip_cov", "kl_cov", "topr", "aspo", "minpro", "ctpo", "dispo", "r2vpo", "vespo", "oapl"}
+RATIO_TO_OLD |= {"clip_cov", "kl_cov", "topr", "aspo", "minpro", "ctpo", "dispo", "r2vpo", "quatro", "vespo", "oapl"}
 RATIO_TO_OLD |= {"st_ppo", "tbpo", "espo"}
 """Losses that contain the ratio to the old policy. In bypass mode this is the policy that drew the token."""
 

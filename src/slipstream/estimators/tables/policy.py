@@ -186,6 +186,13 @@ LOSSES: dict[str, PolicyLoss] = {
         importance="token ratio",
         targets="rare tokens of high advantage that lose their gradient by clipping",
     ),
+    "quatro": PolicyLoss(
+        formula="token.quatro",
+        takes=("spread", "radius"),
+        trust_region="KL penalty with one multiplier for each prompt",
+        importance="token ratio",
+        targets="prompts whose rewards are far apart, which move further than others",
+    ),
     "m2po": PolicyLoss(
         formula="batch.m2po",
         takes=("budget",),

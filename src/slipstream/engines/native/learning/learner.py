@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +47,7 @@ from slipstream.metric_names import extreme
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
 from slipstream.objective.frozen import Frozen, freeze, present, unrejected
 from slipstream.objective.loss import MIXED, Objective
-from slipstream.objective.method import Method, Supervised
+from slipstream.objective.method import MEASURED, Coefficients, Method, Supervised
 from slipstream.objective.sample_weights import Drifted, FreshnessWeights, SampleWeight, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
 from slipstream.protocols import Fingerprint, Follower, Metrics, OneEnd, Quote, SampleFreshness, WeightsRef
@@ -145,10 +144,10 @@ class NativeLearner:
         """Number of supervised updates of the run, as the newest batch states it."""
         self.update = self.made = 0
         """`update`: the update in progress. `made`: the last update whose first optimizer step is done."""
-        self.beta = method.beta
-        """Coefficient of the KL to the reference in this update."""
-        self.kl: list[float] = []
-        """KL to the reference in each step of this update."""
+        self.coefficients = method.coefficients
+        """Coefficients of the loss in this update."""
+        self.measured: list[Metrics] = []
+        """Metrics that these coefficients follow, for each step of this update."""
         self.size = 0
         """Number of samples in this update over all ranks; stays 0 if the method fixes nothing before the gradient."""
         self.samples: dict[Key, Scored] = {}
@@ -255,7 +254,8 @@ class NativeLearner:
         # all ranks get the whole batch in the same order
         everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
         everyone.sort(key=lambda pair: pair[0])
-        frozen, noted = freeze([sample for _, sample in everyone], self.current, update=self.update, beta=self.beta)
+        samples_of_all = [sample for _, sample in everyone]
+        frozen, noted = freeze(samples_of_all, self.current, update=self.update, coefficients=self.coefficients)
         self.size += len(everyone)
         decided = {key: each for (key, _), each in zip(everyone, frozen, strict=True)}
         self.frozen |= {key: decided[key] for key in keys}
@@ -305,7 +305,7 @@ class NativeLearner:
         return present(self.judge).weigh(samples, drift, version=self.made)
 
     def _begin(self, update: int) -> None:
-        self.beta, self.kl, self.size = self._next_beta(), [], 0
+        self.coefficients, self.measured, self.size = self._next_coefficients(), [], 0
         self.samples, self.frozen, self.notes, self.update, self.passes_made = {}, {}, [], update, 0
         if self.passes.routing is not None:
             self.passes.routing.old.clear()
@@ -315,8 +315,9 @@ class NativeLearner:
         if self.config.dropout:  # a resumed run uses the same dropout masks
             torch.manual_seed(derive_seed(self.method.seed, "dropout", update, self.ranks.index))
 
-    def _next_beta(self) -> float:
-        return self.method.beta_after(self.beta, kl=fmean(self.kl), samples=self.size) if self.kl else self.beta
+    def _next_coefficients(self) -> Coefficients:
+        means = averaged([(1, step) for step in self.measured])
+        return self.method.coefficients_after(self.coefficients, measured=means, samples=self.size)
 
     def _compare(self, samples: Sequence[Scored], teacher: str) -> Metrics:
         """Return metrics that compare recorded log-probs with the learner's, or with a following teacher's snapshot."""
@@ -481,8 +482,8 @@ class NativeLearner:
         if self.perturbation is not None:
             moved["perturbation/std"] = self.perturbation.std
         found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1), factor_of_gradients)
-        if norm > 0 and "reference/kl" in found:
-            self.kl.append(found["reference/kl"])
+        if norm > 0:
+            self.measured.append({name: found[name] for name in MEASURED.values() if name in found})
         if not scaled.get("steps_skipped"):
             found["grad_norm"] = norm
         return found | moved | scaled | {"lr": lr}
@@ -533,7 +534,7 @@ class NativeLearner:
         state = State(
             update=self.made,
             previous=self.snapshots.state(OLD) if self.method.keeps_old else {},
-            beta=self._next_beta() if self.method.steers else None,
+            coefficients={name: getattr(self._next_coefficients(), name) for name in self.method.adaptive},
             perturbation=self.perturbation.state() if self.perturbation is not None else {},
             loss_scale=(self.scale.value, self.scale.steps) if self.scale.on else None,
             versions={version: self.snapshots.state(version) for version in versions if version in self.snapshots},
@@ -555,10 +556,11 @@ class NativeLearner:
                 old = f'the weights that policy.old = "{present(self.method.policy).old}" compares with'
                 raise not_saved(path, old, "policy.old")
             self.snapshots.put(OLD, found.previous)
-        if self.method.steers:
-            if found.beta is None:
-                raise not_saved(path, "the coefficient of the KL to the reference", "reference.control")
-            self.beta, self.kl = found.beta, []
+        for name, setting in self.method.adaptive.items():
+            if name not in found.coefficients:
+                raise not_saved(path, f"the coefficient that {setting} changes", setting)
+            self.coefficients = self.coefficients._replace(**{name: found.coefficients[name]})
+        self.measured = []
         if self.perturbation is not None and found.perturbation:
             self.perturbation.load(found.perturbation)
         if self.scale.on:

@@ -24,6 +24,7 @@ from slipstream.engines.native.ranks import Ranks, slice_of
 from slipstream.engines.record_files import read_groups, write_groups
 from slipstream.engines.weights import is_adapter, local, on_first_rank
 from slipstream.errors import RunDirError, first_line
+from slipstream.objective.method import Coefficients
 from slipstream.records import Group
 
 TENSORS, NUMBERS, ADAPTER = "learner.safetensors", "learner.json", "adapter"
@@ -37,8 +38,8 @@ class State(NamedTuple):
     update: int
     previous: Mapping[str, Tensor]
     """Weights of the old policy, if the method keeps them: those before the last update, or an average."""
-    beta: float | None
-    """Next coefficient of the KL to the reference, if it is adaptive."""
+    coefficients: Mapping[str, float]
+    """Next values of the coefficients that change between updates, by name."""
     versions: Mapping[int, Mapping[str, Tensor]]
     """Stored weights that drew tokens of `groups`."""
     teachers: Mapping[str, tuple[int, Mapping[str, Tensor]]]
@@ -87,7 +88,8 @@ def save(
             save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / TENSORS)
             moved = {name: version for name, (version, _) in state.teachers.items()}
             earlier = {name: list(versions) for name, versions in state.earlier.items()}
-            numbers = {"update": state.update, "beta": state.beta, "versions": list(state.versions), "teachers": moved}
+            numbers = {"update": state.update, "versions": list(state.versions), "teachers": moved}
+            numbers |= state.coefficients
             (path / NUMBERS).write_text(json.dumps(numbers | {"earlier": earlier, "loss_scale": state.loss_scale}))
         elif adapted_layers(lm.model):
             write_adapter(path / ADAPTER, lm.model, weights, base=lm.name)
@@ -143,4 +145,5 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     groups = [] if ranks.index else read_groups(path)
     update, loss_scale = int(saved["update"]), saved.get("loss_scale")
-    return State(update, previous, saved["beta"], versions, teachers, earlier, perturbation, loss_scale, groups)
+    coefficients = {name: saved[name] for name in Coefficients._fields if saved.get(name) is not None}
+    return State(update, previous, coefficients, versions, teachers, earlier, perturbation, loss_scale, groups)
