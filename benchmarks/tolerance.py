@@ -1,11 +1,12 @@
 """Is the lag that a run stands told by the effective sample size of its responses?
 
     python benchmarks/tolerance.py runs/lag > docs/findings/tolerance.md
+    python benchmarks/tolerance.py runs/oapl --section >> docs/findings/tolerance.md
 
-Reads a finished study (configs/lab/lag.toml). Of each run: its lag L; the effective sample size of its responses, ESS,
-as a share, mean over the updates whose samples are that old; and whether it is stable: its last evaluation is not 30 %
-or more below its best. A law L ≤ c · ESS^α calls runs stable; how many it calls rightly is the mean of the share of
-stable and that of unstable ones, for the best c of every α.
+Reads a finished study (configs/lab/lag.toml or oapl.toml). Of each run: its lag L; the effective sample size of its
+responses, ESS, as a share, mean over the updates whose samples are that old; and whether it is stable: its last
+evaluation is not 30 % or more below its best. A law L ≤ c · ESS^α calls runs stable; how many it calls rightly is the
+mean of the share of stable and that of unstable ones, for the best c of every α.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ averaged over the whole run, so it is also low because the run failed.
 
 ```console
 python benchmarks/tolerance.py {path} > docs/findings/tolerance.md
+```
+"""
+SECTION = """
+## {title}
+
+The same question about [another study](oapl.md), whose loss has no teacher. Batches have {size} responses, so ESS is
+at least {least:.2g}.
+
+```console
+python benchmarks/tolerance.py {path} --section >> docs/findings/tolerance.md
 ```
 """
 
@@ -104,30 +115,34 @@ def row(name: str, runs: Sequence[Seen]) -> tuple[float, tuple[float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sweep", type=Path)
+    parser.add_argument("--section", action="store_true", help="write a section for another study, not a page")
     args = parser.parse_args()
-    found = dict[str, list[Seen]]()
-    for cell in Sweep(args.sweep).finished:
+    found, sweep = dict[str, list[Seen]](), Sweep(args.sweep)
+    for cell in sweep.finished:
         found.setdefault(cell.point.arm, []).append(seen(cell))
     both = {arm: runs for arm, runs in found.items() if len({each.stable for each in runs}) == 2}
-    print(TEXT.format(path=args.sweep))
+    size = sweep.finished[0].run.config.learner.batch_size
+    title = sweep.study.sweep.title
+    print((SECTION if args.section else TEXT).format(path=args.sweep, title=title, size=size, least=1 / size))
     if not both:
         print("No arm has stable runs and others to separate. The conjecture is not tested here.")
         return
     print(
         "| | stable | lag alone | L ≤ 50 · ESS | best law | α that do as well |\n| --- | --- | --- | --- | --- | --- |"
     )
-    ranges = list[tuple[float, float]]()
-    for arm, runs in both.items():
-        ranges.append(row(arm, runs)[1])
+    laws = [row(arm, runs) for arm, runs in both.items()]
     everything = [each for runs in found.values() for each in runs]
-    share, alphas = row("all", everything)
+    share, alphas = row("all", everything) if len(found) > 1 else laws[0]
     anew = unseen(everything)
-    differ = max(low for low, _ in ranges) - min(high for _, high in ranges)
+    differ = max(low for _, (low, _) in laws) - min(high for _, (_, high) in laws)
     holds = anew >= ENOUGH and differ <= APART and alphas[0] > 0
-    print(f"\nThe conjecture {'holds' if holds else 'fails'} here: one law for all calls {share:.0%} rightly", end=", ")
+    of, whose = ("", "for all ") if len(found) > 1 else (f" for {next(iter(found))}", "")
+    verdict = f"The conjecture {'holds' if holds else 'fails'} here{of}"
+    print(f"\n{verdict}: one law {whose}calls {share:.0%} rightly", end=", ")
     print("as lag alone does;" if alphas[0] == 0 else f"with α from {alphas[0]:g} to {alphas[1]:g};", end=" ")
-    print(f"chosen without a seed it calls {anew:.0%} of that one's.", end=" ")
-    print(f"The α of arms lie {differ:g} apart." if differ > 0 else "There are α that are the best of every arm.")
+    print(f"chosen without a seed it calls {anew:.0%} of that one's.", end=" " if len(laws) > 1 else "\n")
+    if len(laws) > 1:
+        print(f"The α of arms lie {differ:g} apart." if differ > 0 else "There are α that are the best of every arm.")
 
 
 if __name__ == "__main__":
