@@ -19,6 +19,7 @@ from slipstream.console import Console
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.over_devices import layers_of
 from slipstream.engines.native.rows import probe
+from slipstream.errors import RunDirError
 from slipstream.objective.method import Method
 from slipstream.protocols import Metrics
 from slipstream.records import Batch, Handle, total
@@ -119,6 +120,25 @@ def test_a_resumed_learner_has_the_same_noise(batch: Batch, tmp_path: Path) -> N
     assert [run(update(each, batch, 2)) for each in (learner, other)].count(run(update(learner_of(0.1), batch, 1))) == 0
     assert torch.equal(other.perturbation.log_std_L, learner.perturbation.log_std_L)
     assert torch.equal(weights(other), weights(learner))
+
+
+def test_a_checkpoint_without_noise_cannot_be_resumed_with_it_and_the_opposite_drops_it(
+    batch: Batch, tmp_path: Path
+) -> None:
+    for name, std in (("plain", None), ("noisy", 0.1)):
+        learner = learner_of(std)
+        run(update(learner, batch, 1))
+        (tmp_path / name).mkdir()
+        run(learner.save(tmp_path / name))
+    with pytest.raises(RunDirError) as error:
+        run(learner_of(0.1).restore(tmp_path / "plain"))
+    assert str(error.value) == (
+        f"{tmp_path / 'plain'} does not hold the learned noise on the layers: write the learner.perturbation it was "
+        "saved under, or begin a new run"
+    )
+    learner = learner_of(None)
+    run(learner.restore(tmp_path / "noisy"))
+    assert "perturbation/std" not in run(update(learner, batch, 2))
 
 
 @pytest.mark.parametrize(

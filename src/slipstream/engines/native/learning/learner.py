@@ -561,7 +561,9 @@ class NativeLearner:
                 raise not_saved(path, f"the coefficient that {setting} changes", setting)
             self.coefficients = self.coefficients._replace(**{name: found.coefficients[name]})
         self.measured = []
-        if self.perturbation is not None and found.perturbation:
+        if self.perturbation is not None:
+            if not found.perturbation:
+                raise not_saved(path, "the learned noise on the layers", "learner.perturbation")
             self.perturbation.load(found.perturbation)
         if self.scale.on:
             self.scale.value, self.scale.steps = found.loss_scale or (self.scale.value, 0)
