@@ -412,6 +412,13 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
             raise ConfigError(f"{named} and correction.preset name two old policies: drop one")
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f"{named} does nothing: {policy.loss} has no ratio to an old policy")
+    if policy.loss == "oapl" and (method.keeps_old or method.decoupled):
+        key = "policy.old" if method.keeps_old else "correction.preset"
+        value = policy.old if method.keeps_old else config.correction.preset
+        raise ConfigError(
+            f'policy.loss = "oapl" regresses the ratio to the policy that drew a row, and {key} = "{value}" compares '
+            f"with another one: drop {key}"
+        )
     if config.learner.perturbation is not None and config.has_agents and method.by_episode:
         raise ConfigError(
             f"[learner.perturbation] adds no noise to ratios of episodes with several branches, and policy.loss = "
