@@ -14,7 +14,6 @@ from slipstream.config.schema import Config, SamplerConfig
 from slipstream.errors import ConfigError
 from slipstream.estimators.control import adaptive_beta, ascended
 from slipstream.estimators.options import unknown
-from slipstream.estimators.policy.token import VARIANCE_COEF
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import (
     ONE_PER_ROW,
@@ -24,7 +23,7 @@ from slipstream.estimators.tables.correction import (
     CorrectionPreset,
     check_combination,
 )
-from slipstream.estimators.tables.policy import LOSSES, scope_of
+from slipstream.estimators.tables.policy import LOSSES, VARIANCE_COEF, scope_of
 from slipstream.scope import Scope
 
 TENSOR_OPTIONS = ("entropy", "generator", "lag", "positive", "proximal_logp", "spread", "turns")
