@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,27 @@ def until_dead(pids: list[int]) -> bool:
 )
 def test_an_end_is_a_status_or_a_signal(code: int, text: str) -> None:
     assert processes.exit_text(code) == text
+
+
+@pytest.mark.parametrize("ends", [*permutations(range(3))])
+def test_thresholds_of_garbage_collection_are_restored_whichever_user_ends_first(ends: tuple[int, ...]) -> None:
+    """An agents' gateway begins in an inline run and ends after it."""
+    before, wanted = gc.get_threshold(), [(50_000, 20, 100), (2_000, 5, 10_000), (50_000, 20, 100)]
+    users = [processes.garbage_collection(*each) for each in wanted]
+    for user in users:
+        user.__enter__()
+    left = [0, 1, 2]
+    for number in ends:
+        users[number].__exit__(None, None, None)
+        left.remove(number)
+        assert gc.get_threshold() == (wanted[left[-1]] if left else before)
+    gc.set_threshold(701, 11, 12)  # what a user sets between two runs is kept, too
+    try:
+        with processes.garbage_collection(*wanted[0]):
+            assert gc.get_threshold() == wanted[0]
+        assert gc.get_threshold() == (701, 11, 12)
+    finally:
+        gc.set_threshold(*before)
 
 
 async def started(code: str, count: int) -> tuple[asyncio.subprocess.Process, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -54,9 +55,10 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
     assert required == set(TENSOR_OPTIONS)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("preset", ["disabled", "decoupled_geo_rs"])
-def test_every_policy_loss_goes_with_rejection_and_without(loss: str, preset: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "preset"), [*product(LOSSES, ["disabled"]), *product(sorted(set(LOSSES) - {"oapl"}), ["decoupled_geo_rs"])]
+)
+def test_every_policy_loss_goes_without_rejection_and_all_but_one_with_it(loss: str, preset: str) -> None:
     method = method_of(config(policy={"loss": loss}, correction={"preset": preset}))
     assert f"1 · {loss} on grpo of exact; correction: {preset}" in str(method)
 
@@ -167,6 +169,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"policy": {"old": "previous"}, "correction": {"preset": "decoupled_token_is"}},
         'policy.old = "previous" and correction.preset name two old policies',
     ),
+    "a regression on the ratio to an old policy": (
+        {"policy": {"loss": "oapl"}, "correction": {"preset": "decoupled_token_is"}},
+        'policy.loss = "oapl" regresses the ratio to the policy that drew a row, and correction.preset = '
+        '"decoupled_token_is" compares with another one: drop correction.preset',
+    ),
+    **{
+        f"a regression on the ratio to an old policy, {old}": (
+            {"policy": {"loss": "oapl", "old": old}},
+            f'policy.loss = "oapl" regresses the ratio to the policy that drew a row, and policy.old = "{old}" '
+            "compares with another one: drop policy.old",
+        )
+        for old in ("previous", "average")
+    },
     "a sum in parts": (
         {"policy": {"aggregation": "token-sum"}, "schedule": {"kind": "periodic"}},
         'policy.aggregation = "token-sum" is divided by nothing, and schedule.kind = "periodic" divides once',

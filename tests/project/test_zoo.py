@@ -48,4 +48,6 @@ def test_the_page_says_what_is_so(name: str) -> None:
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
     cells = dict(zip(TRIALS, [cell.strip() for cell in row.split("|")[2:-1]], strict=True))
     assert cells["generates"] == cells["padded"] == "✓"
+    outcome = attempt(families.make(name), "router")
+    assert cells["router"] == ("" if outcome is None else "–" if isinstance(outcome, str) else "✓")
     assert cells["packed"] == ("–" if name in ("falcon_h1", "lfm2") else "✓")

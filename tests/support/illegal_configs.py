@@ -63,6 +63,8 @@ policy.drop_alike=true
 {RL} policy.loss=a3po policy.options={{lag=2.0}}
 {RL} policy.loss=a3po correction.preset=decoupled_token_is
 {RL} policy.loss=oapl policy.options={{beta=0.1}}
+{RL} policy.loss=oapl correction.preset=decoupled_geo_rs
+{RL} policy.loss=oapl policy.old=previous
 {RL} policy.loss=vespo sampler.top_p=0.9
 {RL} policy.loss=oapl schedule.kind=periodic reference.weight=0.1
 sft.updates=2

@@ -31,8 +31,8 @@ class Row:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        cells = ["✗" if trial in self.broken else "✓" if trial in self.passed else "–" for trial in TRIALS]
-        return f"| {self.name} | {' | '.join(cells)} |"
+        marks = dict.fromkeys(self.broken, "✗") | dict.fromkeys(self.passed, "✓") | dict.fromkeys(self.refused, "–")
+        return f"| {self.name} | {' | '.join(marks.get(trial, '') for trial in TRIALS)} |"
 
 
 def try_out(name: str) -> Row:
@@ -49,6 +49,8 @@ def try_out(name: str) -> Row:
             row.refused[trial] = outcome
         elif isinstance(outcome, Exception):
             row.broken[trial] = f"{type(outcome).__name__}: {str(outcome).splitlines()[0]}"
+        elif outcome is None:
+            continue
         elif outcome > LIMIT[trial]:
             row.broken[trial] = f"error {outcome:.2g}, more than {LIMIT[trial]:.2g}"
         else:

@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.engines.draws import process
 from slipstream.engines.native.adapters import merge
+from slipstream.engines.native.config import experts_of
 from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.storage import State, save
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, is_recurrent, split
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.ranks import Ranks
+from slipstream.engines.native.routers import routers_of
 from slipstream.engines.native.rows import Rows
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
@@ -247,7 +249,12 @@ def half(model: PreTrainedModel) -> float:
     return float(np.abs(ours - right).mean() / usual)
 
 
-TRIALS: dict[str, Callable[[PreTrainedModel], float]] = {
+def router(model: PreTrainedModel) -> float | None:
+    """Choices of experts, recorded and replayed: `routers_of` compares bits, and refuses. None without experts."""
+    return 0.0 if experts_of(model.config) and routers_of(apart(model), field="learner.router") else None
+
+
+TRIALS: dict[str, Callable[[PreTrainedModel], float | None]] = {
     "generates": sampler,
     "bf16": half,
     "scores": scorer_of_either,
@@ -257,13 +264,14 @@ TRIALS: dict[str, Callable[[PreTrainedModel], float]] = {
     "recomputed": partial(learner, packing=False, checkpointing=True),
     "adapters": lora,
     "saved": saved,
+    "router": router,
 }
 LIMIT = dict.fromkeys(TRIALS, 2e-4) | {"bf16": 1.6}
 """Log-probs and relative gradients in float64, in which HF still rounds norms to float32; bf16 in HF's own errors."""
 
 
-def attempt(model: PreTrainedModel, trial: str) -> float | str | Exception:
-    """The largest error, the sentence of a refusal, or whatever else was raised."""
+def attempt(model: PreTrainedModel, trial: str) -> float | str | Exception | None:
+    """The largest error, the sentence of a refusal, or whatever else was raised; None if there is nothing to try."""
     try:
         return TRIALS[trial](model)
     except (ModelError, ConfigError) as refusal:

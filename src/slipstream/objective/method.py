@@ -14,7 +14,6 @@ from slipstream.config.schema import Config, SamplerConfig
 from slipstream.errors import ConfigError
 from slipstream.estimators.control import adaptive_beta, ascended
 from slipstream.estimators.options import unknown
-from slipstream.estimators.policy.token import VARIANCE_COEF
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import (
     ONE_PER_ROW,
@@ -24,7 +23,7 @@ from slipstream.estimators.tables.correction import (
     CorrectionPreset,
     check_combination,
 )
-from slipstream.estimators.tables.policy import LOSSES, scope_of
+from slipstream.estimators.tables.policy import LOSSES, VARIANCE_COEF, scope_of
 from slipstream.scope import Scope
 
 TENSOR_OPTIONS = ("entropy", "generator", "lag", "positive", "proximal_logp", "spread", "turns")
@@ -412,6 +411,13 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
             raise ConfigError(f"{named} and correction.preset name two old policies: drop one")
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f"{named} does nothing: {policy.loss} has no ratio to an old policy")
+    if policy.loss == "oapl" and (method.keeps_old or method.decoupled):
+        key = "policy.old" if method.keeps_old else "correction.preset"
+        value = policy.old if method.keeps_old else config.correction.preset
+        raise ConfigError(
+            f'policy.loss = "oapl" regresses the ratio to the policy that drew a row, and {key} = "{value}" compares '
+            f"with another one: drop {key}"
+        )
     if config.learner.perturbation is not None and config.has_agents and method.by_episode:
         raise ConfigError(
             f"[learner.perturbation] adds no noise to ratios of episodes with several branches, and policy.loss = "

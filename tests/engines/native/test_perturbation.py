@@ -19,9 +19,10 @@ from slipstream.console import Console
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.over_devices import layers_of
 from slipstream.engines.native.rows import probe
+from slipstream.errors import RunDirError
 from slipstream.objective.method import Method
 from slipstream.protocols import Metrics
-from slipstream.records import Batch, Handle, total
+from slipstream.records import Batch, Counts, Handle, total
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start
 from support.learners import roll_out, run, score
@@ -109,6 +110,23 @@ def test_the_gradient_of_log_std_is_that_of_the_loss_and_a_recomputed_pass_has_t
     assert found[False][1] == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_the_norm_and_its_bound_are_over_the_gradients_of_weights_and_noise(batch: Batch, dtype: str) -> None:
+    """AdamW's first moment after one step is 0.1·g, here with g times clip/norm."""
+    learner = learner_of(0.5, dtype=dtype, clip_norm=1e-3)
+    assert learner.perturbation is not None
+    run(accumulate(learner, batch, 1))
+    log_std_L = learner.perturbation.log_std_L
+    noise_L = log_std_L.grad.double().clone() / len(batch.handles)
+    weights_N = torch.cat([p.grad.flatten().double() for p in learner.lm.model.parameters()]) / len(batch.handles)
+    norm = run(learner.step(Counts(len(batch.handles), len(batch.handles))))["grad_norm"]
+    expected = torch.cat([weights_N, noise_L]).norm().item()
+    assert norm == pytest.approx(expected, rel=1e-2 if dtype == "bfloat16" else 1e-5)
+    assert norm > 1.001 * weights_N.norm(), "the noise counts"
+    moved_L = learner.perturbation.optimizer.state[log_std_L]["exp_avg"].double()
+    torch.testing.assert_close(moved_L, 0.1 * noise_L * 1e-3 / norm, rtol=1e-2 if dtype == "bfloat16" else 1e-4, atol=0)
+
+
 def test_a_resumed_learner_has_the_same_noise(batch: Batch, tmp_path: Path) -> None:
     learner, other = learner_of(0.1, lr=0.5), learner_of(0.1, lr=0.5)
     run(update(learner, batch, 1))
@@ -119,6 +137,25 @@ def test_a_resumed_learner_has_the_same_noise(batch: Batch, tmp_path: Path) -> N
     assert [run(update(each, batch, 2)) for each in (learner, other)].count(run(update(learner_of(0.1), batch, 1))) == 0
     assert torch.equal(other.perturbation.log_std_L, learner.perturbation.log_std_L)
     assert torch.equal(weights(other), weights(learner))
+
+
+def test_a_checkpoint_without_noise_cannot_be_resumed_with_it_and_the_opposite_drops_it(
+    batch: Batch, tmp_path: Path
+) -> None:
+    for name, std in (("plain", None), ("noisy", 0.1)):
+        learner = learner_of(std)
+        run(update(learner, batch, 1))
+        (tmp_path / name).mkdir()
+        run(learner.save(tmp_path / name))
+    with pytest.raises(RunDirError) as error:
+        run(learner_of(0.1).restore(tmp_path / "plain"))
+    assert str(error.value) == (
+        f"{tmp_path / 'plain'} does not hold the learned noise on the layers: write the learner.perturbation it was "
+        "saved under, or begin a new run"
+    )
+    learner = learner_of(None)
+    run(learner.restore(tmp_path / "noisy"))
+    assert "perturbation/std" not in run(update(learner, batch, 2))
 
 
 @pytest.mark.parametrize(

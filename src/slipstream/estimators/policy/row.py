@@ -153,8 +153,8 @@ def oapl(tokens: Tokens, *, oapl_beta: float = 1e-3) -> Loss:
 
     −(A_t − ½ oapl_beta S) δ_t, S = Σ_t δ_t. With one advantage per row the row's sum is ((oapl_beta S − A)² − A²) /
     (2 oapl_beta): the paper's square, less its constant, divided by 2β so that the gradient at r = 1 is the plain one.
-    The old policy must be the one that drew the row, so use no decoupled correction. The paper publishes weights every
-    50 steps and then empties its buffer; here the schedule decides.
+    The old policy must be the one that drew the row: a decoupled correction and policy.old are refused. The paper
+    publishes weights every 50 steps and then empties its buffer; here the schedule decides.
     Use this loss with the advantage oapl, for rows that are tens or hundreds of updates old.
     """
     row_B1 = tokens.delta.sum(-1, keepdim=True)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.numerics import bounded_exp, floored, same_shape, zeroed
+from slipstream.estimators.tables.policy import VARIANCE_COEF
 
 Loss = tuple[Tensor, Tensor]
-
-VARIANCE_COEF = 0.04
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from slipstream.scope import Scope
 
 Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 """Reductions of token losses to one number: see `aggregate`."""
+VARIANCE_COEF = 0.04
+"""Coefficient of the variance of r2vpo if none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)

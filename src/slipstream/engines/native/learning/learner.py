@@ -440,6 +440,8 @@ class NativeLearner:
     def _step(self, counts: Counts, factor: float) -> Metrics:
         groups = self.optimizer.param_groups
         grads = [gradient for gradient in self._gradients() if gradient is not None]
+        if self.perturbation is not None:
+            grads += self.perturbation.gradients
         loss_scale = 1 / max(counts.n_sequences if self.current.over_sequences else counts.n_tokens, 1)
         if self.judge is not None and self.current.weighs_all:
             loss_scale /= self.judge.divisor(self.ranks.gathered(self.judge.totals(self.weighed)))
@@ -474,7 +476,7 @@ class NativeLearner:
                 self.optimizer.step()
             self.scale.succeeded()
             if self.perturbation is not None:
-                self.perturbation.step(factor_of_gradients)
+                self.perturbation.optimizer.step()
             if projects:
                 store_gradient(self.optimizer)
             squares, weights = zip(*self.ranks.gathered(squared_step(self.optimizer)), strict=True)
@@ -561,7 +563,9 @@ class NativeLearner:
                 raise not_saved(path, f"the coefficient that {setting} changes", setting)
             self.coefficients = self.coefficients._replace(**{name: found.coefficients[name]})
         self.measured = []
-        if self.perturbation is not None and found.perturbation:
+        if self.perturbation is not None:
+            if not found.perturbation:
+                raise not_saved(path, "the learned noise on the layers", "learner.perturbation")
             self.perturbation.load(found.perturbation)
         if self.scale.on:
             self.scale.value, self.scale.steps = found.loss_scale or (self.scale.value, 0)

@@ -63,11 +63,9 @@ class Perturbation:
         """Return the mean standard deviation of the noise over all layers."""
         return float(self.log_std_L.detach().exp().mean())
 
-    def step(self, scale: float) -> None:
-        """Make a step with gradients times `scale`."""
-        if self.log_std_L.grad is not None:
-            self.log_std_L.grad.mul_(scale)
-            self.optimizer.step()
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [] if self.log_std_L.grad is None else [self.log_std_L.grad]
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad()
