@@ -1,8 +1,9 @@
 """Can it be told from four metrics that a run is about to collapse?
 
     python benchmarks/collapse.py runs/ramp > docs/findings/collapse.md
-    slipstream sweep configs/lab/ramp.toml --updates 600 --learner.warmup 600 --output runs/ramp_long
-    python benchmarks/collapse.py runs/ramp_long --ahead 200
+    slipstream sweep configs/lab/ramp.toml --updates 600 --learner.warmup 600 --sweep.seeds "[1, 2, 3]" \\
+        --output runs/ramp_long
+    python benchmarks/collapse.py runs/ramp_long --ahead 200 --section >> docs/findings/collapse.md
 
 Reads the finished runs of studies (configs/lab/ramp.toml). A run has collapsed where the mean reward of ten updates
 is 30 % or more below its best so far, and stays there for 100 updates or to the end; rewards of stale samples count for
@@ -45,12 +46,24 @@ The conjecture fails if they do not reach an AUROC of 0.90, or if other metrics 
 on [runs that learn first](ramp.md). χ² is that of the tokens of a response, at the 95th percentile of responses. A
 run has collapsed if the mean reward of ten updates is at least 30 % below its best so far, and stays there for 100
 updates or to the end (at least ten). Rewards of stale samples count for the student that generated them. Every ten
-updates before a collapse the metrics predict whether it comes within {n} updates (the conjecture says 200, for longer
-runs). Runs of the same settings are ranked against each other, with a predictor fitted on the other arms. The
+updates before a collapse the metrics predict whether it comes within {n} updates; the conjecture says 200, for
+longer runs. Runs of the same settings are ranked against each other, with a predictor fitted on the other arms. The
 learning rate grows in all runs, so `lr` shows what the number of the update alone would predict.
 
 ```console
 python benchmarks/collapse.py {words} > docs/findings/collapse.md
+```
+"""
+SECTION = """
+## The same within {n} updates
+
+Runs of {length} updates, whose learning rate grows until the last one, so collapses come later. The metrics predict
+whether one comes within {n} updates, as the conjecture says.
+
+```console
+slipstream sweep configs/lab/ramp.toml --updates {length} --learner.warmup {length} --sweep.seeds "[1, 2, 3]" \\
+    --output {path}
+python benchmarks/collapse.py {words} --section >> docs/findings/collapse.md
 ```
 """
 ALL = (*FEW, *MORE, STEP)
@@ -122,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("sweeps", nargs="+", type=Path)
     parser.add_argument("--ahead", type=int, default=AHEAD, help="updates within which a collapse is predicted")
+    parser.add_argument("--section", action="store_true", help="write a section about longer runs, not a page")
     args = parser.parse_args()
     torch.set_num_threads(1)
     cells = [(path, cell) for path in args.sweeps for cell in Sweep(path).finished]
@@ -130,7 +144,9 @@ def main() -> None:
         asked[path, cell.point.arm, cell.point.name] += samples(cell, args.ahead)
     ends = sorted(end for _, cell in cells if (end := collapsed(cell.run.metrics)) is not None)
     words = [*map(str, args.sweeps), *([] if args.ahead == AHEAD else ["--ahead", str(args.ahead)])]
-    print(TEXT.format(words=" ".join(words), n=args.ahead))
+    length = len(cells[0][1].run.metrics)
+    text = SECTION if args.section else TEXT
+    print(text.format(words=" ".join(words), n=args.ahead, path=args.sweeps[0], length=length))
     judged = {point: own for point, own in asked.items() if len({soon for _, soon in own}) == 2}
     if not judged:
         when = f", the last of them after {ends[-1]} updates: nothing could be asked before" if ends else ""
@@ -150,8 +166,9 @@ def main() -> None:
         reached.append(fmean(found))
     few, more, clock = reached[:3]
     holds = few >= ENOUGH and more - few <= ADDED
+    verdict = "holds" if holds else "fails"
     print(
-        f"\nThe conjecture {'holds' if holds else 'fails'} here: AUROC {few:.2f}, to which the others add "
+        f"\nThe conjecture {verdict} here within {args.ahead} updates: AUROC {few:.2f}, to which the others add "
         f"{more - few:.3f}; a clock alone tells {clock:.2f}."
     )
     count = sum(map(len, asked.values()))
