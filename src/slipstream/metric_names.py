@@ -235,7 +235,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("policy/kl", "mean of log p_old − log p over tokens", "near 0", POLICY),
         Term("policy/ratio", "mean of p / p_old over tokens", "near 1", POLICY),
         Term("policy/ratio_variance", "mean of (p / p_old − 1)² over tokens", "small", POLICY),
-        Term("policy/variance_coef", "coefficient of r2vpo, where policy.variance_target adapts it", "settles", FROZEN),
+        Term("policy/variance_coef", "coefficient of r2vpo's penalty, with policy.variance_target", "settles", FROZEN),
         Term("policy/ratio_max", "largest p / p_old of a token", below(10), POLICY),
         Term("policy/clip_fraction", "share of tokens that the trust region clips", below(0.2, ", not rising"), POLICY),
         Term("policy/cov_candidates", "tokens from which clip_cov selects", "–", BATCH),

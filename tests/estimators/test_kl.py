@@ -198,9 +198,16 @@ def test_adaptive_beta_by_hand(kl: float, factor: float) -> None:
 
 
 def test_dual_ascent_by_hand() -> None:
-    assert ascended(coefficient=0.04, value=0.03, bound=0.01, step=2.0) == pytest.approx(0.08)
+    assert ascended(coefficient=0.04, value=0.015, bound=0.01, step=2.0) == pytest.approx(0.05)
     assert ascended(coefficient=0.04, value=0.0, bound=0.01, step=2.0) == pytest.approx(0.02)
     assert ascended(coefficient=0.01, value=0.0, bound=0.01, step=2.0) == 0
+
+
+def test_dual_ascent_after_an_outlier_needs_one_update_without_variance_to_return() -> None:
+    """A ratio of e^8 at one of a thousand tokens: (e^8)²/1000 is near 9000."""
+    raised = ascended(coefficient=0.04, value=9000.0, bound=0.01, step=2.0)
+    assert raised == pytest.approx(0.06)
+    assert ascended(coefficient=raised, value=0.0, bound=0.01, step=2.0) == pytest.approx(0.04)
 
 
 def test_adaptive_beta_refuses_what_could_turn_its_sign() -> None:

@@ -236,6 +236,11 @@ def test_what_would_be_wrong_is_refused_in_one_line(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_bounds_of_a_covariance_may_be_negative() -> None:
+    options = {"cov_low": -5.0, "cov_high": -1.0}
+    assert method_of(config(policy={"loss": "clip_cov", "options": options})).policy.options == options  # type: ignore[union-attr]
+
+
 KL_ONLY = {"preset": "decoupled_geo_rs", "rs": {"seq_max_kl": 0.1}}
 REINFORCE = {"policy": {"loss": "reinforce"}}
 HOLDS_A_RATIO: dict[str, tuple[dict[str, Any], str]] = {

@@ -189,6 +189,8 @@ loss.kind=k2 loss.as=reward loss.policy=cispo loss.dual_clip=3.0
 {BOTH} policy.loss=quatro policy.options={{radius=0.0}}
 {BOTH} policy.options={{clip_low=-0.1}}
 {BOTH} policy.options={{dual_clip=nan}}
+{BOTH} policy.loss=sapo policy.options={{tau_pos=0.0}}
+{BOTH} policy.loss=sapo policy.options={{tau_neg=0.0}}
 {RL} policy.loss=oapl policy.advantage=oapl policy.advantage_options={{beta=0.0}}
 {RL} policy.old=average learner.dtype=bfloat16
 {BOTH} policy.old=average correction.preset=bypass_ppo_clip_geo_rs

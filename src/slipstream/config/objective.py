@@ -112,10 +112,12 @@ class PolicyConfig(Section):
     """Share of itself that the average keeps in every update, with old = "average". The average is 1 / (1 - old_decay)
     updates old: choose this near the lag of the tokens."""
     variance_target: float | None = Field(None, gt=0)
-    """Bound on the variance of the importance ratio, for loss = "r2vpo". The penalty's coefficient starts at
-    options.variance_coef, grows while `policy/ratio_variance` is above the bound, and falls below it. None keeps it."""
+    """Bound on the variance of the importance ratio, for loss = "r2vpo". The coefficient of the penalty starts at
+    options.variance_coef. It rises after updates whose `policy/ratio_variance` is above the bound, and falls after
+    others. None keeps the coefficient constant."""
     variance_step: float = Field(1.0, gt=0)
-    """Growth of that coefficient in an update, divided by the distance of the variance from its bound."""
+    """Step size of that coefficient. An update adds the step size times (variance − bound), and changes the coefficient
+    by at most the step size times the bound."""
 
     @model_validator(mode="after")
     def _check_old(self) -> PolicyConfig:

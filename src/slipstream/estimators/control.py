@@ -17,7 +17,9 @@ def adaptive_beta(*, beta: float, kl: float, samples: int, target: float, horizo
 def ascended(*, coefficient: float, value: float, bound: float, step: float) -> float:
     """Return the next coefficient of a penalty, by dual ascent on the constraint value ≤ bound.
 
-    max(0, coefficient + step·(value − bound)).
-    Use this controller if a bound on the penalised quantity is easier to choose than a coefficient.
+    max(0, coefficient + step·(min(value, 2·bound) − bound)). The limit 2·bound is this project's: a coefficient falls
+    by at most step·bound, so it also grows by at most that. Without a limit one outlier would raise it for good.
+    `value` is the measured mean of what the penalty penalises.
+    Use this controller if a bound on the value is easier to choose than a coefficient.
     """
-    return max(0.0, coefficient + step * (value - bound))
+    return max(0.0, coefficient + step * (min(value, 2 * bound) - bound))

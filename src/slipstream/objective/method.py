@@ -28,8 +28,10 @@ from slipstream.scope import Scope
 
 TENSOR_OPTIONS = ("entropy", "generator", "lag", "positive", "proximal_logp", "spread", "turns")
 """Options of policy losses that the program computes and a config cannot set."""
-DIVISORS = ("beta", "espo_share", "radius")
+DIVISORS = ("beta", "espo_share", "radius", "tau_neg", "tau_pos")
 """Options of policy losses and advantages that must be above 0."""
+SIGNED = ("cov_low", "cov_high")
+"""Options that may be below 0: bounds of a covariance. All others must be at least 0."""
 
 
 class Coefficients(NamedTuple):
@@ -456,7 +458,7 @@ def _check_options(where: str, given: Mapping[str, float], known: Sequence[str])
     for name, value in given.items():
         if name not in known:
             raise ConfigError(str(unknown(where, name, known)) if known else f"{where}: it has none")
-        if not value >= 0 or (value == 0 and name in DIVISORS):
+        if (value < 0 and name not in SIGNED) or (value == 0 and name in DIVISORS):
             least = "above 0" if name in DIVISORS else "at least 0"
             raise ConfigError(f"{where}: {name} = {value:g} must be {least}")
 

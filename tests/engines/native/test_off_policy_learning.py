@@ -234,6 +234,27 @@ def test_mixed_in_groups_leave_the_policy_loss_of_own_groups_as_it_is(name: str,
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("into", ["loss", "reward"])
+def test_an_update_of_mixed_in_groups_alone_changes_no_coefficient(into: str) -> None:
+    """It has no token of the student, whose KL and ratio would be measured; 0 would lower both coefficients."""
+    reference = {"weight": 0.1, "into": into, "control": "adaptive", "target": 0.1, "horizon": 100}
+    policy = {"loss": "r2vpo", "variance_target": 0.01}
+    method = method_of(parse({**RL, "reference": reference, "policy": policy}))
+
+    async def work() -> list[dict[str, float]]:
+        learner, steps = learner_of(make_model(dtype=torch.float64), method), []
+        groups = await scored_by(make_model(seed=3, dtype=torch.float64), groups_of("data"), cache="teacher_topk", k=5)
+        for update in (1, 2):
+            await accumulated(learner, groups, update)
+            steps.append(await learner.step())
+        learner.close()
+        return steps
+
+    for step in asyncio.run(work()):
+        assert step["grad_norm"] > 0
+        assert (step["policy/variance_coef"], step["reference/beta"]) == (0.04, 0.1)
+
+
 def replace_weight(loss: Any) -> Any:
     return loss.model_copy(update={"weight": 0.0})
 

@@ -76,7 +76,7 @@ CHARGED = replace(
 )
 VARIED = replace(
     BY_ROW,
-    policy=PolicyConfig(loss="r2vpo", options={"variance_coef": 0.5}, variance_target=1e-6, variance_step=40.0),
+    policy=PolicyConfig(loss="r2vpo", options={"variance_coef": 0.5}, variance_target=1e-4, variance_step=400.0),
     correction=PRESETS["disabled"],
 )
 FRESH = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, over="samples"))
@@ -581,7 +581,7 @@ def test_beta_follows_the_kl_update_by_update(make: Any) -> None:
 
 
 def test_the_coefficient_of_the_variance_follows_it_update_by_update(make: Any) -> None:
-    """max(0, λ + 40·(variance − 1e-6)), of the update before."""
+    """max(0, λ + 400·(min(variance, 2e-4) − 1e-4)), of the update before."""
     _, _, metrics = trained(make(Spec(method=VARIED), 1), batches(5), minibatches=2)
     work, steps, coefficient, seen = batches(5), iter(metrics), 0.5, []
     for batch in work:
@@ -589,7 +589,7 @@ def test_the_coefficient_of_the_variance_follows_it_update_by_update(make: Any) 
         assert [step["policy/variance_coef"] for step in here] == pytest.approx([coefficient] * len(here), rel=1e-12)
         seen.append(coefficient)
         variance = sum(step["policy/ratio_variance"] for step in here) / len(here)
-        coefficient = max(0.0, coefficient + 40 * (variance - 1e-6))
+        coefficient = max(0.0, coefficient + 400 * (min(variance, 2e-4) - 1e-4))
     assert len(set(seen)) == 5
 
 

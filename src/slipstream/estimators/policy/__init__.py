@@ -47,8 +47,8 @@ def policy_loss(
 
     Metrics are scalars: `kl` (mean of log π_old − log π), `ratio` and `ratio_max` of tokens, `ratio_variance` (mean of
     (r − 1)²), and `clip_fraction` (share of tokens at which the trust region acted). Means are sums over the given
-    tokens divided by n_tokens, so metrics of
-    micro-batches add up. If tokens are chosen here, the metrics of `prepare` are added.
+    tokens divided by n_tokens, so metrics of micro-batches add up. If tokens are chosen here, the metrics of `prepare`
+    are added.
     """
     method = find_loss(name)
     same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)

@@ -148,8 +148,8 @@ def r2vpo(tokens: Tokens, *, variance_coef: float = VARIANCE_COEF) -> Loss:
     """Penalise the variance of the ratio instead of clipping it (R²VPO, 2601.03320).
 
     −(A r − variance_coef (r − 1)²): the mean of r under the old policy is 1, so (r − 1)² estimates its variance.
-    The paper adapts the coefficient by dual ascent until a bound on the variance holds: set policy.variance_target.
-    Without it the coefficient is constant; its default is this project's choice.
+    The paper adapts the coefficient by dual ascent, so that the variance stays below a bound: policy.variance_target.
+    Without a bound the coefficient is constant. The default coefficient is this project's choice.
     Use this loss if clipping removes the gradient of rare tokens with high advantage.
     """
     return -(tokens.advantage * tokens.ratio - variance_coef * (tokens.ratio - 1).square()), tokens.no_tokens
@@ -158,11 +158,13 @@ def r2vpo(tokens: Tokens, *, variance_coef: float = VARIANCE_COEF) -> Loss:
 def quatro(tokens: Tokens, *, spread: Tensor, radius: float = 0.02) -> Loss:
     """Solve a trust-region problem for each prompt, instead of clipping (QUATRO, 2602.04620).
 
-    −(A r − λ (r log r − r + 1)), λ = spread / √(2 radius). For one prompt's answers it maximises the mean of A r where
-    KL(π ‖ π_old) per token is at most `radius`. λ is the multiplier of that constraint for a small radius, and the
-    maximum is at r = exp(A/λ). `spread` [B, T] is the root of the mean of A² over the tokens of all answers to the
-    prompt. Derived from descriptions of the paper, which was not at hand: its multiplier may differ.
-    Use this loss for stale tokens, if prompts differ much in how far their rewards are apart.
+    −(A r − λ (r log r − r + 1)), λ = spread / √(2 radius). The problem of a prompt: maximise the mean of A r over its
+    answers, such that KL(π ‖ π_old) per token is at most `radius`, in nats. The mean of r log r − r + 1 under π_old is
+    this KL. The loss is least at r = exp(A/λ), where the KL is about `radius` if that is small. `spread` [B, T] is the
+    root mean square of A over the tokens of all answers to the prompt. If the mean of A is not 0, the KL stays below
+    `radius`. Derived from descriptions of the paper, which was not at hand: its multiplier may differ.
+    Use this loss for stale tokens, if the spread of rewards differs much between prompts. Advantages that are divided
+    by σ, as those of grpo are by default, have one spread, and then λ is the same for all prompts.
     """
     same_shape(logp=tokens.logp, spread=spread)
     (multiplier_BT,) = zeroed(tokens.mask, spread.detach().to(tokens.logp.dtype) / (2 * radius) ** 0.5)

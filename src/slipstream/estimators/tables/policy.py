@@ -193,7 +193,7 @@ LOSSES: dict[str, PolicyLoss] = {
         takes=("spread", "radius"),
         trust_region="KL penalty with one multiplier for each prompt",
         importance="token ratio",
-        targets="prompts whose rewards are far apart, which move further than others",
+        targets="one clip range for all prompts, although their rewards are spread differently",
     ),
     "m2po": PolicyLoss(
         formula="batch.m2po",

@@ -484,7 +484,7 @@ class NativeLearner:
         if self.perturbation is not None:
             moved["perturbation/std"] = self.perturbation.std
         found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1), factor_of_gradients)
-        if norm > 0:
+        if norm > 0 and "drift/kl" in found:  # it is missing if the step had no token of the student
             self.measured.append({name: found[name] for name in MEASURED.values() if name in found})
         if not scaled.get("steps_skipped"):
             found["grad_norm"] = norm
