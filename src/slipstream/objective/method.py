@@ -223,11 +223,11 @@ class Method:
         """Return the coefficients of the next update, after one with these metrics and this number of samples."""
         policy, reference = self.policy, self.reference
         beta, variance = now
-        kl, spread = measured.get(MEASURED["beta"]), measured.get(MEASURED["variance"])
+        kl, ratio_variance = measured.get(MEASURED["beta"]), measured.get(MEASURED["variance"])
         if kl is not None and reference is not None and reference.target is not None and reference.horizon is not None:
             beta = adaptive_beta(beta=beta, kl=kl, samples=samples, target=reference.target, horizon=reference.horizon)
-        if spread is not None and policy is not None and (bound := policy.variance_target) is not None:
-            variance = ascended(coefficient=variance, value=spread, bound=bound, step=policy.variance_step)
+        if ratio_variance is not None and policy is not None and (bound := policy.variance_target) is not None:
+            variance = ascended(coefficient=variance, value=ratio_variance, bound=bound, step=policy.variance_step)
         return Coefficients(beta, variance)
 
     @property
