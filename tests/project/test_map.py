@@ -13,9 +13,9 @@ from slipstream.errors import ConfigError
 from slipstream.plan.plan import fast_checks
 
 PAGE = Path(__file__).parents[2] / "docs" / "map.md"
-ROWS = re.findall(r"^\| ([^|]+) \| (works|in part|no) \| (.+) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+ROWS = re.findall(r"^\| ([^|]+) \| (works|in part|planned|no) \| (.+) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
 SETTING = re.compile(r"`([a-z_.]+\.[a-z_]+) = ([^`]+)`")
-CHOSEN = {name: SETTING.findall(text) for name, answer, text in ROWS if answer != "no"}
+CHOSEN = {name: SETTING.findall(text) for name, answer, text in ROWS if answer in ("works", "in part")}
 BASE: dict[str, Any] = {
     "student": "builtin:student",
     "updates": 2,
