@@ -139,6 +139,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     cells = [(path, cell) for path in args.sweeps for cell in Sweep(path).finished]
+    if not cells:
+        sys.exit(f"{args.sweeps[0]} has no finished run")
     asked = defaultdict[tuple[Path, str, str], list[Sample]](list)
     for path, cell in cells:
         asked[path, cell.point.arm, cell.point.name] += samples(cell, args.ahead)

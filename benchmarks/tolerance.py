@@ -12,6 +12,7 @@ mean of the share of stable and that of unstable ones, for the best c of every Î
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -124,6 +125,8 @@ def main() -> None:
     parser.add_argument("--section", action="store_true", help="write a section for another study, not a page")
     args = parser.parse_args()
     found, sweep = dict[str, list[Seen]](), Sweep(args.sweep)
+    if not sweep.finished:
+        sys.exit(f"{args.sweep} has no finished run")
     for cell in sweep.finished:
         found.setdefault(cell.point.arm, []).append(seen(cell))
     both = {arm: runs for arm, runs in found.items() if len({each.stable for each in runs}) == 2}

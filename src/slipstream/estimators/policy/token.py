@@ -148,8 +148,8 @@ def r2vpo(tokens: Tokens, *, variance_coef: float = VARIANCE_COEF) -> Loss:
     """Penalise the variance of the ratio instead of clipping it (R²VPO, 2601.03320).
 
     −(A r − variance_coef (r − 1)²): the mean of r under the old policy is 1, so (r − 1)² estimates its variance.
-    The paper adapts the coefficient by dual ascent, so that the variance stays below a bound: policy.variance_target.
-    Without a bound the coefficient is constant. The default coefficient is this project's choice.
+    The paper adapts the coefficient by dual ascent, so that the variance stays below a bound. Here this happens if
+    policy.variance_target sets the bound. Otherwise variance_coef is constant; its default is not from the paper.
     Use this loss if clipping removes the gradient of rare tokens with high advantage.
     """
     return -(tokens.advantage * tokens.ratio - variance_coef * (tokens.ratio - 1).square()), tokens.no_tokens
