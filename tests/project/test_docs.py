@@ -138,3 +138,19 @@ def test_what_the_documentation_calls_from_python_is_there() -> None:
     named = {name for page in PAGES for name in re.findall(r"slipstream\.([A-Za-z]\w*)(?=\()", page.read_text("utf-8"))}
     assert named == {"train", "resume", "Run"}
     assert named < set(slipstream.__all__)
+
+
+def test_the_readme_names_the_command_that_runs_the_demo_and_the_one_that_runs_the_tests() -> None:
+    start = (ROOT / "README.md").read_text("utf-8").partition("## Start")[2].partition("\n## ")[0]
+    assert re.findall(r"^make (\w+)", start, re.M) == ["demo", "test"]
+
+
+def test_the_text_under_a_figure_of_the_readme_names_its_axes() -> None:
+    figures = re.findall(r"^!\[.*\]\((.*\.svg)\)\n\n((?:.+\n)+)", (ROOT / "README.md").read_text("utf-8"), re.M)
+    assert figures
+    for path, text in figures:
+        svg = (ROOT / path).read_text("utf-8")
+        titles = re.findall(r'class="[xy]title"[^>]*>([^<]+)<', svg)
+        assert titles, f"{path} names no axis"
+        missing = [title for title in titles if title.partition(",")[0].lower() not in text.replace("\n", " ").lower()]
+        assert not missing, f"the text under {path} does not name {missing}"

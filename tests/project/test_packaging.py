@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from slipstream.plan.versions import NEWEST_TESTED, version_warnings
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -60,11 +62,39 @@ def pins(file: str) -> dict[str, str]:
 def test_the_lowest_versions_that_are_tested_are_those_that_are_allowed() -> None:
     """But for torch, whose pin is the oldest that can be installed for a CPU wherever the tests run."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    allowed = {canonicalize_name(each.name): str(each.specifier) for each in map(Requirement, project["dependencies"])}
+    allowed = {canonicalize_name(each.name): lower_bound(each) for each in map(Requirement, project["dependencies"])}
     lowest = {name: f">={release}" for name, release in pins("requirements-lowest.txt").items() if name in allowed}
     assert lowest.keys() == allowed.keys()
     for name, said in allowed.items():
         assert name == "torch" or SpecifierSet(lowest[name]) == SpecifierSet(padded(said, lowest[name])), name
+
+
+def lower_bound(requirement: Requirement) -> str:
+    return next(str(each) for each in requirement.specifier if each.operator == ">=")
+
+
+def test_newer_minor_versions_than_the_tested_ones_cost_one_line_at_the_start() -> None:
+    installed = {"transformers": "5.25.0.dev1", "torch": "2.13.1+cpu", "peft": "1.0.0", "unknown": "9.9"}
+    assert version_warnings(installed) == [
+        "peft 1.0.0 is newer than 0.21, the newest version that was tested here: if a check of a model fails, run "
+        "pip install 'peft==0.21.*'",
+        "transformers 5.25.0.dev1 is newer than 5.24, the newest version that was tested here: if a check of a model "
+        "fails, run pip install 'transformers==5.24.*'",
+    ]
+
+
+def test_the_newest_tested_versions_are_those_of_the_docs_and_include_those_of_development() -> None:
+    page = (ROOT / "docs" / "install.md").read_text("utf-8")
+    for library, tested in NEWEST_TESTED.items():
+        assert re.search(rf"^\| {library} \|.*\| {re.escape(tested)} \|$", page, re.M), library
+    assert not version_warnings(pins("requirements-dev.txt"))
+    bound = Requirement(next(each for each in project_dependencies() if each.startswith("transformers"))).specifier
+    major, minor = map(int, NEWEST_TESTED["transformers"].split("."))
+    assert f"<{major}.{minor + 1}" in map(str, bound)
+
+
+def project_dependencies() -> list[str]:
+    return list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
 
 
 def padded(said: str, like: str) -> str:

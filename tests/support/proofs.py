@@ -40,7 +40,8 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
             attentions[key] = lm.model.config._attn_implementation
 
     def prove_dropout_once(lm: Any, *, dropout: bool, packed: bool) -> None:
-        key = f"{dropout} {packed} {lm.model.is_gradient_checkpointing} {_key(lm.model)}"
+        checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in lm.model.modules())
+        key = f"{dropout} {packed} {checkpointing} {_key(lm.model)}"
         if key not in proven:
             prove_dropout(lm, dropout=dropout, packed=packed)
             proven.add(key)

@@ -66,6 +66,7 @@ from slipstream.plan.teachers import (
     sources_of,
 )
 from slipstream.plan.templates import TemplateProbe
+from slipstream.plan.versions import installed_versions, version_warnings
 from slipstream.plan.vllm import (
     check_folder,
     check_server,
@@ -157,7 +158,7 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config)]
     notes += [*off_policy_notes(config), *running_notes(config), *quantisation_notes(config, method)]
     engines = engines_of(config, method, teachers.one_ends)
-    warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer)]
+    warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *version_warnings(installed_versions())]
     warnings += check_room_on(engines, gpus)
     if config.environment is None:  # in an environment, rows with equal prompts may still differ
         warnings += [*copy_warnings(prompts), *leaks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,14 @@ from transformers import (
     FalconConfig,
     JambaConfig,
     Lfm2Config,
+    LlamaConfig,
+    LlamaModel,
     PreTrainedConfig,
     PreTrainedModel,
     RecurrentGemmaConfig,
 )
 
-from slipstream.engines.native.model import split
+from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.sampling import kv
 from slipstream.engines.native.sampling.decoding import Decoder, Read, prove
 from slipstream.engines.native.sampling.sampler import NativeSampler
@@ -70,6 +73,54 @@ def test_a_model_that_would_forget_is_refused_by_name(name: str, dtype: torch.dt
         ModelError, match=rf"tiny: the native sampler cannot generate with \w+: {reason}: write sampler"
     ):
         NativeSampler(split("tiny", model), slots=4, stop_ids={EOS})
+
+
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
+class CacheByNewName(LlamaModel):
+    """Takes its cache as newer versions of transformers do."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs | {CACHE_ARGUMENT: cache, "position_ids": position_ids})
+
+
+class CacheIgnored(LlamaModel):
+    """Takes a cache and does not use it."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
+
+
+class CacheUnknown(LlamaModel):
+    """Takes its cache by a name that no version of transformers has."""
+
+    def forward(self, input_ids: Any = None, remembered: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs | {CACHE_ARGUMENT: remembered})
+
+
+def llama_with(backbone: type[LlamaModel]) -> LanguageModel:
+    model = model_of(LlamaConfig(**SHAPE))
+    model.model.__class__ = backbone
+    return split("tiny", model)
+
+
+def test_a_cache_is_passed_by_the_name_that_the_model_takes() -> None:
+    prove(llama_with(CacheByNewName))
+
+
+@pytest.mark.parametrize(
+    ("backbone", "reason"),
+    [
+        (CacheIgnored, "its forward pass does not use the cache that it is given as `past_key_values`"),
+        (CacheUnknown, "its forward pass takes no cache by any of the names cache, past_key_values, cache_params"),
+    ],
+)
+def test_a_model_that_does_not_use_its_cache_is_refused_with_this_reason(
+    backbone: type[LlamaModel], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        prove(llama_with(backbone))
 
 
 class Forgetful(kv.Layer):

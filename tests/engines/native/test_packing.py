@@ -27,9 +27,10 @@ from transformers import (
 
 from slipstream.engines.native import rows as rows_module
 from slipstream.engines.native.attention import Reach
+from slipstream.engines.native.learning.dropout import recompute_activations
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.packing import Item, MicroBatch, best_fit, cost, pack, spread
-from slipstream.engines.native.rows import Rows, attend, by_flex, reading, recompute_contexts, use_rows
+from slipstream.engines.native.rows import Rows, attend, by_flex, reading, use_rows
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError
 from slipstream.records import Handle, Rollout, header_of
@@ -247,7 +248,7 @@ def test_checkpointed_layers_give_the_same_gradients(name: str, mode: str) -> No
     assert lm.model.training
     batches = pack(rollouts, budget=10_000, hidden=32, **MODES[mode])
     _, expected = hidden_and_gradients(lm, rollouts, batches)
-    lm.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
+    recompute_activations(lm.model)
     _, found = hidden_and_gradients(lm, rollouts, batches)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -306,7 +307,8 @@ UNABLE = {
     "own mask": (lambda: DogeConfig(**SHAPE), "DogeAttention passes its own mask, which is not supported"),
     "hybrid": (
         lambda: RecurrentGemmaConfig(**SHAPE | {"num_hidden_layers": 3}, lru_width=32, logits_soft_cap=1e9),
-        r"a sequence among others differs by \d+.\d+% from the same sequence alone",
+        # transformers before 5.24 does not call its layers recurrent; the check of packed rows then finds them
+        r"(a sequence among others differs by \d+.\d+% from the same sequence alone|its recurrent layers would carry .*)",
     ),
     "alibi": (lambda: BloomConfig(vocab_size=VOCAB, hidden_size=32, n_head=4), "its attention cannot be replaced"),
     "window untold": (

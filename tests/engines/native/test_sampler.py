@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +12,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from slipstream.engines.draws import process
 from slipstream.engines.native.sampling import decoding
@@ -311,8 +312,10 @@ def test_reuse_goes_on_from_the_keys_that_the_old_weights_left(name: str) -> Non
             ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))[None]
             newest = len(rollout.prompt.tokens) + kept - 1  # drawn by the old weights, read by the new ones
             with torch.no_grad():
-                past = models[0](ids[:, :newest], use_cache=True).past_key_values
-                logits = models[1](ids[:, newest:-1], past_key_values=past).logits[0]
+                past = DynamicCache(config=models[0].config)
+                named = "cache" if "cache" in inspect.signature(models[0].forward).parameters else "past_key_values"
+                models[0](ids[:, :newest], use_cache=True, **{named: past})
+                logits = models[1](ids[:, newest:-1], **{named: past}).logits[0]
             actions = torch.from_numpy(rollout.actions[kept:]).long()
             drew = process(logits, SAMPLING).gather(1, actions).numpy()
             np.testing.assert_allclose(rollout.action_logp[kept:], drew, rtol=0, atol=1e-11)

@@ -29,6 +29,8 @@ BARS = 5
 """Largest number of arms that are drawn as bars; more arms are drawn as dots."""
 TOLD = 5
 """Largest number of claims in a title."""
+MIN_POINTS = 3
+"""Smallest number of points of a curve over time; a measure with fewer evaluations is not drawn as a curve."""
 CURVE = 30
 """Largest number of points of a learning curve; each is a mean over consecutive updates."""
 AXES = {
@@ -147,28 +149,39 @@ def curves(sweep: Sweep) -> Iterator[Figure]:
 
 
 def by_clock(sweep: Sweep) -> Figure | None:
-    """Draw the first reward over time for series of equal length; None without a reward, time or runs, or with an x."""
-    measure = next((each for each in sweep.measures if each.startswith("reward/")), None)
-    if measure is None or CLOCK not in sweep.measures or sweep.study.x is not None:
+    """Draw a held-out measure over time for series of equal length, or the training reward if evaluations are rare.
+
+    Return None without such a measure, time or runs, or with an x.
+    """
+    if CLOCK not in sweep.measures or sweep.study.x is not None:
         return None
     updates = {name: points[0].config.updates for name, points in sweep.series().items()}
-    found = [
-        each
-        for each in learned(sweep, lines_of(sweep), measure, None, clock=True)
-        if updates[each.name] == sweep.study.points[0].config.updates
-    ]
-    if not found:
+    candidates = sorted((each for each in sweep.measures if each.startswith(("eval/", "reward/"))), key=is_reward)
+    for measure in candidates:
+        found = [
+            each
+            for each in learned(sweep, lines_of(sweep), measure, None, clock=True)
+            if updates[each.name] == sweep.study.points[0].config.updates
+        ]
+        if found and len(found[0].x) >= MIN_POINTS:
+            break
+    else:
         return None
     panel = panel_of(measure)
+    label = f"{panel.label} of training responses" if is_reward(measure) else panel.label
     first, soonest = found[0], min(found, key=lambda each: each.x[-1])
     seconds, end = soonest.x[-1], shown(soonest.y[-1], share=panel.share)
     title = f"{soonest.name} ends first, after {seconds:.0f} s, at {end}"
     if soonest is not first:
         reached = [y for x, y in zip(first.x, first.y, strict=True) if x <= seconds] or [first.y[0]]
         title += f"; {first.name} is then at {shown(reached[-1], share=panel.share)}"
-    note = f"{panel.label}: mean over seeds, shaded by one standard error."
-    figure = figures.ribbons(title, note, found, x=SECONDS, y=panel.label, share=panel.share)
+    note = f"{label}: mean over seeds, shaded by one standard error."
+    figure = figures.ribbons(title, note, found, x=SECONDS, y=label, share=panel.share)
     return replace(figure, legend=True, wide=True, height=HEIGHT)
+
+
+def is_reward(measure: str) -> bool:
+    return measure.startswith("reward/")
 
 
 def learning(sweep: Sweep, measure: str, x: Any, found: Sequence[Series], *, clock: bool) -> Iterator[Figure]:

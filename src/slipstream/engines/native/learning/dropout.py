@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.rows import difference, probe, recompute_contexts
@@ -24,7 +25,7 @@ def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bo
         if not lm.model.supports_gradient_checkpointing:
             kind = type(lm.model).__name__
             raise ModelError(f"{lm.name}: {kind} cannot recompute activations: write learner.checkpointing = false")
-        lm.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recompute_contexts})
+        recompute_activations(lm.model)
     if dropout:
         lm.model.train()
     else:
@@ -34,6 +35,13 @@ def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bo
                 module.training = True
                 _silence(module)
     _prove(lm, dropout=dropout, packed=packed)
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Let every layer recompute its activations in the backward pass."""
+    newer = "activation_checkpointing_enable"
+    enable = getattr(model, newer if hasattr(model, newer) else "gradient_checkpointing_enable")
+    enable({"use_reentrant": False, "context_fn": recompute_contexts})
 
 
 def _silence(module: nn.Module) -> None:

@@ -47,6 +47,8 @@ PASS_TOKENS = 1 << 15
 """Maximum number of tokens in one pass; a longer sequence has its own pass."""
 ROWS, APART = 16, 12
 """Blocks grow by ROWS slots: the next ROWS slots join a block unless all are at least APART positions shorter."""
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""Names under which models of different versions of transformers, and recurrent models, take their cache."""
 PADDED = 1.5
 """Maximum ratio between the number of tokens of a read and that of the first read in its attention block."""
 
@@ -74,6 +76,7 @@ class Decoder:
         """
         self.lm, self.slots, self.routers = lm, kv.Slots(slots, lm.model.config), routers
         self.accepted = inspect.signature(type(lm.backbone).forward).parameters
+        self.cache_argument = next((name for name in CACHE_ARGUMENTS if name in self.accepted), None)
         self.direct = Direct(lm) if is_direct(lm) else None
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
@@ -144,10 +147,10 @@ class Decoder:
         if self.direct is not None and not hooked:
             with step.taken():
                 return self.direct(step, ids.flatten(), positions.flatten())
-        # fully recurrent models take no positions, and their cache has another argument name
-        memory = "past_key_values" if "past_key_values" in self.accepted else "cache_params"
-        options: dict[str, object] = {memory: step}
-        if "position_ids" in self.accepted:
+        if self.cache_argument is None:
+            raise ModelError(f"its forward pass takes no cache by any of the names {', '.join(CACHE_ARGUMENTS)}")
+        options: dict[str, object] = {self.cache_argument: step}
+        if "position_ids" in self.accepted:  # fully recurrent models take none
             options["position_ids"] = positions
         with step.taken():
             out = backbone(input_ids=ids, use_cache=True, **options)
@@ -303,6 +306,9 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
         # in half precision, rounding may change a router's choice in one sequence: ignore the worst sequence
         return max(off) if lm.head.weight.dtype.itemsize >= 4 else sorted(off)[-2]
 
+    decoder.step(together[:1], (), [Read((0,), 0, PROMPTS[0])])
+    if not any(layer.keys is not None or layer.states for layer in decoder.slots.layers):
+        return f"its forward pass does not use the cache that it is given as `{decoder.cache_argument}`"
     alone = torch.cat([Decoder(lm, 1).step(each[None], (), [Read((0,), 0, len(each))]) for each in ids])
     allowed = limit(lm.head.weight.dtype, usual := errors(alone, torch.stack([h_LH[-1] for h_LH in expected])))
     if not median(usual) <= allowed:

@@ -121,11 +121,13 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
 
     def begin(self, step: Step) -> None:
         """Set up the states for a step: none for new sequences; for running ones, views that the model may update."""
+        for i in range(self.number_of_states):
+            self.has_previous_state[i] = step.goes_on
         for kind, views, initialized in self._kinds():
             for i in range(self.number_of_states):
                 state = self.states.get((kind, i)) if step.goes_on else None
                 views[i] = None if state is None else state[: len(step.slot_W)]
-                initialized[i] = self.has_previous_state[i] = state is not None
+                initialized[i] = state is not None
 
     def end(self, step: Step) -> None:
         """Store the states of new sequences, and those of running sequences if the model replaced the views."""
