@@ -27,7 +27,7 @@ import slipstream
 from slipstream.models.resolve import model_path
 from slipstream.reporting.report.titles import estimate
 from slipstream.studies.results import Sweep
-from slipstream.studies.statistics import CLEAR, Estimate, difference
+from slipstream.studies.statistics import SIGNIFICANT, Estimate, difference, p_value
 from slipstream.studies.statistics import estimate as over_seeds
 from small_policy import small_policy
 
@@ -46,8 +46,8 @@ importance weights, rejection and masks are said to add less than 0.3 points of 
 mismatch study](mismatch.md), with the mean of total variation over tokens, which is below its percentile. The row
 `agree` differs by rounding only. The row `bfloat16` is a sampler at lower precision than the learner. Another
 temperature is left out, because drift is measured at the sampler's temperature and does not show it. The conjecture
-fails if the best correction within the budget adds at least 0.3 points plus two standard errors. It holds if the gain
-is below 0.3 points by two standard errors. The best of up to four corrections is taken, so chance favours it.
+fails if the best correction within the budget adds more than 0.3 points, and holds if it adds less, both with p at most
+0.05 (Student's t over seeds). The best of up to four corrections is taken, so chance favours it.
 
 ```console
 python benchmarks/budget.py {path} > docs/findings/budget.md
@@ -96,16 +96,14 @@ def conditions(sweep: Sweep, variation: str = "drift/tv") -> Iterator[Condition]
 
 def verdict(gains: Mapping[str, Estimate]) -> str:
     """Of the conjecture, by what corrections add where the budget is kept."""
-    bounds = [
-        (each.mean - CLEAR * each.se, each.mean + CLEAR * each.se)
-        for each in gains.values()
-        if each.mean is not None and each.se is not None
-    ]
-    if not bounds:
+    beyond = [Estimate(each.n, each.mean - GAIN, each.se) for each in gains.values() if each.mean is not None]
+    tested = [(each, p) for each in beyond if (p := p_value(each)) is not None]
+    if not tested:
         return "is not tested"
-    if any(low >= GAIN for low, _ in bounds):
+    decided = [(each.mean or 0.0) > 0 for each, p in tested if p <= SIGNIFICANT]
+    if any(decided):
         return "fails"
-    return "holds" if all(high < GAIN for _, high in bounds) else "is not visible"
+    return "holds" if len(decided) == len(tested) else "is open"
 
 
 # --- which precisions keep the budget ---------------------------------------------------------------------------------

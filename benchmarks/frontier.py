@@ -33,7 +33,7 @@ from torch.nn.functional import one_hot
 from slipstream.engines.native.model import LanguageModel
 from slipstream.estimators.ratio import effective_sample_size, importance_ratio, truncate
 from slipstream.reporting.report.titles import estimate
-from slipstream.studies.statistics import Verdict, verdict
+from slipstream.studies.statistics import Verdict, p_value, verdict
 from slipstream.studies.statistics import estimate as over_seeds
 from small_policy import drawn_by, gradient_of, logp_of, small_policy
 
@@ -153,7 +153,7 @@ NEITHER, DIFFERS = "neither is seen to be best", "it differs by length"
 
 def seen(found: set[Verdict]) -> str:
     """Who is best, from what comes out at several lengths."""
-    return DIFFERS if len(found) > 1 else SEEN.get(next(iter(found), "not visible"), NEITHER)
+    return DIFFERS if len(found) > 1 else SEEN.get(next(iter(found), "open"), NEITHER)
 
 
 def verdict_of(tables: Sequence[str]) -> str:
@@ -162,7 +162,7 @@ def verdict_of(tables: Sequence[str]) -> str:
     if DIFFERS in tables or (between and extreme):
         says = "differs by case"
     else:
-        says = "holds" if between else "fails" if extreme else "is not visible"
+        says = "holds" if between else "fails" if extreme else "is open"
     cases = "; ".join(f"in {count} of {len(tables)} {each}" for each, count in Counter(tables).items())
     return f"The conjecture {says} here: {cases}."
 
@@ -185,7 +185,7 @@ def table(
     ]
     points = (estimate(100 * (each.mean or 0.0), each.se and 100 * each.se) for each in apart)
     print(f"| the one less the other, by seed | {' | '.join(f'{each} points' for each in points)} |\n")
-    says = seen({verdict(each) for each, n in zip(apart, found, strict=True) if n >= LONG})
+    says = seen({verdict(each, p_value(each)) for each, n in zip(apart, found, strict=True) if n >= LONG})
     print(f"From {LONG} steps on: {says}.\n")
     return says
 

@@ -66,10 +66,10 @@ def test_a_script_writes_a_page_with_a_verdict(
 
 @pytest.mark.parametrize("script", ["frontier"], indirect=True)
 def test_who_is_best_at_all_lengths_and_in_all_cases(script: ModuleType) -> None:
-    between, extreme, neither = (script.seen({each}) for each in ("holds", "does not hold", "not visible"))
+    between, extreme, neither = (script.seen({each}) for each in ("holds", "does not hold", "open"))
     assert (between, extreme) == ("something between is best", "an extreme is best")
-    assert script.seen({"holds", "not visible"}) == "it differs by length"
-    says = [("holds", [between, neither]), ("fails", [extreme, neither]), ("is not visible", [neither])]
+    assert script.seen({"holds", "open"}) == "it differs by length"
+    says = [("holds", [between, neither]), ("fails", [extreme, neither]), ("is open", [neither])]
     says += [("differs by case", [between, extreme]), ("differs by case", [extreme, script.DIFFERS])]
     for word, tables in says:
         assert script.verdict_of(tables).startswith(f"The conjecture {word} here: ")
@@ -195,7 +195,7 @@ def test_what_corrections_add_within_the_budget_is_seen_or_not(script: ModuleTyp
     small, large, unclear = Estimate(5, 0.0, 0.001), Estimate(5, 0.02, 0.005), Estimate(5, 0.002, 0.004)
     assert script.verdict({}) == "is not tested"
     assert script.verdict({"a": small}) == "holds" and script.verdict({"a": small, "b": large}) == "fails"
-    assert script.verdict({"a": small, "b": unclear}) == "is not visible"
+    assert script.verdict({"a": small, "b": unclear}) == "is open"
 
 
 def test_what_agreeing_engines_and_corrections_add_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ class Sweep:
         measures = [claim.measure or self.measures[0] for claim in claims]
         found = [difference(*self._sides(*each)) for each in zip(claims, measures, strict=True)]
         corrected = holm([p_value(each) for each in found])
-        columns = zip(claims, measures, found, map(verdict, found), corrected, strict=True)
+        columns = zip(claims, measures, found, map(verdict, found, corrected), corrected, strict=True)
         return [ClaimResult(*each) for each in columns]
 
     def _sides(self, claim: Claim, measure: str) -> tuple[BySeed, BySeed]:

@@ -11,9 +11,9 @@ from math import atan, cos, log2, pi, sin, sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
-Verdict = Literal["holds", "does not hold", "not visible", "open"]
-CLEAR = 2.0
-"""Number of standard errors that a difference must exceed to count as visible."""
+Verdict = Literal["holds", "does not hold", "open"]
+SIGNIFICANT = 0.05
+"""Largest p-value at which a claim is decided."""
 BySeed = Mapping[int, float]
 
 
@@ -76,10 +76,8 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     return corrected
 
 
-def verdict(found: Estimate) -> Verdict:
-    """Return the verdict on the claim that this difference is below zero."""
-    if found.mean is None or found.se is None:
+def verdict(found: Estimate, p: float | None) -> Verdict:
+    """Return the verdict on the claim that this difference is below zero, from its (corrected) p-value."""
+    if found.mean is None or p is None or p > SIGNIFICANT:
         return "open"
-    if abs(found.mean) <= CLEAR * found.se:
-        return "not visible"
     return "holds" if found.mean < 0 else "does not hold"

@@ -38,10 +38,9 @@ output of a script. This command collects them here:
 ```
 
 Numbers are means over seeds ± one standard error. A claim is a statement of a paper, or an expectation. It *holds* if
-the difference by seed has the claimed sign and is more than two standard errors from 0. It *does not hold* if it is as
-far from 0 with the other sign, and is *not visible* in between. With five seeds, one of nine claims about nothing would
-be visible by chance. The p-value is Student's t, two-sided, corrected for all claims of the page by Holm's method: read
-a verdict with p above 0.05 as open. Scripts say whether a conjecture *fails*.
+the difference by seed has the claimed sign and p is at most 0.05. It *does not hold* if the difference has the other
+sign and p is at most 0.05. Every other claim is *open*: these seeds do not decide it. The p-value is Student's t,
+two-sided, corrected for all claims of the page by Holm's method. Scripts say whether a conjecture *fails*.
 """
 
 

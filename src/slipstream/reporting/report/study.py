@@ -38,7 +38,7 @@ def title_of(sweep: Sweep) -> str:
 
 
 def sections(sweep: Sweep) -> Iterator[Section]:
-    verdicts = "A claim holds, or does not, if the difference exceeds two standard errors; else it is not visible."
+    verdicts = "A claim holds, or does not hold, if its corrected p-value is at most 0.05. Otherwise it is open."
     same = "Runs with the same seed use the same prompts, so only the setting differs between them."
     shades = "Mean over seeds, shaded by one standard error. Titles are about the last updates, like the table."
     tables = [table(*table_of(sweep, measure)) for measure in sweep.measures]
