@@ -51,7 +51,7 @@ test-newest:
 	  requirements.txt requirements-dev.txt | grep -v -e '^torch$$' -e '^ray$$' -e '^triton$$' -e '^zensical$$')
 	.venv-newest/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	.venv-newest/bin/pip list | grep -E '^(datasets|peft|torch|transformers) '
-	OMP_NUM_THREADS=1 .venv-newest/bin/pytest $(ESSENTIAL) $(MODELS) --ignore tests/engines/native/test_replayed_routers.py -m "$(FAST)"
+	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -W default::FutureWarning $(ESSENTIAL) $(MODELS) --ignore tests/engines/native/test_replayed_routers.py -m "$(FAST)"
 
 test-vllm: .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300

@@ -321,9 +321,15 @@ def test_a_reward_that_gives_nothing_to_right_answers_is_warned_of(config: str, 
         "def fails(text): raise ValueError\n"
         "def slow(text):\n    time.sleep(60)\n"
     )
-    for name in ("boxed", "fails", "slow"):
+    for name in ("boxed", "fails"):
         made = plan(load(config, [("task.reward", f"./own.py:{name}")]))
         assert not any("gives 0" in warning for warning in made.warnings), name
+    with pytest.raises(ConfigError) as refused:
+        plan(load(config, [("task.reward", "./own.py:slow"), ("task.timeout", "2")]))
+    assert str(refused.value) == (
+        "task.reward: ./own.py:slow took more than task.timeout = 2 s for the first answer: make it faster, or raise "
+        "the limit"
+    )
     (told,) = [w for w in plan(load(config, [("task.reward", "./own.py:other_column")])).warnings if "gives 0" in w]
     assert told.startswith("task.reward = './own.py:other_column' gives 0 to the right answer of train:0 and others")
     assert not any("gives 0" in warning for warning in plan(load(config, [("task.reward", "math")])).warnings)

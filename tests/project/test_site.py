@@ -28,7 +28,9 @@ def test_file_names_of_blocks_become_titles_and_those_of_links_the_title_of_thei
 ) -> None:
     (tmp_path / "docs" / "data.md").write_text("# Data: where prompts come from\n")
     page = tmp_path / "docs" / "index.md"
-    text = "[data.md](data.md), [this](data.md), [code](../src/x.py)\n```python rows.py\nx = 1\n```\n```toml\ny = 2\n```\n"
+    text = (
+        "[data.md](data.md), [this](data.md), [code](../src/x.py)\n```python rows.py\nx = 1\n```\n```toml\ny = 2\n```\n"
+    )
     assert tool.for_the_site(text, page) == (
         '[data](data.md), [this](data.md), code\n```python title="rows.py"\nx = 1\n```\n```toml\ny = 2\n```\n'
     )

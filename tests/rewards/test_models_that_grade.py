@@ -21,7 +21,7 @@ from slipstream.engines.http.judge import Judge, JudgeEndpoint, as_text
 from slipstream.engines.native.reward_model import encode
 from slipstream.engines.native.reward_process import RewardModel
 from slipstream.errors import ConfigError
-from slipstream.plan.plan import fast_checks
+from slipstream.plan.plan import fast_checks, plan
 from slipstream.records import Ungraded
 from slipstream.rewards.functions import Answer, Grades
 from slipstream.run_dir.writing import read_lines
@@ -261,3 +261,14 @@ def test_both_need_their_settings_and_real_time() -> None:
     modelled = TREE | {"runtime": {"kind": "inline", "clock": "modelled"}}
     with pytest.raises(ConfigError, match='rewards "model" and "judge" take real time'):
         parse(modelled | {"task": {"reward": "model", "model": {"path": "rm"}}})
+
+
+def test_a_judge_that_cannot_be_reached_is_refused_before_the_run_and_by_check(tmp_path: Path) -> None:
+    with endpoint(lambda text: "score: 1") as fake:
+        reachable = {"base_url": fake.url, "model": "judge", "prompt": PROMPT, "pattern": r"score: (\d+)"}
+        tree = TREE | {"task": {"reward": "judge", "judge": reachable}}
+        assert f"the judge at {fake.url} serves judge, at most 120 s a request" in plan(parse(tree)).notes
+    for command in (plan, lambda config: train(config, Console(file=io.StringIO()), name="x")):
+        with pytest.raises(ConfigError, match=r"task\.judge\.base_url: the judge at .* correct the address"):
+            command(parse(tree | {"output": str(tmp_path / "run")}))
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from io import StringIO
 from typing import Any
 
@@ -17,6 +19,7 @@ from slipstream.pipeline.schedules import schedule_of
 from slipstream.reporting.terminal.metric_formats import from_to, hours, readings
 from slipstream.reporting.terminal.progress import BLOCKS, POINTS, TURN, Curve, sparkline
 from slipstream.reporting.terminal.samples import SAMPLE_LINES, middle_out
+from slipstream.runs import display
 from slipstream.runs.display import Progress, waiting
 
 CONFIG = parse({"student": "s", "teachers": {"main": {"model": "t"}}, "learner": {"batch_size": 4}})
@@ -115,6 +118,21 @@ def test_a_terminal_that_cannot_replace_what_it_shows_gets_plain_lines() -> None
         still("loading more")
         dumb.log(TRAIN, 1)
     assert text.getvalue().startswith("update 1/8  loss 0.1235") and "loading" not in text.getvalue()
+
+
+def test_a_wait_is_a_line_where_no_text_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 5 s in a run, and here at once."""
+    monkeypatch.setattr(display, "FIRST_LINE", 0.0)
+    lines, printed = StringIO(), threading.Event()
+
+    class Watched(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*objects, **options)
+            printed.set()
+
+    with waiting(Watched(file=lines), "calling the judge"):
+        assert printed.wait(60)
+    assert re.match(r"calling the judge, \d+ s\n", lines.getvalue())
 
 
 def test_before_the_first_update_the_panel_says_what_comes_first() -> None:

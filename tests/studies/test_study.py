@@ -413,7 +413,10 @@ def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
     assert reverse == Estimate(2, pytest.approx(-0.25), pytest.approx(0.05))
     assert forward == Estimate(1, pytest.approx(0.1), None)  # seed 2 has no other x
     at_0, everywhere, falls, level, rises = sweep.claims()
-    assert (at_0.verdict, at_0.found.n) == ("open", 2)  # five standard errors; two seeds need 12.7, and Holm's method more
+    assert (at_0.verdict, at_0.found.n) == (
+        "open",
+        2,
+    )  # five standard errors; two seeds need 12.7, and Holm's method more
     # seed 1 alone is everywhere: (0.5 + 0.6) / 2 − (0.8 + 0.5) / 2
     assert (everywhere.verdict, everywhere.found) == ("open", Estimate(1, pytest.approx(-0.1), None))
     assert falls.verdict == "open" and falls.found.mean == pytest.approx(-0.25)

@@ -203,7 +203,8 @@ def config_of(name: str) -> Any:
     family, changes = VARIANTS.get(name, (name, {}))
     kind = CONFIG_MAPPING[family]
     if (text := text_of(family)) is not None:
-        others = {part: _small(of) for part, of in kind.sub_configs.items() if part != "text_config"}
+        usual = kind()  # the table may name AutoConfig, which has no settings of its own
+        others = {part: _small(type(getattr(usual, part))) for part in kind.sub_configs if part != "text_config"}
         return kind(text_config=config_of(text).to_dict(), **others)
     usual, settings = kind(), _small(kind)
     if "kv_lora_rank" in settings:  # latent attention: every head has its key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -19,10 +20,12 @@ from slipstream.models.adapters import is_adapter
 from slipstream.plan.engines import EnvironmentPlan, GraderPlan, ModelPlan, SamplerPlan
 from slipstream.plan.environment import Tools
 from slipstream.protocols import Sampling
-from slipstream.records import Prompt
+from slipstream.records import Prompt, Ungraded
 from slipstream.rewards import grading
 from slipstream.rewards.functions import Answer, RewardSettings, unfit
 
+SLOW = 1.0
+"""Seconds for one answer from which a reward gets a warning."""
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>")
 """Usual forms in which a response contains its answer; `reward_warnings` tests rewards with them."""
 
@@ -114,8 +117,11 @@ def eval_prompts(
     return [prompts.at(number) for number in range(len(rows))]
 
 
-def reward_warnings(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
-    """Return a warning for each reward that gives 0 to the first right answers of the data in every form of `FORMS`."""
+def reward_warnings(rows: Sequence[Row], rewards: Sequence[str], timeout: float) -> list[str]:
+    """Return a warning for each reward that gives 0 to the first right answers of the data in every form of `FORMS`.
+
+    Raise ConfigError if grading the first answer takes more than `timeout` seconds.
+    """
     answered = [row for row in rows[:3] if isinstance(row.ground_truth, str | int | float)]
     answers = [
         Answer(text=text, messages=[{"role": "assistant", "content": text}], tokens=[], prompt=str(row.prompt),
@@ -123,8 +129,20 @@ def reward_warnings(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
         for row in answered
         for text in (form.format(row.ground_truth) for form in FORMS)
     ]  # fmt: skip
-    process = grading.GradingProcess(rewards, timeout=1.0)
+    process = grading.GradingProcess(rewards, timeout=timeout)
     try:
+        process.ready()
+        began = time.monotonic()
+        graded = process.grades(answers[:1])
+        seconds = time.monotonic() - began
+        if seconds > SLOW:
+            limit = f"task.timeout = {timeout:g} s"
+            if all(isinstance(each, Ungraded) and each.cause == "timeout" for each in graded):
+                raise ConfigError(
+                    f"task.reward: {', '.join(rewards)} took more than {limit} for the first answer: make it faster, "
+                    "or raise the limit"
+                )
+            return [f"task.reward: {', '.join(rewards)} took {seconds:.1f} s for the first answer, {limit}"]
         grades = [each for each in process.grades(answers) if isinstance(each, dict)]
     finally:
         process.close()

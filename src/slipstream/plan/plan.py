@@ -60,6 +60,7 @@ from slipstream.plan.shapes import ShapeCheck, check_heads, check_split_heads, s
 from slipstream.plan.teachers import (
     check_budget,
     check_endpoints,
+    check_judge,
     check_teachers,
     possible_lengths,
     routes,
@@ -154,6 +155,7 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
     config = with_lengths(config, longest + config.sampler.max_tokens, teachers.longest)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
+        check_judge(config, notes.append)
         check_server(config, longest + config.sampler.max_tokens, prompts.tokens[0], notes.append)
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config)]
     notes += [*off_policy_notes(config), *running_notes(config), *quantisation_notes(config, method)]
@@ -164,7 +166,7 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
         warnings += [*copy_warnings(prompts), *leaks]
         compares = [each for each in config.task.reward if each == "math" or is_own(each)]
         if compares and config.task.sandbox is None:
-            warnings += reward_warnings(prompts.rows, compares)
+            warnings += reward_warnings(prompts.rows, compares, config.task.timeout)
     return Plan(
         config=config,
         method=method,

@@ -16,18 +16,20 @@ from slipstream.data.teacher_context import TemplateContext
 from slipstream.data.tokenizers import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
 from slipstream.engines.http.check import Requirements, check
 from slipstream.engines.http.client import Endpoint
+from slipstream.engines.http.judge import Judge
 from slipstream.engines.native.config import vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.plan.ends import EndProbe, end_probes, end_tokens, template_end
-from slipstream.plan.engines import endpoint_of
+from slipstream.plan.engines import endpoint_of, graders_apart
 from slipstream.plan.environment import Tools
 from slipstream.plan.placement import shape_of
 from slipstream.plan.shapes import check_context
 from slipstream.plan.templates import TemplateProbe, template_probe
 from slipstream.plan.vllm import sampler_context, teacher_context
 from slipstream.protocols import OneEnd
-from slipstream.records import Ints
+from slipstream.records import Ints, Ungraded
+from slipstream.rewards.functions import Answer, Grades
 
 PROBED = 16
 """Number of prompt tokens that are sent to an endpoint as a test."""
@@ -243,3 +245,21 @@ def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say:
             some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
             need = Requirements(tokens=some, highest=highest, longest=longest, k=config.loss.spec.k)
             say(asyncio.run(ask(endpoint, need)))
+
+
+def check_judge(config: Config, say: Callable[[str], None]) -> None:
+    """Send one request to the judge, if there is one; raise ConfigError if it does not answer."""
+    probe = Answer(
+        text="", messages=[], tokens=[], prompt="", ground_truth="", meta={}, data_source="", finish="eos", outcome={}
+    )
+
+    async def ask(judge: Judge) -> Grades:
+        with ResponseWatch(judge.endpoint.where, say).waiting():
+            return (await judge.open().grades([("", probe)]))[0]
+
+    for judge in graders_apart(config):
+        if isinstance(judge, Judge):
+            answer = asyncio.run(ask(judge))
+            if isinstance(answer, Ungraded) and answer.cause == "endpoint":
+                raise ConfigError(f"task.judge.base_url: {answer.said}: start it, or correct the address")
+            say(f"{judge.endpoint.where} serves {judge.endpoint.model}, at most {judge.endpoint.timeout:g} s a request")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from slipstream.reporting.terminal.metric_formats import listed, readings
 from slipstream.reporting.terminal.panel import View, inline
 from slipstream.reporting.terminal.progress import RunProgress, SampleSelector
 
+FIRST_LINE = 5.0
+"""Seconds of waiting until the first line about it where no text can be replaced; the next follow after twice as long."""
 LINE_EVERY = 5.0
 """Smallest number of seconds between the printed lines of two updates where no panel can be shown."""
 
@@ -128,7 +131,8 @@ def is_live(console: Console) -> bool:
 def waiting(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
     """Show the current activity and its duration in one line; the yielded function sets a new activity.
 
-    Nothing is shown if the console cannot replace text. The cursor stays: a killed process could not restore it.
+    Where the console cannot replace text, lines appear after 5, 10, 20, … s. The cursor stays: a killed process could
+    not restore it.
     """
     began, now = time.monotonic(), [doing]
 
@@ -136,8 +140,21 @@ def waiting(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
         text = f"{now[0]}, {time.monotonic() - began:.0f} s"
         return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
+    def print_lines(ended: threading.Event) -> None:
+        pause = FIRST_LINE
+        while not ended.wait(pause):
+            console.print(line().plain, soft_wrap=True, markup=False)
+            pause = time.monotonic() - began
+
     if not is_live(console):
-        yield lambda text: None
+        ended = threading.Event()
+        printer = threading.Thread(target=print_lines, args=(ended,), name="waiting", daemon=True)
+        printer.start()
+        try:
+            yield lambda text: now.__setitem__(0, text)
+        finally:
+            ended.set()
+            printer.join()
         return
     with Live(get_renderable=line, console=console, refresh_per_second=2, transient=True):
         console.show_cursor(True)

@@ -51,6 +51,7 @@ from slipstream.simulation.virtual_clock import Deadlock, ModelledLoop
 
 TOKEN = "gateway.token"
 """Name of the file, in a run directory, that has the access token of the gateway."""
+IMPORTING = "checking the config and importing its own functions, at most 120 s each"
 Home = ProcessLauncher | ExitStack
 """Owner of resources that engines need and that survive a restart of the engines."""
 
@@ -91,7 +92,8 @@ NOBODY = Caller()
 def train(config: Config, console: Console, *, name: str, checks: bool = True, caller: Caller = NOBODY) -> Path:
     path = run_path(config, name)
     check_free(path)
-    fast_checks(config)
+    with waiting(console, IMPORTING):
+        fast_checks(config)
     with private(), process_launcher(config) as launcher, ExitStack() as lock:
         start = Start(planned_on(console, config, launcher), launcher, path, name, console, caller)
 
@@ -148,7 +150,8 @@ def resume(
     if updates is not None:
         config, accepted = RunDir(path).config_with(("updates", str(updates))), (*accepted, "updates")
     check_unchanged(path, config, accepted=accepted)  # before user code is imported
-    fast_checks(config)
+    with waiting(console, IMPORTING):
+        fast_checks(config)
     with private(), process_launcher(config) as launcher, directory_lock(path):
         checkpoint = newest(path, number, proof=config.health.proof, say=line_printer(console))
         check_lines(path, checkpoint.mark)
