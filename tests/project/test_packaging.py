@@ -76,9 +76,9 @@ def lower_bound(requirement: Requirement) -> str:
 def test_newer_minor_versions_than_the_tested_ones_cost_one_line_at_the_start() -> None:
     installed = {"transformers": "5.25.0.dev1", "torch": "2.13.1+cpu", "peft": "1.0.0", "unknown": "9.9"}
     assert version_warnings(installed) == [
-        "peft 1.0.0 is newer than 0.21, the newest version that was tested here: if a check of a model fails, run "
+        "peft 1.0.0 is newer than 0.21, the newest version that was tested: if a check of a model fails, run "
         "pip install 'peft==0.21.*'",
-        "transformers 5.25.0.dev1 is newer than 5.24, the newest version that was tested here: if a check of a model "
+        "transformers 5.25.0.dev1 is newer than 5.24, the newest version that was tested: if a check of a model "
         "fails, run pip install 'transformers==5.24.*'",
     ]
 

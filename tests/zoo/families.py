@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB, EOS, LAYERS, WINDOW, CONTEXT = 31, 1, 4, 6, 128
@@ -203,8 +203,12 @@ def config_of(name: str) -> Any:
     family, changes = VARIANTS.get(name, (name, {}))
     kind = CONFIG_MAPPING[family]
     if (text := text_of(family)) is not None:
-        usual = kind()  # the table may name AutoConfig, which has no settings of its own
-        others = {part: _small(type(getattr(usual, part))) for part in kind.sub_configs if part != "text_config"}
+        usual = kind()
+        others = {
+            part: _small(type(getattr(usual, part)) if of is AutoConfig else of)
+            for part, of in kind.sub_configs.items()
+            if part != "text_config"
+        }
         return kind(text_config=config_of(text).to_dict(), **others)
     usual, settings = kind(), _small(kind)
     if "kv_lora_rank" in settings:  # latent attention: every head has its key

@@ -23,7 +23,7 @@ def installed_versions() -> dict[str, str]:
 def version_warnings(installed: Mapping[str, str]) -> list[str]:
     """Return a warning for each library whose minor version is newer than the newest tested one."""
     return [
-        f"{library} {installed[library]} is newer than {tested}, the newest version that was tested here: if a check of "
+        f"{library} {installed[library]} is newer than {tested}, the newest version that was tested: if a check of "
         f"a model fails, run pip install '{library}=={tested}.*'"
         for library, tested in NEWEST_TESTED.items()
         if library in installed and _minor(installed[library]) > _minor(tested)

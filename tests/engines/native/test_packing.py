@@ -307,8 +307,8 @@ UNABLE = {
     "own mask": (lambda: DogeConfig(**SHAPE), "DogeAttention passes its own mask, which is not supported"),
     "hybrid": (
         lambda: RecurrentGemmaConfig(**SHAPE | {"num_hidden_layers": 3}, lru_width=32, logits_soft_cap=1e9),
-        # transformers before 5.24 does not call its layers recurrent; the check of packed rows then finds them
-        r"(a sequence among others differs by \d+.\d+% from the same sequence alone|its recurrent layers would carry .*)",
+        # older versions of transformers do not call its layers recurrent; the check of packed rows then finds them
+        r"(a sequence among others differs by \d+.\d+% from the same sequence alone|its recurrent layers would .*)",
     ),
     "alibi": (lambda: BloomConfig(vocab_size=VOCAB, hidden_size=32, n_head=4), "its attention cannot be replaced"),
     "window untold": (
