@@ -16,7 +16,7 @@ RUN apt-get update \
 WORKDIR /opt/slipstream
 COPY . .
 RUN case "$DEVICE" in \
-      cpu) pip install --no-cache-dir torch --index-url "${TORCH_INDEX:?}" \
+      cpu) pip install --no-cache-dir torch --index-url "${TORCH_INDEX:?write --build-arg TORCH_INDEX=URL, the index of CPU builds that the installation page of PyTorch names}" \
            && pip install --no-cache-dir '.[data,gateway,lora,math,ray]' ;; \
       gpu) pip install --no-cache-dir '.[data,gateway,lora,math,ray]' vllm==0.32.* ;; \
       *) echo "DEVICE=$DEVICE: write cpu or gpu" >&2; exit 1 ;; \

@@ -10,6 +10,10 @@ set -euo pipefail
 
 config=${1:?name a config file} run=${2:?name a run directory on a file system that all nodes share}
 shift 2
+if [ -n "${SLIPSTREAM_VENV:-}" ]; then . "$SLIPSTREAM_VENV/bin/activate"; fi
+for program in slipstream ray; do
+  command -v "$program" > /dev/null || { echo "no $program here: set SLIPSTREAM_VENV to its virtual environment" >&2; exit 1; }
+done
 port=${RAY_PORT:-6379} session=/tmp/ray-$SLURM_JOB_ID
 export RAY_USAGE_STATS_ENABLED=0
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')  # without it, whoever reaches Ray's port runs code there

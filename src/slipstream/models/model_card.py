@@ -48,8 +48,21 @@ def card(config: Tree, path: Path) -> str:
 def head(config: Tree) -> str:
     """Return the metadata block (YAML) that model hubs read."""
     student = str(config["student"])
-    base = [f"base_model: {student}"] if is_hub_name(student) else []
-    return "\n".join(["---", *base, "library_name: transformers", "tags:", "- on-policy-distillation", "---"])
+    inherited = metadata_of(student)
+    if is_hub_name(student):
+        inherited["base_model"] = student
+    lines = [f"{name}: {value}" for name, value in sorted(inherited.items())]
+    return "\n".join(["---", *lines, "library_name: transformers", "tags:", "- on-policy-distillation", "---"])
+
+
+def metadata_of(student: str) -> dict[str, str]:
+    """Return base model and license from the metadata block of the student's own model card, if it has one."""
+    try:
+        file = file_of(student, "README.md")
+    except ModelError:  # the student may have been moved since the run began, which must not make the run fail
+        return {}
+    block = re.match(r"---\n(.*?)\n---", file.read_text("utf-8"), re.DOTALL) if file is not None else None
+    return dict(re.findall(r"^(base_model|license): *(\S+)$", block[1], re.M)) if block else {}
 
 
 def is_hub_name(model: str) -> bool:
@@ -138,7 +151,8 @@ def loading(config: Tree, final: Path) -> str:
             "",
             f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
         ]
-    return "\n".join(["```python", *code, "```"])
+    served = ["```console", f"vllm serve {final} --dtype bfloat16", "```"]
+    return "\n".join(["```python", *code, "```", "", *served])
 
 
 def misread(student: str, targets: str | Sequence[str]) -> bool:

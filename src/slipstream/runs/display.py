@@ -18,7 +18,7 @@ from slipstream.reporting.terminal.panel import View, inline
 from slipstream.reporting.terminal.progress import RunProgress, SampleSelector
 
 FIRST_LINE = 5.0
-"""Seconds of waiting until the first line about it, where no text can be replaced; each further wait is twice as long."""
+"""Seconds of waiting until the first line about it, where no text can be replaced. Each further wait doubles."""
 LINE_EVERY = 5.0
 """Smallest number of seconds between the printed lines of two updates where no panel can be shown."""
 

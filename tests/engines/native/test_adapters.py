@@ -26,7 +26,7 @@ from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import load_model
 from slipstream.errors import ModelError
 from slipstream.models.adapters import adapter_of
-from slipstream.models.model_card import loading
+from slipstream.models.model_card import head, loading, metadata_of
 from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method
 from slipstream.plan.engines import ModelPlan
@@ -419,3 +419,16 @@ def test_the_card_shows_no_way_that_peft_would_misread(
     (tmp_path / "config.json").write_text(json.dumps(config))
     run = {"student": str(tmp_path), "learner": {"lora": {"targets": targets}}}
     assert ("AutoPeftModel" in loading(run, tmp_path / "final")) is shown
+
+
+def test_a_card_repeats_base_and_license_of_the_students_own_card_and_says_how_to_serve_it(tmp_path: Path) -> None:
+    student = tmp_path / "student"
+    student.mkdir()
+    assert metadata_of(str(student)) == {}
+    (student / "README.md").write_text(
+        "---\nlicense: apache-2.0\nbase_model: some/Base-1B\ntags:\n- x\n---\nlicense: no\n"
+    )
+    assert metadata_of(str(student)) == {"base_model": "some/Base-1B", "license": "apache-2.0"}
+    front = head({"student": str(student)}).splitlines()
+    assert front[:4] == ["---", "base_model: some/Base-1B", "license: apache-2.0", "library_name: transformers"]
+    assert "\nvllm serve final --dtype bfloat16\n" in loading({"student": "", "learner": {}}, Path("final"))
