@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from math import isnan
 
@@ -111,9 +112,14 @@ def test_samples_are_summed_and_averaged() -> None:
         "length/mean": 4.0,
         "length/max": 6.0,
         "truncated": 0.25,
+        "student/repeated": 0.0,
+        "student/distinct": 1.0,
         "reward/exact": 0.5,
         "reward/brevity": 0.25,
     }
+    given = [replace(headers[0], repeated=0.5, distinct=0.25), replace(headers[1], repeated=1.0, source="data")]
+    found = sample_metrics(given)  # answers of the data say nothing about the student
+    assert (found["student/repeated"], found["student/distinct"]) == (0.5, 0.25)
 
 
 def test_an_episode_has_one_reward_however_many_branches_it_has() -> None:

@@ -23,6 +23,7 @@ from slipstream.records import (
     derive_seed,
     header_of,
     one_turn,
+    repetition,
     version_runs,
 )
 
@@ -328,3 +329,15 @@ def test_seeds_spread_over_63_bits() -> None:
     # a fair bit's mean over 10,000 draws has a standard deviation of 0.005; 63 bits stay within five of them
     assert np.abs(bits.mean(0) - 0.5).max() < 0.025
     assert seeds.min() >= 0
+
+
+def test_repetition_is_the_share_of_n_grams_that_occurred_before() -> None:
+    assert repetition(np.array([1, 2, 3]), 4) == 0.0
+    assert repetition(np.arange(10), 4) == 0.0
+    assert repetition(np.zeros(10, np.int32), 4) == pytest.approx(6 / 7)  # seven n-grams, all alike
+    assert repetition(np.array([5, 6, 7, 8, 5, 6, 7, 8]), 4) == pytest.approx(1 / 5)  # 5678 6785 7856 8567 5678
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        tokens = rng.integers(0, 3, size=rng.integers(4, 60))
+        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+        assert repetition(tokens, 4) == pytest.approx(1 - len(set(grams)) / len(grams))

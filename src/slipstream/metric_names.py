@@ -191,6 +191,19 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "entropy",
         ),
         Term(
+            "student/repeated",
+            "share of the 4-grams of a response of the student that occur earlier in it, mean over responses",
+            "near that of the teacher's text; a rise while the loss falls means that the text degenerates",
+            METRICS,
+            "repeated",
+        ),
+        Term(
+            "student/distinct",
+            "number of different tokens of a response of the student, divided by its length, mean over responses",
+            "near that of the teacher's text",
+            METRICS,
+        ),
+        Term(
             "teacher/kl teacher/TEACHER/kl",
             "reverse KL from the policy that sampled the tokens to the teacher, estimated on the sampled tokens",
             "falls; never below 0 by more than its error",

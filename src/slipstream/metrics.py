@@ -90,6 +90,9 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
         by_teacher[header.teacher] += header.tokens
     if len(by_teacher) > 1:
         numbers |= {f"teacher/{name}/tokens": float(count) for name, count in sorted(by_teacher.items())}
+    if own := drawn_by_student(headers):
+        numbers["student/repeated"] = fmean(header.repeated for header in own)
+        numbers["student/distinct"] = fmean(header.distinct for header in own)
     for name in sorted({name for header in episodes for name in header.rewards}):
         numbers[f"reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in episodes)
     return numbers | episode_metrics(headers)

@@ -28,6 +28,9 @@ Finish = Literal["eos", "length", "turns", "time", "error", "released"]
 
 NOT_DRAWN = -1
 """Version of tokens that no weights of the student drew: observed tokens, and all tokens of an off-policy response."""
+REPEATED_N = 4
+"""Number of tokens of the n-grams whose repetition is measured."""
+HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 AGELESS = 2**53
 """Version in place of the oldest one, for samples without a token of the student: they never get old."""
 
@@ -571,6 +574,10 @@ class Header:
     0 if the student did not draw the tokens."""
     floored: int = 0
     """Number of trained tokens whose teacher log-prob was raised to the floor."""
+    repeated: float = 0.0
+    """Share of the trained n-grams of REPEATED_N tokens that occur earlier in the same response."""
+    distinct: float = 1.0
+    """Number of different trained tokens, divided by the number of trained tokens."""
     differs: float = 0.0
     """Root mean square difference between the last two scores of this response; 0 if it was scored only once."""
 
@@ -675,8 +682,22 @@ def version_runs(versions: Ints, mask: NDArray[np.bool_]) -> tuple[tuple[int, in
     return tuple((int(part[0]), len(part)) for part in np.split(kept, edges))
 
 
+def repetition(tokens: Ints, n: int) -> float:
+    """Return the share of n-grams that occur earlier in the same tokens; 0 if there are fewer than n tokens."""
+    count = len(tokens) - n + 1
+    if count < 1:
+        return 0.0
+    keys = np.zeros(count, np.uint64)
+    for i in range(n):  # equal keys of different n-grams would need a collision of 64-bit hashes
+        keys = keys * HASH_FACTOR + tokens[i : i + count].astype(np.uint64)
+    return 1 - len(np.unique(keys)) / count
+
+
 def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
+    trained = rollout.tokens[rollout.loss_mask]
     return Header(
+        repeated=repetition(trained, REPEATED_N),
+        distinct=len(np.unique(trained)) / max(len(trained), 1),
         prompt=rollout.prompt.id,
         number=rollout.prompt.number,
         index=rollout.index,

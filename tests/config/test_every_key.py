@@ -322,6 +322,7 @@ READ_BY = {
     "health.grad_norm": "pipeline/control/health.py",
     "health.collapse": "pipeline/control/health.py",
     "health.rise": "pipeline/control/health.py",
+    "health.repeated": "pipeline/control/health.py",
     "health.idle": "pipeline/control/health.py",
     "health.reward": "pipeline/control/health.py",
     "guards.length_surge.ratio": "pipeline/control/guards.py",

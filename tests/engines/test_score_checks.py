@@ -33,6 +33,7 @@ from slipstream.pipeline.control.health import (
     exploding,
     idle,
     negative_kl,
+    repeating,
     still_reward,
     unusable_scores,
 )
@@ -149,6 +150,7 @@ SOUND: dict[str, float] = {
     "grad_norm": 1.0,
     "samples": 64.0,
     "student/entropy": 1.0,
+    "student/repeated": 0.02,
     "length/mean": 100.0,
     "teacher/kl": 0.3,
     "teacher/kl_error": 0.02,
@@ -173,6 +175,11 @@ def run_of(late: Synthetic, *, sound: int = 30, then: int = 30) -> History:
 
 Rule = Callable[[History, HealthConfig], Trouble | None]
 MUST: dict[str, tuple[Rule, Synthetic, str]] = {
+    "repeating, and nearer": (
+        repeating,
+        lambda n: {"student/repeated": 0.9, "teacher/kl": 0.1},
+        "^the student repeats itself: 90% .* 2% at the start, while mean reverse KL went from 0.3 to 0.1",
+    ),
     "below zero": (
         negative_kl,
         lambda n: {"teacher/kl": -0.8},
@@ -227,6 +234,8 @@ MUST_NOT: dict[str, tuple[Rule, Synthetic]] = {
     "far, and rewarded": (dead, lambda n: {"teacher/kl": 9.0, "reward/exact": 1.0}),
     "farther": (dead, lambda n: {"teacher/kl": 3.0}),
     "shorter": (dead, lambda n: {"length/mean": 20.0, "teacher/kl": 2.0}),
+    "repeating, and rewarded": (repeating, lambda n: {"student/repeated": 0.9, "reward/exact": 1.0}),
+    "repeating a little": (repeating, lambda n: {"student/repeated": 0.4}),
     "not for long": (idle, lambda n: {"grad_norm": float(n < 25)}),
     "nearly still": (still_reward, lambda n: {"reward/exact": float(n == 3) / 64}),
 }

@@ -497,6 +497,9 @@ class HealthConfig(Section):
     finding also requires that neither KL nor any reward improved."""
     rise: float = Field(5.0, gt=0)
     """Rise in nats of the mean reverse KL to the teachers since the start that is a finding if no reward improved."""
+    repeated: float = Field(0.5, gt=0, le=1)
+    """Share of repeated 4-grams in the student's responses (student/repeated) that is a finding, if it was below half
+    of that at the start and no reward improved. 1 is never exceeded."""
     idle: int = Field(50, ge=1)
     """Number of consecutive updates with a gradient of zero that count as a finding."""
     reward: int = Field(100, ge=2)

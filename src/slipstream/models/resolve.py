@@ -1,6 +1,7 @@
 """Resolution of model names: directories, hub names, adapters, and two kinds of names for models of this package.
 
-`builtin:NAME` is a tiny model. `shapes:NAME` is the config.json, without weights, of a model on the hub.
+A GGUF file is converted to a directory once. `builtin:NAME` is a tiny model. `shapes:NAME` is the config.json, without
+weights, of a model on the hub.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from slipstream.errors import ModelError, did_you_mean, first_line
 from slipstream.models.adapters import base_of, is_adapter
+from slipstream.models.gguf import directory_of
 
 HERE = Path(__file__).parent / "builtin"
 DEMO = HERE / "demo.toml"
@@ -33,6 +35,8 @@ def model_path(name: str) -> str:
         if rest not in shipped_shapes():
             raise ModelError(f"no shapes of {rest!r} are shipped; {did_you_mean(rest, shipped_shapes())}")
         return str(SHAPES / rest)
+    if name.endswith(".gguf"):
+        return directory_of(name)
     if kind != "builtin":
         if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
             raise ModelError(f"{name}: no such directory")

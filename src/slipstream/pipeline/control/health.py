@@ -8,6 +8,8 @@
 | exploding step              | the gradient norm is far above its usual value, several times in a row  | yes   |
 | dead student                | entropy or length fell to nearly 0, without a better KL or reward;      | yes   |
 |                             | or KL is far above its start, without a better reward                   |       |
+| repeating student           | most 4-grams of its responses are repeated, and at the start few were;  | yes   |
+|                             | without a better reward                                                 |       |
 | nothing to learn            | all gradients have been 0 for many updates                              | yes   |
 | still reward                | a reward has been exactly the same for many updates                     | no    |
 
@@ -92,7 +94,7 @@ class Health:
 
 
 def examined(history: History, health: HealthConfig) -> Iterator[Trouble]:
-    for rule in (negative_kl, unusable_scores, exploding, dead, idle, still_reward):
+    for rule in (negative_kl, unusable_scores, exploding, dead, repeating, idle, still_reward):
         if (trouble := rule(history, health)) is not None:
             yield trouble
 
@@ -171,6 +173,25 @@ def dead(history: History, health: HealthConfig) -> Trouble | None:
         if was and len(values) == len(last) and all(value < health.collapse * was for value in values):
             return collapsed(f"the {what} fell from {was:.3g} to {values[-1]:.2g}, and neither KL nor reward improved")
     return None
+
+
+def repeating(history: History, health: HealthConfig) -> Trouble | None:
+    """Return a finding if responses became repetitions; their reverse KL may fall, because repetitions are easy."""
+    first, last = history.first, history.recent[-health.updates :]
+    was, values = mean_of(first, "student/repeated"), [line.get("student/repeated", 0.0) for line in last]
+    if was is None or len(history.recent) < 2 * health.updates or reward_improved(first, last):
+        return None
+    if was > health.repeated / 2 or not all(value > health.repeated for value in values):
+        return None
+    start, now = mean_kl(first), mean_kl(last)
+    kl = "" if start is None or now is None else f", while mean reverse KL went from {start:.2g} to {now:.2g}"
+    return Trouble(
+        "repeating student",
+        f"the student repeats itself: {values[-1]:.0%} of the 4-grams of its responses are repeated, {was:.0%} at the "
+        f"start{kl}. It was too far from its teacher, or learner.lr is too high. Start supervised ([sft] with "
+        'source = "teacher"), or add answers of the teacher ([mix])',
+        harmful=True,
+    )
 
 
 def collapsed(how: str) -> Trouble:

@@ -43,6 +43,8 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel(r"loss", "Loss", "nats per token"),
         Panel(r"grad_norm", "Gradient norm", "before clipping"),
         Panel(r"student/entropy", "Entropy of the student", "nats per token"),
+        Panel(r"student/repeated", "Repeated 4-grams in responses", SHARE),
+        Panel(r"student/distinct", "Different tokens in responses", SHARE),
         Panel(r"lr", "Learning rate", "per step", True),
         Panel(r"sft", "Supervised updates", "1 if supervised", True),
         Panel(r"off_policy/(\w+)", "Trained tokens from {}", SHARE),

@@ -1,0 +1,123 @@
+"""Make a smaller student of a model by leaving out layers, the least harmful first.
+
+    python tools/leave_out_layers.py MODEL TARGET --count 8 [--prompts build/real/train.jsonl]
+
+The harm of leaving out a layer is the forward KL from the whole model to the smaller one, in nats per token, on answers
+of the whole model. Layers are chosen greedily: each choice is measured without all layers that were chosen before. The
+result is an ordinary directory, which any program loads. `--layers 17 26 14` skips the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream.data.tokenizers import load_tokenizer, stop_ids
+from slipstream.engines.native.model import LanguageModel, load_model
+from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.protocols import Sampling
+from slipstream.records import Prompt
+
+ANSWERS, TOKENS = 8, 48
+"""Number of answers on which harm is measured, and their maximum length in tokens."""
+CANDIDATES = 1.75
+"""Number of layers that are tried after the first choice, as a multiple of the number of layers to leave out."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--layers", type=int, nargs="+", default=[])
+    parser.add_argument("--prompts", type=Path, default=Path("build/real/train.jsonl"))
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    lm = load_model(args.model, dtype=args.dtype, device="cpu")
+    left_out = args.layers or choose(lm, args.count, texts(lm, args.model, args.prompts))
+    save(args.model, left_out, args.target)
+    print(f"{args.target}: {args.model} without layers {' '.join(map(str, sorted(left_out)))}")
+
+
+def texts(lm: LanguageModel, model: str, file: Path) -> list[tuple[Tensor, int]]:
+    """Return answers of the model: all token ids, and the number of those that are the prompt."""
+    tokenizer = load_tokenizer(model)
+    lines = file.read_text("utf-8").splitlines()[:ANSWERS]
+    asked = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
+    ids = [
+        tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=True)["input_ids"] for each in asked
+    ]
+    sampler = NativeSampler(lm, slots=ANSWERS, stop_ids=stop_ids(tokenizer, lm.model.generation_config))
+
+    async def answers() -> list[tuple[Tensor, int]]:
+        prompts = [Prompt(id=str(i), number=i, tokens=np.array(each, np.int32), seed=i) for i, each in enumerate(ids)]
+        groups = await asyncio.gather(*(sampler.generate(each, Sampling(max_tokens=TOKENS)) for each in prompts))
+        return [
+            (torch.tensor([*prompt, *group[0].body.tokens.tolist()]), len(prompt))
+            for prompt, group in zip(ids, groups, strict=True)
+        ]
+
+    try:
+        return asyncio.run(answers())
+    finally:
+        sampler.close()
+        lm.model.set_attn_implementation("sdpa")
+
+
+@torch.no_grad()
+def choose(lm: LanguageModel, count: int, answers: Sequence[tuple[Tensor, int]]) -> list[int]:
+    """Return the layers to leave out, and print the harm of each choice."""
+    layers = list(lm.backbone.layers)  # type: ignore[arg-type, attr-defined]
+    whole, left_out, candidates = log_probs(lm, layers, answers), list[int](), set(range(len(layers)))
+    while len(left_out) < count:
+        harm = dict[int, float]()
+        for layer in sorted(candidates):
+            kept = [each for number, each in enumerate(layers) if number not in (layer, *left_out)]
+            harm[layer] = forward_kl(whole, log_probs(lm, kept, answers))
+        if not left_out:  # later choices are among the layers that are least harmful alone
+            candidates = set(sorted(candidates, key=harm.__getitem__)[: round(CANDIDATES * count)])
+        left_out.append(min(candidates, key=harm.__getitem__))
+        candidates.remove(left_out[-1])
+        print(f"without layers {' '.join(map(str, left_out))}: forward KL {harm[left_out[-1]]:.3f}", flush=True)
+    return left_out
+
+
+def log_probs(lm: LanguageModel, layers: Sequence[nn.Module], answers: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Return the log-probs [tokens, vocabulary] of all answer tokens by a model with these layers."""
+    lm.backbone.layers = nn.ModuleList(layers)
+    rows = nn.utils.rnn.pad_sequence([ids for ids, _ in answers], batch_first=True)
+    hidden_BTH = lm.backbone(input_ids=rows, use_cache=False).last_hidden_state  # padding comes after all real tokens
+    hidden = torch.cat(
+        [hidden[start - 1 : len(ids) - 1] for hidden, (ids, start) in zip(hidden_BTH, answers, strict=True)]
+    )
+    return lm.model.get_output_embeddings()(hidden).float().log_softmax(-1)
+
+
+def forward_kl(logp: Tensor, logq: Tensor) -> float:
+    return float((logp.exp() * (logp - logq)).sum(-1).mean())
+
+
+def save(model: str, left_out: Sequence[int], target: Path) -> None:
+    """Write the model without these layers, in float32, with its tokenizer."""
+    lm = load_model(model, dtype="float32", device="cpu").model
+    config = lm.config
+    lm.model.layers = nn.ModuleList(each for number, each in enumerate(lm.model.layers) if number not in left_out)
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = [kind for number, kind in enumerate(kinds) if number not in left_out]
+    config.num_hidden_layers = len(lm.model.layers)
+    for number, layer in enumerate(lm.model.layers):
+        layer.self_attn.layer_idx = number
+    lm.save_pretrained(target)
+    load_tokenizer(model).save_pretrained(target)
+    lm.generation_config.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    main()
