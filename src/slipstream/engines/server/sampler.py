@@ -88,9 +88,9 @@ class ServerSampler:
     def __init__(self, settings: ServerSettings, *, stop_ids: Collection[int]) -> None:
         """Load a copy of the student into host memory; the server gets its weights before the first request."""
         self.settings, self.ends = settings, sorted(stop_ids)
-        self.api = APIS[settings.api](settings.endpoint)
         self.thread = ThreadPoolExecutor(1, "server", initializer=torch.set_num_threads, initargs=(settings.threads,))
         self.copy = load_model(settings.model, dtype=settings.dtype, device="cpu", longest=settings.longest)
+        self.api = APIS[settings.api](settings.endpoint, self.copy.vocab_size)
         self.texts = texts(self.copy.vocab_size, self.copy.longest)
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir=settings.folder))
