@@ -490,6 +490,71 @@ def test_an_environment_whose_close_hangs_behind_a_step_takes_its_process_with_i
         asyncio.run(main(made))
 
 
+SCOPES = """
+    import anyio
+    from contextlib import AsyncExitStack
+
+    class Server:
+        async def start(self, meta):
+            self.stack = AsyncExitStack()
+            self.tasks = await self.stack.enter_async_context(anyio.create_task_group())
+            self.asked, self.answers = anyio.create_memory_object_stream(0)
+            await self.stack.enter_async_context(self.asked)
+            self.tasks.start_soon(self.serve)
+
+        async def serve(self):
+            async with self.answers:
+                async for call in self.answers:
+                    if call == "fail":
+                        raise ValueError("the server has ended")
+
+        async def step(self, reply):
+            with anyio.move_on_after(60):
+                if reply.text == "sleep":
+                    await anyio.sleep_forever()
+                await self.asked.send(reply.text)
+            return reply.text
+
+        async def close(self):
+            await self.asked.aclose()
+            await self.stack.aclose()
+            return 1.0
+"""
+
+
+def test_libraries_whose_scopes_belong_to_a_task_work_from_start_to_close(tmp_path: Path) -> None:
+    async def main(made: Hosts) -> None:
+        for cancelled in (False, True):
+            episode = await opened(made)
+            assert (await episode.step(Reply("a"))).messages[0]["content"] == "a"
+            if cancelled:
+                step = asyncio.create_task(episode.step(Reply("sleep")))
+                await asyncio.wait([step], timeout=0.1)
+                step.cancel()
+            assert await episode.close() == {"reward": 1.0}
+            assert not episode.host.live and not episode.host.waiting
+
+    with hosts(written(tmp_path, SCOPES, "Server")) as made:
+        asyncio.run(main(made))
+
+
+def test_a_background_task_that_fails_between_two_steps_fails_its_environment_only(tmp_path: Path) -> None:
+    async def main(made: Hosts) -> None:
+        other, episode = await opened(made), await opened(made)
+        await episode.step(Reply("fail"))
+        await other.step(Reply("a"))
+        with pytest.raises(EnvironmentFailed, match="a background task of the environment has failed") as caught:
+            await episode.step(Reply("b"))
+        assert caught.value.cause == "error"
+        episode.drop()
+        assert await other.close() == {"reward": 1.0}
+        await asyncio.gather(*made.leaving)
+        assert other.host in made.processes and not other.host.live
+
+    with hosts(written(tmp_path, SCOPES, "Server")) as made:
+        asyncio.run(main(made))
+
+
 KILLED = """
 import os, signal
 from pathlib import Path
