@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -279,7 +280,7 @@ def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
         ("A = 3", "A is int 3, not a class"),
         (
             "class A:\n    tools = [A for A in (len,)]\n    def step(self, reply): pass",
-            "the attribute tools is not a list",
+            "tools is not, or does not return, a list of JSON schemas: TypeError",
         ),
         ("class B: pass", "no class 'A' in it; known: B"),
         ("import nowhere", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
@@ -488,6 +489,60 @@ def test_an_environment_whose_close_hangs_behind_a_step_takes_its_process_with_i
 
     with hosts(written(tmp_path, SLOW, "Stuck")) as made:
         asyncio.run(main(made))
+
+
+OPENINGS = {
+    "return 'Two doors.'": [{"role": "user", "content": "Two doors."}],
+    "return 'x' * 999": None,
+    "return [{'role': 'tool', 'content': 'a'}, {'role': 'user', 'content': 'b'}]": [
+        {"role": "tool", "content": "a"},
+        {"role": "user", "content": "b"},
+    ],
+    "pass": [],
+    "return 7": "returned int 7: return a text, a list of messages, or None",
+    "return ['a']": "returned the message str 'a': write",
+    "return []": "returned no message for the student: add one",
+}
+
+
+@pytest.mark.parametrize("code", OPENINGS)
+def test_what_start_returns_is_the_first_observation(tmp_path: Path, code: str) -> None:
+    source, expected = (
+        f"class A:\n    def start(self):\n        {code}\n    def step(self, reply): pass",
+        OPENINGS[code],
+    )
+
+    async def main(made: Hosts) -> Any:
+        episode = made.place()
+        await episode.ready()
+        return await episode.start(GIVEN)
+
+    with hosts(written(tmp_path, source, "A"), shown=40) as made:
+        if isinstance(expected, str):
+            with pytest.raises(EnvironmentFailed, match=re.escape(f"A.start {expected}")):
+                asyncio.run(main(made))
+        elif expected is None:
+            assert "characters left out" in asyncio.run(main(made))[0]["content"]
+        else:
+            assert list(asyncio.run(main(made))) == expected
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_tools_may_be_asked_for_when_a_run_starts(tmp_path: Path, kind: str) -> None:
+    source = f"""
+        class A:
+            @classmethod
+            {kind} tools(cls):
+                return [{{"type": "function", "function": {{"name": cls.__name__}}}}]
+
+            def step(self, reply):
+                pass
+    """
+    found = schemas(HostSettings(written(tmp_path, source, "A"), None, 200))
+    assert found == [{"type": "function", "function": {"name": "A"}}]
+    broken = written(tmp_path, source.replace("return [", "raise ValueError('no server') #"), "A")
+    with pytest.raises(ConfigError, match="a list of JSON schemas: ValueError: no server .*:5"):
+        schemas(HostSettings(broken, None, 200))
 
 
 SCOPES = """

@@ -16,7 +16,7 @@ import inspect
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slipstream.environments import Reply, Start, Step
+from slipstream.environments import Message, Reply, Start, Step
 from slipstream.environments.forms import Acting, Kind, failure_text, kind_of
 from slipstream.errors import ConfigError, EnvironmentFailed, Suspected
 from slipstream.processes import kill_group
@@ -134,10 +134,10 @@ class Host:
         except BaseException as error:  # user code may raise anything; only this environment fails
             return EnvironmentFailed("error", f"{method} raised {failure_text(self.kind, error)}")
 
-    async def _start(self, number: int, arguments: dict[str, Any]) -> None:
+    async def _start(self, number: int, arguments: dict[str, Any]) -> tuple[Message, ...]:
         self.threads[number] = ThreadPoolExecutor(1, "environment")
         self.here[number] = Acting(self.kind, partial(self._run, number), self.shown)
-        await self.here[number].start(Start(**arguments, sandbox=self.sandbox))
+        return await self.here[number].start(Start(**arguments, sandbox=self.sandbox))
 
     async def _step(self, number: int, reply: Reply) -> Step:
         return await self._acting(number).step(reply)
@@ -356,8 +356,9 @@ class Episode:
                 self.hosts.retire(self.host)
                 raise EnvironmentFailed("crash", str(error)) from None
 
-    async def start(self, arguments: dict[str, Any]) -> None:
-        await self.host.call(self.number, "start", arguments)
+    async def start(self, arguments: dict[str, Any]) -> Sequence[Message]:
+        seen: Sequence[Message] = await self.host.call(self.number, "start", arguments)
+        return seen
 
     async def step(self, reply: Reply) -> Step:
         found: Step = await self.host.call(self.number, "step", reply)
