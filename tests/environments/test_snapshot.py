@@ -15,7 +15,19 @@ import pytest
 from slipstream.agents.workspace import snapshot_of
 
 SECRET = "the reference solution"
-TARGETS = ("..", "../..", ".", "/", "{secret}", "a", "b/c", "../secret", "a/../..", "./a/./b", "/proc/self/root{secret}")
+TARGETS = (
+    "..",
+    "../..",
+    ".",
+    "/",
+    "{secret}",
+    "a",
+    "b/c",
+    "../secret",
+    "a/../..",
+    "./a/./b",
+    "/proc/self/root{secret}",
+)
 RACES = {
     "a directory and a link": """
         os.rename(W + "/a", W + "/hidden"); os.symlink(SECRET, W + "/a")
@@ -105,7 +117,9 @@ def test_a_copy_has_the_files_of_a_workspace_and_no_link_out_of_it(seed: int, pl
         if each.is_file() and not each.is_symlink()
     }
     assert found == files
-    assert os.listdir(place / "agent") == ["workspace"], "what lies beside a workspace is deleted before the copy"
+    assert [each.name for each in (place / "agent").iterdir()] == ["workspace"], (
+        "what lies beside a workspace is deleted before the copy"
+    )
 
 
 @pytest.mark.parametrize("race", RACES)

@@ -78,9 +78,12 @@ class Place:
             )
             programs = Programs(made, socket=str(self.path / "gateway"), step_seconds=step_seconds)
             row = {"prompt": "Mend it.", "ground_truth": SECRET, "meta": {}}
-            async with programs.playing(row, "http://127.0.0.1:1/sessions/x/v1", "x") as player:
-                assert await player.ended() == ""
-                return await player.rewards()
+            try:
+                async with programs.playing(row, "http://127.0.0.1:1/sessions/x/v1", "x") as player:
+                    assert await player.ended() == ""
+                    return await player.rewards()
+            finally:
+                programs.close()
 
         with socket.socket(socket.AF_UNIX) as gateway:
             gateway.bind(str(self.path / "gateway"))

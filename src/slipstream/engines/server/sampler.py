@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +50,7 @@ from slipstream.records import (
     header_of,
     one_turn,
 )
+from slipstream.run_dir.temporary import TemporaryDirectory
 
 T = TypeVar("T")
 ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
@@ -93,7 +93,8 @@ class ServerSampler:
         self.api = APIS[settings.api](settings.endpoint, self.copy.vocab_size)
         self.texts = texts(self.copy.vocab_size, self.copy.longest)
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir=settings.folder))
+            self.made = TemporaryDirectory("slipstream-weights-", settings.folder)
+            self.folder = self.made.path
             self.folder.chmod(0o755)  # the server may run as another user
         except OSError as error:
             raise ConfigError(f"sampler.server.folder = {settings.folder!r} cannot be written: {error}") from None
@@ -114,7 +115,7 @@ class ServerSampler:
 
     def close(self) -> None:
         self.thread.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.made.close()
 
     async def _here(self, work: Callable[..., T], *given: object) -> T:
         """Run work of the copy on its thread."""

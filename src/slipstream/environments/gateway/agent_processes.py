@@ -23,6 +23,7 @@ from slipstream.environments.gateway import judging
 from slipstream.environments.gateway.agent_sandbox import PORT, AgentSandbox
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
 from slipstream.rewards.functions import WHOLE, rewards_of
+from slipstream.run_dir.temporary import TemporaryDirectory
 from slipstream.sandbox.limits import DRAINED
 
 OUTPUT_BYTES = 4096
@@ -55,10 +56,12 @@ class Programs:
     def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0, step_seconds: float = 60.0) -> None:
         """Limit each sandboxed process to `seconds` of CPU time per core; `step_seconds` is the time of the judge."""
         self.agent, self.socket, self.seconds, self.step_seconds = agent, socket, seconds, step_seconds
+        self.made = TemporaryDirectory("slipstream-agents-")
+        """Directory of all episodes."""
 
     @asynccontextmanager
     async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Program]:
-        place = Path(tempfile.mkdtemp(prefix="slipstream-agent-"))
+        place = Path(tempfile.mkdtemp(prefix="agent-", dir=self.made.path))
         try:
             walls = AgentSandbox.new() if self.agent.walled else None
             program = Program(self, place, row, base_url, session, walls)
@@ -72,7 +75,8 @@ class Programs:
             await beside(removed, place)
 
     def close(self) -> None:
-        """Do nothing: every process has ended with its episode."""
+        """Remove the directory; every process has ended with its episode."""
+        self.made.close()
 
 
 async def beside(work: Any, *args: Any) -> Any:
@@ -201,7 +205,7 @@ class Program:
         """Return the judge's rewards; if there is no judge, return the rewards that the agent wrote."""
         if (verify := self.kind.agent.verify) is None:
             return own_rewards(self.workspace)
-        place = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
+        place = Path(tempfile.mkdtemp(prefix="verify-", dir=self.kind.made.path))
         try:
             await beside(judging.prepare, place, self.row, self.prompt)
             bounds = {"size": judging.LARGEST, "entries": judging.FILES}
