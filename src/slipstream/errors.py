@@ -10,12 +10,12 @@ SlipstreamError         a run cannot start or continue; the command line prints 
 │   │   └── AllDied     the processes of all engines have ended, and none can restart from its last state.
 │   ├── LearnerDied     the learner's process has ended: the run can restart from its last checkpoint.
 │   └── RecordsLost     records needed by a call were stored on a machine that is no longer available.
+├── EndpointError       an endpoint gave no answer or a wrong one: during a run, the call is retried.
 ├── SandboxError        a sandbox could not run a model's program: the message names the sandbox and the cause.
 ├── Stalled             the pipeline has made no progress for too long: the message names which part waits for which.
 ├── NonFiniteError      a loss, gradient, logit or score is NaN or infinite.
 └── Unhealthy           the run's metrics show that it should stop: the message names the finding and what to do.
 
-EndpointError           an endpoint gave no answer or a wrong one: the call is retried.
 EnvironmentFailed       an environment hung, crashed or raised: its episode is retried, and finally left out.
 └── Suspected           a process ended with several environments in it: each episode gets an extra attempt, alone.
 NoContext               a teacher's context cannot be built for one response: only that response is not scored.
@@ -95,7 +95,7 @@ class Unhealthy(SlipstreamError):
         self.harmful = harmful
 
 
-class EndpointError(Exception):
+class EndpointError(SlipstreamError):
     """Failure of an endpoint. `status` is the HTTP status of its answer, 0 if there was no answer."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:

@@ -16,8 +16,9 @@ import torch
 from pydantic import SecretStr
 from rich.console import Console
 
+from slipstream.cli import main
 from slipstream.commands.doctor import doctor
-from slipstream.config.file import parse
+from slipstream.config.file import parse, to_toml
 from slipstream.config.schema import Config
 from slipstream.engines.http import breaker, client
 from slipstream.engines.native.model import load_model
@@ -229,6 +230,7 @@ def test_a_fault_that_passes_costs_a_retry(fake: FakeRolloutServer, fault: Fault
         ("no logprobs", 1, "gives a wrong answer: no log-probs of the drawn tokens"),
         ("short", 1, "gives a wrong answer: 7 token ids, 8 log-probs, and 8 tokens in its usage"),
         ("early stop", 1, "gives a wrong answer: it ended with 'stop' after 7 of 8 tokens, with end tokens at []"),
+        ("foreign token", 1, "gives a wrong answer: token id 39, and the student's ids are below 39: is it another"),
         ("wrong label", 4, "serves weights 'other', although"),
         ("empty abort", 4, "ended a request 4 times without a token"),
     ],
@@ -379,6 +381,15 @@ def test_doctor_finds_that_all_is_well(fake: FakeRolloutServer, tmp_path: Path) 
     said = io.StringIO()
     assert doctor(config_of(fake, tmp_path), Console(file=said, width=200)), said.getvalue()
     assert "sampler and learner, after a publish" in said.getvalue()
+
+
+def test_a_server_that_fails_in_the_checks_before_a_run_is_one_line(
+    fake: FakeRolloutServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(config_of(fake, tmp_path)))
+    fake.tell(*["early stop"] * 100)
+    assert main(["train", str(tmp_path / "config.toml")]) == 2
+    assert f"error: the rollout server at {fake.url} gives a wrong answer: it ended with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

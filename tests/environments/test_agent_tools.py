@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from slipstream.agents.mini import DONE, Sandboxed
-from slipstream.agents.workspace import packed, put, take, unpack, within
+from slipstream.agents.workspace import put, take, unpack, within
 from slipstream.environments.gateway.agent_processes import Agent
 from slipstream.errors import ConfigError, SandboxError
 from slipstream.plan.environment import check_agent
@@ -97,7 +97,7 @@ def test_what_is_too_large_to_come_back_leaves_a_workspace_as_it_was(workspace: 
 @WALLED
 def test_a_workspace_that_does_not_fit_is_no_fault_of_the_agent(workspace: Path) -> None:
     (workspace / "large").write_bytes(bytes(SMALL.disk))
-    with pytest.raises(SandboxError, match=r"cannot be copied into the sandbox: tar: large: "):
+    with pytest.raises(SandboxError, match=r"cannot be copied into the sandbox: /bin/tar: \./large: "):
         session(lambda opened: put(opened, workspace, SMALL))
 
 
@@ -130,11 +130,6 @@ def test_links_stay_within() -> None:
         assert within(("x", "y", "link"), target), target
     for target in ("/b", "../../../b", "c/../b", "../c/../../b"):
         assert not within(("x", "y", "link"), target), target
-
-
-def test_packing_follows_no_link(workspace: Path) -> None:
-    (workspace / "etc").symlink_to("/etc")
-    assert len(packed(workspace)) < 100_000
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

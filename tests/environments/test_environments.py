@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -279,7 +280,7 @@ def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
         ("A = 3", "A is int 3, not a class"),
         (
             "class A:\n    tools = [A for A in (len,)]\n    def step(self, reply): pass",
-            "the attribute tools is not a list",
+            "tools is not, or does not return, a list of JSON schemas: TypeError",
         ),
         ("class B: pass", "no class 'A' in it; known: B"),
         ("import nowhere", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
@@ -487,6 +488,125 @@ def test_an_environment_whose_close_hangs_behind_a_step_takes_its_process_with_i
         assert episode.host.ended and episode.host not in made.processes
 
     with hosts(written(tmp_path, SLOW, "Stuck")) as made:
+        asyncio.run(main(made))
+
+
+OPENINGS = {
+    "return 'Two doors.'": [{"role": "user", "content": "Two doors."}],
+    "return 'x' * 999": None,
+    "return [{'role': 'tool', 'content': 'a'}, {'role': 'user', 'content': 'b'}]": [
+        {"role": "tool", "content": "a"},
+        {"role": "user", "content": "b"},
+    ],
+    "pass": [],
+    "return 7": "returned int 7: return a text, a list of messages, or None",
+    "return ['a']": "returned the message str 'a': write",
+    "return []": "returned no message for the student: add one",
+}
+
+
+@pytest.mark.parametrize("code", OPENINGS)
+def test_what_start_returns_is_the_first_observation(tmp_path: Path, code: str) -> None:
+    source, expected = (
+        f"class A:\n    def start(self):\n        {code}\n    def step(self, reply): pass",
+        OPENINGS[code],
+    )
+
+    async def main(made: Hosts) -> Any:
+        episode = made.place()
+        await episode.ready()
+        return await episode.start(GIVEN)
+
+    with hosts(written(tmp_path, source, "A"), shown=40) as made:
+        if isinstance(expected, str):
+            with pytest.raises(EnvironmentFailed, match=re.escape(f"A.start {expected}")):
+                asyncio.run(main(made))
+        elif expected is None:
+            assert "characters left out" in asyncio.run(main(made))[0]["content"]
+        else:
+            assert list(asyncio.run(main(made))) == expected
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_tools_may_be_asked_for_when_a_run_starts(tmp_path: Path, kind: str) -> None:
+    source = f"""
+        class A:
+            @classmethod
+            {kind} tools(cls):
+                return [{{"type": "function", "function": {{"name": cls.__name__}}}}]
+
+            def step(self, reply):
+                pass
+    """
+    found = schemas(HostSettings(written(tmp_path, source, "A"), None, 200))
+    assert found == [{"type": "function", "function": {"name": "A"}}]
+    broken = written(tmp_path, source.replace("return [", "raise ValueError('no server') #"), "A")
+    with pytest.raises(ConfigError, match="a list of JSON schemas: ValueError: no server .*:5"):
+        schemas(HostSettings(broken, None, 200))
+
+
+SCOPES = """
+    import anyio
+    from contextlib import AsyncExitStack
+
+    class Server:
+        async def start(self, meta):
+            self.stack = AsyncExitStack()
+            self.tasks = await self.stack.enter_async_context(anyio.create_task_group())
+            self.asked, self.answers = anyio.create_memory_object_stream(0)
+            await self.stack.enter_async_context(self.asked)
+            self.tasks.start_soon(self.serve)
+
+        async def serve(self):
+            async with self.answers:
+                async for call in self.answers:
+                    if call == "fail":
+                        raise ValueError("the server has ended")
+
+        async def step(self, reply):
+            with anyio.move_on_after(60):
+                if reply.text == "sleep":
+                    await anyio.sleep_forever()
+                await self.asked.send(reply.text)
+            return reply.text
+
+        async def close(self):
+            await self.asked.aclose()
+            await self.stack.aclose()
+            return 1.0
+"""
+
+
+def test_libraries_whose_scopes_belong_to_a_task_work_from_start_to_close(tmp_path: Path) -> None:
+    async def main(made: Hosts) -> None:
+        for cancelled in (False, True):
+            episode = await opened(made)
+            assert (await episode.step(Reply("a"))).messages[0]["content"] == "a"
+            if cancelled:
+                step = asyncio.create_task(episode.step(Reply("sleep")))
+                await asyncio.wait([step], timeout=0.1)
+                step.cancel()
+            assert await episode.close() == {"reward": 1.0}
+            assert not episode.host.live and not episode.host.waiting
+
+    with hosts(written(tmp_path, SCOPES, "Server")) as made:
+        asyncio.run(main(made))
+
+
+def test_a_background_task_that_fails_between_two_steps_fails_its_environment_only(tmp_path: Path) -> None:
+    async def main(made: Hosts) -> None:
+        other, episode = await opened(made), await opened(made)
+        await episode.step(Reply("fail"))
+        await other.step(Reply("a"))
+        with pytest.raises(EnvironmentFailed, match="a background task of the environment has failed") as caught:
+            await episode.step(Reply("b"))
+        assert caught.value.cause == "error"
+        episode.drop()
+        assert await other.close() == {"reward": 1.0}
+        await asyncio.gather(*made.leaving)
+        assert other.host in made.processes and not other.host.live
+
+    with hosts(written(tmp_path, SCOPES, "Server")) as made:
         asyncio.run(main(made))
 
 

@@ -517,6 +517,68 @@ def test_connections_that_say_nothing_keep_nobody_from_a_place(monkeypatch: pyte
     asyncio.run(main())
 
 
+def test_a_burst_of_connections_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are accepted in one step of the event loop. Idle ones that were answered go first, then the oldest silent."""
+    monkeypatch.setattr(web, "CONNECTIONS", 4)
+
+    async def main() -> None:
+        async with serving(policy := Babble()) as (made, session, url):
+            assert made.listening is not None
+            here = made.listening.server_state.connections
+            policy.hold = asyncio.Event()
+            call = asyncio.create_task(sent(chat(url), ASKED))
+            while not session.running:
+                await asyncio.sleep(0.01)
+            with ExitStack() as stack:
+                address = made.socket.getsockname()
+                clients = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(30)]
+                ports = [client.getsockname()[1] for client in clients]
+                while len(here) < 4 or ports[-1] not in {each.client[1] for each in here}:  # type: ignore[union-attr]
+                    await asyncio.sleep(0)
+                newest = {each.client[1] for each in here} & set(ports)  # type: ignore[union-attr]
+                assert len(here) == 4 and newest == set(ports[-3:])
+                policy.hold.set()
+                assert (await call)[0] == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["fails", "session", "server"])
+def test_a_stream_whose_client_has_gone_ends_in_silence(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STREAM", 0.01)
+
+    class Failing(Babble):
+        async def generate(self, *given: Any) -> Any:
+            await super().generate(*given)
+            raise ValueError("a sampler that fails")
+
+    async def main() -> list[Any]:
+        reported = list[Any]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+        async with serving(policy := Failing()) as (made, session, url):
+            policy.hold = asyncio.Event()
+            body = json.dumps(ASKED | {"stream": True}).encode()
+            head = f"POST {chat(url).removeprefix(made.url)} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+            reader, writer = await asyncio.open_connection(*made.socket.getsockname())
+            writer.write(head.encode() + b"\r\n\r\n" + body)
+            while b"being written" not in await reader.readline():
+                pass
+            if ends == "fails":
+                policy.hold.set()
+            elif ends == "session":
+                session.close()
+            else:
+                made.close()
+            writer.transport.abort()
+            while session.running or made.listening.server_state.connections:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        gc.collect()
+        return reported
+
+    assert asyncio.run(main()) == []
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_goes_away_and_comes_again_is_answered_from_the_first_call(streams: bool) -> None:
     async def main() -> None:

@@ -189,6 +189,25 @@ def test_every_prompt_goes_on_from_all_that_was_there(name: str, turns: list[Any
             messages = shown
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_messages_after_a_prompt_stand_where_the_template_puts_them(name: str) -> None:
+    made = renderer(name, "hermes")
+    system: list[Message] = [] if name in ("gemma", "mistral") else [{"role": "system", "content": "Be kind."}]
+    seen = [user("  You see <|im_end|> two doors.\n"), user("One is red.")]
+    prompt = made.open([*system, user("Get out!")])
+    try:
+        expected = text_of(made.open([*system, user("Get out!"), *(each | {"content": "x"} for each in seen)]))
+    except DataError:  # roles must alternate
+        with pytest.raises(DataError, match="chat template refuses these messages"):
+            made.insert(prompt, seen)
+        return
+    plain = [each | {"content": "x"} for each in seen]
+    assert text_of(made.insert(prompt, plain)) == expected
+    assert controls(made.insert(prompt, seen)) == controls(made.insert(prompt, plain))
+    with pytest.raises(DataError, match="ends with no header of a turn"):
+        made.insert(prompt[:-1], seen)
+
+
 @pytest.mark.parametrize("name", ["qwen", "coder", "llama", "mistral"])
 def test_a_conversation_of_calls_is_the_one_that_the_template_writes(name: str) -> None:
     ours, tokenizer = renderer(name), tokenizer_of(name)

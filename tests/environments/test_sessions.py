@@ -308,6 +308,20 @@ def test_a_request_that_failed_is_tried_anew_when_it_comes_again() -> None:
     ran(main())
 
 
+def test_nothing_is_kept_of_a_request_that_was_refused() -> None:
+    async def main() -> None:
+        session = session_of(Babble(), limits=replace(WIDE, turns=0))
+        for n in range(5):
+            with pytest.raises(Refused):
+                await asked(session, [user(f"{n}")])
+        with pytest.raises(Refused, match="has .* bytes, more than"):
+            await asked(session, [user("x" * (session.max_bytes + 1))])
+        await asyncio.sleep(0)
+        assert not session.answers and not session.lost
+
+    ran(main())
+
+
 def test_who_asks_no_more_cancels_nothing_and_gets_the_answer_when_he_comes_again() -> None:
     async def main() -> None:
         policy = Babble(gap=0.05)

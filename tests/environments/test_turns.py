@@ -149,6 +149,17 @@ def test_an_environment_that_fails_is_begun_again_and_told_what_was_said(faults:
     assert (left < 12) == (failures > 0) == (faults < 1) and (left > 0) == (faults > 0.2)
 
 
+def test_a_first_observation_is_read_before_the_first_turn_and_counts_as_tokens_of_the_episode() -> None:
+    for rollout in played(World(first="3 1 2", turns=9), limits=replace(WIDE, turns=9)):
+        assert rollout.prompt.tokens.tolist() == [1, 2, 3, 1, 2] and rollout.prompt.seed == PROMPT.seed
+        check_lineage(rollout, {0: TABLE}, FULL)
+        assert rollout.loss_mask[0] and rollout.finish == "length" and len(rollout.tokens) <= 27
+    sampler = World(first="1 " * 30).sampler(toy.ToySampler(TABLE))
+    handles = virtual.run(sampler.generate(PROMPT, FULL))[0]
+    why = "start returned 30 tokens, and the episode has sampler.max_tokens = 30"
+    assert {handle.header.cause for handle in handles} == {why}
+
+
 @pytest.mark.parametrize("where", ["start", "close"])
 def test_an_environment_that_hangs_as_it_starts_or_closes_is_left_out(where: str) -> None:
     class Hanging(World):
@@ -185,9 +196,10 @@ def test_an_environment_that_cannot_be_closed_when_time_is_up_has_failed_and_say
 # --- handing over ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("first", ["", "3 1 2"])
 @pytest.mark.parametrize("seed", range(6))
-def test_an_episode_that_is_handed_over_goes_on_as_if_nothing_had_happened(seed: int) -> None:
-    expected = played(World(), FULL)
+def test_an_episode_that_is_handed_over_goes_on_as_if_nothing_had_happened(seed: int, first: str) -> None:
+    expected = played(World(first=first), FULL)
     rng = random.Random(seed)
     cuts = 0
 
@@ -195,7 +207,7 @@ def test_an_episode_that_is_handed_over_goes_on_as_if_nothing_had_happened(seed:
         nonlocal cuts
         begun: list[Handle] = []
         while True:
-            world = World(seconds=lambda rng: rng.uniform(0, 3))
+            world = World(seconds=lambda rng: rng.uniform(0, 3), first=first)
             sampler = world.sampler(toy.ToySampler(TABLE, seconds=0.4))
             call = asyncio.create_task(sampler.generate(PROMPT, FULL, begun))
             await asyncio.sleep(rng.uniform(0, 8))
@@ -214,7 +226,8 @@ def test_an_episode_that_is_handed_over_goes_on_as_if_nothing_had_happened(seed:
         assert handle.body.outcome | {"seconds": 0.0} == other.outcome | {"seconds": 0.0}
 
 
-def test_an_episode_whose_world_is_another_begins_again_there() -> None:
+@pytest.mark.parametrize("other_first", ["", "2"])
+def test_an_episode_whose_world_is_another_begins_again_there(other_first: str) -> None:
     async def main() -> list[Handle]:
         world = World(seconds=lambda rng: 1.0)
         sampler = world.sampler(toy.ToySampler(TABLE, seconds=0.4))
@@ -223,12 +236,12 @@ def test_an_episode_whose_world_is_another_begins_again_there() -> None:
         await sampler.release([PROMPT.number])
         begun = await call
         assert unfinished(begun) and begun
-        other = World(moody=True, opened=17, said=[[]] * 17)
+        other = World(moody=not other_first, opened=17, said=[[]] * 17, first=other_first)
         return await other.sampler(toy.ToySampler(TABLE)).generate(PROMPT, FULL, begun)
 
     for handle in virtual.run(main())[0]:
         check_lineage(handle.body, {0: TABLE}, FULL)
-        assert handle.header.finish == "eos"
+        assert handle.header.finish == "eos" and handle.body.prompt.tokens.tolist()[2:] == ([2] if other_first else [])
 
 
 def test_who_cancels_an_episode_ends_its_environment() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -61,25 +62,28 @@ class Place:
     def rewards(
         self,
         agent: str,
-        verify: Sequence[str] | None = None,
+        verify: Sequence[str] | None = (),
         *,
         walled: bool = True,
         step_seconds: float = 120.0,
     ) -> dict[str, float]:
-        """What an agent of this Python code gets."""
+        """What an agent of this Python code gets. Without words of `verify`, unit tests judge; None is no judge."""
 
         async def play() -> dict[str, float]:
             made = Agent(
                 command=(sys.executable, "-I", "-c", dedent(agent)),
                 workspace=str(self.path / "given"),
-                verify=tuple(verify or (*VERIFY, str(self.path / "tests"))),
+                verify=None if verify is None else tuple(verify or (*VERIFY, str(self.path / "tests"))),
                 walled=walled,
             )
             programs = Programs(made, socket=str(self.path / "gateway"), step_seconds=step_seconds)
             row = {"prompt": "Mend it.", "ground_truth": SECRET, "meta": {}}
-            async with programs.playing(row, "http://127.0.0.1:1/sessions/x/v1", "x") as player:
-                assert await player.ended() == ""
-                return await player.rewards()
+            try:
+                async with programs.playing(row, "http://127.0.0.1:1/sessions/x/v1", "x") as player:
+                    assert await player.ended() == ""
+                    return await player.rewards()
+            finally:
+                programs.close()
 
         with socket.socket(socket.AF_UNIX) as gateway:
             gateway.bind(str(self.path / "gateway"))
@@ -317,6 +321,69 @@ def test_a_judge_of_ones_own_runs_programs_in_the_other_sandbox(place: Place) ->
             assert "builtins:set gave no answer (failed)" in str(broken)
         json.dump(1, open(os.environ["SLIPSTREAM_VERDICT"], "w"))
     """) == {"reward": 1.0}
+
+
+SWAPS = {
+    "a link": "os.symlink(REFERENCE, WORK)",
+    "a link to a link": "os.symlink('link', WORK); os.symlink(REFERENCE, os.path.dirname(WORK) + '/link')",
+    "a link by way of /proc": "os.symlink('/proc/self/root' + REFERENCE, WORK)",
+    "a file": "open(WORK, 'w').write('def mean(values): return 271.25')",
+    "a pipe": "os.mkfifo(WORK)",
+    "nothing": "pass",
+}
+
+
+@WALLED
+@pytest.mark.parametrize("swap", SWAPS)
+def test_a_workspace_that_is_no_directory_any_more_is_worth_nothing(place: Place, swap: str) -> None:
+    """The reference solution can be read by root, and by the user who started the run, but not by the agent."""
+    reference = place.path / "reference"
+    reference.mkdir()
+    (reference / "mean.py").write_text(RIGHT)
+    (reference / "reward.json").write_text("1")
+    reference.chmod(0o700)
+    attack = f"""
+import os
+WORK, REFERENCE = os.environ["SLIPSTREAM_WORKSPACE"], {str(reference)!r}
+os.rename(WORK, WORK + ".old")
+{SWAPS[swap]}
+"""
+    assert place.rewards(attack) == {"reward": 0.0}
+    assert place.rewards(attack, verify=None, walled=True) == {"reward": 0.0}
+    write = "import os; open(os.environ['SLIPSTREAM_VERDICT'], 'w').write('1')"
+    assert place.rewards(attack, (sys.executable, "-c", write)) == {"reward": 0.0}
+
+
+MANY = "for n in range(60_000): open(f'{n}', 'x')"
+SPARSE = "open('large', 'x').truncate((256 << 20) + 1)"
+DEEP = "import os\nfor _ in range(300): os.mkdir('d'); os.chdir('d')"
+
+
+@WALLED
+@pytest.mark.parametrize("attack", [MANY, SPARSE, DEEP])
+def test_work_that_is_too_large_is_worth_nothing(place: Place, attack: str) -> None:
+    write = "import os; open(os.environ['SLIPSTREAM_VERDICT'], 'w').write('1')"
+    assert place.rewards("", (sys.executable, "-c", write)) == {"reward": 1.0}
+    assert place.rewards(attack, (sys.executable, "-c", write)) == {"reward": 0.0}
+
+
+@WALLED
+def test_work_whose_copy_takes_too_long_is_worth_nothing(place: Place) -> None:
+    """A copy that ends the time of the judge would let a student choose which of its episodes count."""
+    write = "import os; open(os.environ['SLIPSTREAM_VERDICT'], 'w').write('1')"
+    assert place.rewards("", (sys.executable, "-c", write), step_seconds=0.0) == {"reward": 0.0}
+
+
+@WALLED
+def test_the_sampler_holds_nothing_of_what_an_agent_leaves(place: Place) -> None:
+    sparse = solution(RIGHT) + "\nopen('large', 'x').truncate(200 << 20)"
+    tracemalloc.start()
+    try:
+        assert place.rewards(sparse) == {"reward": 1.0}
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 16 << 20
 
 
 VERDICTS = {

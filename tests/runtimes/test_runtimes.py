@@ -517,6 +517,14 @@ def test_a_launcher_that_hangs_is_killed_like_an_engine() -> None:
         assert made.gone
 
 
+def test_a_launcher_that_was_stopped_ends_with_whoever_started_it() -> None:
+    with ProcessLauncher() as made:
+        link = made.start_engine(ProcessSettings("w", 1, str(Path.cwd()), ""))
+        os.kill(made.pid, signal.SIGSTOP)
+    link.channel.close()
+    assert not Path(f"/proc/{made.pid}").exists()
+
+
 def test_a_plan_is_made_in_another_launcher_when_one_is_killed(real: Any) -> None:
     with ProcessLauncher() as made:
         os.kill(made.pid, signal.SIGKILL)

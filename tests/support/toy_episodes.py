@@ -34,6 +34,9 @@ class Numbers:
         seen = [int(each) for message in messages for each in message["content"].split()]
         return np.array([*end, *seen], np.int32)
 
+    def insert(self, prompt: Ints, messages: Sequence[Message]) -> Ints:
+        return np.concatenate([prompt, self.extend(np.array([self.eos]), messages)])
+
     def text(self, ids: Ints) -> str:
         return " ".join(map(str, ids))
 
@@ -49,6 +52,8 @@ class World:
     """Replies after which it is done."""
     moody: bool = False
     """Every environment answers otherwise than the one before."""
+    first: str = ""
+    """What a student sees before its first turn."""
     opened: int = 0
     closed: int = 0
     dropped: int = 0
@@ -77,8 +82,9 @@ class Room:
     async def ready(self) -> None:
         pass
 
-    async def start(self, given: dict[str, Any]) -> None:
+    async def start(self, given: dict[str, Any]) -> list[Message]:
         self.seed = given["seed"]
+        return [{"role": "user", "content": self.world.first}] if self.world.first else []
 
     async def step(self, reply: Reply) -> Step:
         said = self.world.said[self.number]

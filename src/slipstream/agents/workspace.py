@@ -1,28 +1,65 @@
-"""Copies of a workspace into a sandbox and back; links that leave the workspace are dropped."""
+"""Copies of a workspace: into a sandbox and back, and for its judge. Links that leave the workspace are dropped."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import io
 import shutil
+import sys
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from slipstream import processes
+from slipstream.agents import snapshot
+from slipstream.agents.snapshot import within
 from slipstream.errors import SandboxError
 from slipstream.sandbox.base import Limits, Ran, Session
+from slipstream.sandbox.limits import finish
 
-PUT = ("/bin/sh", "-c", "base64 -d | tar -xof -")
+PUT = ("/bin/tar", "-xomf", "-", "--no-overwrite-dir")
 TAKE = ("/bin/sh", "-c", "tar --ignore-failed-read -cf - . 2>/dev/null | base64 -w0")
 
 
 async def put(session: Session, directory: Path, limits: Limits) -> None:
-    """Copy a directory into a new sandbox; raise SandboxError if this fails, which no model's program can cause."""
-    ran = await session.run(PUT, stdin=packed(directory), limits=limits)
+    """Copy a directory into a new sandbox; raise TimeoutError after `limits.seconds`, and SandboxError for faults.
+
+    The directory must be trusted: `snapshot` makes a trusted copy of a directory that an agent has changed.
+    """
+    with tempfile.NamedTemporaryFile(prefix="slipstream-", suffix=".tar") as archive:
+        ran = await run_beside(["/bin/tar", "-C", str(directory), "-cf", archive.name, "."], limits.seconds)
+        if ran.status == "ok":
+            ran = await session.run(PUT, stdin=Path(archive.name), limits=limits)
+    if ran.status == "timeout":
+        raise TimeoutError(f"{directory} cannot be copied into the sandbox in {limits.seconds:g} s")
     if ran.status != "ok" or ran.err:
         raise SandboxError(f"{directory} cannot be copied into the sandbox: {why(ran)}")
+
+
+async def snapshot_of(workspace: Path, copy: Path, *, size: int, entries: int, seconds: float) -> str:
+    """Copy an agent's workspace to a new directory, and delete all files beside the workspace.
+
+    Return an empty string, or the reason why the workspace cannot be copied: by the agent's fault, or out of time.
+    """
+    copy.mkdir()
+    argv = [sys.executable, "-I", "-S", str(snapshot.__file__), str(workspace), str(copy), str(size), str(entries)]
+    ran = await run_beside(argv, seconds)
+    if ran.status == "timeout":
+        return f"its copy takes more than {seconds:g} s"
+    if ran.code not in (0, snapshot.REFUSED):
+        raise SandboxError(f"the agent's workspace cannot be copied: {why(ran)}")
+    return ran.err if ran.code else ""
+
+
+async def run_beside(argv: Sequence[str], seconds: float) -> Ran:
+    """Run a trusted program outside of all sandboxes, and kill it after its time."""
+    since = asyncio.get_running_loop().time()
+    process = await processes.start_program(argv)
+    return await finish(process, Limits(seconds), since, lambda pid: None)
 
 
 async def take(session: Session, directory: Path, limits: Limits) -> str:
@@ -56,15 +93,6 @@ def emptied(directory: Path) -> None:
             each.unlink()
 
 
-def packed(directory: Path) -> str:
-    """Return the directory as a tar archive in base64, because a sandbox accepts only text as input."""
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
-        for each in sorted(directory.iterdir()):
-            tar.add(each, each.name)
-    return base64.b64encode(archive.getvalue()).decode()
-
-
 def unpack(archive: bytes, into: Path) -> None:
     """Unpack files, directories, and links that stay within `into`; skip devices, pipes and other links."""
     links = list[tuple[Path, str]]()  # created last, so that no file is written through a link
@@ -91,10 +119,3 @@ def write(place: Path, content: bytes, *, executable: bool) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(content)
     place.chmod(0o755 if executable else 0o644)
-
-
-def within(link: Sequence[str], target: str) -> bool:
-    """Return true if a link is relative, goes up at most to the top of the workspace, and then only down."""
-    parts = PurePosixPath(target).parts
-    up = next((n for n, part in enumerate(parts) if part != ".."), len(parts))
-    return not target.startswith("/") and up < len(link) and ".." not in parts[up:]

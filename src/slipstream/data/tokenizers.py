@@ -43,7 +43,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"{name}: no tokenizer there: expected tokenizer.json; copy it from the model that this one is based on"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{name}: cannot load a tokenizer there: {first_line(error)}") from None
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):

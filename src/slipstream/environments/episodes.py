@@ -54,7 +54,9 @@ class Environment(Protocol):
         """Wait until the environment's process is ready. This time does not count for the limit `seconds`."""
         ...
 
-    async def start(self, given: dict[str, Any]) -> None: ...
+    async def start(self, given: dict[str, Any]) -> Sequence[Message]:
+        """Start the environment and return its first observation, which may be empty."""
+        ...
 
     async def step(self, reply: Reply) -> Step: ...
 
@@ -89,6 +91,10 @@ class TurnRenderer(Protocol):
         ...
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints: ...
+
+    def insert(self, prompt: Ints, messages: Sequence[Message]) -> Ints:
+        """Return the tokens of a prompt with further messages before the header of the first turn."""
+        ...
 
     def text(self, ids: Ints) -> str:
         """Decode tokens to text, special tokens included."""
@@ -159,6 +165,8 @@ class Episode:
     call: Call
     index: int
     failures: int
+    prompt: Prompt
+    """Prompt with the first observation, whose tokens count as tokens of the episode."""
     deadline: float = 0.0
     parts: list[Rollout | Ints] = field(default_factory=list)
     """Responses of the student's turns, and the observed tokens between turns, in order."""
@@ -187,7 +195,7 @@ class Episode:
         self.tokens += len(part.tokens) if isinstance(part, Rollout) else len(part)
 
     def next_prompt(self) -> Prompt:
-        prompt = self.call.prompt
+        prompt = self.prompt
         tokens = [part.tokens if isinstance(part, Rollout) else part for part in self.parts]
         return replace(
             prompt,
@@ -212,7 +220,7 @@ class Episode:
             "failures": float(self.failures),
             "branches": 1.0,
         }
-        return lineage(self.call.prompt, self.index, self.parts, finish=finish, outcome=outcome)
+        return lineage(self.prompt, self.index, self.parts, finish=finish, outcome=outcome)
 
 
 class Episodes:
@@ -238,7 +246,7 @@ class Episodes:
             return Handle(header_of(begun), begun)
         failures, suspected, alone = 0, 0, False
         while True:
-            episode = Episode(call, call.prompt.first + place, failures)
+            episode = Episode(call, call.prompt.first + place, failures, call.prompt)
             try:
                 rollout = await self._play(episode, self.environments.place(alone=alone), begun)
                 if rollout.finish == "released" and begun is not None and len(begun.tokens) > len(rollout.tokens):
@@ -263,7 +271,7 @@ class Episodes:
             episode.deadline = self._now() + self.limits.seconds
             prompt = episode.call.prompt
             row = row_of(prompt, self.renderer.text(prompt.tokens), derive_seed(prompt.seed, "environment"))
-            await self._in_time(episode, "start", environment.start(row))
+            self._see(episode, await self._in_time(episode, "start", environment.start(row)))
             finish = await self._turns(episode, environment, begun)
             rewards: dict[str, float] = {}
             if finish == "released":
@@ -275,8 +283,24 @@ class Episodes:
             raise
         return episode.rollout(finish, rewards)
 
+    def _see(self, episode: Episode, first: Sequence[Message]) -> None:
+        """Add the first observation of an environment to the episode's prompt."""
+        if not first:
+            return
+        try:
+            tokens = self.renderer.insert(episode.prompt.tokens, first)
+        except DataError as error:
+            raise EnvironmentFailed("error", f"start: {error}") from None
+        episode.tokens = len(tokens) - len(episode.prompt.tokens)
+        if episode.room <= 0:
+            most = f"sampler.max_tokens = {episode.call.sampling.max_tokens}"
+            raise EnvironmentFailed("error", f"start returned {episode.tokens} tokens, and the episode has {most}")
+        episode.prompt = replace(episode.prompt, tokens=tokens)
+
     async def _turns(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Finish:
-        known = parts_of(begun) if begun is not None else []
+        known = list[Rollout | Ints]()
+        if begun is not None and np.array_equal(begun.prompt.tokens, episode.prompt.tokens):
+            known = parts_of(begun)
         complete = int(begun.outcome["turns"]) if begun is not None else 0
         while True:
             recorded = known.pop(0) if known else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections import Counter
@@ -44,7 +45,8 @@ OWN_METHODS = ("start", "step", "close")
 """Methods of the environment interface; every other public method is a tool."""
 OF_STEP = (bool, int, float, dict, bytes, set), "a text, a list of messages, a Step, or None at the end"
 OF_TOOLS = (bytes, set), "a text, or what JSON holds"
-"""Return types that `step` or tools must not declare, each with the text about allowed values for error messages."""
+OF_START = (bool, int, float, dict, bytes, set), "a text, a list of messages, or None"
+"""Return types that `step`, tools or `start` must not declare, with the text about allowed values for messages."""
 Run = Callable[..., Awaitable[Any]]
 """Function that calls a method of the user with these arguments, in the thread of its environment."""
 
@@ -92,12 +94,21 @@ class Kind:
     @property
     def schemas(self) -> list[dict[str, Any]]:
         if not self.tools:
+            known = getattr(self.made, "tools", ())
             try:
-                return [plain(schema) for schema in getattr(self.made, "tools", ())]
-            except (TypeError, ValueError) as error:
-                why = f"the attribute tools is not a list of JSON schemas: {first_line(error)}"
+                if callable(known):
+                    known = known()
+                if inspect.isawaitable(known):
+                    known = asyncio.run(result_of(known))
+                return [plain(schema) for schema in known]
+            except Exception as error:  # `tools` may be code of the user
+                why = f"tools is not, or does not return, a list of JSON schemas: {failure_text(self, error)}"
                 raise ConfigError(f"environment.use = {self.spec!r}: {why}") from None
         return [tool.schema for tool in self.tools.values()]
+
+
+async def result_of(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 def kind_of(spec: str) -> Kind:
@@ -110,6 +121,8 @@ def kind_of(spec: str) -> Kind:
         methods = _methods(made, tools=not steps)
         if "step" in methods:
             _check_returned("step", methods["step"], *OF_STEP)
+        if "start" in methods:
+            _check_returned("start", methods["start"], *OF_START)
         tools = {name: _tool(name, method) for name, method in methods.items() if name not in OWN_METHODS}
         if not steps and not tools:
             write = "write a public method for each, with types and a docstring, or step(reply)"
@@ -180,10 +193,22 @@ class Acting:
         self.instance: Any = None
         self.counts = Counter[str]()
 
-    async def start(self, given: Start) -> None:
+    async def start(self, given: Start) -> tuple[Message, ...]:
+        """Start an instance, and return its first observation: messages that the student sees after the prompt."""
         self.instance = await self.run(self.kind.made)
-        if hasattr(self.instance, "start"):
-            await self.run(self.instance.start, **{name: getattr(given, name) for name in self.kind.asks})
+        if not hasattr(self.instance, "start"):
+            return ()
+        returned = await self.run(self.instance.start, **{name: getattr(given, name) for name in self.kind.asks})
+        match returned:
+            case None:
+                return ()
+            case str():
+                seen = Step(({"role": "user", "content": returned},))
+            case Sequence():
+                seen = self._checked("start", Step(tuple(returned)))
+            case _:
+                raise self._wrong("start", f"returned {short_repr(returned)}: return {OF_START[1]}")
+        return self._limited(seen).messages
 
     async def step(self, reply: Reply) -> Step:
         """Answer a reply. If the class has tools, a reply without calls ends the episode."""
@@ -254,12 +279,15 @@ class Acting:
                 step = Step(tuple(returned))
             case _:
                 raise self._wrong("step", f"returned {short_repr(returned)}: return {OF_STEP[1]}")
+        return self._checked("step", step)
+
+    def _checked(self, method: str, step: Step) -> Step:
         for message in step.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
                 write = "write {'role': 'tool', 'content': text}"
-                raise self._wrong("step", f"returned the message {short_repr(message)}: {write}")
+                raise self._wrong(method, f"returned the message {short_repr(message)}: {write}")
         if not step.messages and not step.done:
-            raise self._wrong("step", "returned no message for the student: add one, or set done=True")
+            raise self._wrong(method, "returned no message for the student: add one, or set done=True")
         return step
 
     def _wrong(self, method: str, fault: str) -> EnvironmentFailed:

@@ -16,7 +16,7 @@ import inspect
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slipstream.environments import Reply, Start, Step
+from slipstream.environments import Message, Reply, Start, Step
 from slipstream.environments.forms import Acting, Kind, failure_text, kind_of
 from slipstream.errors import ConfigError, EnvironmentFailed, Suspected
 from slipstream.processes import kill_group
@@ -35,6 +35,7 @@ from slipstream.user_code.process import STARTED, Child, begun, outside
 
 LEAVES = 5.0
 """Time limit in seconds for the end of an abandoned environment; after it, the host gets no further environments."""
+FAILED_TASK = "a background task of the environment has failed, and its library has cancelled the environment"
 APART = 4
 """Maximum number of suspects that run at the same time, each in its own process."""
 
@@ -78,7 +79,11 @@ class Host:
         self.here: dict[int, Acting] = {}
         self.threads: dict[int, ThreadPoolExecutor] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Latest asyncio task of each environment, by the environment's number."""
+        """Task of each environment, by the environment's number."""
+        self.queues: dict[int, asyncio.Queue[tuple[int, str, tuple[Any, ...]]]] = {}
+        """Calls that each task has yet to answer."""
+        self.working, self.abandoned = set[int](), set[int]()
+        """Numbers of the environments in which a call runs, and of those whose running call nobody waits for."""
 
     async def served(self) -> None:
         loop = asyncio.get_running_loop()
@@ -92,42 +97,69 @@ class Host:
         kill_group(0)  # the parent has ended: kill this host and all that it started
 
     def _accept(self, call: int, number: int, method: str, *args: Any) -> None:
-        work = self._answer(call, number, method, *args, last=self.tasks.get(number))
-        self.tasks[number] = asyncio.get_running_loop().create_task(work)
+        if number not in self.tasks:
+            self.queues[number] = asyncio.Queue()
+            self.tasks[number] = asyncio.get_running_loop().create_task(self._own(number, self.queues[number]))
+        self.queues[number].put_nowait((call, method, args))
+        if number in self.working:  # the parent no longer waits for the last call, which still runs
+            self.abandoned.add(number)
+            self.tasks[number].cancel()
 
-    async def _answer(self, call: int, number: int, method: str, *args: Any, last: asyncio.Task[None] | None) -> None:
+    async def _own(self, number: int, queue: asyncio.Queue[tuple[int, str, tuple[Any, ...]]]) -> None:
+        """Run all calls of one environment in this task, because a library's cancel scope must end where it began."""
+        own = asyncio.current_task()
+        assert own is not None
+        while number in self.tasks or not queue.empty():
+            try:
+                call, method, args = await queue.get()
+            except asyncio.CancelledError:  # by such a scope
+                await self._drop(number)
+                continue
+            self.working.add(number)
+            answer = await self._answer(number, method, *args)
+            self.working.discard(number)
+            if number in self.abandoned:
+                self.abandoned.discard(number)
+                own.uncancel()
+            else:
+                self.parent.send((call, answer))
+
+    async def _answer(self, number: int, method: str, *args: Any) -> Any:
         try:
-            if last is not None:  # the parent no longer waits for the last call, which may still run
-                last.cancel()
-                await asyncio.wait([last])
-            answer = await getattr(self, f"_{method}")(number, *args)
-        except asyncio.CancelledError:
-            return
+            return await getattr(self, f"_{method}")(number, *args)
         except EnvironmentFailed as error:
-            answer = error
+            return error
+        except asyncio.CancelledError:
+            return EnvironmentFailed("error", FAILED_TASK)
         except BaseException as error:  # user code may raise anything; only this environment fails
-            answer = EnvironmentFailed("error", f"{method} raised {failure_text(self.kind, error)}")
-        self.parent.send((call, answer))
+            return EnvironmentFailed("error", f"{method} raised {failure_text(self.kind, error)}")
 
-    async def _start(self, number: int, arguments: dict[str, Any]) -> None:
+    async def _start(self, number: int, arguments: dict[str, Any]) -> tuple[Message, ...]:
         self.threads[number] = ThreadPoolExecutor(1, "environment")
         self.here[number] = Acting(self.kind, partial(self._run, number), self.shown)
-        await self.here[number].start(Start(**arguments, sandbox=self.sandbox))
+        return await self.here[number].start(Start(**arguments, sandbox=self.sandbox))
 
     async def _step(self, number: int, reply: Reply) -> Step:
-        return await self.here[number].step(reply)
+        return await self._acting(number).step(reply)
 
     async def _close(self, number: int) -> dict[str, float]:
         """Close an environment and return its rewards. If this fails, the parent drops the environment."""
-        rewards = await self.here.pop(number).close()
+        acting = self._acting(number)
+        del self.here[number]
+        rewards = await acting.close()
         self._gone(number)
         return rewards
 
+    def _acting(self, number: int) -> Acting:
+        if number not in self.here:
+            raise EnvironmentFailed("error", FAILED_TASK)
+        return self.here[number]
+
     async def _drop(self, number: int) -> None:
         """Abandon an environment: close it, ignore its errors and rewards, and wait until its thread is idle."""
-        with suppress(Exception):
+        with suppress(Exception, asyncio.CancelledError):
             if number in self.here:
-                await self.here[number].close()
+                await self.here.pop(number).close()
         if number in self.threads:  # this may wait forever
             await asyncio.get_running_loop().run_in_executor(self.threads[number], int)
         self._gone(number)
@@ -135,6 +167,7 @@ class Host:
     def _gone(self, number: int) -> None:
         self.here.pop(number, None)
         self.tasks.pop(number, None)
+        self.queues.pop(number, None)
         if number in self.threads:
             self.threads.pop(number).shutdown(wait=False)
 
@@ -323,8 +356,9 @@ class Episode:
                 self.hosts.retire(self.host)
                 raise EnvironmentFailed("crash", str(error)) from None
 
-    async def start(self, arguments: dict[str, Any]) -> None:
-        await self.host.call(self.number, "start", arguments)
+    async def start(self, arguments: dict[str, Any]) -> Sequence[Message]:
+        seen: Sequence[Message] = await self.host.call(self.number, "start", arguments)
+        return seen
 
     async def step(self, reply: Reply) -> Step:
         found: Step = await self.host.call(self.number, "step", reply)

@@ -18,12 +18,12 @@ import numpy as np
 
 from slipstream.config.base import Rounding
 from slipstream.config.schema import HealthConfig
-from slipstream.errors import RecordsLost, SlipstreamError, Unhealthy, WorkerDied, first_line
+from slipstream.errors import RecordsLost, Unhealthy, WorkerDied, first_line
 from slipstream.pipeline.control import canary
 from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.publish import Samplers
-from slipstream.pipeline.retries import DEFECTS
+from slipstream.pipeline.retries import is_final
 from slipstream.pipeline.teachers import Teacher
 from slipstream.protocols import Learner, Metrics, Sampler, Sampling, Scorer
 from slipstream.records import Attempts, Batch, Group, Prompt, Rollout, unfinished
@@ -174,10 +174,11 @@ class Canaries:
             return await asyncio.gather(*calls)
         except WorkerDied as error:
             pool.handle_death(worker, error)
-        except (SlipstreamError, *DEFECTS) as error:
-            if not isinstance(error, RecordsLost):
+        except RecordsLost:
+            pass  # a later check repeats the requests
+        except Exception as error:
+            if is_final(error):
                 raise
-        except Exception as error:  # an engine may raise anything, as in `Retries`
             self.say(f"{worker.name} did not answer its canary request, which will be repeated: {first_line(error)}")
         worker.unproven = True
         return None

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from slipstream.errors import EngineError, SlipstreamError, first_line
+from slipstream.errors import EndpointError, EngineError, SlipstreamError, first_line
 
 T = TypeVar("T")
 PAUSES = (1.0, 2.0, 4.0, 8.0)
@@ -20,6 +20,11 @@ DOWN = 3 * TRIES
 """Number of failed tries without a success after which the run stops: three groups with five tries each."""
 DEFECTS = (TypeError, AttributeError, NameError, AssertionError)
 """Errors in the program itself: a retry cannot help, and the traceback is needed."""
+
+
+def is_final(error: Exception) -> bool:
+    """Return True if a repeated call cannot help. An engine may raise anything else for a failure that passes."""
+    return isinstance(error, (SlipstreamError, *DEFECTS)) and not isinstance(error, EndpointError)
 
 
 class GivenUp(Exception):
@@ -44,12 +49,12 @@ class Retries:
             before = self.successes
             try:
                 result = await work()
-            except (SlipstreamError, *DEFECTS):
-                raise
             except GivenUp as error:
                 self._note(str(error))
                 raise self._failed(1, str(error), before) from error
             except Exception as error:
+                if is_final(error):
+                    raise
                 self._note(f"{type(error).__name__}: {first_line(error)}")
                 if pause is None:
                     raise self._failed(TRIES, self.cause, before) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.engines.http.client import key_from_environment
-from slipstream.engines.native.config import context_length, load_config
+from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.server.api import APIS, ServerEndpoint, ServerSettings
 from slipstream.engines.vllm import RANKS, VERSION
@@ -187,7 +187,7 @@ def check_server(config: Config, longest: int, prompt: Sequence[int], say: Calla
     if config.sampler.engine != "server":
         return
     settings = server_settings(config)
-    api, url = APIS[settings.api](settings.endpoint), settings.endpoint.url
+    api, url = APIS[settings.api](settings.endpoint, vocabulary_of(settings.model)), settings.endpoint.url
 
     async def ask() -> str:
         with ResponseWatch("the rollout server", say).waiting():

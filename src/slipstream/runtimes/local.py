@@ -12,6 +12,7 @@ import contextlib
 import os
 import pickle
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -129,6 +130,7 @@ class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
         """End the launcher, all engines and their children."""
         if self.bare:  # a command that fails early must not wait for the imports
             kill(self.pid)
+        kill(self.pid, signal.SIGCONT)  # one that was stopped would not notice that the connection is closed
         self.control.close()
         if self.process:
             self.process.wait()

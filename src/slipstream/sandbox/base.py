@@ -9,6 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 MiB = 1 << 20
@@ -56,7 +57,8 @@ class Ran:
 @dataclass(frozen=True)
 class Program:
     argv: Sequence[str]
-    stdin: str = ""
+    stdin: str | Path = ""
+    """Text, or a file of this machine, which only sandboxes on this machine can read."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents of new files, by path below the working directory."""
     limits: Limits = USUAL
@@ -64,7 +66,7 @@ class Program:
 
 class Runner(ABC):
     async def run(
-        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
+        self, argv: Sequence[str], *, stdin: str | Path = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
     ) -> Ran:
         program = Program(argv, stdin, files, limits)
         return unrunnable(program) or await self.execute(program)

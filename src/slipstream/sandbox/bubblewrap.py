@@ -26,7 +26,16 @@ from slipstream.errors import ConfigError, SandboxError
 from slipstream.processes import descendants
 from slipstream.sandbox import cgroups
 from slipstream.sandbox.base import COPY, USUAL, Limits, Program, Ran, Sandbox, Session, Status, encoded
-from slipstream.sandbox.limits import check_installed, environment, finish, limited, memory, sealed, sockets
+from slipstream.sandbox.limits import (
+    check_installed,
+    environment,
+    finish,
+    limited,
+    memory,
+    opened_stdin,
+    sealed,
+    sockets,
+)
 from slipstream.sandbox.seccomp import program as seccomp_program
 
 NOBODY = "65534"
@@ -96,7 +105,7 @@ class Bubblewrap(Sandbox):
                     *(word for entry in environment(self.path, WORK).items() for word in ("--setenv", *entry)),
                     *("--", *limited(words, limits, processes=True, space=cgroup is None)),
                 ],
-                stdin=stack.enter_context(sealed(encoded(program.stdin))), user=user, descriptors=descriptors,
+                stdin=stack.enter_context(opened_stdin(program.stdin)), user=user, descriptors=descriptors,
             )  # fmt: skip
             if cgroup is not None:
                 try:

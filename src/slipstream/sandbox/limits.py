@@ -13,7 +13,7 @@ from typing import Any
 from slipstream import processes
 from slipstream.errors import ConfigError
 from slipstream.processes import read_proc
-from slipstream.sandbox.base import Limits, Ran, Status
+from slipstream.sandbox.base import Limits, Ran, Status, encoded
 
 LOOK = 0.1
 """Seconds between two measurements of a program's processes."""
@@ -70,6 +70,17 @@ def sealed(content: bytes) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def opened_stdin(stdin: str | Path) -> Iterator[int]:
+    """Yield the file descriptor of a program's standard input."""
+    if isinstance(stdin, Path):
+        with stdin.open("rb") as file:
+            yield file.fileno()
+    else:
+        with sealed(encoded(stdin)) as descriptor:
+            yield descriptor
 
 
 async def finish(

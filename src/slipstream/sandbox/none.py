@@ -17,7 +17,7 @@ from slipstream import processes
 from slipstream.errors import SandboxError
 from slipstream.sandbox.base import COPY, USUAL, Limits, Program, Ran, Sandbox, Session, Status, encoded
 from slipstream.sandbox.bubblewrap import system
-from slipstream.sandbox.limits import check_installed, environment, finish, holds_more, limited, memory, sealed
+from slipstream.sandbox.limits import check_installed, environment, finish, holds_more, limited, memory, opened_stdin
 
 
 class Unconfined(Sandbox):
@@ -41,7 +41,7 @@ class Unconfined(Sandbox):
                 return "memory"
             return "disk" if holds_more(work, limits.disk, limits.files) else None
 
-        with sealed(encoded(program.stdin)) as stdin:
+        with opened_stdin(program.stdin) as stdin:
             process = await processes.start_program(
                 limited(program.argv, limits, processes=False, space=True),
                 stdin=stdin,

@@ -122,6 +122,7 @@ class Remote(Sandbox):
 def request_body(program: Program) -> dict[str, Any]:
     """Return the request body for `/run_code`. Python programs are sent as Python, other commands as a bash line."""
     argv, files, limits = program.argv, program.files, program.limits
+    assert isinstance(program.stdin, str)
     if tuple(argv[:-1]) == PYTHON and argv[-1] in files:
         language, code = "python", files[argv[-1]]
         files = {name: content for name, content in files.items() if name != argv[-1]}

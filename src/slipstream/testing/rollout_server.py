@@ -29,7 +29,9 @@ from slipstream.engines.native.model import load_model
 from slipstream.protocols import Sampling
 from slipstream.testing.server import Loopback, cut_off, send
 
-Fault = Literal["cut", "unavailable", "no logprobs", "short", "wrong label", "empty abort", "early stop"]
+Fault = Literal[
+    "cut", "unavailable", "no logprobs", "short", "wrong label", "empty abort", "early stop", "foreign token"
+]
 
 
 @dataclass(eq=False)
@@ -189,6 +191,8 @@ class FakeRolloutServer(Loopback):
         if fault == "early stop" and len(request.tokens) > 1:
             request.tokens.pop(), request.logps.pop()
             request.finish = "stop"
+        if fault == "foreign token":
+            request.tokens[-1] = int(self.lm.config.vocab_size)
         label = "other" if fault == "wrong label" else request.label
         answer = self._vllm if self.api == "vllm" else self._sglang
         send(to, 200, answer(request, label, prompt, known, fault))

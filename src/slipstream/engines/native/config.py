@@ -66,7 +66,7 @@ def load_config(name: str) -> Any:
 def _config(path: str, file: Path, written: int) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(path)
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def generation_of(name: str) -> Any:

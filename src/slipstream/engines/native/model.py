@@ -93,7 +93,11 @@ def load_model(
     """
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            model_path(name), dtype=getattr(torch, dtype), attn_implementation=REFERENCE, output_loading_info=True
+            model_path(name),
+            dtype=getattr(torch, dtype),
+            attn_implementation=REFERENCE,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{name}: cannot load a causal LM from it: {first_line(error)}") from None

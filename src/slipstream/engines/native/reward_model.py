@@ -41,7 +41,7 @@ class Scorer:
         self.settings, self.tokenizer = settings, load_tokenizer(settings.path)
         self.device = pick_device(settings.device)
         dtype = getattr(torch, settings.dtype)
-        model = AutoModelForSequenceClassification.from_pretrained(settings.path, dtype=dtype)
+        model = AutoModelForSequenceClassification.from_pretrained(settings.path, dtype=dtype, trust_remote_code=False)
         self.model = model.to(self.device).eval()
 
     def scores(self, pairs: Sequence[tuple[Any, str]]) -> list[float | Ungraded]:

@@ -72,7 +72,9 @@ class Api(ABC):
     begin: str
     """Advice for a server that lacks an interface."""
 
-    def __init__(self, endpoint: ServerEndpoint) -> None:
+    def __init__(self, endpoint: ServerEndpoint, vocabulary: int) -> None:
+        """Serve a student whose token ids are below `vocabulary`."""
+        self.vocabulary = vocabulary
         self.where, self.client = endpoint.where, Client(endpoint)
         # generations may occupy all connections of the first client
         self.control = Client(ServerEndpoint("", endpoint.url, "", endpoint.key, CONTROLS, endpoint.timeout))
@@ -82,7 +84,7 @@ class Api(ABC):
         body = self.request(name, prompt, sampling, ends, seed)
         answer = await self.client.ask("POST", self.path, body, expected=TOKEN * sampling.max_tokens)
         try:
-            return checked(self.read(answer), sampling, ends)
+            return checked(self.read(answer), sampling, ends, self.vocabulary)
         except (WrongAnswer, *NO_FIELD) as error:
             raise EndpointError(f"{self.where} gives a wrong answer: {named(error)}") from None
 
@@ -247,11 +249,15 @@ def present(found: Any) -> Any:
     return found
 
 
-def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int]) -> Drawn:
+def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int], vocabulary: int) -> Drawn:
     """Return an answer that fits its request; raise WrongAnswer for others, and NonFiniteError for NaN."""
     tokens, asked, known = drawn.tokens, sampling.max_tokens, [token for token, _ in drawn.logps]
     if known != tokens or drawn.used != len(tokens):
         raise WrongAnswer(f"{len(tokens)} token ids, {len(known)} log-probs, and {drawn.used} tokens in its usage")
+    if foreign := [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary]:
+        raise WrongAnswer(
+            f"token id {foreign[0]!r}, and the student's ids are below {vocabulary}: is it another model?"
+        )
     if any(math.isnan(number(logp)) or logp <= CLAMPED for _, logp in drawn.logps):
         raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
     ended = [i for i, token in enumerate(tokens) if token in ends]

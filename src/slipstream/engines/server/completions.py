@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from slipstream.engines.http.answers import WrongAnswer
 from slipstream.engines.http.client import Client
+from slipstream.engines.native.config import vocabulary_of
 from slipstream.engines.server.api import NO_FIELD, TOKEN, Drawn, Served, checked, named
 from slipstream.engines.server.sampler import rollout_of
 from slipstream.errors import EndpointError, EngineError
@@ -21,7 +22,7 @@ from slipstream.records import Group, Handle, Prompt, Rollout, derive_seed, head
 class CompletionsSampler:
     def __init__(self, settings: Served, *, stop_ids: Collection[int]) -> None:
         self.settings, self.ends = settings, sorted(stop_ids)
-        self.client = Client(settings.endpoint)
+        self.client, self.vocabulary = Client(settings.endpoint), vocabulary_of(settings.model)
 
     def close(self) -> None:
         """Do nothing: connections are closed with their event loop."""
@@ -51,7 +52,9 @@ class CompletionsSampler:
             if (tokens := choice.get("token_ids")) is None:
                 raise WrongAnswer("no token_ids: the server must support return_token_ids, as vLLM does")
             logps, used = [(token, 0.0) for token in tokens], answer["usage"]["completion_tokens"]
-            drawn = checked(Drawn(tokens, logps, used, choice["finish_reason"], ""), sampling, self.ends)
+            drawn = checked(
+                Drawn(tokens, logps, used, choice["finish_reason"], ""), sampling, self.ends, self.vocabulary
+            )
         except (WrongAnswer, *NO_FIELD) as error:
             raise EndpointError(f"{self.client.where} gives a wrong answer: {named(error)}") from None
         return rollout_of(prompt, index, drawn, 0, greedy=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +50,7 @@ from slipstream.records import (
     header_of,
     one_turn,
 )
+from slipstream.run_dir.temporary import TemporaryDirectory
 
 T = TypeVar("T")
 ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
@@ -88,12 +88,13 @@ class ServerSampler:
     def __init__(self, settings: ServerSettings, *, stop_ids: Collection[int]) -> None:
         """Load a copy of the student into host memory; the server gets its weights before the first request."""
         self.settings, self.ends = settings, sorted(stop_ids)
-        self.api = APIS[settings.api](settings.endpoint)
         self.thread = ThreadPoolExecutor(1, "server", initializer=torch.set_num_threads, initargs=(settings.threads,))
         self.copy = load_model(settings.model, dtype=settings.dtype, device="cpu", longest=settings.longest)
+        self.api = APIS[settings.api](settings.endpoint, self.copy.vocab_size)
         self.texts = texts(self.copy.vocab_size, self.copy.longest)
         try:
-            self.folder = Path(tempfile.mkdtemp(prefix="slipstream-", dir=settings.folder))
+            self.made = TemporaryDirectory("slipstream-weights-", settings.folder)
+            self.folder = self.made.path
             self.folder.chmod(0o755)  # the server may run as another user
         except OSError as error:
             raise ConfigError(f"sampler.server.folder = {settings.folder!r} cannot be written: {error}") from None
@@ -114,7 +115,7 @@ class ServerSampler:
 
     def close(self) -> None:
         self.thread.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.made.close()
 
     async def _here(self, work: Callable[..., T], *given: object) -> T:
         """Run work of the copy on its thread."""

@@ -130,6 +130,19 @@ class Renderer:
             tokens = tokens[next(place for place, index in enumerate(tokens) if index in self.stop_ids) + 1 :]
         return np.array(tokens, np.int32)
 
+    def insert(self, prompt: Ints, messages: Sequence[Message]) -> Ints:
+        """Return the tokens of a prompt with further messages before the header of the first turn."""
+        for message in messages:
+            self._check(message)
+        try:
+            header, parts = self.template.after_prompt(wrapped(messages) if self.wraps else numbered(messages))
+        except Refused as refused:
+            raise DataError(f"{self.name}: {refused}") from None
+        before = prompt[: len(prompt) - len(header_ids := self.quoting.encode([Part(header, quoted=False)]))]
+        if prompt[len(before) :].tolist() != header_ids:
+            raise DataError(f"{self.name}: no message can follow this prompt, which ends with no header of a turn")
+        return np.concatenate([before, np.array(self.quoting.encode(parts), prompt.dtype)])
+
     def text(self, ids: Ints) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

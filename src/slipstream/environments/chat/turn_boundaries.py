@@ -68,6 +68,15 @@ class Template:
         text = self.render(marked, True, tools=list(tools) or None)
         return self._parts(text, [m if n in quoted else m | {"content": ""} for n, m in enumerate(messages)])
 
+    def after_prompt(self, messages: Sequence[Message]) -> tuple[str, list[Part]]:
+        """Return the header that ends a prompt, and what takes its place if messages follow the prompt's."""
+        marked = [message | {"content": self._marked(n, message["content"])} for n, message in enumerate(messages)]
+        prompt = self.render([ASKED], False)
+        header, after = self.render([ASKED], True), self.render([ASKED, *marked], True)
+        if not header.startswith(prompt) or not after.startswith(prompt):
+            raise Refused("the chat template prints a prompt differently if a message follows")
+        return header[len(prompt) :], self._parts(after[len(prompt) :], messages)
+
     def tail(self, messages: Sequence[Message]) -> tuple[str, list[Part]]:
         """Return the end of the assistant's turn up to its stop token, and the list of parts after the stop token."""
         tool = bool(messages) and messages[0]["role"] == "tool"

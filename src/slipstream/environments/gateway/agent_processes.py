@@ -17,10 +17,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slipstream import processes
+from slipstream.agents.snapshot import DIRECTORY, FILE
+from slipstream.agents.workspace import snapshot_of
 from slipstream.environments.gateway import judging
 from slipstream.environments.gateway.agent_sandbox import PORT, AgentSandbox
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
 from slipstream.rewards.functions import WHOLE, rewards_of
+from slipstream.run_dir.temporary import TemporaryDirectory
 from slipstream.sandbox.limits import DRAINED
 
 OUTPUT_BYTES = 4096
@@ -33,8 +36,8 @@ WITH_PARENT = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--")
 """Command prefix that ends the process when its parent ends."""
 JUDGE_ONLY = "ground_truth"
 """Field of the row that only the judge gets, not the agent."""
-JUDGING = 0.5
-"""Share of `step_seconds` in which the judge may run the solution; the judge itself has the rest."""
+COPYING, JUDGING = 0.25, 0.5
+"""Shares of `step_seconds` for the copy of the workspace and for the solution; the judge itself has the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +56,12 @@ class Programs:
     def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0, step_seconds: float = 60.0) -> None:
         """Limit each sandboxed process to `seconds` of CPU time per core; `step_seconds` is the time of the judge."""
         self.agent, self.socket, self.seconds, self.step_seconds = agent, socket, seconds, step_seconds
+        self.made = TemporaryDirectory("slipstream-agents-")
+        """Directory of all episodes."""
 
     @asynccontextmanager
     async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Program]:
-        place = Path(tempfile.mkdtemp(prefix="slipstream-agent-"))
+        place = Path(tempfile.mkdtemp(prefix="agent-", dir=self.made.path))
         try:
             walls = AgentSandbox.new() if self.agent.walled else None
             program = Program(self, place, row, base_url, session, walls)
@@ -70,7 +75,8 @@ class Programs:
             await beside(removed, place)
 
     def close(self) -> None:
-        """Do nothing: every process has ended with its episode."""
+        """Remove the directory; every process has ended with its episode."""
+        self.made.close()
 
 
 async def beside(work: Any, *args: Any) -> Any:
@@ -198,10 +204,13 @@ class Program:
     async def rewards(self) -> dict[str, float]:
         """Return the judge's rewards; if there is no judge, return the rewards that the agent wrote."""
         if (verify := self.kind.agent.verify) is None:
-            return rewards_in(self.workspace / REWARD, REWARD, missing={})
-        place = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
+            return own_rewards(self.workspace)
+        place = Path(tempfile.mkdtemp(prefix="verify-", dir=self.kind.made.path))
         try:
-            if await beside(judging.prepare, place, self.workspace, self.row, self.prompt):
+            await beside(judging.prepare, place, self.row, self.prompt)
+            bounds = {"size": judging.LARGEST, "entries": judging.FILES}
+            seconds = COPYING * self.kind.step_seconds
+            if await snapshot_of(self.workspace, place / "workspace", seconds=seconds, **bounds):
                 return {WHOLE: 0.0}  # a failure would let a student choose which of its episodes count
             solution = judging.Solution(place / "workspace", JUDGING * self.kind.step_seconds)
             async with solution.served(place / "solution"):
@@ -223,6 +232,8 @@ class Program:
                 cause = "crash" if why.startswith("killed") else "error"
                 raise EnvironmentFailed(cause, f"environment.gateway.verify: {solution.fault or why}")
             return rewards_in(place / VERDICT, "environment.gateway.verify: its verdict", missing=None)
+        except SandboxError as error:
+            raise EnvironmentFailed("error", f"environment.gateway.verify: {error}") from None
         finally:
             await self.end()
             await beside(removed, place)
@@ -247,10 +258,27 @@ def filled(text: str, values: dict[str, str]) -> str:
     return text
 
 
-def rewards_in(file: Path, source: str, *, missing: dict[str, float] | None) -> dict[str, float]:
-    """Read rewards from a JSON file; if the file is missing, return `missing`, or raise an error if that is None."""
+def own_rewards(workspace: Path) -> dict[str, float]:
+    """Return the rewards that an agent wrote into its workspace: 0 if that is no directory any more."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        directory = os.open(workspace, DIRECTORY)
+    except OSError:
+        return {WHOLE: 0.0}
+    try:
+        return rewards_in(Path(REWARD), REWARD, missing={}, directory=directory)
+    finally:
+        os.close(directory)
+
+
+def rewards_in(
+    file: Path, source: str, *, missing: dict[str, float] | None, directory: int | None = None
+) -> dict[str, float]:
+    """Read rewards from a JSON file, below the open `directory` unless that is None.
+
+    If the file is missing, return `missing`, or raise an error if that is None.
+    """
+    try:
+        descriptor = os.open(file, FILE, dir_fd=directory)
         with os.fdopen(descriptor, "rb") as opened:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError("is not a regular file")

@@ -3,25 +3,24 @@
 Nothing that the agent wrote can influence the judge. The judge starts in a new directory with a new HOME, and in a
 separate sandbox if the agent had one. Only the judge has the row with its answer, and the file for the verdict.
 
-The solution is a copy of the workspace, made after all processes of the agent have ended. The judge asks over a
-socket to run programs of the solution. These programs run in another sandbox, which holds only the copy.
+The solution is a copy of the workspace, made after all processes of the agent have ended. The copy follows no link and
+has limits of size, number and time; a workspace that exceeds one is worth 0. The judge asks over a socket to run
+programs of the solution. These programs run in another sandbox, which holds only the copy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import errno
 import json
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.agents import judge
-from slipstream.agents.workspace import packed, put, unpack
+from slipstream.agents.workspace import put
 from slipstream.errors import SlipstreamError
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Limits, MiB, Ran, Session
@@ -33,8 +32,6 @@ FILES = 50_000
 """Maximum files and directories of a workspace that is judged."""
 LIMITS = Limits(seconds=60.0, memory=1024 * MiB, disk=1024 * MiB, output=MiB, processes=64)
 """Limits of the solution's sandbox; `disk` is larger than any workspace that is judged."""
-OURS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO)
-"""Error numbers of a copy that come from this machine, not from the agent's work."""
 HERE = "judge"
 """Directory in which the judge starts."""
 
@@ -46,25 +43,13 @@ def too_large(workspace: Path) -> str:
     return ""
 
 
-def prepare(place: Path, workspace: Path, row: dict[str, Any], prompt: str) -> str:
-    """Fill the judge's directory; return the reason why the work cannot be judged, or an empty string if it can.
-
-    The copied workspace omits links that point out of the workspace, which could expose the answer.
-    """
-    for each in (HERE, "home", "tmp", "workspace"):
+def prepare(place: Path, row: dict[str, Any], prompt: str) -> None:
+    """Fill the judge's directory, except for the workspace."""
+    for each in (HERE, "home", "tmp"):
         (place / each).mkdir()
     shutil.copyfile(str(judge.__file__), place / HERE / "judge.py")
     (place / "task.json").write_text(json.dumps(row, ensure_ascii=False), "utf-8", "replace")
     (place / "prompt.txt").write_text(prompt, "utf-8", "replace")
-    try:
-        if why := too_large(workspace):
-            return why
-        unpack(base64.b64decode(packed(workspace)), place / "workspace")
-    except (OSError, RecursionError) as error:  # unreadable files, or directories nested too deeply
-        if isinstance(error, OSError) and error.errno in OURS:
-            raise
-        return str(error)
-    return ""
 
 
 @dataclass(eq=False)
@@ -73,7 +58,7 @@ class Solution:
 
     workspace: Path
     seconds: float
-    """Seconds left for all programs together, so that a slow solution fails before the judge's time is over."""
+    """Seconds left for its copy and all programs, so that a slow solution fails before the judge's time is over."""
     fault: str = ""
     """Reason why the sandbox failed, which is no fault of the agent; empty if it did not fail."""
     session: Session | None = None
@@ -111,7 +96,10 @@ class Solution:
         async with self.turn:
             if self.session is None:
                 self.session = await sandbox_of("bubblewrap").session(LIMITS)
-                await put(self.session, self.workspace, LIMITS)
+                since = asyncio.get_running_loop().time()
+                with suppress(TimeoutError):  # its time is used up
+                    await put(self.session, self.workspace, replace(LIMITS, seconds=self.seconds))
+                self.seconds -= asyncio.get_running_loop().time() - since
             if self.seconds <= 0:
                 return Ran("timeout", None, "", "the solution has used all its time\n", 0.0)
             limits = replace(LIMITS, seconds=min(seconds, self.seconds))

@@ -25,7 +25,7 @@ import uvicorn
 from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway import web
 from slipstream.environments.gateway.external_agents import ExternalAgents
-from slipstream.environments.gateway.sessions import Answer, Failed, Refused, Session, beside, over
+from slipstream.environments.gateway.sessions import Answer, Failed, Refused, Session, beside, error_of, over
 from slipstream.environments.gateway.web import Request, Response, while_there
 from slipstream.errors import ConfigError, first_line
 from slipstream.processes import garbage_collection
@@ -160,6 +160,7 @@ class Server:
         if not chat.stream:
             return Response(200, wire.completion(await while_there(request, answer), chat))
         waiting = asyncio.ensure_future(answer)
+        waiting.add_done_callback(error_of)  # a stream may be cut off before it reads the error
         try:  # refuse a request before its stream begins, to send an error status
             await while_there(request, asyncio.wait([waiting], timeout=STREAM))
         except asyncio.CancelledError:

@@ -121,12 +121,10 @@ class Session:
         if self.closed:
             raise Refused(410, "this session is closed", code="session_closed")
         known = self.answers.setdefault(digest, [])
-        known[:] = [each for each in known if not each.done() or (not each.cancelled() and each.exception() is None)]
         task = next((each for each in known if each in self.lost), known[-1] if again and known else None)
         if task is None:
             task = asyncio.get_running_loop().create_task(call())
-            # mark its error as retrieved: a waiting client gets the error itself
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(lambda done: self._forget_failed(digest, done))
             known.append(task)
         self.lost.discard(task)
         try:
@@ -136,6 +134,14 @@ class Session:
                 raise Refused(410, "this session was closed before the answer", code="session_closed") from None
             self.lost.add(task)
             raise
+
+    def _forget_failed(self, digest: bytes, task: asyncio.Task[Answer]) -> None:
+        """Keep nothing of a request without an answer; its error, which a waiting client gets, refers to its body."""
+        if error_of(task) is not None:
+            self.lost.discard(task)
+            self.answers[digest].remove(task)
+            if not self.answers[digest]:
+                del self.answers[digest]
 
     async def chat(self, messages: Sequence[Message], tools: Tools = (), most: int | None = None) -> Answer:
         """Answer a chat request. Messages have text as role and content; tool_calls have objects as arguments."""
@@ -289,6 +295,11 @@ class Session:
             for number, branch in enumerate(sampled)
         ]
         return [replace(row, episode=self.index) for row in rows]
+
+
+def error_of(task: asyncio.Future[Any]) -> BaseException | None:
+    """Return the error of a finished task, and mark it as retrieved, so that asyncio does not report it."""
+    return asyncio.CancelledError() if task.cancelled() else task.exception()
 
 
 def over(session: Session, why: str, limit: Finish = "length", status: int = 400) -> Refused:

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 import h11
@@ -29,7 +30,7 @@ LINGERS = 2.0
 SOON = 0.05
 """Age of a request in seconds at which a task starts to watch whether the client disconnects."""
 CONNECTIONS = 4096
-"""Maximum connections at a time. A further connection closes an idle connection, or itself if none is idle."""
+"""Maximum connections at a time. A further one closes the oldest that waits for a request, or itself if none does."""
 OPTIONS: dict[str, Any] = {
     "log_config": None,
     "log_level": "critical",
@@ -42,6 +43,7 @@ OPTIONS: dict[str, Any] = {
 }
 HEADERS = {408: [(b"connection", b"close")], 413: [(b"connection", b"close")], 503: [(b"retry-after", b"1")]}
 """Further headers of answers by status."""
+NUMBERS = count()
 HERE = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?")
 """Host headers that name this machine."""
 T = TypeVar("T")
@@ -184,10 +186,14 @@ class Bounded(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.number = next(NUMBERS)
         if len(self.connections) > CONNECTIONS:
             known: Any = self.connections
-            idle = (each for each in known if each is not self and each.conn.their_state is h11.IDLE)
-            next(idle, self).transport.abort()
+            idle = [each for each in known if each is not self and each.conn.their_state is h11.IDLE]
+            # those without any request yet may be about to send it, so they go last
+            closing = min(idle, key=lambda each: (each.cycle is None, each.number), default=self)
+            known.discard(closing)  # an aborted connection would leave the set only later
+            closing.transport.abort()
 
 
 async def listening(app: App, sockets: Sequence[socket.socket]) -> uvicorn.Server:
