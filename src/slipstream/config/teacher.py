@@ -55,8 +55,9 @@ class FollowConfig(Section):
 class TeacherConfig(Section):
     model: str
     """HF directory or hub name, builtin:teacher, self (the student's weights at the start), or a name at base_url."""
-    engine: Literal["native", "vllm"] = "native"
-    """Inference engine that runs a local teacher."""
+    engine: Literal["native", "vllm", "auto"] = "native"
+    """Inference engine that runs a local teacher. auto: vLLM if it is installed and can score what the loss needs, and
+    native otherwise; a line states the choice."""
     engine_args: EngineArgs = Field({})
     """Arguments of vLLM's engine, for example { tensor_parallel_size = 4, gpu_memory_utilization = 0.9 }. Only for
     engine = "vllm"."""
