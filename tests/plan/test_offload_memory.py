@@ -72,7 +72,13 @@ def test_copies_of_a_teacher_that_follows_count_in_host_memory() -> None:
 def test_the_old_policy_counts_as_often_as_its_weights_are_in_memory() -> None:
     """A pass under the old policy's weights needs them, and a copy of the learner's own: two, beside the model."""
     policy = {"old": "previous", "advantage": "grpo"}
-    rewarded = {"task": {"reward": "math"}, "policy": policy, "loss": {"weight": 0}, "teachers": {}, "sampler": TREE["sampler"] | {"group": 4}}
+    rewarded = {
+        "task": {"reward": "math"},
+        "policy": policy,
+        "loss": {"weight": 0},
+        "teachers": {},
+        "sampler": TREE["sampler"] | {"group": 4},
+    }
     made = check_shapes(parse(TREE | rewarded), Gpus.parse(["4x160"]))
     assert needs(made.engines, gpu=True)[0].parts["versions before"] == 2 * PARAMETERS * 4
     lm = wrap(make_model("llama"))

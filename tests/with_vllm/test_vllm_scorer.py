@@ -133,5 +133,5 @@ def test_a_run_with_a_teacher_in_vllm(tmp_path: Path) -> None:
 def test_arguments_of_a_teacher_do_not_come_to_nothing() -> None:
     config = config_of(kind="reverse_kl")
     teacher = config.teachers["main"].model_copy(update={"engine_args": {"block_size": 64}})
-    with pytest.raises(ConfigError, match="vLLM gives no hidden states: write engine = \"native\" without engine_args"):
+    with pytest.raises(ConfigError, match='vLLM gives no hidden states: write engine = "native" without engine_args'):
         with_vllm(config.model_copy(update={"teachers": {"main": teacher}}), str)

@@ -56,7 +56,7 @@ from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows, reward_warnings
 from slipstream.plan.gpus import Gpus
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
-from slipstream.plan.shapes import ShapeCheck, check_heads, check_split_heads, shape_line
+from slipstream.plan.shapes import ShapeCheck, check_heads, check_selection, check_split_heads, shape_line
 from slipstream.plan.teachers import (
     check_budget,
     check_endpoints,
@@ -697,6 +697,10 @@ def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Confi
         for name, teacher in config.teachers.items()
     }
     sampler = config.sampler.model_copy(update={"longest": length_for("sampler", config.sampler.longest, drawn)})
+    check_selection("learner", config.student, sampler.longest)
+    for name, teacher in teachers.items():
+        if teacher.base_url is None and teacher.engine == "native":
+            check_selection(f"teachers.{name}", config.model_of(teacher), teacher.longest)
     return config.model_copy(update={"sampler": sampler, "teachers": teachers})
 
 

@@ -86,6 +86,17 @@ def context_length(config: Any) -> int:
     return int(stretched * (getattr(text, "max_position_embeddings", None) or 1 << 30))
 
 
+def fully_attended(config: Any) -> int | None:
+    """Return the length up to which a sparse attention selects every key; None: the model selects none.
+
+    Beyond it an index chooses keys. Its scores pass a ReLU, so many are 0, and the shape of a pass breaks the ties.
+    """
+    text = config.get_text_config()
+    rates: dict[str, int] = getattr(text, "compress_rates", None) or {}
+    keys = getattr(text, "index_topk", None)
+    return keys and keys * rates.get("compressed_sparse_attention", 1)
+
+
 def vocabulary_of(model: str) -> int:
     return int(load_config(model).get_text_config().vocab_size)
 
