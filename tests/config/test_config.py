@@ -345,10 +345,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"learner": {"minibatches": 3}},
         "learner.minibatches = 3 does not divide the 64 groups of an update",
     ),
-    "mini-batches of a periodic schedule": (
-        {"learner": {"epochs": 2}, "schedule": {"kind": "periodic"}},
-        'schedule.kind = "periodic" learns from groups as they come, in one step: write minibatches = 1',
-    ),
     "ranks that would be idle": (
         {"learner": {"ranks": 3, "minibatches": 32}},
         "learner.ranks = 3 is more than the 2 groups of one step: some would have nothing to do",

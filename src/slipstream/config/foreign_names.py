@@ -34,4 +34,4 @@ VALUES = {
         for foreign, own in {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "full": "k3"}.items()
     },
 }
-"""What to write here, by key and foreign value."""
+"""Text that names the setting to write here, by key and foreign value."""

@@ -1114,11 +1114,6 @@ class Config(Section):
                 f"learner.ranks = {learner.ranks} is more than the {groups // learner.minibatches} groups of one step: "
                 "some would have nothing to do; lower it, or raise learner.batch_size"
             )
-        if self.schedule.learns_as_ready and learner.minibatches * learner.epochs > 1:
-            raise ValueError(
-                'schedule.kind = "periodic" learns from groups as they come, in one step: '
-                "write minibatches = 1 and epochs = 1, or another schedule"
-            )
         wide, narrow = learner.dtype, learner.compute_dtype
         if narrow not in (None, wide) and not (wide == "float32" and narrow in HALVES):
             raise ValueError(

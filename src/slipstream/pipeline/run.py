@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -26,6 +26,7 @@ from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
 from slipstream.metrics import Metrics
 from slipstream.models.model_card import card
+from slipstream.objective.method import method_of, whole_batch_reason
 from slipstream.pipeline.admission import Admission, AdmissionState
 from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.canary_rounds import Canaries, Watched
@@ -464,8 +465,11 @@ def choice_of(config: Config, prompts: Prompts, before: Mapping[str, Any] | None
 
 
 def admission_of(config: Config, choice: Choice, standing: AdmissionState | None) -> Admission:
+    schedule = schedule_of(config.schedule, config.groups_per_update)
+    if config.schedule.learns_as_ready and whole_batch_reason(config, method_of(config)):
+        schedule = replace(schedule, learn="batch", order="submission")
     return Admission(
-        schedule_of(config.schedule, config.groups_per_update),
+        schedule,
         updates=config.updates,
         supervised=config.supervised_updates,
         source=choice.source,

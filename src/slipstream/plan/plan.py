@@ -40,7 +40,7 @@ from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import model_path, without_weights
-from slipstream.objective.method import Method, method_of, quantisation_notes
+from slipstream.objective.method import Method, method_of, quantisation_notes, schedule_notes
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import adapted, check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe, template_end
@@ -156,6 +156,7 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
         check_server(config, longest + config.sampler.max_tokens, prompts.tokens[0], notes.append)
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config)]
     notes += [*off_policy_notes(config), *running_notes(config), *quantisation_notes(config, method)]
+    notes += schedule_notes(config, method)
     engines = engines_of(config, method, teachers.one_ends)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer)]
     warnings += check_room_on(engines, gpus)
@@ -202,7 +203,7 @@ def check_shapes(config: Config, gpus: Gpus | None = None) -> ShapeCheck:
     check_effects(config)
     config = with_lengths(config, *possible_lengths(config, notes.append))
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config), *off_policy_notes(config)]
-    notes += quantisation_notes(config, method)
+    notes += [*quantisation_notes(config, method), *schedule_notes(config, method)]
     engines, warnings = engines_of(config, method), warnings_of(config)
     if gpus is not None:
         warnings += check_room_on(engines, gpus)
