@@ -75,7 +75,7 @@ def train(
         close=lambda: None,
     )
     with RunLog.create(config, path) as log:
-        asyncio.run(Run(config, engines, make_prompts(), log).train())
+        asyncio.run(Run(config, engines, make_prompts(), log, whole_batches=bool(options)).train())
     return learner
 
 

@@ -40,7 +40,7 @@ from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import model_path, without_weights
-from slipstream.objective.method import Method, method_of, quantisation_notes, schedule_notes
+from slipstream.objective.method import Method, method_of, quantisation_notes, schedule_notes, whole_batch_reason
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import adapted, check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe, template_end
@@ -117,6 +117,11 @@ class Plan:
     @property
     def needs(self) -> list[Need]:
         return needs(self.engines)
+
+    @property
+    def whole_batches(self) -> bool:
+        """Return whether a periodic schedule learns only when all groups of an update are scored."""
+        return bool(whole_batch_reason(self.config, self.method))
 
 
 @garbage_collection(*RARE)
