@@ -171,6 +171,9 @@ sft.updates=1 sft.source=teacher sft.lr=1e-3 sft.warmup=1 sampler.group=2
 sft.updates=1 sft.loss.kind=forward_kl sft.loss.k=4 sft.loss.temperature=0.5
 sft.updates=1 sft.loss.kind=jsd schedule.kind=periodic
 {RL} sft.updates=1
+loss.weight=0 teachers={{}} sft.updates=2
+loss.weight=0 sft.updates=2 sft.loss.kind=jsd
+loss.weight=0 sft.updates=2 sft.source=teacher
 mix.source=teacher loss.m=3 mix.share=0.25 mix.final=0 mix.over=2
 mix.share=0.5 loss.kind=jsd sft.updates=1
 """.strip().splitlines()

@@ -67,6 +67,11 @@ policy.drop_alike=true
 {RL} policy.loss=oapl policy.old=previous
 {RL} policy.loss=vespo sampler.top_p=0.9
 sft.updates=2
+sft.updates=3
+loss.weight=0 sft.updates=2
+loss.weight=0 teachers={{}} sft.updates=2 mix.share=0.5
+loss.weight=0 sft.updates=2 sft.loss.kind=forward_kl sft.until=0.5
+{RL} sft.updates=2
 sft.updates=1 sft.warmup=2
 sft.updates=1 sft.loss.kind=reverse_kl_mc
 sft.updates=1 sft.loss.kind=reverse_kl_topk

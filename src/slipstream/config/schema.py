@@ -735,6 +735,15 @@ class Config(Section):
         return self.sft.updates if self.sft is not None else 0
 
     @property
+    def all_supervised(self) -> bool:
+        """Return whether the run has supervised updates alone."""
+        return self.supervised_updates == self.updates
+
+    @property
+    def _sft_asks_teachers(self) -> bool:
+        return self.sft is not None and (self.sft.source == "teacher" or self.sft.loss.spec.cache != "none")
+
+    @property
     def offpolicy_sources(self) -> set[str]:
         """Return the origins of the responses that the student does not draw: data, teacher, file."""
         return {section.source for section in (self.sft, self.mix) if section is not None}
@@ -827,10 +836,18 @@ class Config(Section):
                     )
 
     def _check_supervised(self, sft: SupervisedConfig) -> None:
-        if sft.updates >= self.updates:
-            raise ValueError(
-                f"sft.updates = {sft.updates} leaves no update for rollouts: updates = {self.updates} counts both"
-            )
+        if sft.updates > self.updates:
+            raise ValueError(f"sft.updates = {sft.updates} is more than updates = {self.updates}, which counts both")
+        if self.all_supervised:
+            idle = ["loss.weight"] if self.loss.weight else []
+            idle += ["sft.until"] if sft.until is not None else []
+            idle += [f"[{name}]" for name in ("policy", "mix", "freshness") if getattr(self, name) is not None]
+            if idle:
+                drop = "write loss.weight = 0" if idle == ["loss.weight"] else f"drop {idle[-1]}"
+                raise ValueError(
+                    f"sft.updates = {sft.updates} leaves no update for rollouts, and {idle[-1]} is for these: {drop}, "
+                    "or raise updates"
+                )
         if self.reference is not None or "reference" in self.loss.spec.takes:
             what = "[reference]" if self.reference is not None else "the reference of loss.reward_scale"
             raise ValueError(
@@ -902,13 +919,13 @@ class Config(Section):
             raise ValueError(
                 f"{names} = 0 leaves nothing to distil: raise one, or drop [teachers] and write loss.weight = 0"
             )
-        if not self.loss.weight and self.teachers:
+        if not self.loss.weight and self.teachers and not (self.all_supervised and self._sft_asks_teachers):
             raise ValueError("loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight")
         for problem in problems(self.teachers, self.loss):
             raise ValueError(problem)
         for name, teacher in self.teachers.items():
             self._check_teacher(f"teachers.{name}", teacher)
-        if not self.loss.weight and self.policy is None:
+        if not self.loss.weight and self.policy is None and not self.all_supervised:
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
         if self.policy is not None and not self.task.reward:
             raise ValueError('[policy] learns from rewards: set task.reward, for example "exact"')
