@@ -351,6 +351,9 @@ learner.router_aux=model
 learner.router_aux=0
 learner.router_aux=0.1 schedule.kind=periodic
 learner.router_aux=0.1 freshness.weight=freshness
+learner.lr=1000
+output=~nobody/x
+sampler.stop=["<|im_end|>"]
 learner.betas=[0.9]
 learner.betas=[0.9,1.5]
 learner.lora.rank=2 learner.lora.targets=["qproj"]

@@ -290,7 +290,7 @@ class PerturbationConfig(Section):
 class LearnerConfig(Section):
     batch_size: int = Field(64, ge=1)
     """Number of samples in one update; a multiple of sampler.group."""
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(1e-5, gt=0, le=1)
     """Peak learning rate of AdamW, after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
@@ -1178,6 +1178,13 @@ class Config(Section):
         changed, learner = self.sampler.changed(*names), self.learner
         return {*changed, *["lora"] * (learner.lora is not None), *["router"] * learner.records_router}
 
+    @field_validator("output")
+    @classmethod
+    def _check_output(cls, output: str | None) -> str | None:
+        if output is not None and (output.startswith("~") or not output.isprintable()):
+            raise ValueError(f"{output!r} is no plain path: write it in full, without ~ and control characters")
+        return output
+
     def _check_guards(self) -> None:
         guards, tau = self.guards, self.schedule.max_tau
         if guards.kl is not None and self.schedule.adapts_tau:
@@ -1188,8 +1195,11 @@ class Config(Section):
                 "or drop it"
             )
         if guards.gac is not None and not tau:
+            use = "guards.gac.limit takes out what stale samples repeat of the previous update"
+            if guards.gac.limit is None:
+                use = "[guards.gac] compares fresh samples with stale ones"
             raise ValueError(
-                "[guards.gac] compares fresh samples with stale ones, and here all of an update are of one age: write "
+                f"{use}, and here all of an update are of one age: write "
                 'schedule.kind = "async" with a tau above 0, or drop it'
             )
 

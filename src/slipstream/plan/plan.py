@@ -311,8 +311,11 @@ def check_data_settings(config: Config) -> None:
 
 def check_weights(config: Config) -> None:
     """Raise ModelError unless all weight files exist. Read those of vLLM teachers: vLLM does not check for NaN."""
-    from slipstream.engines.native.files import check_complete, read_through
+    from slipstream.engines.native.files import check_complete, check_quantisation, read_through
 
+    native = [model for model, engine in engines_here(config) if engine == "native"]
+    for model in {config.student: None, **dict.fromkeys(native)}:  # the learner always is native
+        check_quantisation(model)
     for model in models_here(config):
         check_complete(model)
     for teacher in config.teachers.values():

@@ -59,6 +59,13 @@ def load_config(name: str) -> Any:
                 f"{name}: {field} = {value} in its config.json, but it must be 1 or more: write the value that the "
                 "model was trained with"
             )
+    text = config.get_text_config()
+    pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(rows, int) and pad >= rows:
+        raise ModelError(
+            f"{name}: pad_token_id = {pad} in its config.json is beyond vocab_size = {rows}: write the values that the "
+            "model was trained with"
+        )
     return config
 
 
