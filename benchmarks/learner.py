@@ -45,6 +45,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators.logprobs import HELD
 from slipstream.models.resolve import model_path
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.protocols import Metrics, Sampling
 from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, one_turn, total
@@ -95,8 +96,9 @@ def main() -> None:
 
 def make_learner(lm: LanguageModel, loss: LossConfig, threads: int, **options: Any) -> NativeLearner:
     head = options.pop("teacher_head", None)
+    heads = None if head is None else {"teacher": TeacherHead(head)}
     config = LearnerConfig(lr=LR, **options)
-    return NativeLearner(lm, method=Method(loss=loss), config=config, updates=1, threads=threads, teacher_head=head)
+    return NativeLearner(lm, method=Method(loss=loss), config=config, updates=1, threads=threads, teacher_heads=heads)
 
 
 async def one_update(

@@ -181,11 +181,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown key": (["train", "unknown.toml"], "unknown.toml: unknown key 'upates'; did you mean 'updates'?"),
     "unknown override": (
         ["train", "good.toml", "--learner.learning_rate", "1"],
-        "good.toml: unknown key 'learner.learning_rate'; did you mean 'lr'?",
+        "good.toml: unknown key 'learner.learning_rate': write learner.lr = 1",
     ),
     "unknown demo override": (
         ["demo", "--lr", "1"],
-        "demo.toml: unknown key 'lr'; known: ",
+        "demo.toml: unknown key 'lr': write learner.lr = 1",
     ),
     "abbreviated option": (["config", "good.toml", "--che", "1"], "good.toml: unknown key 'che'"),
     "override without value": (["train", "good.toml", "--learner.lr"], "--learner.lr needs a value"),

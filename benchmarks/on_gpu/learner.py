@@ -14,6 +14,7 @@ from slipstream.config.losses import LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.model import LanguageModel
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.plan import placement
 from slipstream.plan.engines import LearnerPlan, ModelPlan
@@ -58,8 +59,8 @@ def update(
     handles = samples(count, prompt, length - prompt, lm.vocab_size, hidden=size if exact else 0)
     dtype = str(setting.dtype).removeprefix("torch.")
     config = LearnerConfig(dtype=dtype, checkpointing=checkpointing, token_budget=tokens, lr=1e-6)
-    teacher = setting.model(shape, seed=1).head if exact else None
-    learner = NativeLearner(lm, method=Method(loss=loss), config=config, updates=9, teacher_head=teacher)
+    heads = {"teacher": TeacherHead(setting.model(shape, seed=1).head)} if exact else None
+    learner = NativeLearner(lm, method=Method(loss=loss), config=config, updates=9, teacher_heads=heads)
     if not setting.small:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -120,7 +121,8 @@ def planned(setting: Setting, config: LearnerConfig, method: Method, shape: str)
                 updates=1,
                 width=setting.config(shape).hidden_size,
                 export_dtype=config.dtype,
-                teacher=None,
+                teachers={},
+                one_ends={},
                 snapshots=0,
                 follow={},
                 cosine_every=0,

@@ -180,8 +180,8 @@ class Follower:
     dtype: str
     """Data type in which scorers run the teacher's weights."""
     keep: int = 0
-    """Number of earlier versions that the learner stores, so that checkpoints hold those that scored groups in flight.
-    0 if nothing reads the drift of supervision."""
+    """Number of earlier versions that the learner stores: those that scored groups in flight. 0 if nothing reads the
+    drift of supervision, and the learner needs no head of them."""
 
 
 class OneEnd(NamedTuple):

@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import pages
 import slipstream
-from slipstream.config.file import describe, fields, load, parse, to_toml
+from slipstream.config.file import describe, fields, load, members, parse, to_toml
+from slipstream.config.foreign_names import KEYS, VALUES
 from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.schedule import Async
 from slipstream.config.schema import Config
@@ -211,6 +212,27 @@ def test_nothing_is_said_of_a_config_that_is_wrong_anyway() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key at the top": ({"upates": 3}, "unknown key 'upates'; did you mean 'updates'?"),
+    "a key of TRL": ({"max_steps": 30}, "unknown key 'max_steps': write updates = 30"),
+    "another key of TRL": (
+        {"learner": {"learning_rate": 1e-5}},
+        "unknown key 'learner.learning_rate': write learner.lr = 1e-05",
+    ),
+    "a key of TRL that counts something else": (
+        {"per_device_train_batch_size": 8},
+        "unknown key 'per_device_train_batch_size': write learner.batch_size, which counts the samples of an update on",
+    ),
+    "a loss of verl": (
+        {"policy": {"loss": "ppo"}},
+        """policy.loss = 'ppo': write policy.loss = "vanilla", which is PPO's clip, and policy.advantage = "grpo\"""",
+    ),
+    "an advantage of verl": (
+        {"policy": {"advantage": "tir_optimal_token_baseline"}},
+        "policy.advantage = 'tir_optimal_token_baseline': write policy.advantage = \"optimal_token_baseline\"",
+    ),
+    "a penalty of verl": (
+        {"reference": {"weight": 0.1, "estimate": "kl"}},
+        """reference.estimate = 'kl': write reference.estimate = "k1\"""",
+    ),
     "unknown section": ({"larner": {"lr": 1.0}}, "unknown key 'larner'; did you mean 'learner'?"),
     "unknown key that is a kind": ({"forward_kl": 3}, "unknown key 'forward_kl'; known: checkpoint, correction"),
     "unknown nested key": (
@@ -313,7 +335,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"policy": {}},
         '[policy] learns from rewards: set task.reward, for example "exact"',
     ),
-    "unknown policy loss": ({"policy": {"loss": "ppo"}}, "policy.loss: input should be 'vanilla', 'reinforce'"),
+    "unknown policy loss": ({"policy": {"loss": "pppo"}}, "policy.loss: input should be 'vanilla', 'reinforce'"),
     "reference in rewards that are not": (
         {"reference": {"weight": 0.1, "into": "reward"}},
         'reference.into = "reward" needs [policy], whose rewards it changes: write "loss"',
@@ -322,10 +344,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "mini-batches that do not divide": (
         {"learner": {"minibatches": 3}},
         "learner.minibatches = 3 does not divide the 64 groups of an update",
-    ),
-    "mini-batches of a periodic schedule": (
-        {"learner": {"epochs": 2}, "schedule": {"kind": "periodic"}},
-        'schedule.kind = "periodic" learns from groups as they come, in one step: write minibatches = 1',
     ),
     "ranks that would be idle": (
         {"learner": {"ranks": 3, "minibatches": 32}},
@@ -401,8 +419,8 @@ def test_what_is_wrong_is_named_in_one_line(case: str) -> None:
 
 
 def test_an_unknown_override_is_named_like_an_unknown_key() -> None:
-    with pytest.raises(ConfigError, match=re.escape("unknown key 'learner.learning_rate'; did you mean 'lr'?")):
-        parsed(overrides=[("learner.learning_rate", "1")])
+    with pytest.raises(ConfigError, match=re.escape("unknown key 'learner.learning_rates'; did you mean")):
+        parsed(overrides=[("learner.learning_rates", "1")])
 
 
 def test_a_missing_student_is_named_with_what_it_is() -> None:
@@ -461,3 +479,17 @@ def test_an_address_says_ray_by_itself() -> None:
     assert parse(config | {"runtime": {"address": "auto"}}).runtime.kind == "ray"
     with pytest.raises(ConfigError, match="runtime.address names a Ray cluster"):
         parse(config | {"runtime": {"address": "auto", "kind": "local"}})
+
+
+def test_every_foreign_name_leads_to_a_setting_and_is_none_itself() -> None:
+    known = {name for name, _, _ in fields()}
+    assert {key.partition(",")[0] for key in KEYS.values()} <= known
+    assert not KEYS.keys() & Config.settings().keys()
+    for key, values in VALUES.items():
+        section, name = key.split(".")
+        (holder,) = members(Config.settings()[section].annotation)
+        annotation = holder.settings()[name].annotation
+        choices = [choice for each in (annotation, *get_args(annotation)) for choice in get_args(each)]
+        assert not values.keys() & set(map(str, choices))
+        assert all(re.search(rf'write {re.escape(key)} = "(\w+)"|policy', text) for text in values.values())
+        assert {text.split('"')[1] for text in values.values()} <= set(map(str, choices))

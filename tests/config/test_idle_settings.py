@@ -108,10 +108,6 @@ REFUSED = {
         'freshness.m does nothing: drift = "snapshots" is exact, and anchor = 0: drop it'
     ),
     "loss.kind=forward_kl freshness.anchor=0.2 sampler.top_p=0.9": "[freshness] estimates the KL by the ratio of a",
-    "policy.loss=vanilla task.reward=exact sampler.group=2 "
-    "freshness.over=samples freshness.also=policy schedule.kind=periodic": (
-        "the policy loss is divided by tokens and distillation by sequences, and schedule.kind = 'periodic' divides"
-    ),
 }
 WARNED = {
     "checkpoint.every=3": "checkpoint.every = 3 is more than updates = 2: only what checkpoint.minutes asks for is",

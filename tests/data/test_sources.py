@@ -615,3 +615,9 @@ def test_eval_reads_data_as_training_does(home: Path, capsys: pytest.CaptureFixt
 def test_the_tables_are_large() -> None:
     assert len(GOOD) + len(BAD) + len(ANSWERS) + len(REFUSED) >= 100
     assert sys.getrecursionlimit() < 100_000, "what is nested for ever is deeper than Python"
+
+
+def test_a_damaged_archive_in_a_folder_of_data_costs_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.zip").write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(DataError, match=r"\(split 'train'\): cannot be loaded: File is not a zip file"):
+        list(load_rows(str(tmp_path)))

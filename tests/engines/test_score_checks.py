@@ -484,6 +484,20 @@ def test_a_run_does_not_go_on_from_the_weights_that_an_update_destroyed(tmp_path
         newest(tmp_path)
 
 
+def test_a_checkpoint_whose_place_a_killed_run_was_about_to_fill_is_there_again(tmp_path: Path) -> None:
+    """The kill came between the two renames: the old one had given up its name, the new one had not got it."""
+    train(tmp_path, toy.ToyScorer(TEACHER), checkpoint={"every": 3, "keep": 9})
+    made = tmp_path / "checkpoints"
+    last = newest(tmp_path).standing.version
+    (made / str(last)).rename(made / f"{last}.old.tmp")
+    for odd in ("²", "٣", "007", "1.old.tmp.txt"):
+        (made / odd).mkdir()
+    (made / "99").touch()
+    assert newest(tmp_path).standing.version == last
+    Checkpoints(made).forget_after(0)
+    assert not Checkpoints(made).existing() and (made / "007").is_dir()
+
+
 def test_old_checkpoints_go_but_the_last_that_has_proven_sound(tmp_path: Path) -> None:
     async def saved(every: int, keep: int, proof: int) -> list[int]:
         checkpoints = Checkpoints(tmp_path / f"{every} {keep} {proof}", every=every, keep=keep, proof=proof)

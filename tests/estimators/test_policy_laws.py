@@ -334,3 +334,16 @@ def test_st_ppo_gives_a_turn_the_geometric_mean_of_its_ratios_as_its_mean_weight
             held = ratio > 1.2 if good > 0 else ratio < 0.8
             mean = 0.0 if held else -good * ratio
             assert float(slope[row][its].mean()) == pytest.approx(mean, abs=1e-9)
+
+
+@pytest.mark.parametrize("outlier", [300.0, -300.0])
+@pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name].scope == "row" and name not in PULLING])
+def test_one_outlier_counts_as_e_20_in_the_ratio_of_its_row(name: str, outlier: float) -> None:
+    """Bounded before any mean or sum: then a log-ratio of 300 does to the other tokens what one of 20 does."""
+    others, slopes = math.copysign(1, -outlier) * torch.linspace(0.1, 0.9, 39, dtype=torch.float64), []
+    for first in (outlier, math.copysign(20, outlier)):
+        logp = torch.full((1, 40), -400.0, dtype=torch.float64, requires_grad=True)
+        old = -400 - torch.cat([torch.tensor([first]), others])[None]
+        loss, _ = policy_loss(name, logp, old, -torch.ones_like(old), torch.ones_like(old), **needs(name, old))
+        slopes.append(gradient(loss, logp))
+    torch.testing.assert_close(slopes[0][:, 1:], slopes[1][:, 1:])

@@ -22,6 +22,7 @@ from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.estimators.freshness import rollout_kl_from_cache, score
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.pipeline.control.buffer_refresh import DRIFT, Buffer, Curve, Level
 from slipstream.protocols import SampleFreshness
@@ -99,7 +100,9 @@ def learner_of(model: PreTrainedModel, loss: LossConfig, fresh: FreshnessConfig 
         method=Method(loss=loss, max_tokens=9, freshness=fresh, **more),
         config=config,
         updates=UPDATE,
-        teacher_head=wrap(teacher_of(torch.float64)).head if loss.spec.cache == "hidden" else None,
+        teacher_heads={"teacher": TeacherHead(wrap(teacher_of(torch.float64)).head)}
+        if loss.spec.cache == "hidden"
+        else None,
     )
 
 

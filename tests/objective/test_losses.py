@@ -23,6 +23,7 @@ from slipstream.config.losses import LOSSES, DistillationLoss
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.records import Batch, total
 from slipstream.run_dir.writing import read_lines
@@ -58,9 +59,9 @@ def learner_of(
     model: PreTrainedModel, loss: DistillationLoss, teacher: PreTrainedModel, **changes: Any
 ) -> NativeLearner:
     config = LearnerConfig(batch_size=8, dtype="float64", lr=0.01, clip_norm=1e9, token_budget=64)
-    head = wrap(teacher).head if loss.spec.cache == "hidden" else None
+    heads = {"teacher": TeacherHead(wrap(teacher).head)} if loss.spec.cache == "hidden" else None
     method = Method(loss=loss, max_tokens=9, **changes)
-    return NativeLearner(wrap(model), method=method, config=config, updates=3, teacher_head=head)
+    return NativeLearner(wrap(model), method=method, config=config, updates=3, teacher_heads=heads)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
             method=Method(loss=loss, max_tokens=9, **beside),
             config=LearnerConfig(batch_size=8, lr=0.01),
             updates=2,
-            teacher_head=wrap(teacher).head if loss.spec.cache == "hidden" else None,
+            teacher_heads={"teacher": TeacherHead(wrap(teacher).head)} if loss.spec.cache == "hidden" else None,
         )
         assert learner.objective.single_pass == (path == "fused")
         metrics, prints = [], [(await learner.export())[1]]

@@ -25,7 +25,7 @@ from slipstream.estimators.options import REQUIRED
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import PRESETS, Unit
 from slipstream.estimators.tables.policy import LOSSES, Mode
-from slipstream.objective.method import TENSOR_OPTIONS, method_of
+from slipstream.objective.method import TENSOR_OPTIONS, method_of, schedule_notes, whole_batch_reason
 from slipstream.plan import engines
 from slipstream.rewards.functions import APART, BUILT_IN
 
@@ -182,10 +182,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         )
         for old in ("previous", "average")
     },
-    "a sum in parts": (
-        {"policy": {"aggregation": "token-sum"}, "schedule": {"kind": "periodic"}},
-        'policy.aggregation = "token-sum" is divided by nothing, and schedule.kind = "periodic" divides once',
-    ),
     "snapshots that nothing reads": (
         {"learner": {"snapshots": 3}},
         "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl, exact_drift nor freshness.drift",
@@ -193,37 +189,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to compare an answer with": (
         {"sampler": {"group": 1}},
         "policy.advantage = 'grpo' compares the answers to one prompt, and sampler.group = 1: write group = 8",
-    ),
-    "a batch-scope loss in parts": (
-        {"policy": {"loss": "m2po"}, "schedule": {"kind": "periodic"}},
-        "policy.loss = m2po looks at the whole batch, and schedule.kind = 'periodic' learns from groups as they come",
-    ),
-    "a batch-scope advantage in parts": (
-        {"policy": {"advantage": "reinforce_plus_plus"}, "schedule": {"kind": "periodic"}},
-        "policy.advantage = reinforce_plus_plus looks at the whole batch",
-    ),
-    "a normalised correction in parts": (
-        {"correction": {"preset": "decoupled_token_is", "is_normalize": True}, "schedule": {"kind": "periodic"}},
-        "correction looks at the whole batch",
-    ),
-    "two denominators in parts": (
-        {
-            "policy": {"loss": "gspo"},
-            "loss": {"weight": 1.0},
-            "teachers": {"main": {"model": "t"}},
-            "schedule": {"kind": "periodic"},
-        },
-        "distillation is divided by tokens and the policy loss by sequences, and schedule.kind = 'periodic'",
-    ),
-    "a mean weight that only a part has, in parts": (
-        {
-            "loss": {"weight": 1.0},
-            "teachers": {"main": {"model": "t"}},
-            "freshness": {},
-            "schedule": {"kind": "periodic"},
-        },
-        "a part of the loss is not weighed, and schedule.kind = 'periodic' divides once, at the end: write "
-        'freshness.also = "policy"',
     ),
 }
 
@@ -234,6 +199,41 @@ def test_what_would_be_wrong_is_refused_in_one_line(case: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         method_of(config(**sections))
     assert "\n" not in str(caught.value)
+
+
+DISTILLED = {"loss": {"weight": 1.0}, "teachers": {"main": {"model": "t"}}}
+WHOLE: dict[str, tuple[dict[str, Any], str]] = {
+    "token scope": ({}, ""),
+    "a sum": ({"policy": {"aggregation": "token-sum"}}, 'policy.aggregation = "token-sum" is divided by nothing'),
+    "a loss": ({"policy": {"loss": "m2po"}}, "policy.loss = m2po looks at the whole batch"),
+    "an advantage": (
+        {"policy": {"advantage": "reinforce_plus_plus"}},
+        "policy.advantage = reinforce_plus_plus looks at the whole batch",
+    ),
+    "a correction": (
+        {"correction": {"preset": "decoupled_token_is", "is_normalize": True}},
+        "correction looks at the whole batch",
+    ),
+    "two denominators": (
+        {**DISTILLED, "policy": {"loss": "gspo"}},
+        "parts of the loss are divided by tokens, and others by sequences",
+    ),
+    "a mean weight": ({**DISTILLED, "freshness": {}}, "[freshness] divides by a mean over the weights of an update"),
+    "several steps": ({"learner": {"minibatches": 2}}, "learner.minibatches and learner.epochs make several steps"),
+    "several epochs": ({"learner": {"epochs": 2}}, "learner.minibatches and learner.epochs make several steps"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_periodic_waits_for_all_groups_where_the_method_needs_them(case: str) -> None:
+    sections, reason = WHOLE[case]
+    made = config(**sections, schedule={"kind": "periodic"})
+    found = whole_batch_reason(made, method_of(made))
+    assert found.startswith(reason) and bool(found) == bool(reason)
+    notes = schedule_notes(made, method_of(made))
+    assert notes == [f"periodic: an update learns when all its groups are scored, because {found}"] * bool(reason)
+    sync = config(**sections, schedule={"kind": "sync"})
+    assert whole_batch_reason(sync, method_of(sync)) == ""
 
 
 def test_bounds_of_a_covariance_may_be_negative() -> None:

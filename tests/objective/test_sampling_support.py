@@ -27,6 +27,7 @@ from slipstream.estimators.logprobs import sampling_support as kept_module
 from slipstream.estimators.logprobs.sampling_support import Support, conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.estimators.tables.correction import PRESETS
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import (
@@ -335,7 +336,7 @@ def test_a_policy_has_a_ratio_of_1_to_itself_whatever_was_left_out(name: str) ->
             [h if kept else Handle(h.header, replace(h.body, rollout=replace(h.body.rollout, kept=None))) for h in g]
             for g in groups
         ]
-        learner = make_learner(student, method, teacher_head=wrap(teacher).head, snapshots=1)
+        learner = make_learner(student, method, teacher_heads={"teacher": TeacherHead(wrap(teacher).head)}, snapshots=1)
         _, found[kept] = learned(learner, Batch(tuple(seen), 1))
         learner.close()
     for key, value in (("drift/kl", 0.0), ("drift/chi2_token", 0.0), ("drift/tv", 0.0), ("drift/ess", 1.0)):

@@ -15,12 +15,14 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 from slipstream.cli import main
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
+from slipstream.engines.vllm import VERSION
+from slipstream.engines.vllm.core import Settings
 from slipstream.errors import ConfigError
 from slipstream.objective.method import method_of
-from slipstream.plan.engines import EnginesPlan, engines_of
+from slipstream.plan.engines import EnginesPlan, ModelPlan, engines_of
 from slipstream.plan.gpus import Crew, crews_of, needed, problem, sum_line, unused_line
 from slipstream.plan.placement import Need, needs
-from slipstream.plan.plan import with_lengths
+from slipstream.plan.plan import check_shapes, with_lengths
 from slipstream.plan.vllm import scorer_settings, teacher_context
 from slipstream.planning.planner import PlannedConfig, Split, splits
 from slipstream.runtimes.places import places
@@ -205,3 +207,28 @@ def test_the_check_of_a_config_for_other_machines(tmp_path: Path, capsys: pytest
     assert 'runtime.kind = "local" uses one machine' in capsys.readouterr().err
     assert main([*words[:-2], "--gpus", "8"]) == 2
     assert "write --check beside them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("loss", "device", "why"),
+    [
+        ({"kind": "forward_kl", "cache": "hidden"}, "auto", "vLLM gives no hidden states"),
+        ({"kind": "reverse_kl_mc", "m": 4}, "cpu", f"vLLM {VERSION} scores several draws (loss.m = 4) on GPUs only"),
+    ],
+)
+def test_a_chosen_engine_is_never_replaced(loss: dict[str, Any], device: str, why: str) -> None:
+    runtime, short = {"kind": "inline", "device": device}, {"max_tokens": 40}
+    with pytest.raises(ConfigError) as refused:
+        check_shapes(config_of({"engine": "vllm"}, loss=loss, runtime=runtime, sampler=short))
+    assert str(refused.value).startswith(f'teachers.main.engine = "vllm": {why}')
+    assert 'write engine = "native" (or "auto", where vLLM is a preference)' in str(refused.value)
+    made = check_shapes(config_of({"engine": "auto"}, loss=loss, runtime=runtime, sampler=short))
+    assert isinstance(made.engines.scorers["main"].runs, ModelPlan)
+    assert any(note.startswith(f'note: teachers.main.engine = "native", because {why}') for note in made.notes)
+
+
+def test_auto_is_vllm_where_that_can_score() -> None:
+    topk = {"kind": "forward_kl", "cache": "teacher_topk"}
+    made = check_shapes(config_of({"engine": "auto"}, loss=topk, sampler={"max_tokens": 40}))
+    assert isinstance(made.engines.scorers["main"].runs, Settings)
+    assert 'note: teachers.main.engine = "vllm", because vLLM can score what the loss needs' in made.notes

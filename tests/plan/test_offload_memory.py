@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from slipstream.config.file import parse
+from slipstream.config.schema import LearnerConfig
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.learning.snapshots import OLD
 from slipstream.errors import ConfigError
 from slipstream.plan.gpus import Gpus
 from slipstream.plan.placement import GIB, Need, needs
 from slipstream.plan.plan import check_shapes
+from support.tiny_models import make_model, wrap
 
 STUDENT = "shapes:Qwen/Qwen3-4B"
 PARAMETERS, LARGEST, WIDTH, LAYERS = 4_022_468_096, 151_936 * 2560, 2560, 36
@@ -60,6 +67,33 @@ def test_copies_of_a_teacher_that_follows_count_in_host_memory() -> None:
     assert own["teacher me"].kept == (3 // 2 + 2) * PARAMETERS * 4
     assert own["learner"].host["versions before"] == (1 + 3 // 2 + 1) * PARAMETERS * 4
     assert "host memory" not in str(found({})["teacher main"])
+
+
+def test_the_old_policy_counts_as_often_as_its_weights_are_in_memory() -> None:
+    """A pass under the old policy's weights needs them, and a copy of the learner's own: two, beside the model."""
+    policy = {"old": "previous", "advantage": "grpo"}
+    rewarded = {
+        "task": {"reward": "math"},
+        "policy": policy,
+        "loss": {"weight": 0},
+        "teachers": {},
+        "sampler": TREE["sampler"] | {"group": 4},
+    }
+    made = check_shapes(parse(TREE | rewarded), Gpus.parse(["4x160"]))
+    assert needs(made.engines, gpu=True)[0].parts["versions before"] == 2 * PARAMETERS * 4
+    lm = wrap(make_model("llama"))
+    before = copies_of(lm.head.weight)
+    learner = NativeLearner(lm, method=made.method, config=LearnerConfig(), updates=1)
+    with learner.snapshots.under(OLD):
+        assert copies_of(lm.head.weight) - before == 2
+    learner.close()
+
+
+def copies_of(weight: Tensor) -> int:
+    """Return how many tensors in memory have the values of this weight."""
+    gc.collect()
+    alike = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.shape == weight.shape]
+    return len({each.data_ptr() for each in alike if torch.equal(each, weight)})
 
 
 def test_a_sequence_that_does_not_fit_is_refused_with_the_longest_that_does() -> None:

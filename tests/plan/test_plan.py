@@ -126,6 +126,20 @@ task.reward=["exact","math"] eval.every=1 data.eval=builtin:arithmetic eval.prom
 {RL} learner.shared_prompt=true
 {RL} learner.minibatches=2 learner.epochs=2
 {RL} schedule.kind=periodic
+loss.kind=m2po schedule.kind=periodic
+{RL} policy.loss=oapl schedule.kind=periodic reference.weight=0.1
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] schedule.kind=periodic
+{BOTH} schedule.kind=periodic learner.minibatches=2
+{BOTH} schedule.kind=periodic learner.epochs=2
+{BOTH} schedule.kind=periodic policy.loss=m2po
+{BOTH} schedule.kind=periodic policy.loss=kl_cov
+{BOTH} schedule.kind=periodic policy.loss=clip_cov
+{BOTH} schedule.kind=periodic policy.advantage=reinforce_plus_plus
+{BOTH} schedule.kind=periodic policy.aggregation=token-sum
+{BOTH} schedule.kind=periodic policy.aggregation=seq-mean-token-sum
+{BOTH} schedule.kind=periodic correction.preset=decoupled_token_is correction.is_normalize=true
+schedule.kind=periodic learner.epochs=2
+schedule.kind=periodic learner.minibatches=2
 {BOTH}
 {BOTH} policy.weight=0.5 loss.kind=forward_kl
 {BOTH} policy.loss=m2po
@@ -157,6 +171,9 @@ sft.updates=1 sft.source=teacher sft.lr=1e-3 sft.warmup=1 sampler.group=2
 sft.updates=1 sft.loss.kind=forward_kl sft.loss.k=4 sft.loss.temperature=0.5
 sft.updates=1 sft.loss.kind=jsd schedule.kind=periodic
 {RL} sft.updates=1
+loss.weight=0 teachers={{}} sft.updates=2
+loss.weight=0 sft.updates=2 sft.loss.kind=jsd
+loss.weight=0 sft.updates=2 sft.source=teacher
 mix.source=teacher loss.m=3 mix.share=0.25 mix.final=0 mix.over=2
 mix.share=0.5 loss.kind=jsd sft.updates=1
 """.strip().splitlines()

@@ -59,12 +59,6 @@ def students(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ),
         (
             "qwen3_moe",
-            {"learner": {"router_aux": "model"}, "schedule": {"kind": "periodic"}},
-            "learner.router_aux looks at the whole batch, and schedule.kind = 'periodic' learns from groups as they "
-            "come: drop it, or write schedule.kind = 'sync'",
-        ),
-        (
-            "qwen3_moe",
             {"learner": {"router_aux": "model"}, "freshness": {"weight": "freshness"}},
             "learner.router_aux has no freshness weights: drop it, or [freshness]",
         ),

@@ -9,12 +9,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from slipstream.cli import main
-from slipstream.config.file import load
+from slipstream.config.file import load, parse
 from slipstream.config.schema import LoraConfig
-from slipstream.engines.native.config import load_config
-from slipstream.errors import ModelError
+from slipstream.engines.native.config import fully_attended, load_config
+from slipstream.errors import ConfigError, ModelError
 from slipstream.models.resolve import HERE, model_path, shipped_shapes, without_weights
 from slipstream.plan.adapters import adapted
 from slipstream.plan.gpus import Gpus
@@ -22,6 +24,7 @@ from slipstream.plan.placement import GIB, needs, shape_of
 from slipstream.plan.plan import check_shapes
 from slipstream.plan.shapes import UNSEEN
 from slipstream.studies.study import Study
+from zoo import families
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^# slipstream (config \S+ --check --shapes --gpus [\dx ]+)$", re.MULTILINE)
@@ -73,6 +76,38 @@ def test_names_without_a_shipped_shape_stay(tmp_path: Path) -> None:
     assert without_weights(str(tmp_path)) == str(tmp_path)
     with pytest.raises(ModelError, match=r"no shapes of 'Qwen/Qwen3-9B' are shipped; did you mean 'Qwen/Qwen3-8B'"):
         load_config("shapes:Qwen/Qwen3-9B")
+
+
+@pytest.mark.parametrize(("max_tokens", "refused"), [(15, False), (16, True)])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_sparse_attention_is_refused_where_ties_of_its_index_decide(
+    family: str, max_tokens: int, refused: bool, tmp_path: Path
+) -> None:
+    """It selects 16 keys. Most scores of an index with one head are 0, and padding decides among these: see below."""
+    families.config_of(family).save_pretrained(tmp_path)
+    sampler = {"max_tokens": max_tokens, "engine": "vllm"}  # with one token of a prompt
+    config = parse({"student": str(tmp_path), "teachers": {"main": {"model": str(tmp_path)}}, "sampler": sampler})
+    if not refused:
+        check_shapes(config)
+        return
+    with pytest.raises(ConfigError, match=r"^learner: sequences have up to 17 tokens, and .* attends to 16 selected"):
+        check_shapes(config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("selected", "changes"), [(20, False), (19, True)])
+def test_padding_changes_a_long_sequence_and_none_within_the_selection(selected: int, changes: bool) -> None:
+    config = families.config_of("deepseek_v32")
+    config.index_n_heads, config.index_topk = 1, selected
+    assert fully_attended(config) == selected
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.randint(2, 31, (2, 40), generator=torch.Generator().manual_seed(0))
+    alone = model(ids[:1, :20], use_cache=False).logits[0]
+    padded = model(ids.where(torch.tensor([[True] * 20 + [False] * 20, [True] * 40]), 0), use_cache=False).logits[
+        0, :20
+    ]
+    assert bool((alone - padded).abs().max() > 1e-3) == changes
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------

@@ -123,10 +123,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"teachers": teachers(math=None, code="math")},
         "teachers.math and teachers.code both have key = 'math'",
     ),
-    "hidden of several": (
-        {"teachers": teachers(a=None, b=None), "loss": {"kind": "reverse_kl"}},
-        'with cache = "hidden" applies the head of one teacher: with several write cache = "teacher_topk"',
-    ),
     "several draws": (
         {"teachers": {"main": ENDPOINT}, "loss": {"m": 4}},
         "loss.m = 4: teachers.main is an endpoint, which scores the emitted token and no other draws: write loss.m = 1",

@@ -208,6 +208,21 @@ def test_a_policy_loss_learns_beside_groups_of_the_teacher(kind: str, tmp_path: 
             ]
 
 
+@pytest.mark.parametrize("source", ["data", "teacher"])
+def test_a_run_may_have_supervised_updates_alone(source: str, tmp_path: Path) -> None:
+    """Its updates are those of a run whose later updates learn from rollouts."""
+    sft, alone = {"updates": 2, "source": source}, {"loss": {"weight": 0.0}, "updates": 2}
+    alone |= {} if source == "teacher" else {"teachers": {}}
+    found = []
+    for name, changes in {"both": {"updates": 3}, "alone": alone}.items():
+        config = parse({**TREE, **changes, "sft": sft, "output": str(tmp_path / name)})
+        found.append(read_lines(train(config, QUIET, name=name, checks=False) / "metrics.jsonl"))
+    both, lines = found
+    assert [line["sft"] for line in lines] == [1, 1]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in both[:2]]
+    assert (tmp_path / "alone" / "final" / "model.safetensors").exists()
+
+
 UNTIL = {
     "sft": {"updates": 6, "loss": {"kind": "forward_kl", "k": 1}},
     "mix": {"share": 1.0, "final": 0.0},

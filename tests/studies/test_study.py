@@ -58,6 +58,13 @@ def test_cells_are_all_combinations_seed_by_seed() -> None:
     assert study().varied == ["loss.kind", "loss.m", "schedule.k", "loss.k"]
 
 
+def test_a_study_may_be_shorter_than_the_default_of_the_updates_that_are_measured() -> None:
+    short = STUDY.replace("last = 2\n", "")
+    assert short != STUDY
+    made = Study(tomllib.loads(short), [])
+    assert made.sweep.last == 20 > made.points[0].config.updates == 2
+
+
 def test_arms_may_have_grids_of_their_own_and_settings_that_are_not_varied() -> None:
     arms = {
         "sync": {"schedule": {"kind": "sync"}, "grid": {"schedule": {"k": []}}},

@@ -66,8 +66,12 @@ policy.drop_alike=true
 {RL} policy.loss=oapl correction.preset=decoupled_geo_rs
 {RL} policy.loss=oapl policy.old=previous
 {RL} policy.loss=vespo sampler.top_p=0.9
-{RL} policy.loss=oapl schedule.kind=periodic reference.weight=0.1
 sft.updates=2
+sft.updates=3
+loss.weight=0 sft.updates=2
+loss.weight=0 teachers={{}} sft.updates=2 mix.share=0.5
+loss.weight=0 sft.updates=2 sft.loss.kind=forward_kl sft.until=0.5
+{RL} sft.updates=2
 sft.updates=1 sft.warmup=2
 sft.updates=1 sft.loss.kind=reverse_kl_mc
 sft.updates=1 sft.loss.kind=reverse_kl_topk
@@ -208,7 +212,6 @@ loss.kind=reverse_kl_topk loss.k=1000
 loss.kind=reverse_kl_topk loss.tail=true
 loss.kind=reverse_kl_topk sampler.top_k=5
 loss.kind=reverse_kl_topk sampler.top_k=5 sampler.keep_mask=true
-loss.kind=m2po schedule.kind=periodic
 loss.kind=m2po sampler.min_p=0.1
 loss.kind=m2po loss.clip=0.2
 loss.kind=decoupled_ppo sampler.top_p=0.9
@@ -262,7 +265,6 @@ correction.preset=decoupled_geo_rs correction.is_level=geometric
 {BOTH} policy.advantage=gae
 {BOTH} policy.advantage=gdpo
 {BOTH} policy.advantage=gdpo task.reward=["exact","math"] reference.weight=0.1 reference.into=reward
-{BOTH} policy.advantage=gdpo task.reward=["exact","math"] schedule.kind=periodic
 {BOTH} policy.advantage=gdpo task.reward=["exact","math"] sampler.group=1
 {BOTH} policy.advantage=opob sampler.group=1
 {BOTH} policy.advantage=optimal_token_baseline sampler.group=1
@@ -307,15 +309,6 @@ correction.preset=decoupled_geo_rs correction.rs={{negative_seq=0.1}}
 reference.into=reward reference.weight=0.1
 reference.weight=0
 reference.host=true
-{BOTH} schedule.kind=periodic learner.minibatches=2
-{BOTH} schedule.kind=periodic learner.epochs=2
-{BOTH} schedule.kind=periodic policy.loss=m2po
-{BOTH} schedule.kind=periodic policy.loss=kl_cov
-{BOTH} schedule.kind=periodic policy.loss=clip_cov
-{BOTH} schedule.kind=periodic policy.advantage=reinforce_plus_plus
-{BOTH} schedule.kind=periodic policy.aggregation=token-sum
-{BOTH} schedule.kind=periodic policy.aggregation=seq-mean-token-sum
-{BOTH} schedule.kind=periodic correction.preset=decoupled_token_is correction.is_normalize=true
 sampler.top_p=0.9
 sampler.top_k=5
 sampler.min_p=0.1
@@ -358,6 +351,9 @@ learner.router_aux=model
 learner.router_aux=0
 learner.router_aux=0.1 schedule.kind=periodic
 learner.router_aux=0.1 freshness.weight=freshness
+learner.lr=1000
+output=~nobody/x
+sampler.stop=["<|im_end|>"]
 learner.betas=[0.9]
 learner.betas=[0.9,1.5]
 learner.lora.rank=2 learner.lora.targets=["qproj"]
@@ -373,8 +369,6 @@ schedule.max_lag=0 schedule.publish_every=4 schedule.on_old=drop
 schedule.kind=sync schedule.tau=2
 schedule.kind=step_off schedule.k=0
 schedule.kind=replay schedule.k=-1
-schedule.kind=periodic learner.epochs=2
-schedule.kind=periodic learner.minibatches=2
 schedule.publish_every=2 eval.every=3 data.eval=builtin:arithmetic task.reward=exact
 eval.every=1
 eval.every=1 data.eval=builtin:arithmetic

@@ -17,6 +17,7 @@ from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import method_of, supervised_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import followers_of, snapshots_of
@@ -92,7 +93,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         supervised=supervised_of(config),
         config=config.learner,
         updates=config.updates,
-        teacher_head=wrap(teacher).head if cache == "hidden" else None,
+        teacher_heads={"teacher": TeacherHead(wrap(teacher).head)} if cache == "hidden" else None,
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
         cosine_every=config.guards.gac.every if config.guards.gac else 0,

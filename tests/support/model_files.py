@@ -102,6 +102,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: with_config(path, num_hidden_layers=3, layer_types=["full_attention"] * 3),
         "11 weights are missing or have another shape, first model.layers.2.input_layernorm.weight",
     ),
+    "weights of AWQ, whose package is not installed": (
+        lambda path: with_config(path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128}),
+        "its weights are quantised (awq), and cannot be loaded here: ",
+    ),
+    "a pad token beyond the vocabulary": (
+        lambda path: with_config(path, pad_token_id=39),
+        "pad_token_id = 39 in its config.json is beyond vocab_size = 39: write the values that the model was trained",
+    ),
     "another width": (
         lambda path: with_config(path, intermediate_size=128),
         f"{FIRST} has shape [64, 192], but its config needs [64, 128]",

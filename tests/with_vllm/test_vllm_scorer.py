@@ -94,12 +94,12 @@ def test_what_does_not_fit_is_told(scorer: VllmScorer, groups: list[list[Handle]
         asyncio.run(scorer.score([Handle(handle.header, replace(rollout, prompt=long))]))
 
 
-def config_of(**loss: object) -> Config:
+def config_of(engine: str = "vllm", **loss: object) -> Config:
     return parse(
         {
             "student": "builtin:student",
             "updates": 2,
-            "teachers": {"main": {"model": TEACHER, "engine": "vllm"}},
+            "teachers": {"main": {"model": TEACHER, "engine": engine}},
             "sampler": {"max_tokens": 40},
             "learner": {"batch_size": 16},
             "loss": loss,
@@ -108,7 +108,7 @@ def config_of(**loss: object) -> Config:
     )
 
 
-def test_what_it_does_not_give_comes_from_the_native_scorer_and_the_log_says_why() -> None:
+def test_what_it_does_not_give_is_refused_unless_the_engine_is_auto() -> None:
     said: list[str] = []
     kept = with_vllm(config_of(kind="forward_kl", cache="teacher_topk", k=4), said.append)
     assert kept.teachers["main"].engine == "vllm" and not said
@@ -117,7 +117,9 @@ def test_what_it_does_not_give_comes_from_the_native_scorer_and_the_log_says_why
         ({"kind": "reverse_kl"}, "hidden states"),
         ({"kind": "forward_kl", "cache": "teacher_topk", "temperature": 0.5}, "temperature 1"),
     ]:
-        assert with_vllm(config_of(**loss), said.append).teachers["main"].engine == "native"
+        with pytest.raises(ConfigError, match=f'teachers.main.engine = "vllm": .*{why}.*: write engine = "native"'):
+            with_vllm(config_of(**loss), said.append)
+        assert with_vllm(config_of("auto", **loss), said.append).teachers["main"].engine == "native"
         assert why in said.pop() and not said
 
 
@@ -131,5 +133,5 @@ def test_a_run_with_a_teacher_in_vllm(tmp_path: Path) -> None:
 def test_arguments_of_a_teacher_do_not_come_to_nothing() -> None:
     config = config_of(kind="reverse_kl")
     teacher = config.teachers["main"].model_copy(update={"engine_args": {"block_size": 64}})
-    with pytest.raises(ConfigError, match="teachers.main.engine_args are for vLLM, and vLLM gives no hidden states"):
+    with pytest.raises(ConfigError, match='vLLM gives no hidden states: write engine = "native" without engine_args'):
         with_vllm(config.model_copy(update={"teachers": {"main": teacher}}), str)

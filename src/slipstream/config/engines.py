@@ -175,3 +175,6 @@ ENGINES: dict[str, Engine] = {
         loads_adapters=False,
     ),
 }
+ENGINES["auto"] = Engine(  # a teacher that may run in either engine has only what both support
+    teacher_refuses={**ENGINES["vllm"].teacher_refuses, **ENGINES["native"].teacher_refuses}
+)

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from slipstream.config.base import Section
+from slipstream.config.foreign_names import KEYS, VALUES
 from slipstream.config.losses import ALIASES
 from slipstream.config.schema import Config, DataConfig
 from slipstream.config.teacher import TeacherConfig, endpoint_defaults
@@ -158,6 +159,11 @@ def explain(detail: ErrorDetails, root: type[Section] = Config) -> str:
     names, holder = _locate(detail["loc"], root)
     dotted = ".".join(names)
     match detail["type"]:
+        case "extra_forbidden" if holder and names[-1] in KEYS and KEYS[names[-1]] != dotted:
+            key, given = KEYS[names[-1]], json.dumps(detail["input"], default=str)
+            return f"unknown key {dotted!r}: write {key}" + ("" if "," in key else f" = {given}")
+        case "literal_error" if str(detail["input"]) in VALUES.get(dotted, ()):
+            return f"{dotted} = {detail['input']!r}: {VALUES[dotted][detail['input']]}"
         case "extra_forbidden" if holder:
             return f"unknown key {dotted!r}; {did_you_mean(names[-1], holder.settings())}"
         case "missing" if holder:

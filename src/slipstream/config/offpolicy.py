@@ -36,7 +36,7 @@ class SupervisedConfig(Section):
     prompts, seed and sampling options, reads them instead of drawing them again. None stores none."""
     loss: SupervisedLoss = CrossEntropy()
     """Loss of the supervised updates: cross_entropy, or a distillation loss that needs no draws of the student."""
-    lr: float | None = Field(None, gt=0)
+    lr: float | None = Field(None, gt=0, le=1)
     """Peak learning rate of the supervised updates, constant after their warm-up. None uses learner.lr."""
     warmup: int = Field(0, ge=0)
     """Number of supervised updates over which the learning rate rises linearly. learner.warmup and learner.decay begin

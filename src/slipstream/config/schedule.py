@@ -16,7 +16,7 @@ class ScheduleSection(Section):
     serial: ClassVar[bool] = False
     """True if rollout, scoring and learning run one after the other."""
     learns_as_ready: ClassVar[bool] = False
-    """True if the learner adds up gradients of groups as they arrive, and makes one step at the end of an update."""
+    """True if the learner adds up gradients of groups as they arrive, unless the method needs all groups at once."""
 
     @property
     def label(self) -> str:

@@ -290,7 +290,7 @@ class PerturbationConfig(Section):
 class LearnerConfig(Section):
     batch_size: int = Field(64, ge=1)
     """Number of samples in one update; a multiple of sampler.group."""
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(1e-5, gt=0, le=1)
     """Peak learning rate of AdamW, after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
@@ -738,6 +738,15 @@ class Config(Section):
         return self.sft.updates if self.sft is not None else 0
 
     @property
+    def all_supervised(self) -> bool:
+        """Return whether the run has supervised updates alone."""
+        return self.supervised_updates == self.updates
+
+    @property
+    def _sft_asks_teachers(self) -> bool:
+        return self.sft is not None and (self.sft.source == "teacher" or self.sft.loss.spec.cache != "none")
+
+    @property
     def offpolicy_sources(self) -> set[str]:
         """Return the origins of the responses that the student does not draw: data, teacher, file."""
         return {section.source for section in (self.sft, self.mix) if section is not None}
@@ -830,10 +839,18 @@ class Config(Section):
                     )
 
     def _check_supervised(self, sft: SupervisedConfig) -> None:
-        if sft.updates >= self.updates:
-            raise ValueError(
-                f"sft.updates = {sft.updates} leaves no update for rollouts: updates = {self.updates} counts both"
-            )
+        if sft.updates > self.updates:
+            raise ValueError(f"sft.updates = {sft.updates} is more than updates = {self.updates}, which counts both")
+        if self.all_supervised:
+            idle = ["loss.weight"] if self.loss.weight else []
+            idle += ["sft.until"] if sft.until is not None else []
+            idle += [f"[{name}]" for name in ("policy", "mix", "freshness") if getattr(self, name) is not None]
+            if idle:
+                drop = "write loss.weight = 0" if idle == ["loss.weight"] else f"drop {idle[-1]}"
+                raise ValueError(
+                    f"sft.updates = {sft.updates} leaves no update for rollouts, and {idle[-1]} is for these: {drop}, "
+                    "or raise updates"
+                )
         if self.reference is not None or "reference" in self.loss.spec.takes:
             what = "[reference]" if self.reference is not None else "the reference of loss.reward_scale"
             raise ValueError(
@@ -905,13 +922,13 @@ class Config(Section):
             raise ValueError(
                 f"{names} = 0 leaves nothing to distil: raise one, or drop [teachers] and write loss.weight = 0"
             )
-        if not self.loss.weight and self.teachers:
+        if not self.loss.weight and self.teachers and not (self.all_supervised and self._sft_asks_teachers):
             raise ValueError("loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight")
         for problem in problems(self.teachers, self.loss):
             raise ValueError(problem)
         for name, teacher in self.teachers.items():
             self._check_teacher(f"teachers.{name}", teacher)
-        if not self.loss.weight and self.policy is None:
+        if not self.loss.weight and self.policy is None and not self.all_supervised:
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
         if self.policy is not None and not self.task.reward:
             raise ValueError('[policy] learns from rewards: set task.reward, for example "exact"')
@@ -1117,11 +1134,6 @@ class Config(Section):
                 f"learner.ranks = {learner.ranks} is more than the {groups // learner.minibatches} groups of one step: "
                 "some would have nothing to do; lower it, or raise learner.batch_size"
             )
-        if self.schedule.learns_as_ready and learner.minibatches * learner.epochs > 1:
-            raise ValueError(
-                'schedule.kind = "periodic" learns from groups as they come, in one step: '
-                "write minibatches = 1 and epochs = 1, or another schedule"
-            )
         wide, narrow = learner.dtype, learner.compute_dtype
         if narrow not in (None, wide) and not (wide == "float32" and narrow in HALVES):
             raise ValueError(
@@ -1169,6 +1181,13 @@ class Config(Section):
         changed, learner = self.sampler.changed(*names), self.learner
         return {*changed, *["lora"] * (learner.lora is not None), *["router"] * learner.records_router}
 
+    @field_validator("output")
+    @classmethod
+    def _check_output(cls, output: str | None) -> str | None:
+        if output is not None and (output.startswith("~") or not output.isprintable()):
+            raise ValueError(f"{output!r} is no plain path: write it in full, without ~ and control characters")
+        return output
+
     def _check_guards(self) -> None:
         guards, tau = self.guards, self.schedule.max_tau
         if guards.kl is not None and self.schedule.adapts_tau:
@@ -1179,8 +1198,11 @@ class Config(Section):
                 "or drop it"
             )
         if guards.gac is not None and not tau:
+            use = "guards.gac.limit takes out what stale samples repeat of the previous update"
+            if guards.gac.limit is None:
+                use = "[guards.gac] compares fresh samples with stale ones"
             raise ValueError(
-                "[guards.gac] compares fresh samples with stale ones, and here all of an update are of one age: write "
+                f"{use}, and here all of an update are of one age: write "
                 'schedule.kind = "async" with a tau above 0, or drop it'
             )
 

@@ -55,8 +55,9 @@ class FollowConfig(Section):
 class TeacherConfig(Section):
     model: str
     """HF directory or hub name, builtin:teacher, self (the student's weights at the start), or a name at base_url."""
-    engine: Literal["native", "vllm"] = "native"
-    """Inference engine that runs a local teacher."""
+    engine: Literal["native", "vllm", "auto"] = "native"
+    """Inference engine that runs a local teacher. auto: vLLM if it is installed and can score what the loss needs, and
+    native otherwise; a line states the choice."""
     engine_args: EngineArgs = Field({})
     """Arguments of vLLM's engine, for example { tensor_parallel_size = 4, gpu_memory_utilization = 0.9 }. Only for
     engine = "vllm"."""
@@ -200,7 +201,6 @@ def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
 
 def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss) -> Iterator[str]:
     """Yield a message for each conflict among these teachers, or between a teacher and the loss."""
-    hidden = loss.spec.cache == "hidden"
     last_with_key = routed_by(teachers)
     for name, teacher in teachers.items():
         key = name if teacher.key is None else teacher.key
@@ -209,19 +209,9 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss) -> I
                 f"teachers.{name} and teachers.{other} both have key = {key!r}: each prompt has one teacher, give "
                 "one of them another key"
             )
-    if len(teachers) > 1 and hidden:
-        yield (
-            f'loss.kind = "{loss.kind}" with cache = "hidden" applies the head of one teacher: with several write '
-            'cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
-        )
     for name, teacher in teachers.items():
         if teacher.base_url is not None:
             yield from endpoint_problems(f"teachers.{name}", teacher, loss)
-        if teacher.follow is not None and hidden:
-            yield (
-                f'loss.kind = "{loss.kind}" with cache = "hidden" applies one constant head, and '
-                f'teachers.{name}.follow changes it: write cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
-            )
 
 
 def endpoint_problems(where: str, teacher: TeacherConfig, loss: DistillationLoss) -> Iterator[str]:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 from slipstream.errors import DataError, did_you_mean, first_line
 
@@ -157,7 +158,7 @@ def _hf_dataset(source: str, split: str) -> Rows:
                 data = data[split]
         else:
             data = datasets.load_dataset(name, subset, split=split)
-    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, LookupError, BadZipFile, datasets.exceptions.DatasetsError) as error:
         line = first_line(error)
         if subset is None and line.startswith("Config name is missing"):
             several = " ".join(str(error).splitlines()[1:2]).partition(": ")[2]

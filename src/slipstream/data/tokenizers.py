@@ -163,7 +163,12 @@ def _further_stop(tokenizer: Tokenizer, stop: int | str, own: Collection[int]) -
     where, vocabulary = f"sampler.stop: {stop!r}", tokenizer.get_vocab()
     ids = [vocabulary[stop]] if stop in vocabulary else [stop]
     if isinstance(stop, str) and stop not in vocabulary:
-        ids = tokenizer(stop, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            ids = tokenizer(stop, add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(
+                f"{where} is no text of {tokenizer.name_or_path} ({first_line(error)}): write one of its tokens"
+            ) from None
     if len(ids) != 1:
         raise ConfigError(f"{where} is {len(ids)} tokens of {tokenizer.name_or_path}: write one token, or its id")
     if ids[0] not in vocabulary.values():

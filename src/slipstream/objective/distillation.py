@@ -5,8 +5,9 @@ Shapes: N trained tokens, C rows of a chunk, M cached draws, K support, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,10 +49,20 @@ COLUMNS: dict[Cache, dict[str, Callable[[Scored], NDArray[Any] | None]]] = {
 """Functions that read ids and log-probs from a scored sample, for each kind of teacher scores (cache) except hidden."""
 
 
+class TeacherHead(NamedTuple):
+    """Output head of one version of a teacher, and its mapping of end tokens, if any."""
+
+    head: Head
+    one_end: OneEnd | None = None
+
+
+TeacherHeads = Mapping[tuple[str, int], TeacherHead]
+"""Heads that turn hidden states of teachers into logits, by name and version of the teacher."""
+
+
 class Distillation:
-    def __init__(self, loss: DistillationLoss, teacher_head: Head | None = None, one_end: OneEnd | None = None) -> None:
-        self.spec, self.temperature, self.teacher_head = loss.spec, loss.temperature, teacher_head
-        self.one_end = one_end
+    def __init__(self, loss: DistillationLoss, heads: TeacherHeads | None = None) -> None:
+        self.spec, self.temperature, self.heads = loss.spec, loss.temperature, {} if heads is None else heads
         self.formula = formula(self.spec.formula)
         self.dense = self.spec.cache == "hidden"
         """True if the formula needs distributions over the whole vocabulary."""
@@ -101,22 +112,39 @@ class Distillation:
         return torch.cat([tokens_N[:, None], ids_NM], 1) if first else ids_NM, on_ids
 
     def _on_vocabulary(self, samples: Sequence[Scored], device: torch.device, dtype: torch.dtype) -> LossOfRows:
-        """Return a function that applies the teacher's head to a chunk and computes the loss, without an N×V tensor."""
-        head = self.teacher_head
-        assert head is not None, "the hidden cache needs the teacher's head"
-        hidden_ND = torch.from_numpy(np.concatenate([present(sample.teacher_hidden) for sample in samples])).to(device)
-        if hidden_ND.dtype == torch.uint16:
-            hidden_ND = hidden_ND.view(torch.bfloat16)
+        """Return a function that applies the teachers' heads to a chunk and computes the loss, without an N×V tensor.
+
+        The rows of a chunk are grouped by teacher, because teachers may differ in width and vocabulary.
+        """
+        hidden, places = defaultdict[tuple[str, int], list[Any]](list), defaultdict[tuple[str, int], list[Any]](list)
+        start = 0
+        for sample in samples:
+            teacher, own_ND = (sample.teacher, sample.teacher_version), present(sample.teacher_hidden)
+            hidden[teacher].append(own_ND)
+            places[teacher].append(np.arange(start, start := start + len(own_ND)))
+        hidden_ND = {teacher: _on_device(np.concatenate(parts), device) for teacher, parts in hidden.items()}
+        place_N = {teacher: np.concatenate(parts) for teacher, parts in places.items()}
 
         def on_vocabulary(logp_CV: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+            own, order = list[Tensor](), list[NDArray[Any]]()
             with torch.no_grad():
-                logits_CV = head(hidden_ND[rows]).to(dtype) / self.temperature
-                if self.one_end is not None:
-                    logits_CV = all_read_as_one(logits_CV.log_softmax(-1), **self.one_end._asdict())
-                logq_CV = logits_CV[:, : logp_CV.shape[1]].log_softmax(-1)
+                for teacher, its_N in place_N.items():
+                    within = slice(*np.searchsorted(its_N, [rows.start, rows.stop]))
+                    if len(its_N[within]):
+                        own.append(self._logq(self.heads[teacher], hidden_ND[teacher][within], dtype, logp_CV.shape[1]))
+                        order.append(its_N[within])
+                logq_CV = own[0]
+                if len(own) > 1:
+                    logq_CV = torch.cat(own)[torch.from_numpy(np.argsort(np.concatenate(order))).to(device)]
             return self._loss({"student": logp_CV, "teacher": logq_CV})
 
         return on_vocabulary
+
+    def _logq(self, teacher: TeacherHead, hidden_CD: Tensor, dtype: torch.dtype, vocabulary: int) -> Tensor:
+        logits_CV = teacher.head(hidden_CD).to(dtype) / self.temperature
+        if teacher.one_end is not None:
+            logits_CV = all_read_as_one(logits_CV.log_softmax(-1), **teacher.one_end._asdict())
+        return logits_CV[:, :vocabulary].log_softmax(-1)
 
     def _loss(self, operands: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
         for name in operands.keys() & {"student", "teacher"}:
@@ -126,3 +154,9 @@ class Distillation:
         if loss_C.ndim == 2:  # an estimate for each draw
             loss_C = loss_C.mean(-1)
         return clamped(loss_C, loss_max_clamp=self.spec.loss_max_clamp), metrics
+
+
+def _on_device(hidden_ND: NDArray[Any], device: torch.device) -> Tensor:
+    """Return hidden states as a tensor; numpy has no bfloat16, so records hold its bits as uint16."""
+    found = torch.from_numpy(hidden_ND).to(device)
+    return found.view(torch.bfloat16) if found.dtype == torch.uint16 else found

@@ -27,12 +27,11 @@ from slipstream.estimators.logprobs.sampling_support import conditioned, kept_lo
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
 from slipstream.metric_names import extreme
-from slipstream.objective.distillation import Distillation, LossOfRows
+from slipstream.objective.distillation import Distillation, LossOfRows, TeacherHeads
 from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.method import Method
 from slipstream.objective.sample_weights import SampleWeight, episode_of
 from slipstream.objective.sampling_support import support_of
-from slipstream.protocols import OneEnd
 from slipstream.records import Counts, Scored
 
 Metrics = dict[str, Tensor]
@@ -45,9 +44,9 @@ Cut = Callable[[Tensor], Tensor]
 
 
 class Objective:
-    def __init__(self, method: Method, teacher_head: Head | None = None, one_end: OneEnd | None = None) -> None:
+    def __init__(self, method: Method, heads: TeacherHeads | None = None) -> None:
         self.method, loss, reference = method, method.loss, method.reference
-        self.distillation = Distillation(loss, teacher_head, one_end) if loss.weight else None
+        self.distillation = Distillation(loss, heads) if loss.weight else None
         self.has_policy_terms = method.policy is not None or (reference is not None and reference.into == "loss")
         self.single_pass = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
         """True if no loss needs whole rows and all use one temperature: one pass of the fused head computes them."""

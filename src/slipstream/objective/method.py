@@ -293,8 +293,6 @@ def method_of(config: Config) -> Method:
     if policy is not None:
         _check_policy(config, policy, method)
     _check_truncation(config, method)
-    if config.schedule.learns_as_ready:
-        _check_parts(method)
     _check_router(config, method)
     if config.learner.snapshots and not (config.learner.exact_drift or method.reads_snapshots):
         raise ConfigError(
@@ -315,11 +313,6 @@ def _check_router(config: Config, method: Method) -> None:
         )
     if learner.router_aux is None:
         return
-    if config.schedule.learns_as_ready:
-        raise ConfigError(
-            "learner.router_aux looks at the whole batch, and schedule.kind = 'periodic' learns from groups as they "
-            "come: drop it, or write schedule.kind = 'sync'"
-        )
     if config.freshness is not None:
         raise ConfigError("learner.router_aux has no freshness weights: drop it, or [freshness]")
 
@@ -522,37 +515,32 @@ def quantisation_notes(config: Config, method: Method) -> list[str]:
     return [said + corrected]
 
 
-def _check_parts(method: Method) -> None:
-    """Raise an error for parts that need the whole batch: periodic learns from groups as they come (invariant 5)."""
+def whole_batch_reason(config: Config, method: Method) -> str:
+    """Return why a periodic schedule learns only when all groups of an update are there; empty if it need not wait.
+
+    Groups that are learned from as they come cannot be compared with later ones, and share one divisor (invariant 5).
+    """
+    if not config.schedule.learns_as_ready:
+        return ""
+    if config.learner.minibatches * config.learner.epochs > 1:
+        return "learner.minibatches and learner.epochs make several steps of an update"
+    if config.learner.router_aux is not None:
+        return "learner.router_aux looks at the whole batch"
     for part, scope in method.scopes.items():
         if scope == "batch":
-            raise ConfigError(
-                f"{part} looks at the whole batch, and schedule.kind = 'periodic' learns from groups as they come: "
-                "choose another, or schedule.kind = 'sync'"
-            )
+            return f"{part} looks at the whole batch"
     if method.policy is not None and method.policy.aggregation == "token-sum":
-        raise ConfigError(
-            'policy.aggregation = "token-sum" is divided by nothing, and schedule.kind = "periodic" divides once, at '
-            'the end: write "token-mean", or schedule.kind = "sync"'
-        )
+        return 'policy.aggregation = "token-sum" is divided by nothing'
     if not method.weighs_all:
-        raise ConfigError(
-            "[freshness] divides by a mean over the weights of an update, a part of the loss is not weighed, and "
-            "schedule.kind = 'periodic' divides once, at the end: write freshness.also = \"policy\" without "
-            'reference.into = "loss", or schedule.kind = "sync"'
-        )
-    by_sequences = dict[str, bool]()
-    if method.loss.weight or method.anchored:
-        by_sequences["distillation" if method.loss.weight else "the anchor"] = method.over_samples
+        return "[freshness] divides by a mean over the weights of an update, and a part of the loss is not weighed"
+    by_sequences = [method.over_samples] if method.loss.weight or method.anchored else []
     if method.policy is not None:
-        by_sequences["the policy loss"] = method.over_sequences
+        by_sequences.append(method.over_sequences)
     if method.reference is not None and method.reference.into == "loss":
-        by_sequences["the KL to the reference"] = False
-    by_tokens = [name for name, over in by_sequences.items() if not over]
-    by_samples = [name for name, over in by_sequences.items() if over]
-    if by_tokens and by_samples:
-        raise ConfigError(
-            f"{' and '.join(by_tokens)} {'is' if len(by_tokens) == 1 else 'are'} divided by tokens and "
-            f"{' and '.join(by_samples)} by sequences, and schedule.kind = 'periodic' divides once, at the end: write "
-            'policy.aggregation = "token-mean" and freshness.over = "tokens", or schedule.kind = "sync"'
-        )
+        by_sequences.append(False)
+    return "parts of the loss are divided by tokens, and others by sequences" if len(set(by_sequences)) > 1 else ""
+
+
+def schedule_notes(config: Config, method: Method) -> list[str]:
+    reason = whole_batch_reason(config, method)
+    return [f"periodic: an update learns when all its groups are scored, because {reason}"] if reason else []

@@ -21,10 +21,20 @@ from slipstream.pipeline.admission import AdmissionState
 from slipstream.protocols import Learner
 from slipstream.records import Group
 from slipstream.run_dir.atomic_files import beside_of, damage, reading, remove, remove_unfinished, seal, sync, writing
-from slipstream.run_dir.formats import SUSPECT, format_of, object_of, resumable, upgraded, written_by
+from slipstream.run_dir.formats import (
+    SUSPECT,
+    checkpoint_numbers,
+    format_of,
+    object_of,
+    resumable,
+    upgraded,
+    written_by,
+)
 from slipstream.run_dir.writing import LogPosition
 
 STANDING = "standing.json"
+REPLACED = ".old"
+"""Suffix of a checkpoint whose place a new one takes."""
 SMALL = 1 << 24
 """Size of a directory in bytes above which checksums are computed in a thread, so that the event loop continues."""
 
@@ -112,7 +122,7 @@ class Checkpoints:
         return [number for number in self.existing() if number <= version - self.proof]
 
     def existing(self) -> list[int]:
-        return sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdecimal())
+        return checkpoint_numbers(self.directory)
 
     def suspects(self) -> list[Path]:
         return sorted(self.directory.glob(suspect_of(Path("*")).name))
@@ -130,6 +140,19 @@ def suspect_of(path: Path) -> Path:
     return path.with_name(f"{path.name}{SUSPECT}")
 
 
+def replaced_by(path: Path) -> Path:
+    """Return the temporary path of a checkpoint while a new one takes its place."""
+    return beside_of(path.with_name(f"{path.name}{REPLACED}"))
+
+
+def restore_replaced(directory: Path) -> None:
+    """Give a checkpoint its name back if a kill prevented the new one from taking its place."""
+    for before in directory.glob(f"*{REPLACED}.tmp"):
+        path = before.with_name(before.name.removesuffix(f"{REPLACED}.tmp"))
+        if not path.exists():
+            before.rename(path)
+
+
 async def save_whole(
     learner: Learner,
     path: Path,
@@ -139,7 +162,7 @@ async def save_whole(
     optimizer: bool = False,
 ) -> None:
     """Save the student and `files` atomically; if `optimizer` is True, also the learner's state for a resume."""
-    beside, before = beside_of(path), beside_of(path.with_name(f"{path.name}.old"))
+    beside, before = beside_of(path), replaced_by(path)
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with writing(path):
@@ -168,6 +191,8 @@ def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callabl
     If a suspect checkpoint exists, the result is at least `proof` updates older, or just older if none is that old.
     """
     checkpoints = Checkpoints(run / "checkpoints")
+    with writing(checkpoints.directory):
+        restore_replaced(checkpoints.directory)
     existing = checkpoints.existing()
     for path in checkpoints.suspects():
         if path.stem == str(number) or not existing:

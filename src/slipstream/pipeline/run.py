@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -101,6 +101,7 @@ class Run:
         ends: Sequence[int] = (),
         restarts: Restarts | None = None,
         patience: float | None = None,
+        whole_batches: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
         """Prepare a run; `standing`, `groups`, `attempts`, `canaries`, `choice` and `restarts` are its earlier state.
@@ -108,6 +109,7 @@ class Run:
         `standing` is the admission state, and `groups` are the groups in flight. `attempts` are the attempts remembered
         for each prompt, and `canaries` the reference answer of each teacher. `ends` are the student's end tokens.
         `patience` is the longest time in seconds without progress; None means no limit (for a virtual clock).
+        `whole_batches`: the method needs all groups of an update at once, under every schedule.
         """
         self.config, self.engines, self.prompts, self.log = config, engines, prompts, log
         self.held_out = held_out or {}
@@ -116,7 +118,7 @@ class Run:
         self.patience, self.say, log.say = patience, say, say
         self.references, self.ends = canaries or {}, ends
         self.choice = choice_of(config, prompts, choice)
-        self.admission = admission_of(config, self.choice, standing)
+        self.admission = admission_of(config, self.choice, standing, whole_batches=whole_batches)
         prompts.move_rollouts(self.admission.first, config.updates - self.admission.supervised)
         self.responses = {group[0].header.number: group for group in groups}
         """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
@@ -463,9 +465,14 @@ def choice_of(config: Config, prompts: Prompts, before: Mapping[str, Any] | None
     return AdaptiveChoice(prompts, reward=reward, before=before, **settings)
 
 
-def admission_of(config: Config, choice: Choice, standing: AdmissionState | None) -> Admission:
+def admission_of(
+    config: Config, choice: Choice, standing: AdmissionState | None, *, whole_batches: bool = False
+) -> Admission:
+    schedule = schedule_of(config.schedule, config.groups_per_update)
+    if config.schedule.learns_as_ready and whole_batches:
+        schedule = replace(schedule, learn="batch", order="submission")
     return Admission(
-        schedule_of(config.schedule, config.groups_per_update),
+        schedule,
         updates=config.updates,
         supervised=config.supervised_updates,
         source=choice.source,

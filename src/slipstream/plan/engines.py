@@ -16,8 +16,9 @@ from slipstream.config.costs import load as load_costs
 from slipstream.config.environment import GatewayConfig
 from slipstream.config.losses import LossSpec
 from slipstream.config.rewards import FormatConfig
-from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig, TeacherConfig
+from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
 from slipstream.config.speculation import SpeculationConfig
+from slipstream.config.teacher import FollowConfig
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.http.judge import Judge, JudgeEndpoint
 from slipstream.engines.native.config import check_there, context_length, load_config, vocabulary_of, width_of
@@ -174,10 +175,11 @@ class LearnerPlan:
     """Format to which samplers quantise the exported weights of linear layers; None: they do not."""
     stop: tuple[int | str, ...] = ()
     """Tokens at which the sampler stops besides the end tokens in the student's files; saved with the student."""
-    teacher: ModelPlan | None
-    """Teacher whose output layer the learner applies to cached hidden states; None if the loss caches none."""
-    one_end: OneEnd | None = None
-    """Mapping of this teacher's end tokens to the student's; None if they are the same."""
+    teachers: Mapping[str, ModelPlan]
+    """Constant teachers whose output layers the learner applies to cached hidden states; empty if the loss caches none.
+    Those of following teachers are in the learner's snapshots."""
+    one_ends: Mapping[str, OneEnd | None]
+    """Mapping of each of these teachers' end tokens to the student's; None if they are the same."""
     snapshots: int
     """Number of published versions of the student whose weights are kept; 0 keeps none."""
     follow: Mapping[str, Follower]
@@ -427,7 +429,7 @@ def scorer_of(config: Config, name: str, one_end: OneEnd | None = None) -> Score
         vocabulary=vocabulary_of(config.student),
         context=teacher.context,
         timeout=config.task.timeout,
-        keep=versions_in_flight(config, teacher),
+        keep=0 if teacher.follow is None or teacher.relabel == "never" else versions_in_flight(config, teacher.follow),
         threads=config.runtime.threads,
         replicas=at_first(teacher.replicas),
     )
@@ -462,9 +464,8 @@ def endpoint_of(config: Config, name: str) -> Endpoint | None:
 
 
 def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None]) -> LearnerPlan:
-    losses = [config.loss] if config.sft is None else [config.loss, config.sft.loss]
-    hidden = any(loss.spec.cache == "hidden" for loss in losses)
-    head = next(iter(config.teachers)) if config.teachers and hidden else None
+    constant = [name for name, teacher in config.teachers.items() if teacher.follow is None]
+    sending = constant if sends_hidden(config) else []
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
         settings=config.learner,
@@ -475,8 +476,8 @@ def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
         export_dtype=config.sampler.dtype,
         quantisation=config.sampler.quantisation,
         stop=config.sampler.stop,
-        teacher=None if head is None else replace(teacher_of(config, head), devices=1),
-        one_end=None if head is None else one_ends.get(head),
+        teachers={name: replace(teacher_of(config, name), devices=1) for name in sending},
+        one_ends={name: one_ends.get(name) for name in sending},
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
         cosine_every=config.guards.gac.every if config.guards.gac is not None else 0,
@@ -486,25 +487,26 @@ def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
     )
 
 
+def sends_hidden(config: Config) -> bool:
+    """Return whether teachers send hidden states, to which the learner applies their heads."""
+    losses = [config.loss] if config.sft is None else [config.loss, config.sft.loss]
+    return any(loss.spec.cache == "hidden" for loss in losses)
+
+
 def followers_of(config: Config) -> dict[str, Follower]:
-    return {
-        name: Follower(
-            teacher.follow.decay,
-            teacher.follow.period,
-            teacher.dtype,
-            keep=max(versions_in_flight(config, teacher) - 1, 0) if config.freshness is not None else 0,
-        )
-        for name, teacher in config.teachers.items()
-        if teacher.follow is not None
-    }
+    hidden, found = sends_hidden(config), dict[str, Follower]()
+    for name, teacher in config.teachers.items():
+        if (follow := teacher.follow) is not None:
+            read = hidden or (config.freshness is not None and teacher.relabel != "never")
+            keep = versions_in_flight(config, follow) - 1 if read else 0
+            found[name] = Follower(follow.decay, follow.period, teacher.dtype, keep=keep)
+    return found
 
 
-def versions_in_flight(config: Config, teacher: TeacherConfig) -> int:
-    """Return the number of a teacher's versions that may have scored groups in flight; 0 if none is needed again."""
-    if teacher.follow is None or teacher.relabel == "never":
-        return 0
+def versions_in_flight(config: Config, follow: FollowConfig) -> int:
+    """Return the number of versions of a following teacher that may have scored groups in flight."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
-    return max(schedule.reach, schedule.max_lag or 0) // teacher.follow.period + 2
+    return max(schedule.reach, schedule.max_lag or 0) // follow.period + 2
 
 
 def snapshots_of(config: Config, method: Method) -> int:

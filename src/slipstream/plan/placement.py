@@ -296,8 +296,9 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
     settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
     trained = trained_of(plan)
     kept = trained if method.keeps_reference and not method.hosts_reference else 0
-    # a copy of the weights while others are loaded; two more versions if policy.old is not "behavior"
-    others = int(method.keeps_reference or method.by_version) + 3 * method.keeps_old
+    # the model's own weights wait in a copy while a pass has others; the old policy is another version
+    swaps = method.keeps_reference or method.keeps_old or bool(plan.snapshots or plan.follow)
+    others = swaps + method.keeps_old
     computed = WIDTHS[settings.compute_dtype or settings.dtype]
     rounded: float = quantised_of(plan.student.name) * computed if settings.quantised else 0
     per_token = ACTIVATIONS * shape.width * computed / 2

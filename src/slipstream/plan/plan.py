@@ -40,7 +40,7 @@ from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import model_path, without_weights
-from slipstream.objective.method import Method, method_of, quantisation_notes
+from slipstream.objective.method import Method, method_of, quantisation_notes, schedule_notes, whole_batch_reason
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import adapted, check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe, template_end
@@ -56,7 +56,7 @@ from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows, reward_warnings
 from slipstream.plan.gpus import Gpus
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
-from slipstream.plan.shapes import ShapeCheck, check_heads, check_split_heads, shape_line
+from slipstream.plan.shapes import ShapeCheck, check_heads, check_selection, check_split_heads, shape_line
 from slipstream.plan.teachers import (
     check_budget,
     check_endpoints,
@@ -120,6 +120,11 @@ class Plan:
     def needs(self) -> list[Need]:
         return needs(self.engines)
 
+    @property
+    def whole_batches(self) -> bool:
+        """Return whether a periodic schedule learns only when all groups of an update are scored."""
+        return bool(whole_batch_reason(self.config, self.method))
+
 
 @garbage_collection(*RARE)
 def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
@@ -159,6 +164,7 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
         check_server(config, longest + config.sampler.max_tokens, prompts.tokens[0], notes.append)
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config)]
     notes += [*off_policy_notes(config), *running_notes(config), *quantisation_notes(config, method)]
+    notes += schedule_notes(config, method)
     engines = engines_of(config, method, teachers.one_ends)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *version_warnings(installed_versions())]
     warnings += check_room_on(engines, gpus)
@@ -205,7 +211,7 @@ def check_shapes(config: Config, gpus: Gpus | None = None) -> ShapeCheck:
     check_effects(config)
     config = with_lengths(config, *possible_lengths(config, notes.append))
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config), *off_policy_notes(config)]
-    notes += quantisation_notes(config, method)
+    notes += [*quantisation_notes(config, method), *schedule_notes(config, method)]
     engines, warnings = engines_of(config, method), warnings_of(config)
     if gpus is not None:
         warnings += check_room_on(engines, gpus)
@@ -308,8 +314,11 @@ def check_data_settings(config: Config) -> None:
 
 def check_weights(config: Config) -> None:
     """Raise ModelError unless all weight files exist. Read those of vLLM teachers: vLLM does not check for NaN."""
-    from slipstream.engines.native.files import check_complete, read_through
+    from slipstream.engines.native.files import check_complete, check_quantisation, read_through
 
+    native = [model for model, engine in engines_here(config) if engine == "native"]
+    for model in {config.student: None, **dict.fromkeys(native)}:  # the learner always is native
+        check_quantisation(model)
     for model in models_here(config):
         check_complete(model)
     for teacher in config.teachers.values():
@@ -700,6 +709,10 @@ def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Confi
         for name, teacher in config.teachers.items()
     }
     sampler = config.sampler.model_copy(update={"longest": length_for("sampler", config.sampler.longest, drawn)})
+    check_selection("learner", config.student, sampler.longest)
+    for name, teacher in teachers.items():
+        if teacher.base_url is None and teacher.engine == "native":
+            check_selection(f"teachers.{name}", config.model_of(teacher), teacher.longest)
     return config.model_copy(update={"sampler": sampler, "teachers": teachers})
 
 

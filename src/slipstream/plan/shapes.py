@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.engines.native.config import load_config
+from slipstream.engines.native.config import fully_attended, load_config
 from slipstream.engines.vllm import VERSION
 from slipstream.errors import ConfigError, ModelError
 from slipstream.objective.method import Method
@@ -64,6 +64,17 @@ def check_context(where: str, model: str, longest: int, context: int) -> None:
         raise ConfigError(
             f"{where}: sequences of {longest} tokens exceed the context of {context} of {model}: lower "
             "sampler.max_tokens, or sampler.longest"
+        )
+
+
+def check_selection(where: str, model: str, longest: int | None) -> None:
+    """Raise ConfigError if sequences are so long that a sparse attention selects keys by scores with ties."""
+    most = fully_attended(load_config(model))
+    if most is not None and longest is not None and longest > most:
+        raise ConfigError(
+            f"{where}: sequences have up to {longest} tokens, and {model} attends to {most} selected keys: beyond that "
+            "the log-probs of a sequence depend on the others in its pass: lower sampler.max_tokens, or use shorter "
+            "prompts"
         )
 
 

@@ -15,6 +15,7 @@ from slipstream.engines.server.api import APIS, ServerEndpoint, ServerSettings
 from slipstream.engines.vllm import RANKS, VERSION
 from slipstream.engines.vllm.core import COLDEST, Settings, known, version
 from slipstream.errors import ConfigError, EndpointError
+from slipstream.models.adapters import is_adapter
 from slipstream.pipeline.watchdog import ResponseWatch
 
 SCORED = 64
@@ -71,21 +72,23 @@ def teacher_context(config: Config, teacher: TeacherConfig) -> int:
 
 
 def with_vllm(config: Config, say: Callable[[str], None], planned: str = "") -> Config:
-    """Replace settings that vLLM does not support: loss.m, and engines of teachers. ConfigError for other conflicts.
+    """Replace a default loss.m, and the teachers' engine "auto", by what vLLM supports. ConfigError for conflicts.
 
     `planned`: version of vLLM for GPUs that need not be installed here; empty: the installed version.
     """
     config = with_draws(config, say, planned)
     teachers = dict(config.teachers)
     for name, teacher in config.teachers.items():
-        if teacher.engine == "vllm" and (why := unserved(config, name, planned)):
-            if teacher.engine_args:
-                raise ConfigError(
-                    f"teachers.{name}.engine_args are for vLLM, and {why}: write engine = 'native' and drop them; "
-                    f"teachers.{name}.devices splits a teacher over several devices"
-                )
-            say(f"note: teachers.{name}.engine = 'native', because {why}")
-            teachers[name] = teacher.model_copy(update={"engine": "native"})
+        if teacher.engine == "native" or teacher.base_url is not None:
+            continue
+        why = unserved(config, name, planned)
+        if teacher.engine == "vllm" and why:
+            drop = " without engine_args" if teacher.engine_args else ' (or "auto", where vLLM is a preference)'
+            raise ConfigError(f'teachers.{name}.engine = "vllm": {why}: write engine = "native"{drop}')
+        if teacher.engine == "auto":
+            engine, why = ("native", why) if why else ("vllm", "vLLM can score what the loss needs")
+            say(f'note: teachers.{name}.engine = "{engine}", because {why}')
+            teachers[name] = teacher.model_copy(update={"engine": engine})
     return config.model_copy(update={"teachers": teachers})
 
 
@@ -93,6 +96,10 @@ def unserved(config: Config, name: str, planned: str = "") -> str:
     """Return the reason why vLLM cannot score for this teacher and loss; empty if vLLM can."""
     installed, for_gpus = planned or version(), planned or version("vllm")
     loss, cache, draws = config.loss, config.loss.spec.cache, config.loss.spec.draws
+    if not installed:
+        return "vLLM is not installed here"
+    if is_adapter(config.model_of(config.teachers[name])):
+        return f"{config.model_of(config.teachers[name])} is an adapter, and vLLM takes only whole models here"
     if loss.temperature != 1:
         return f"vLLM scores at temperature 1, and loss.temperature = {loss.temperature:g}"
     if cache == "hidden":

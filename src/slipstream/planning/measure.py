@@ -124,7 +124,9 @@ class Bench:
         with tempfile.TemporaryDirectory() as path:
             with RunLog.create(config, Path(path) / "run") as log:
                 began, before = time.thread_time(), await self._engines_cpu()
-                await Run(config, self.engines, self.made.prompts, log, say=lambda _: None).train()
+                whole = self.made.whole_batches
+                run = Run(config, self.engines, self.made.prompts, log, whole_batches=whole, say=lambda _: None)
+                await run.train()
                 coordinator, spent = time.thread_time() - began, await self._engines_cpu() - before
             lengths = [n for line in read_lines(Path(path) / "run" / "ledger.jsonl") for n in line.get("tokens", ())]
         samples = UPDATES * config.learner.batch_size

@@ -98,13 +98,19 @@ def upgraded(name: str, data: Line, number: int) -> Line:
     return data
 
 
+def checkpoint_numbers(checkpoints: Path) -> list[int]:
+    """Return the numbers of all checkpoints; other names, also those that only look like a number, are ignored."""
+    names = [path.name for path in checkpoints.glob("*") if path.is_dir()]
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and name == str(int(name)))
+
+
 def resumable(checkpoints: Path, proof: int) -> list[int]:
     """Return the numbers of the checkpoints that `resume` may use; it uses the last undamaged one of them.
 
     If a suspect checkpoint exists, the list contains only checkpoints that are at least `proof` updates older. If no
     checkpoint is that old, the list contains all checkpoints before the suspect one.
     """
-    existing = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
+    existing = checkpoint_numbers(checkpoints)
     suspects = [int(path.stem) for path in checkpoints.glob(f"*{SUSPECT}") if path.stem.isdecimal()]
     if not suspects:
         return existing

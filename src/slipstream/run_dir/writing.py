@@ -375,7 +375,7 @@ class Wandb:
     def __init__(self, config: Config, path: Path) -> None:
         import wandb
 
-        self.start(wandb, config, path, dir=str(path.parent))
+        self.start(wandb, config, path, dir=str(path))
 
     def start(self, library: Any, config: Config, path: Path, **options: str) -> None:
         self.library = library

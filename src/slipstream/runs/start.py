@@ -237,6 +237,7 @@ class Start:
             ends=made.end_ids,
             restarts=self.restarts,
             patience=None if modelled else config.runtime.patience,
+            whole_batches=made.whole_batches,
             say=self.say,
             **state,
         )

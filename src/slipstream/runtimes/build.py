@@ -35,6 +35,7 @@ from slipstream.environments.gateway.agent_processes import Programs
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.hosts import Hosts
+from slipstream.objective.distillation import TeacherHead
 from slipstream.plan.engines import (
     EnvironmentPlan,
     GatewayPlan,
@@ -276,13 +277,15 @@ def build_learner(
     *,
     kind: Callable[..., NativeLearner] = NativeLearner,
 ) -> NativeLearner:
-    head, student = None, student or build_student(plan)
+    student = student or build_student(plan)
     if plan.stop:  # so that the saved student stops there, too
         generation = student.model.generation_config
         generation.eos_token_id = sorted(stop_ids(tokenizer, generation, plan.stop))
-    if plan.teacher is not None:
+    heads = dict[str, TeacherHead]()
+    for name, teacher in plan.teachers.items():
         # load on the CPU, because only the head is kept
-        head = build_model(replace(plan.teacher, device="cpu")).head.to(pick_device(plan.teacher.device))
+        head = build_model(replace(teacher, device="cpu")).head.to(pick_device(teacher.device))
+        heads[name] = TeacherHead(head, plan.one_ends.get(name))
     return kind(
         student,
         method=plan.method,
@@ -292,8 +295,7 @@ def build_learner(
         export_dtype=plan.export_dtype,
         quantisation=plan.quantisation,
         tokenizer=tokenizer,
-        teacher_head=head,
-        one_end=plan.one_end,
+        teacher_heads=heads,
         snapshots=plan.snapshots,
         follow=plan.follow,
         cosine_every=plan.cosine_every,

@@ -135,8 +135,6 @@ class ScorerInTurns(NativeScorer):
 class LearnerInTurns(NativeLearner):
     def __init__(self, turns: Turns, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
-        head = given.get("teacher_head")
-        self.fixed = [] if head is None else list(head.linear.parameters())
         self.seat = Seat(turns, self.thread, self._leave)
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
@@ -144,9 +142,10 @@ class LearnerInTurns(NativeLearner):
             return await super()._run(work, *args)
 
     def _leave(self) -> Iterable[Tensor]:
-        """Return weights, gradients, moments, snapshots and the teacher's head, if they are on the device."""
+        """Return weights, gradients, moments, snapshots and the teachers' heads, if they are on the device."""
         states = chain.from_iterable(state.values() for state in self.optimizer.state.values())
         moments = [value for value in states if isinstance(value, Tensor)]
         gradients = [gradient for gradient in self._gradients() if gradient is not None]
-        found = [*self.lm.model.parameters(), *gradients, *moments, *chain(*self.snapshots.held.values()), *self.fixed]
+        heads = chain.from_iterable(each.head.linear.parameters() for each in self.heads.values())
+        found = [*self.lm.model.parameters(), *gradients, *moments, *chain(*self.snapshots.held.values()), *heads]
         return [tensor for tensor in found if tensor.device == self.lm.device]

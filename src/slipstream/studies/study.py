@@ -178,7 +178,7 @@ class Study:
         for point in self.points:
             for measure in sweep.measure:
                 check_measure(measure, point)
-            if (updates := point.config.updates) < sweep.last:
+            if (updates := point.config.updates) < sweep.last and "last" in sweep.model_fields_set:
                 raise ConfigError(f"sweep.last = {sweep.last} is more than the {updates} updates of {point.name}")
         oldest = max((p.config.schedule.k for p in self.points if isinstance(p.config.schedule, Replay)), default=0)
         for measure in sweep.measure:

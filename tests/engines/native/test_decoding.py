@@ -19,12 +19,14 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     LlamaModel,
+    Mamba2Config,
     PreTrainedConfig,
     PreTrainedModel,
     RecurrentGemmaConfig,
 )
 
 from slipstream.engines.native.model import LanguageModel, split
+from slipstream.engines.native.rows import use_rows
 from slipstream.engines.native.sampling import kv
 from slipstream.engines.native.sampling.decoding import Decoder, Read, prove
 from slipstream.engines.native.sampling.sampler import NativeSampler
@@ -170,11 +172,45 @@ def test_the_proof_sees_a_state_that_goes_wrong_late(
         prove(lm)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_cached_step_of_hf_that_drops_a_limit_is_found(seed: int) -> None:
-    """Nemotron-H clamps time steps from below when it reads, and not when it continues: wrong by 1e-4 to 1e-2."""
-    with pytest.raises(ModelError, match="cannot generate with NemotronHForCausalLM: a"):
-        prove(split("tiny", families.make("nemotron_h", seed=seed)))
+@pytest.mark.parametrize(
+    ("config", "limits"),
+    [
+        (lambda: families.config_of("nemotron_h"), "0.001 … inf"),
+        (lambda: families.config_of("zamba2"), "0.001 … inf"),
+        (lambda: Mamba2Config(**families.config_of("mamba2").to_dict() | {"time_step_limit": (0.0, 60.0)}), "0 … 60"),
+    ],
+    ids=["nemotron_h", "zamba2", "mamba2"],
+)
+def test_a_limit_of_time_steps_is_refused_although_no_weight_of_the_start_reaches_it(
+    config: Callable[[], PreTrainedConfig], limits: str
+) -> None:
+    """A publish may move time steps past it, where HF's cached step drops the limit: wrong by 1e-4 to 1e-2."""
+    with pytest.raises(ModelError, match=f"its time steps are limited to {limits} in a whole pass, and not in single"):
+        prove(split("tiny", model_of(config())))
+
+
+def test_llama4_with_chunks_longer_than_the_probes_is_accepted() -> None:
+    config = families.config_of("llama4_text")
+    config.attention_chunk_size = 40
+    lm = split("tiny", model_of(config))
+    prove(lm)
+    use_rows(lm)
+
+
+def test_minimax_m3_with_sparse_layers_is_refused_where_its_index_would_be_lost() -> None:
+    """Its layers select blocks of keys by an index, which slots do not store and packed rows would mix."""
+    sparse = {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_block_size": 8, "index_n_heads": 2}
+    config = type(families.config_of("minimax_m3_vl_text"))(
+        **families.config_of("minimax_m3_vl_text").to_dict() | sparse
+    )
+    lm = split("tiny", model_of(config))
+    with pytest.raises(ModelError, match="cannot generate with MiniMaxM3VLForCausalLM: .*update_index"):
+        prove(lm)
+    with pytest.raises(
+        ModelError, match="passes block_indices to its attention, which is not supported: write learner"
+    ):
+        use_rows(lm)
+    use_rows(lm, packed=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

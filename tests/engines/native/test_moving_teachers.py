@@ -72,11 +72,6 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         'follow is for model = "self", whose weights come from the student: drop one of them',
     ),
     "vllm": ({"engine": "vllm", "follow": {"copy_every": 2}}, {}, 'follow is for engine = "native"'),
-    "hidden": (
-        {"follow": {"copy_every": 2}},
-        {"loss": {"kind": "reverse_kl"}},
-        'cache = "hidden" applies one constant head, and teachers.me.follow changes it: write cache',
-    ),
     "nothing to learn": (
         {"context": None, "follow": {"ema": 0.9}},
         {},
@@ -125,6 +120,8 @@ def test_the_learner_stores_earlier_teachers_where_freshness_reads_their_drift()
     assert with_freshness == replace(without, keep=4)
     never = parsed(teacher | {"relabel": "never"}, schedule=schedule, learner=batch, freshness={})
     assert followers_of(never)["me"].keep == 0
+    hidden = parsed(teacher | {"relabel": "never"}, schedule=schedule, learner=batch, loss={"kind": "reverse_kl"})
+    assert followers_of(hidden)["me"].keep == 4, "the learner applies the head of the version that sent hidden states"
 
 
 # --- native -----------------------------------------------------------------------------------------------------------

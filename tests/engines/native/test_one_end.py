@@ -20,6 +20,7 @@ from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs.one_end import NO_MASS, all_read_as_one, read_as_one, with_ends
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.protocols import OneEnd
 from slipstream.records import Batch, Handle, Scored, total
@@ -131,8 +132,7 @@ def test_the_learner_reads_hidden_states_in_the_same_way(loss: LossConfig) -> No
         method=Method(loss=loss),
         config=LearnerConfig(dtype="float64"),
         updates=1,
-        teacher_head=wrap(teacher).head,
-        one_end=ENDS,
+        teacher_heads={"teacher": TeacherHead(wrap(teacher).head, ENDS)},
     )
 
     async def work() -> float:

@@ -30,6 +30,7 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.estimators import logprobs
 from slipstream.estimators.logprobs import tiles
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Prompt, total
@@ -154,9 +155,9 @@ def learned(device: torch.device, name: str, handles: list[Handle]) -> list[Any]
     scores = scored(CPU, handles, cache)
 
     async def work() -> list[Any]:
-        head = lm_on(device, seed=2).head if cache == "hidden" else None
+        heads = {"teacher": TeacherHead(lm_on(device, seed=2).head)} if cache == "hidden" else None
         config = LearnerConfig(lr=1e-3, **options)
-        learner = NativeLearner(lm_on(device), method=method, config=config, updates=2, teacher_head=head)
+        learner = NativeLearner(lm_on(device), method=method, config=config, updates=2, teacher_heads=heads)
         learner.thread = Here()  # type: ignore[assignment]
         found = []
         for update in (1, 2):

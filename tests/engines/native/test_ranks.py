@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.config.freshness import FreshnessConfig
-from slipstream.config.losses import ReverseKLMC
+from slipstream.config.losses import ReverseKL, ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
@@ -464,6 +464,33 @@ def test_teachers_that_follow_are_spread_over_the_ranks_saved_and_gone_on_with(
         assert (weights.version, expected) == alone[0][:2], "the earlier version, which scored what is in flight"
         assert asyncio.run(again.export("slow"))[0].version == 2
         assert [each[:2] for each in moved(again, work[3:])] == [each[:2] for each in whole[6:]], "to the bit"
+
+
+def test_ranks_gather_the_heads_of_all_versions_of_a_teacher_that_follows(make: Any) -> None:
+    """Hidden states of the two newest versions are on different ranks, and the head is split over the ranks."""
+    spec = Spec(method=Method(loss=ReverseKL()), follow={"me": Follower(0.5, 1, "float64", keep=1)})
+
+    def with_hidden(handle: Handle, version: int) -> Handle:
+        tokens, rng = handle.body.rollout.trained_tokens, np.random.default_rng(handle.header.number)
+        scores = {"teacher_hidden": rng.normal(size=(tokens, 32)), "teacher_action_logp": None}
+        return Handle(handle.header, replace(handle.body, teacher="me", teacher_version=version, **scores))
+
+    def ends(learner: Learner) -> np.ndarray[Any, Any]:
+        async def main() -> WeightsRef:
+            for batch in batches(3):
+                versions = [max(0, batch.update - 1 - i % 2) for i in range(len(batch.groups))]
+                groups = tuple(
+                    [with_hidden(handle, version) for handle in group]
+                    for group, version in zip(batch.groups, versions, strict=True)
+                )
+                await learn(learner, replace(batch, groups=groups))
+                await learner.export("me")
+            return (await learner.export())[0]
+
+        return asyncio.run(main()).body.view("float64").copy()
+
+    alone = ends(make(spec, 1))
+    np.testing.assert_allclose(ends(make(spec, 2)), alone, atol=1e-8, rtol=0)
 
 
 NEAR = Method(loss=ReverseKLMC(m=M), reference=ReferenceConfig(weight=0.3))

@@ -30,6 +30,7 @@ from slipstream.engines.weights import export_weights, fingerprint, load_weights
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
 from support.learners import roll_out, run, score
@@ -191,7 +192,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
             method=Method(loss=loss),
             config=LearnerConfig(token_budget=token_budget, dtype="float64"),
             updates=1,
-            teacher_head=wrap(teacher).head,
+            teacher_heads={"teacher": TeacherHead(wrap(teacher).head)},
         )
         assert run(work(learner)) == pytest.approx(expected.item(), rel=1e-10)
         for name, parameter in reference.named_parameters():
@@ -224,7 +225,7 @@ def test_values_in_masked_rows_are_neither_scored_nor_learned_from(loss: LossCon
             method=Method(loss=loss),
             config=LearnerConfig(token_budget=20),
             updates=1,
-            teacher_head=wrap(teacher).head,
+            teacher_heads={"teacher": TeacherHead(wrap(teacher).head)},
         )
         batch = Batch((tuple(scored),), 1)
 
@@ -517,7 +518,7 @@ def test_a_teacher_that_caps_its_logits_is_whole_in_the_hidden_cache(kind: str) 
             method=Method(loss=loss),
             config=LearnerConfig(),
             updates=1,
-            teacher_head=teacher.head,
+            teacher_heads={"teacher": TeacherHead(teacher.head)},
         )
         batch = Batch(tuple(scored), 1)
         await learner.accumulate(batch, total(await learner.prepare(batch)))

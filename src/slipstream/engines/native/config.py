@@ -59,6 +59,13 @@ def load_config(name: str) -> Any:
                 f"{name}: {field} = {value} in its config.json, but it must be 1 or more: write the value that the "
                 "model was trained with"
             )
+    text = config.get_text_config()
+    pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(rows, int) and pad >= rows:
+        raise ModelError(
+            f"{name}: pad_token_id = {pad} in its config.json is beyond vocab_size = {rows}: write the values that the "
+            "model was trained with"
+        )
     return config
 
 
@@ -84,6 +91,17 @@ def context_length(config: Any) -> int:
     rope = getattr(text, "rope_parameters", None) or {}
     stretched = float(rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
     return int(stretched * (getattr(text, "max_position_embeddings", None) or 1 << 30))
+
+
+def fully_attended(config: Any) -> int | None:
+    """Return the length up to which a sparse attention selects every key; None: the model selects none.
+
+    Beyond it an index chooses keys. Its scores pass a ReLU, so many are 0, and the shape of a pass breaks the ties.
+    """
+    text = config.get_text_config()
+    rates: dict[str, int] = getattr(text, "compress_rates", None) or {}
+    keys = getattr(text, "index_topk", None)
+    return keys and keys * rates.get("compressed_sparse_attention", 1)
 
 
 def vocabulary_of(model: str) -> int:

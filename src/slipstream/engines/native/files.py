@@ -69,6 +69,23 @@ def check_complete(name: str) -> None:
         raise ModelError(missing(name, absent))
 
 
+def check_quantisation(name: str) -> None:
+    """Raise a ModelError if a model's weights are stored in a format whose package is not installed here."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    stored = getattr(load_config(name), "quantization_config", None)
+    if stored is None:
+        return
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+    try:
+        AutoHfQuantizer.from_config(stored, pre_quantized=True).validate_environment()
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"{name}: its weights are quantised ({method}), and cannot be loaded here: {first_line(error)}: use the "
+            "model without quantisation"
+        ) from None
+
+
 def missing(name: str, absent: list[str]) -> str:
     return f"{name}: {len(absent)} weights are missing or have another shape, first {absent[0]}"
 

@@ -75,7 +75,7 @@ def espo(tokens: Tokens, *, entropy: Tensor, espo_share: float = 0.2, espo_alpha
         return turn_sum(x_BT.masked_fill(~mask_BT, 0.0), part_BT) / size_BT
 
     size_BT = turn_sum(mask_BT.to(tokens.logp.dtype), part_BT).clamp(min=1)
-    ratio_BT = bounded_exp(mean(tokens.delta.detach())) * self_ratio(tokens.logp)
+    ratio_BT = bounded_exp(mean(bounded_delta(tokens))) * self_ratio(tokens.logp)
     width_BT = espo_alpha * mean(entropy.to(size_BT.dtype))
     loss_BT, clipped_BT = clipped_surrogate(ratio_BT, tokens.advantage, width_BT, width_BT)
     parts_B1 = 1 + ((part_BT == 1) & mask_BT).any(-1, keepdim=True)
@@ -142,7 +142,7 @@ def vespo(
     c2_neg. Importance weights of a decoupled correction multiply the loss; the authors' code multiplies W by them.
     Use this loss for very stale rows with one reward each, and for mixture-of-experts models.
     """
-    log_B1 = tokens.delta.detach().double().sum(-1, keepdim=True).clamp(-RATIO_BOUND, RATIO_BOUND)
+    log_B1 = bounded_delta(tokens).double().sum(-1, keepdim=True).clamp(-RATIO_BOUND, RATIO_BOUND)
     good_BT, below_B1 = tokens.advantage > 0, 1 - log_B1.exp()
     log_weight_BT = torch.where(good_BT, c1_pos * log_B1 + c2_pos * below_B1, c1_neg * log_B1 + c2_neg * below_B1)
     return -log_weight_BT.exp().to(tokens.logp.dtype) * tokens.advantage * tokens.logp, tokens.no_tokens
@@ -169,7 +169,7 @@ def st_ppo(tokens: Tokens, *, turns: Tensor, clip_low: float = 0.2, clip_high: f
     numbers the turns of a row. The paper divides the gradient by the norm of what the clip removed, and has a critic.
     Use this loss for agents, whose actions are turns. An answer of one turn is one turn.
     """
-    mask_BT, delta_BT = tokens.mask, tokens.delta.detach()
+    mask_BT, delta_BT = tokens.mask, bounded_delta(tokens)
     count_BT = turn_sum(mask_BT.to(delta_BT.dtype), turns).clamp(min=1)
     turn_BT = bounded_exp(turn_sum(delta_BT * mask_BT, turns) / count_BT)
     token_BT = bounded_exp(delta_BT).clamp(1 - clip_low, 1 + clip_high)
@@ -177,3 +177,8 @@ def st_ppo(tokens: Tokens, *, turns: Tensor, clip_low: float = 0.2, clip_high: f
     _, clipped_BT = clipped_surrogate(turn_BT, tokens.advantage, clip_low, clip_high)
     weight_BT = turn_BT * token_BT / torch.where(mean_BT > 0, mean_BT, 1.0)
     return -weight_BT.masked_fill(clipped_BT, 0.0) * tokens.advantage * tokens.logp, clipped_BT
+
+
+def bounded_delta(tokens: Tokens) -> Tensor:
+    """Return each token's log-ratio without gradient, bounded before any sum: one outlier cannot decide for a row."""
+    return tokens.delta.detach().clamp(-RATIO_BOUND, RATIO_BOUND)

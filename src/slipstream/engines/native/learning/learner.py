@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,13 +44,14 @@ from slipstream.estimators.balance import balance_loss
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
 from slipstream.metric_names import extreme
+from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
 from slipstream.objective.frozen import Frozen, freeze, present, unrejected
 from slipstream.objective.loss import MIXED, Objective
 from slipstream.objective.method import MEASURED, Coefficients, Method, Supervised
 from slipstream.objective.sample_weights import Drifted, FreshnessWeights, SampleWeight, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
-from slipstream.protocols import Fingerprint, Follower, Metrics, OneEnd, Quote, SampleFreshness, WeightsRef
+from slipstream.protocols import Fingerprint, Follower, Metrics, Quote, SampleFreshness, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Ints, Scored, counts_of, derive_seed, graded
 
 T = TypeVar("T")
@@ -82,8 +83,7 @@ class NativeLearner:
         export_dtype: str | None = None,
         quantisation: str | None = None,
         tokenizer: Any = None,
-        teacher_head: Head | None = None,
-        one_end: OneEnd | None = None,
+        teacher_heads: Mapping[str, TeacherHead] | None = None,
         snapshots: int = 0,
         follow: Mapping[str, Follower] | None = None,
         cosine_every: int = 0,
@@ -93,10 +93,9 @@ class NativeLearner:
     ) -> None:
         """Prepare the model for training; `follow` lists the teachers whose weights come from this learner.
 
-        The first updates have the method of `supervised`, if any. With `one_end` the teacher's distribution is read
-        with its end tokens mapped to the student's, as its scorer reads it. The gradients of fresh and stale samples
-        are compared every `cosine_every` updates (0: never). The cosine of the gradients of consecutive updates is at
-        most `cosine_limit`, if given.
+        The first updates have the method of `supervised`, if any. `teacher_heads` are those of constant teachers that
+        send hidden states. The gradients of fresh and stale samples are compared every `cosine_every` updates (0:
+        never). The cosine of the gradients of consecutive updates is at most `cosine_limit`, if given.
         """
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
         self.cosine_every, self.cosine_limit = cosine_every, cosine_limit
@@ -115,8 +114,10 @@ class NativeLearner:
             self.balance = float(lm.model.config.get_text_config().router_aux_loss_coef)
         self.share_E = torch.zeros(0)
         """Share of each expert in the choices of this update."""
+        self.heads = {(name, 0): each for name, each in (teacher_heads or {}).items()}
+        """Heads of teachers that send hidden states: the constant ones, and those that this update reads."""
         self.supervised, methods = supervised, (method, supervised and supervised.method)
-        self.phases = [self._phase(each, teacher_head, one_end) for each in methods if each]
+        self.phases = [self._phase(each) for each in methods if each]
         """Phase after the supervised updates, then that of the supervised updates, if any."""
         self._enter(self.phases[0])
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
@@ -205,9 +206,9 @@ class NativeLearner:
 
     # --- phases ----------------------------------------------------------------------------------------------
 
-    def _phase(self, method: Method, teacher_head: Head | None, one_end: OneEnd | None) -> Phase:
+    def _phase(self, method: Method) -> Phase:
         judge = FreshnessWeights(method.freshness) if method.freshness is not None else None
-        return Phase(method, Objective(method, teacher_head, one_end), judge, FirstPasses(method, self.passes))
+        return Phase(method, Objective(method, self.heads), judge, FirstPasses(method, self.passes))
 
     def _enter(self, phase: Phase) -> None:
         self.current = phase.method
@@ -226,6 +227,8 @@ class NativeLearner:
             self._begin(batch.update)
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
+        if self.follow:
+            self._read_heads(samples.values())
         version, own, experts = self.update - 1, list(samples.values()), self._experts(samples)
         exact = self.config.exact_drift and not self.supervising
         distances = self.first_passes.distances(own, version, drift=exact or self.current.replays)
@@ -244,6 +247,15 @@ class NativeLearner:
             self.judge.take(own, [self.frozen[key] for key in samples], known)
         left = {key: int(self.frozen[key].mask_T.sum()) for key in samples}
         return [counts_of(group, [left[key_of(handle.header)] for handle in group]) for group in batch.groups]
+
+    def _read_heads(self, samples: Collection[Scored]) -> None:
+        """Add the heads of all versions of following teachers whose hidden states the samples of all ranks hold."""
+        hidden = [each for each in samples if each.teacher in self.follow and each.teacher_hidden is not None]
+        mine = {(each.teacher, each.teacher_version) for each in hidden}
+        for teacher, version in sorted(set().union(*self.ranks.gathered(mine)) - self.heads.keys()):
+            snapshot = snapshot_of(teacher, None if version == self.followed[teacher] else version)
+            linear, dtype = self.snapshots.copy_layer(snapshot, self.lm.head.linear), self.follow[teacher].dtype
+            self.heads[teacher, version] = TeacherHead(replace(self.lm.head, linear=linear.to(getattr(torch, dtype))))
 
     def _freeze(self, samples: dict[Key, Scored], version: int, distances: Distances) -> None:
         if not self.current.looks_first:
@@ -307,6 +319,8 @@ class NativeLearner:
     def _begin(self, update: int) -> None:
         self.coefficients, self.measured, self.size = self._next_coefficients(), [], 0
         self.samples, self.frozen, self.notes, self.update, self.passes_made = {}, {}, [], update, 0
+        for key in [(teacher, version) for teacher, version in self.heads if teacher in self.follow]:
+            del self.heads[key]
         if self.passes.routing is not None:
             self.passes.routing.old.clear()
         self._enter(self.phases[self.supervising])

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from slipstream.engines.native.ranks import part_of, slice_of
 from slipstream.engines.weights import local
@@ -60,6 +61,17 @@ class Snapshots:
     def shards(self, version: Version) -> dict[str, Tensor]:
         """Return this rank's shards of a snapshot, where they are stored."""
         return dict(zip(self.trained, self.held[version], strict=True))
+
+    @torch.no_grad()
+    def copy_layer(self, version: Version, layer: nn.Linear) -> nn.Linear:
+        """Return an unsharded copy of a layer with the weights of a snapshot; all ranks must call this."""
+        made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+        held = dict(zip(map(id, self.trained.values()), self.held[version], strict=True))
+        for name, own in layer.named_parameters():  # a frozen weight is the same in all versions
+            weight = part_of(held[id(own)], own) if id(own) in held else own.detach()
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            setattr(made, name, nn.Parameter(whole.to(own.device, copy=True), requires_grad=False))
+        return made
 
     def put(self, version: Version, state: Mapping[str, Tensor], *, host: bool = False) -> None:
         """Store a state dict of unsharded weights as a snapshot, in host memory if `host`, else on the device."""
