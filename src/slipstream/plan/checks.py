@@ -18,7 +18,7 @@ from slipstream.config.base import Rounding
 from slipstream.config.schema import HealthConfig
 from slipstream.errors import ModelError
 from slipstream.metrics import episode_metrics, trust_metrics
-from slipstream.pipeline.control.canary import KL, PERPLEXITY
+from slipstream.pipeline.control.canary import HALF_KL, HALF_PERPLEXITY, KL, PERPLEXITY
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.ends import EndProbe, end_advice, names_of_ends
@@ -31,6 +31,9 @@ from slipstream.records import Batch, Group, Header, Prompt
 
 PEARSON: dict[Rounding, float] = {"exact": 0.999, "half": 0.99, "int8": 0.99, "fp8": 0.97}
 """Smallest correlation of the probabilities of sampler and learner."""
+COARSE_PEARSON, TREND = 0.97, 0.05
+"""In 16 bits, smallest correlation if the differences are of either sign, and largest |slope − 1| of log-probs."""
+COARSE = "16 bits round this student coarsely: use importance weights (docs/learner.md), or float32"
 PROMPTS, TOKENS = 8, 32
 """Number of prompts per round of sampling, and maximum tokens of an answer."""
 FAR_AWAY = 2.0
@@ -194,6 +197,8 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
     # if all tokens are nearly certain, rounding errors dominate the correlation
     alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
     same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
+    if not same and limits.rounding == "half" and rounds_coarsely(numbers):
+        same, detail = True, f"{detail}; {COARSE}"
     return [
         Finding(
             "sampler and learner, one checkpoint",
@@ -202,6 +207,15 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
             "" if same else mismatch_cause(numbers, limits.rounding),
         )
     ]
+
+
+def rounds_coarsely(numbers: Metrics) -> bool:
+    """Return whether large differences in 16 bits look like rounding: of either sign, without a trend."""
+    pearson, k3, ppl, slope = (
+        numbers[f"drift/{name}"] for name in ("probs_pearson", "k3_kl", "ppl_ratio", "sharpness")
+    )
+    centred = abs(ppl - 1) <= HALF_PERPLEXITY and abs(slope - 1) <= TREND
+    return pearson >= COARSE_PEARSON and k3 <= HALF_KL and centred
 
 
 def failure_findings(groups: Sequence[Group]) -> list[Finding]:
@@ -252,7 +266,7 @@ def reward_finding(groups: Sequence[Group]) -> Finding:
 def mismatch_cause(numbers: Metrics, rounding: Rounding = "exact") -> str:
     if numbers["drift/probs_pearson"] < 0.8:
         return "these are different models: check that weights arrive, and that sampler and learner load one student"
-    if abs(numbers["drift/sharpness"] - 1) > 0.05:
+    if abs(numbers["drift/sharpness"] - 1) > TREND:
         return (
             "one side is more certain than the other of the same tokens: check temperatures. Log-probs must be of the "
             "distribution that was sampled from, at sampler.temperature"
@@ -270,7 +284,7 @@ async def known_scores(plan: Plan, engines: Engines, teacher: str, headers: Sequ
     theirs = [header for header in headers if header.teacher == teacher]
     if finding := impossible_finding(teacher, theirs):
         return finding
-    verdict = await judged(plan, teacher, of_teacher(engines.scorers, teacher)[0])
+    verdict = await judged(plan.known[teacher], plan.config.teachers[teacher], of_teacher(engines.scorers, teacher)[0])
     detail, kl = verdict.detail, trust_metrics(theirs).get("teacher/kl", 0.0)
     if kl >= FAR_AWAY:
         detail += f"; the student's text is far from its own (reverse KL {kl:.1f} per token): [sft] first helps"
