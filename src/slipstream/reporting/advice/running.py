@@ -127,7 +127,7 @@ def slow_publish(case: Case) -> Found | None:
     if case.too_short or share <= WAITED:
         return None
     if not isinstance(schedule, Async):  # others publish when no request is running, after every update
-        return Found("seconds/weights", share, WAITED)
+        return Found("seconds/weights", share, WAITED, [{"schedule.kind": "async", "schedule.publish_every": 2}])
     changes: list[Change] = [{"schedule.on_publish": "keep"}] if schedule.on_publish == "drain" else []
     if schedule.tau == "auto" and schedule.publish_every != "auto":
         changes.append({"schedule.publish_every": "auto"})

@@ -444,7 +444,8 @@ RULES: tuple[Rule, ...] = (
         reads="seconds/weights seconds/update",
         when=f"the learner waits more than {running.WAITED:.0%} of the time for a publish",
         cause="New weights take long to reach the samplers, or wait for running responses.",
-        change='`schedule.on_publish = "keep"`; twice `schedule.publish_every`, or "auto" if `schedule.tau` is "auto"',
+        change='`schedule.on_publish = "keep"`; twice `schedule.publish_every`, or "auto" if `schedule.tau` is "auto"; '
+        '`schedule.kind = "async"`',
         watch="seconds/publish, seconds/weights",
         find=running.slow_publish,
         weight="speed",
