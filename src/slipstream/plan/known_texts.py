@@ -229,14 +229,18 @@ class Reference:
     def own_words(self) -> list[Rollout]:
         """Return the teacher's most likely answer to a prompt, up to OWN_WORDS tokens; nothing if it is empty."""
         import torch
-        from transformers import GenerationConfig
 
         prompt, ends = self.maker.prompts[0], list(self.maker.ends)
         most = min(OWN_WORDS, self.maker.sampling.max_tokens)
         ids = torch.tensor([self.seen(self.maker.text(prompt, prompt.tokens[:1])).tolist()])
-        how = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=ends, pad_token_id=ends[0])
+        how: dict[str, Any] = {
+            "max_new_tokens": most,
+            "do_sample": False,
+            "eos_token_id": ends,
+            "pad_token_id": ends[0],
+        }
         with torch.inference_mode():
-            drawn = self.lm.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+            drawn = self.lm.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
         tokens_N = drawn[0, ids.shape[1] :].numpy()
         tokens_N = tokens_N[tokens_N < self.scorer.vocabulary]
         return [self.maker.text(prompt, tokens_N)] if len(tokens_N) else []
