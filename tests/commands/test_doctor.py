@@ -25,9 +25,14 @@ from slipstream.engines.score_checks import Probed, scored
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.resolve import DEMO, model_path
 from slipstream.plan.checks import (
+    KL,
+    PEARSON,
+    PERPLEXITY,
     PROMPTS,
     CheckFailed,
     Finding,
+    Limits,
+    agreement,
     failure_findings,
     raise_fatal,
     start_checks,
@@ -187,6 +192,29 @@ def test_another_temperature_in_the_sampler_is_found() -> None:
     assert not found[0].ok and "check temperatures" in found[0].fix
     with pytest.raises(CheckFailed, match="sampler and learner, one checkpoint: .*--skip-checks"):
         raise_fatal(found)
+
+
+COARSE = {"probs_pearson": 0.98, "k3_kl": 0.2, "ppl_ratio": 1.1, "sharpness": 1.02, "probs_diff_max": 0.4}
+
+
+@pytest.mark.parametrize(
+    "rounding, changes, same",
+    [
+        ("half", {}, True),
+        ("exact", {}, False),
+        ("half", {"k3_kl": 0.4}, False),
+        ("half", {"ppl_ratio": 1.3}, False),
+        ("half", {"sharpness": 0.7}, False),  # another temperature
+        ("half", {"probs_pearson": 0.9}, False),
+    ],
+)
+def test_rounding_of_a_sensitive_student_is_named_as_rounding(
+    rounding: Any, changes: dict[str, float], same: bool
+) -> None:
+    numbers = {f"drift/{name}": value for name, value in (COARSE | changes).items()}
+    limits = Limits(PEARSON[rounding], KL[rounding], PERPLEXITY[rounding], 0.5, rounding)
+    (found,) = agreement(numbers, limits, [[Handle(_header(0), None)]])
+    assert found.ok is same and ("16 bits round this student coarsely" in found.detail) is same
 
 
 @pytest.fixture(scope="module")

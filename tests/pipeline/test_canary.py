@@ -702,3 +702,23 @@ def test_another_model_behind_the_endpoint_is_found(tmp_path: Path) -> None:
         ):
             asyncio.run(Run(config, made, PROMPTS, log, say=lambda _: None, ends=(EOS,)).train())
     assert len(read_lines(tmp_path / "metrics.jsonl")) <= 6 + 2 * EVERY
+
+
+@pytest.mark.parametrize(
+    "start, k3, ratio, trusted",
+    [
+        (None, 0.25, 1.1, True),  # the start itself: up to the largest limits
+        (None, 0.35, 1.0, False),
+        (None, 0.05, 1.35, False),
+        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.03, 1.0, False),  # a student that 16 bits hardly change
+        ({"drift/k3_kl": 0.05, "drift/ppl_ratio": 1.02}, 0.14, 0.95, True),
+        ({"drift/k3_kl": 0.2, "drift/ppl_ratio": 1.1}, 0.35, 1.0, False),  # the limit is bounded
+    ],
+)
+def test_in_16_bits_limits_of_samplers_follow_from_the_start(
+    start: Any, k3: float, ratio: float, trusted: bool
+) -> None:
+    numbers = {"drift/k3_kl": k3, "drift/ppl_ratio": ratio}
+    said = distrusted(numbers, {1}, version=1, rounding="half", start=start)
+    assert (said == "") is trusted and (trusted or "or 16 bits are too few for this student" in said)
+    assert distrusted(numbers, {1}, version=1, rounding="exact", start=start), "float32 is exact"

@@ -105,7 +105,7 @@ class Canaries:
         self.apart = dict[str, float]()
         """Largest difference from the expected answers since the previous update, for "sampler" and for "teacher"."""
         self.start: Metrics | None = None
-        """Largest differences of samplers and learner at the first check; None before it."""
+        """Comparison of the learner and the sampler furthest from it at the first check; None before it."""
         self.last_scored = self.last_sampled = 0
         """Update at the last check of fixed teachers, and at the last check of samplers and other teachers."""
         self.task: asyncio.Task[Any] | None = None
@@ -217,7 +217,7 @@ class Canaries:
     async def _draw_all(self, version: int) -> None:
         drawn = await asyncio.gather(*(self._draw(worker, version) for worker in list(self.samplers.workers)))
         if self.start is None and (known := [numbers for numbers, _ in filter(None, drawn)]):
-            self.start = canary.largest(known)
+            self.start = max(known, key=lambda numbers: numbers["drift/k3_kl"])
         found = [handles for _, handles in filter(None, drawn)]
         if not (handles := next(iter(found), None)):
             return

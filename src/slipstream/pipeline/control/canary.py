@@ -182,12 +182,6 @@ def sampler_limits(rounding: Rounding, start: Metrics | None) -> tuple[float, fl
     )
 
 
-def largest(compared: Sequence[Metrics]) -> Metrics:
-    """Return the largest KL and the perplexity ratio furthest from 1 of several samplers."""
-    ratio = max((numbers["drift/ppl_ratio"] for numbers in compared), key=lambda ratio: abs(ratio - 1))
-    return {"drift/k3_kl": max(numbers["drift/k3_kl"] for numbers in compared), "drift/ppl_ratio": ratio}
-
-
 def distrusted(
     numbers: Metrics, versions: Set[int], *, version: int, rounding: Rounding, start: Metrics | None = None
 ) -> str:

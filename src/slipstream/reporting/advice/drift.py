@@ -219,7 +219,7 @@ def worse(case: Case) -> bool:
 def wrong_direction(case: Case) -> Found | None:
     """Find a student that moves away from its teachers from the first updates on, by small steps."""
     begin, then = case.lines[:3], case.lines[6:9]
-    if len(then) < 3 or case.moving_teacher or case.supervised or case.config.learner.lr > SMALL_LR:
+    if len(then) < 3 or case.moving_teacher or case.config.supervised_updates or case.config.learner.lr > SMALL_LR:
         return None
     before, after = distance(begin), distance(then)
     losses = [values_of(lines, "distill/loss") for lines in (begin, then)]

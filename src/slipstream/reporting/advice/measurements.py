@@ -243,10 +243,6 @@ class Case:
         return max(map(abs, values_of(self.lines, "drift/kl/lag_0")), default=0.0)
 
     @property
-    def supervised(self) -> bool:
-        return self.config.supervised_updates > 0
-
-    @property
     def moved(self) -> Level:
         """KL that a single update causes: drift at lag 1. Unknown with several optimizer steps per update."""
         lines = self.lines[-2 * WINDOW :]
