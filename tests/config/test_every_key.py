@@ -297,6 +297,7 @@ READ_BY = {
     "teachers.NAME.engine_args": "plan/vllm.py",
     "sampler.replicas_max": "config/schema.py",
     "teachers.NAME.replicas_max": "config/schema.py",
+    "teachers.NAME.noise": "config/teacher.py",
     "teachers.NAME.engine": "plan/engines.py",
     "teachers.NAME.tokenizer": "plan/teachers.py",
     "data.chat": "data/tokenizers.py",
