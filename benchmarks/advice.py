@@ -144,6 +144,44 @@ class Shaken(Around):
         return loaded
 
 
+class Scaled(Around):
+    """Records log-probs that are closer to 0 than those it draws by."""
+
+    async def generate(self, *asked: Any) -> Any:
+        return [
+            replace(h, body=replace(h.body, logp=0.9 * h.body.logp, action_logp=0.9 * h.body.action_logp))
+            for h in await self.inner.generate(*asked)
+        ]
+
+
+class Stuck(Around):
+    """Says that it loaded what was published, and keeps its first weights."""
+
+    async def publish(self, weights: Any, mode: Any) -> Any:
+        model = self.inner.sampler.lm.model
+        before = [weight.detach().clone() for weight in model.parameters()]
+        loaded = await self.inner.publish(weights, mode)
+        for weight, old in zip(model.parameters(), before, strict=True):
+            weight.data.copy_(old)
+        return loaded
+
+
+class Ascending(Around):
+    """Every step has the wrong sign."""
+
+    async def step(self, *asked: Any) -> Any:
+        for weight in self.inner.lm.model.parameters():
+            if weight.grad is not None:
+                weight.grad.neg_()
+        return await self.inner.step(*asked)
+
+
+class SlowPublish(Around):
+    async def publish(self, weights: Any, mode: Any) -> Any:
+        await asyncio.sleep(1.0)
+        return await self.inner.publish(weights, mode)
+
+
 class Slow(Around):
     """One call after the other takes so much longer."""
 
@@ -206,6 +244,13 @@ def rewarded(function: str) -> Config:
 PLANTED: dict[str, Plant] = {
     "sampler at temperature 1.4": Plant("engine mismatch", {}, samplers(Hotter)),
     "sampler with other weights": Plant("engine mismatch", {}, samplers(Shaken)),
+    "recorded log-probs x 0.9, sync": Plant("engine mismatch", schedule("sync"), samplers(Scaled)),
+    "recorded log-probs x 0.9, async(4)": Plant("engine mismatch", {}, samplers(Scaled)),
+    "publishes are not loaded, sync": Plant("engine mismatch", schedule("sync"), samplers(Stuck)),
+    "publishes are not loaded, async(4)": Plant("engine mismatch", {}, samplers(Stuck)),
+    "steps of the wrong sign, sync": Plant("wrong direction", {**schedule("sync"), "updates": 30}, learner(Ascending)),
+    "steps of the wrong sign, async(4)": Plant("wrong direction", {"updates": 30}, learner(Ascending)),
+    "publish 1 s slower": Plant("slow publish", {"updates": 25}, samplers(SlowPublish)),
     "batches 16 updates old, lr 3e-3": Plant("staleness", {**at(3e-3), **schedule("replay", k=16), "updates": 60}),
     "batches 32 updates old, lr 2e-3": Plant("staleness", {**at(2e-3), **schedule("replay", k=32), "updates": 80}),
     "decoupled_ppo on stale draws": Plant(

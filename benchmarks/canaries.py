@@ -3,7 +3,7 @@
     python benchmarks/canaries.py [runs]
 
 Engines are tabular (`simulation/toy`) on a virtual clock: 25 updates, two or three copies of the teacher, two samplers,
-every schedule in turn. Log-probs of teachers are rounded or noisy, by 0 to 0.1 nats, and teachers with much noise are
+every schedule in turn. Log-probs of teachers are rounded or noisy, by 0 to 0.05 nats, and teachers with much noise are
 configured as what has it, an endpoint.
 """
 
@@ -29,7 +29,7 @@ from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
 
 VOCAB, EOS, ROWS = 6, 0, 10
-NOISE = (0.0, 1e-6, 1e-3, 0.02, 0.1)
+NOISE = (0.0, 1e-6, 1e-3, 0.02, 0.05)
 SCHEDULES: Sequence[dict[str, Any]] = (
     {"kind": "sync"},
     {"kind": "step_off", "k": 1},

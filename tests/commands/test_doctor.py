@@ -7,34 +7,37 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.commands.doctor import check_publish, doctor, memory_findings, self_taught_plan, with_rewards
 from slipstream.config.file import load, parse
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import Config
-from slipstream.engines.score_checks import scored
+from slipstream.engines.score_checks import Probed, scored
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.resolve import DEMO, model_path
 from slipstream.plan.checks import (
-    ENOUGH,
-    FEW,
+    KL,
+    PEARSON,
+    PERPLEXITY,
     PROMPTS,
     CheckFailed,
     Finding,
-    correlation_finding,
+    Limits,
+    agreement,
     failure_findings,
     raise_fatal,
     start_checks,
 )
-from slipstream.plan.plan import Plan, plan
+from slipstream.plan.plan import Plan, plan, plan_with_texts, with_known_texts
 from slipstream.protocols import Engines, Loaded, Sampling
 from slipstream.records import Handle
 from slipstream.runs import start as launch
@@ -86,20 +89,31 @@ class Forgetful(Fault):
         return Loaded("0123456789abcdef")
 
 
-class Lying(Fault):
+class Lying(Probed, Fault):
     """Says something else than the teacher."""
 
-    def __init__(self, engine: Any, lie: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(self, engine: Any, lie: Callable[..., np.ndarray], prompt: Any = lambda tokens: tokens) -> None:
+        """Score with another prompt, and change the log-probs; a lie about some tokens gets their ids, too."""
         super().__init__(engine)
-        self.lie = lie
+        self.lie, self.prompt = lie, prompt
+
+    def shown(self, handle: Handle) -> Handle:
+        rollout = handle.body
+        return replace(
+            handle, body=replace(rollout, prompt=replace(rollout.prompt, tokens=self.prompt(rollout.prompt.tokens)))
+        )
 
     async def score(self, group: Any) -> Any:
-        honest = zip(group, await self.engine.score(group), strict=True)
-        lies = [(rolled, self.lie(scored.body.teacher_action_logp.copy())) for rolled, scored in honest]
+        honest = zip(group, await self.engine.score([self.shown(handle) for handle in group]), strict=True)
+        lies = [(rolled, self.told(scored.body)) for rolled, scored in honest]
         return [
             scored(rolled, teacher="main", teacher_logp=logp_NM[:, 0], teacher_action_logp=logp_NM)
             for rolled, logp_NM in lies
         ]
+
+    def told(self, body: Any) -> np.ndarray:
+        logp_NM = body.teacher_action_logp.copy()
+        return hates(logp_NM, body.rollout.actions) if self.lie is hates else self.lie(logp_NM)
 
 
 def noise(logp_NM: np.ndarray) -> np.ndarray:
@@ -117,7 +131,7 @@ LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "constant": (lambda logp: np.full_like(logp, -2.0), "it gives the same score to every token"),
     "noise": (noise, "its scores are not of these tokens"),
     "negated": (lambda logp: -logp, "cannot be learned from, as teacher main gives token .* which is above 0"),
-    "upside down": (lambda logp: np.log1p(-np.exp(logp) + 1e-3), "finds likely what the student finds unlikely"),
+    "upside down": (lambda logp: np.log1p(-np.exp(logp) + 1e-3), "add up to .* of the opposite sign"),
     "clamped": (
         one_clamped,
         "answers cannot be learned from, as .* a log-prob of -9999, which is a placeholder for an unknown log-prob",
@@ -127,8 +141,28 @@ LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
 """What a teacher says, and what is said of it."""
 
 
+EOS = 1
+
+
+def hates(logp: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    return logp - 5.0 * (ids == EOS)
+
+
+FALSE: dict[str, tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]] = {
+    "times 3": (lambda logp: 3 * logp, np.copy),
+    "divided by 3": (lambda logp: logp / 3, np.copy),
+    "plus 0.5": (lambda logp: np.minimum(logp + 0.5, 0), np.copy),
+    "minus 0.5": (lambda logp: logp - 0.5, np.copy),
+    "hates the end token": (hates, np.copy),
+    "another prompt": (lambda logp: logp, lambda tokens: np.concatenate([tokens[:1], tokens])),
+    "behind the texts of a canary": (lambda logp: np.concatenate([logp[:24], logp[24:] * 1.5]), np.copy),
+    "the end of the long text": (lambda logp: np.concatenate([logp[:70], logp[70:] - 3.0]), np.copy),
+}
+"""What a teacher says in place of its log-probs, and the prompt that it sees."""
+
+
 def examined(settings: Config, wrap: Any, check: Any) -> list[Finding]:
-    job = plan(settings)
+    job = plan_with_texts(settings)
     engines = open_engines(job.engines, job.tokenizer, say=str)
     try:
         prompts = [job.prompts.at(number) for number in range(PROMPTS)]
@@ -160,9 +194,32 @@ def test_another_temperature_in_the_sampler_is_found() -> None:
         raise_fatal(found)
 
 
+COARSE = {"probs_pearson": 0.98, "k3_kl": 0.2, "ppl_ratio": 1.1, "sharpness": 1.02, "probs_diff_max": 0.4}
+
+
+@pytest.mark.parametrize(
+    "rounding, changes, same",
+    [
+        ("half", {}, True),
+        ("exact", {}, False),
+        ("half", {"k3_kl": 0.4}, False),
+        ("half", {"ppl_ratio": 1.3}, False),
+        ("half", {"sharpness": 0.7}, False),  # another temperature
+        ("half", {"probs_pearson": 0.9}, False),
+    ],
+)
+def test_rounding_of_a_sensitive_student_is_named_as_rounding(
+    rounding: Any, changes: dict[str, float], same: bool
+) -> None:
+    numbers = {f"drift/{name}": value for name, value in (COARSE | changes).items()}
+    limits = Limits(PEARSON[rounding], KL[rounding], PERPLEXITY[rounding], 0.5, rounding)
+    (found,) = agreement(numbers, limits, [[Handle(_header(0), None)]])
+    assert found.ok is same and ("16 bits round this student coarsely" in found.detail) is same
+
+
 @pytest.fixture(scope="module")
 def opened() -> Iterator[tuple[Plan, Engines]]:
-    job = plan(config())
+    job = plan_with_texts(config())
     engines = open_engines(job.engines, job.tokenizer, say=str)
     yield job, engines
     engines.close()
@@ -179,67 +236,64 @@ def test_a_teacher_that_lies_is_found_out_before_a_run(lie: str, opened: tuple[P
         raise_fatal(found)
 
 
-SEEN = {
-    "tokens": 256.0,
-    "neighbours": 248.0,
-    "spread": 3.0,
-    "student_spread": 3.0,
-    "aligned": 0.6,
-    "shifted": 0.1,
-    "difference_max": 2.0,
-}
-
-
-@pytest.mark.parametrize(
-    "changes, ok, fatal",
-    [
-        ({}, True, True),
-        ({"aligned": 0.2, "shifted": -0.1}, True, True),  # 3/√255 = 0.188
-        ({"aligned": 0.12, "shifted": 0.57, "tokens": 60.0, "neighbours": 52.0}, False, True),
-        ({"aligned": 0.4, "shifted": 1.0, "tokens": 80.0, "neighbours": 10.0}, True, True),  # 3/√9 = 1
-        ({"aligned": 0.0, "shifted": 0.0}, False, True),
-        ({"aligned": 0.3, "tokens": 60.0}, False, False),  # 0.39: too few to find anybody guilty
-        ({"aligned": 0.3, "tokens": 65.0}, False, True),  # 0.375
-        ({"aligned": 0.0, "spread": 0.0}, False, True),
-        ({"aligned": 0.1, "longest": 4}, False, False),  # a healthy teacher whose short answers hardly vary
-        ({"aligned": 0.1, "longest": 8}, False, True),
-        ({"aligned": 0.1, "shifted": 0.5, "longest": 4}, False, True),
-        ({"student_spread": 0.0, "aligned": 0.0}, False, False),
-    ],
-    ids=str,
-)
-def test_the_bar_for_a_correlation_follows_from_the_number_of_tokens(
-    changes: dict[str, float], ok: bool, fatal: bool
-) -> None:
-    found = correlation_finding("main", SEEN | changes)
-    assert (found.ok, found.fatal) == (ok, fatal) and (found.ok or found.fix)
-
-
-def test_over_all_permutations_the_correlation_has_the_deviation_that_the_bar_is_made_of() -> None:
-    """Of any numbers whatever: 1/√(n − 1)."""
-    p, q = np.array([0.9, 0.9, 0.1, 0.4, 0.5]), np.array([1.0, 0.0, 0.0, 0.0, 1e6])
-    found = [np.corrcoef(p, np.array(order))[0, 1] for order in permutations(q)]
-    assert np.mean(found) == pytest.approx(0, abs=1e-12) and np.std(found) == pytest.approx(1 / 4**0.5)
-
-
-def test_short_answers_are_drawn_to_more_prompts_until_there_is_enough_to_judge_by(
-    opened: tuple[Plan, Engines],
-) -> None:
+@pytest.mark.parametrize("lie", FALSE)
+def test_false_log_probs_are_found_by_a_forward_pass(lie: str, opened: tuple[Plan, Engines]) -> None:
     job, engines = opened
-    short = replace(job, sampling=replace(job.sampling, max_tokens=3))
+    assert EOS in job.end_ids and job.sampling.max_tokens > 70
+    lying = replace(engines, scorers={name: (Lying(s[0], *FALSE[lie]),) for name, s in engines.scorers.items()})
+    found = asyncio.run(at_the_start(job, lying, [job.prompts.at(number) for number in range(PROMPTS)]))
+    why = (
+        "add up to .* these are no log-probs"
+        if lie == "divided by 3"
+        else "away from a forward pass of builtin:teacher"
+    )
+    with pytest.raises(CheckFailed, match=f"^teacher main: .*{why}"):
+        raise_fatal(found)
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_weights_are_found(bits: int, dtype: str) -> None:
+    def coarse(engines: Engines) -> Engines:
+        for weight in engines.scorers["main"][0].lm.model.parameters():  # type: ignore[attr-defined]
+            if weight.ndim == 2:
+                step = weight.data.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+                weight.data = (weight.data / step).round() * step
+        return engines
+
+    found = examined(config(("teachers.main.dtype", dtype)), coarse, at_the_start)
+    with pytest.raises(CheckFailed, match="away from a forward pass of builtin:teacher here"):
+        raise_fatal(found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("student", ["builtin:student", "random"])
+@pytest.mark.parametrize("loss", ["reverse_kl_mc", "forward_kl", "reverse_kl"])
+def test_an_honest_teacher_passes_whatever_the_student_writes(
+    dtype: str, student: str, loss: str, tmp_path: Path
+) -> None:
+    if student == "random":
+        shutil.copytree(model_path("builtin:student"), student := str(tmp_path / "random"))
+        weights = load_file(f"{student}/model.safetensors")
+        generator = torch.Generator().manual_seed(0)
+        save_file(
+            {name: torch.randn(w.shape, generator=generator) * 0.3 for name, w in weights.items()},
+            f"{student}/model.safetensors",
+            metadata={"format": "pt"},
+        )
+    settings = config(("student", student), ("teachers.main.dtype", dtype), ("loss.kind", loss))
+    found = examined(settings, lambda engines: engines, at_the_start)
+    assert all(finding.ok for finding in found), found
+    assert ("[sft] first helps" in found[1].detail) is (student != "builtin:student")
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+def test_short_answers_accuse_nobody(opened: tuple[Plan, Engines], most: int) -> None:
+    job, engines = opened
+    short = with_known_texts(replace(job, sampling=replace(job.sampling, max_tokens=most)))
     found = asyncio.run(at_the_start(short, engines, [job.prompts.at(number) for number in range(PROMPTS)]))
-    (tokens,) = re.findall(r"over (\d+) tokens", found[1].detail)
-    assert ENOUGH * 0.75 < int(tokens) <= ENOUGH
-
-
-def test_the_same_short_answers_to_one_prompt_accuse_nobody(opened: tuple[Plan, Engines]) -> None:
-    """However often they are drawn, they are a few tokens."""
-    job, engines = opened
-    short = replace(job, sampling=replace(job.sampling, max_tokens=4))
-    prompt = job.prompts.at(0)
-    found = asyncio.run(at_the_start(short, engines, [replace(prompt, seed=seed) for seed in range(PROMPTS * 8)]))
-    (tokens,) = re.findall(r"over (\d+) tokens", found[1].detail)
-    assert int(tokens) < FEW and (found[1].ok or not found[1].fatal), found[1]
+    raise_fatal(found)
+    assert found[1].ok is (most > 2)
 
 
 def test_a_load_that_was_skipped_and_lied_about_is_found() -> None:

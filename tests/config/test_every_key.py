@@ -146,7 +146,7 @@ WITH = {
 """What makes settings legal, by how their names begin."""
 ENDPOINT = "teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl"
 WITH |= {f"teachers.NAME.{name}": ENDPOINT for name in ("tokenizer", "api_key_env", "max_logprobs", "concurrency")}
-WITH |= {"teachers.NAME.timeout": ENDPOINT}
+WITH |= {"teachers.NAME.timeout": ENDPOINT, "teachers.NAME.noise": ENDPOINT}
 
 OTHER = {
     "student": "builtin:teacher",
@@ -297,6 +297,7 @@ READ_BY = {
     "teachers.NAME.engine_args": "plan/vllm.py",
     "sampler.replicas_max": "config/schema.py",
     "teachers.NAME.replicas_max": "config/schema.py",
+    "teachers.NAME.noise": "config/teacher.py",
     "teachers.NAME.engine": "plan/engines.py",
     "teachers.NAME.tokenizer": "plan/teachers.py",
     "data.chat": "data/tokenizers.py",

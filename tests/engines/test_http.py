@@ -727,6 +727,38 @@ def checked(fake: FakeEndpoint, need: Requirements = NEED, **changes: Any) -> st
     return run(check(endpoint(fake, **changes), need))
 
 
+DISTRIBUTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "honest": (lambda logp: logp, ""),
+    "temperature 2": (lambda logp: logp / 2 - np.logaddexp.reduce(logp / 2, -1, keepdims=True), ""),
+    "times 3": (lambda logp: logp * 3, "with all others at most the probability 0"),
+    "divided by 3": (lambda logp: logp / 3, r"have at least the probability \d\."),
+    "plus 0.5": (lambda logp: np.minimum(logp + 0.5, 0), r"have at least the probability 1\."),
+    "minus 0.5": (lambda logp: logp - 0.5, "with all others at most the probability 0"),
+    "hates the end token": (lambda logp: logp - 5.0 * (np.arange(logp.shape[-1]) == 1), "with all others at most"),
+}
+
+
+@pytest.mark.parametrize("case", DISTRIBUTIONS)
+def test_log_probs_of_no_distribution_are_refused(case: str) -> None:
+    """Its own words end within 24 tokens, so that the end token is likely somewhere."""
+    change, why = DISTRIBUTIONS[case]
+    honest = model("builtin:teacher")
+    need = Requirements([10, 37, 11, 34, 12, 33, 38], 38, 300, best=20)  # I9J6K5=
+    with FakeEndpoint(lambda tokens: change(honest(tokens))) as fake:
+        if why:
+            with pytest.raises(ConfigError, match=f"teachers.main: .* gives log-probs of no distribution: .*{why}"):
+                checked(fake, need)
+        else:
+            assert checked(fake, need).endswith("context 4096")
+
+
+def test_a_server_that_returns_fewer_log_probs_is_used_and_that_is_said(fake: FakeEndpoint) -> None:
+    fake.max_logprobs = 2
+    assert "; its log-probs are not tested, because it returns fewer than teachers.main.max_logprobs = 5 (" in checked(
+        fake, Requirements([1, 2, 3], TOY - 1, 100, best=5)
+    )
+
+
 def test_an_endpoint_that_can_is_found_so_in_a_few_tiny_requests(fake: FakeEndpoint) -> None:
     need = Requirements(tokens=[1, 2, 3], highest=TOY - 1, longest=100, k=5)
     assert checked(fake, need) == f"teacher main at {fake.url} serves teacher, context 4096"

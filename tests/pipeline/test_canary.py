@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from slipstream.config.file import parse
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
@@ -20,7 +21,15 @@ from slipstream.engines.score_checks import scored
 from slipstream.errors import EndpointError, EngineError, RecordsLost, Unhealthy, WorkerDied
 from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.control import canary
-from slipstream.pipeline.control.canary import difference, distrusted, limit_of, prompts_of, reference_of, texts_of
+from slipstream.pipeline.control.canary import (
+    difference,
+    distrusted,
+    limit_of,
+    noise_of,
+    prompts_of,
+    reference_of,
+    texts_of,
+)
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Follower, Graded, Loaded, Mode, Sampling, TextScores, WeightsRef
 from slipstream.records import Group, Handle, Prompt, graded
@@ -60,8 +69,19 @@ def test_texts_are_the_same_in_every_run_and_hold_end_tokens() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=3, draws=4), Sampling(max_tokens=99, best=5)])
 def test_texts_have_what_the_loss_asks_of_a_sampler(sampling: Sampling) -> None:
     for text in texts(sampling):
-        assert text.actions.shape == (min(sampling.max_tokens, canary.TOKENS), sampling.draws)
+        assert len(text.tokens) in (min(sampling.max_tokens, canary.TOKENS), sampling.max_tokens)
+        assert text.actions.shape[1] == sampling.draws
         assert text.best_ids is None if not sampling.best else text.best_ids.shape[1] == sampling.best
+
+
+def test_one_text_is_as_long_as_a_response_may_be() -> None:
+    assert [len(text.tokens) for text in texts(Sampling(max_tokens=24))] == [24] * 4
+    *_, longest = found = texts(Sampling(max_tokens=99))
+    assert [len(text.tokens) for text in found] == [24, 24, 24, 24, 99]
+    assert longest.tokens[-1] == EOS and longest.tokens[:4].tolist() == [
+        p.tokens[0] for p in prompts_of(PROMPTS, None, 4)
+    ]
+    assert len({text.prompt.number for text in found}) == 5
 
 
 def test_only_prompts_of_the_teacher_are_taken() -> None:
@@ -99,26 +119,40 @@ def test_what_cannot_be_scored_any_more_is_infinitely_far_and_what_never_could_i
 
 def test_the_limit_is_what_rounding_explains_or_a_multiple_of_the_noise_at_the_start() -> None:
     same = [said(-1.0, -2.0)] * 3
-    assert limit_of(TEXT, [same], exact=True) == canary.EXACT
-    assert limit_of(TEXT, [same], exact=False) == canary.ROUNDED
+    assert noise_of(TEXT, same).apart == 0.0
+    assert limit_of(0.0, exact=True) == canary.EXACT and limit_of(0.0, exact=False) == canary.ROUNDED
     noisy = [said(-1.0, -2.0), said(-1.3, -2.0), said(-0.7, -2.0)]
-    assert limit_of(TEXT, [same, noisy], exact=True) == pytest.approx(canary.NOISE * 0.3 / 2**0.5)
+    noise = noise_of(TEXT, noisy).apart
+    assert noise == pytest.approx(0.3 / 2**0.5) and limit_of(noise, exact=True) == canary.NOISE * noise
 
 
-@pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3, 0.02, 0.1, 0.5])
-@pytest.mark.parametrize("exact", [True, False])
-def test_honest_noise_of_any_size_is_within_the_limit(noise: float, exact: bool) -> None:
-    """2,000 starts of one replica, each followed by 20 answers."""
+def test_a_tail_decides_nothing_and_a_tail_that_becomes_likely_does() -> None:
+    """Weights are 1 and exp(-24)/0.01 = 3.8e-9; then 1 and 1."""
+    reference = reference_of([said(-1.0, -24.5)])
+    assert difference(TEXT, reference, said(-1.0, -24.0)).apart < 1e-4
+    found = difference(TEXT, reference, said(-1.0, -0.5))
+    assert found.apart == pytest.approx(24 / 2**0.5) and "had log-prob -24.50, now -0.50" in found.said
+    tails = reference_of([said(-24.0, -24.5)])
+    assert difference(TEXT, tails, said(-23.0, -25.5)).apart < 1e-3, "also where all tokens are rare"
+
+
+@pytest.mark.parametrize(
+    "noise, exact", [(0.0, True), (1e-6, True), (1e-3, True), (4e-3, True), (1e-3, False), (0.02, False), (0.1, False)]
+)
+def test_honest_noise_is_accepted_and_within_the_limit(noise: float, exact: bool) -> None:
+    """200 starts of one replica, each followed by 20 answers. Accepted are 0.01 nats, and 0.2 from an endpoint."""
     rng = np.random.default_rng(0)
-    some = texts(Sampling(max_tokens=6))
-    honest = [rng.uniform(-8, 0, (6, 1)) for _ in some]
+    some = texts(Sampling(max_tokens=24))
+    honest = [rng.uniform(-4, 0, (24, 1)) for _ in some]
 
     def answer() -> list[TextScores]:
         return [TextScores(logp + noise * rng.standard_normal(logp.shape)) for logp in honest]
 
     for _ in range(200):
         asked = [answer() for _ in range(canary.ASKED)]
-        reference, limit = reference_of(asked), limit_of(some, [asked], exact=exact)
+        found = noise_of(some, asked).apart
+        assert found <= TeacherConfig(model="t", **({} if exact else {"base_url": "http://h/v1"})).noise_limit
+        reference, limit = reference_of(asked), limit_of(found, exact=exact)
         assert all(difference(some, reference, answer()).apart <= limit for _ in range(20))
 
 
@@ -170,17 +204,17 @@ class Liar(toy.ToyScorer):
 
     async def score(self, group: Group) -> list[Handle]:
         self.calls += 1
-        honest = await super().score(group)
-        if not self.noise and (self.lie is None or self.calls <= 0):
+        calls, honest = self.calls, await super().score(group)
+        if not self.noise and (self.lie is None or calls <= 0):
             return honest
-        return [self._lied(handle, true) for handle, true in zip(group, honest, strict=True)]
+        return [self._lied(handle, true, calls) for handle, true in zip(group, honest, strict=True)]
 
-    def _lied(self, handle: Handle, honest: Handle) -> Handle:
+    def _lied(self, handle: Handle, honest: Handle, calls: int) -> Handle:
         logp_NM = honest.body.teacher_action_logp + self.noise * self.rng.standard_normal(
             honest.body.teacher_action_logp.shape
         )
-        if self.lie is not None and self.calls > 0:
-            logp_NM = self.lie(logp_NM, graded(handle).actions, self.calls)
+        if self.lie is not None and calls > 0:
+            logp_NM = self.lie(logp_NM, graded(handle).actions, calls)
         logp_NM = np.minimum(logp_NM, 0.0)
         return scored(
             handle, teacher="toy", version=self.version, teacher_logp=logp_NM[:, 0], teacher_action_logp=logp_NM
@@ -271,13 +305,15 @@ LIES: dict[str, Lie] = {
 }
 UPDATE = 8
 """Groups of an update."""
+START = 1 + (canary.ASKED - 1) * canary.TEXTS
+"""Calls of the start: one for all texts, and then one for each text."""
 BEGINS = 11
 """The update in which lies begin, after two canaries that were fine."""
 
 
 def began_at(update: int, canaries: int) -> int:
     """After so many calls: those of the start, of the updates before, and of the canaries before."""
-    return canary.ASKED + (update - 1) * UPDATE + canaries
+    return START + (update - 1) * UPDATE + canaries * canary.TEXTS
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -299,7 +335,7 @@ def test_an_honest_teacher_is_asked_and_what_it_costs_is_known(tmp_path: Path) -
     assert not [line for line in told if "health" in line]
     asked = [line["update"] for line in lines if "canary/teacher" in line]
     assert len(asked) == 3 and {line["canary/retired"] for line in lines} == {0.0}
-    assert scorer.calls == canary.ASKED + 12 * UPDATE + 3, "after updates 5 and 10, and after the last"
+    assert scorer.calls == START + 12 * UPDATE + 3 * canary.TEXTS, "after updates 5 and 10, and after the last"
 
 
 def test_nobody_is_asked_where_that_is_switched_off(tmp_path: Path) -> None:
@@ -348,6 +384,50 @@ def test_of_two_that_differ_at_the_start_nobody_is_believed(tmp_path: Path) -> N
         train(tmp_path, Liar(LIES["plus 0.5"]), Liar(), updates=2)
 
 
+STARTS: dict[str, Lie] = {
+    "noise": lambda x, ids, n: -np.random.default_rng(n).exponential(size=x.shape),
+    "noise of one tenth": lambda x, ids, n: x + 0.1 * np.random.default_rng(n).standard_normal(x.shape),
+    "every tenth call": lambda x, ids, n: x if n % 10 else x - 3.0,
+}
+
+
+@pytest.mark.parametrize("lie", STARTS)
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_a_teacher_that_is_inconsistent_at_the_start_does_not_set_its_own_limit(
+    lie: str, copies: int, tmp_path: Path
+) -> None:
+    told = list[str]()
+    liars = [Liar(STARTS[lie]), *(Liar() for _ in range(copies - 1))]
+    if copies == 1:
+        with pytest.raises(Unhealthy, match=r"teacher main is inconsistent: .* limit 0.01\).*no other replica is left"):
+            train(tmp_path, *liars, told=told, updates=2)
+        assert not read_lines(tmp_path / "metrics.jsonl")
+        return
+    train(tmp_path, *liars, told=told, updates=12)
+    (line,) = [line for line in told if line.startswith("health: ")]
+    assert (
+        "teacher main is inconsistent" in line and "by scorer-0 are" in line and line.endswith("; it gets no more work")
+    )
+
+
+def behind(place: int) -> Lie:
+    return lambda x, ids, n: np.concatenate([x[:place], x[place:] - 2.0])
+
+
+LONG: dict[str, Any] = {"sampler": {"max_tokens": 40, "group": 2}}
+
+
+def test_a_copy_that_is_wrong_behind_the_short_texts_is_found(tmp_path: Path) -> None:
+    told = list[str]()
+    train(tmp_path / "three", Liar(behind(30)), Liar(), Liar(), told=told, updates=2, **LONG)
+    (line,) = [line for line in told if line.startswith("health: ")]
+    assert re.search(r"has changed: .* by scorer-0 .* at position 3\d of text 4 had", line)
+    with pytest.raises(Unhealthy, match="no other replica is left"):
+        train(tmp_path / "two", Liar(behind(30)), Liar(), updates=2, **LONG)
+    with pytest.raises(Unhealthy, match=r"at position 3\d of text 4 had .*found good after update 5"):
+        train(tmp_path / "later", Liar(behind(30), after=80), updates=20, **LONG)
+
+
 def test_it_is_only_said_once_where_that_is_asked_for(tmp_path: Path) -> None:
     told = list[str]()
     train(tmp_path, Liar(LIES["times 3"], after=60), told=told, updates=25, health={"stop": False})
@@ -372,7 +452,7 @@ def test_200_honest_runs_alarm_nobody(tmp_path: Path) -> None:
     """A few of them here; all of them: python benchmarks/canaries.py."""
     for seed in range(6):
         told = list[str]()
-        scorers = [Liar(noise=noise, seed=10 * seed + i) for i, noise in enumerate((0.0, 1e-3, 0.05)[seed % 3 :])]
+        scorers = [Liar(noise=noise, seed=10 * seed + i) for i, noise in enumerate((0.0, 1e-3, 5e-3)[seed % 3 :])]
         train(tmp_path / str(seed), *scorers, told=told, updates=15, seed=seed)
         assert not told, told
 
@@ -381,7 +461,7 @@ def test_a_teacher_that_does_not_answer_its_canary_is_asked_again(tmp_path: Path
     class Absent(Liar):
         async def probe(self, *given: Any) -> list[TextScores]:
             self.times = getattr(self, "times", 0) + 1
-            if self.times == 4:
+            if self.times == START + 1:
                 raise EndpointError("teacher main at http://x answers 503")
             return await super().probe(*given)
 
@@ -390,7 +470,7 @@ def test_a_teacher_that_does_not_answer_its_canary_is_asked_again(tmp_path: Path
     assert told == [
         "scorer did not answer its canary request, which will be repeated: teacher main at http://x answers 503"
     ]
-    assert scorer.times == 3 + 1 + 1 + 1, "at the start, after update 5, after update 6, and after the last"
+    assert scorer.times == START + 3 * canary.TEXTS, "at the start, after update 5, after update 6, and after the last"
 
 
 def test_a_teacher_that_comes_back_after_failing_is_asked_at_once(tmp_path: Path) -> None:
@@ -601,7 +681,7 @@ def test_another_model_behind_the_endpoint_is_found(tmp_path: Path) -> None:
 
         async def score(self, group: Group) -> list[Handle]:
             self.asked += 1
-            if self.asked > 4 + began_at(7, 1):
+            if self.asked > began_at(7, 1):
                 fake.scores = table(OTHER.log_softmax(-1).numpy())
             return await super().score(group)
 
@@ -622,3 +702,23 @@ def test_another_model_behind_the_endpoint_is_found(tmp_path: Path) -> None:
         ):
             asyncio.run(Run(config, made, PROMPTS, log, say=lambda _: None, ends=(EOS,)).train())
     assert len(read_lines(tmp_path / "metrics.jsonl")) <= 6 + 2 * EVERY
+
+
+@pytest.mark.parametrize(
+    "start, k3, ratio, trusted",
+    [
+        (None, 0.25, 1.1, True),  # the start itself: up to the largest limits
+        (None, 0.35, 1.0, False),
+        (None, 0.05, 1.35, False),
+        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.03, 1.0, False),  # a student that 16 bits hardly change
+        ({"drift/k3_kl": 0.05, "drift/ppl_ratio": 1.02}, 0.14, 0.95, True),
+        ({"drift/k3_kl": 0.2, "drift/ppl_ratio": 1.1}, 0.35, 1.0, False),  # the limit is bounded
+    ],
+)
+def test_in_16_bits_limits_of_samplers_follow_from_the_start(
+    start: Any, k3: float, ratio: float, trusted: bool
+) -> None:
+    numbers = {"drift/k3_kl": k3, "drift/ppl_ratio": ratio}
+    said = distrusted(numbers, {1}, version=1, rounding="half", start=start)
+    assert (said == "") is trusted and (trusted or "or 16 bits are too few for this student" in said)
+    assert distrusted(numbers, {1}, version=1, rounding="exact", start=start), "float32 is exact"

@@ -21,7 +21,7 @@ from slipstream.config.file import parse
 from slipstream.models.resolve import model_path
 from slipstream.plan.checks import PROMPTS, Finding, judged_ends, start_checks
 from slipstream.plan.ends import EndProbe, template_end
-from slipstream.plan.plan import plan
+from slipstream.plan.plan import plan, plan_with_texts
 from slipstream.protocols import OneEnd
 from slipstream.runtimes.inline import open_engines
 from support.model_directories import build_tokenizer, save_model
@@ -178,7 +178,7 @@ device = "cpu"
 
 
 def found_at_start(*changes: tuple[str, str]) -> list[Finding]:
-    job = plan(parse(tomllib.loads(DEMO), changes))
+    job = plan_with_texts(parse(tomllib.loads(DEMO), changes))
     engines = open_engines(job.engines, job.tokenizer, say=str)
     try:
         return asyncio.run(start_checks(job, engines, [job.prompts.at(number) for number in range(PROMPTS)], version=0))

@@ -210,6 +210,16 @@ def test_what_is_worth_an_eye_hides_nothing_that_is_wrong() -> None:
     ]
 
 
+def test_no_setting_gets_two_values() -> None:
+    """A step that is too large asks for a lower learning rate, and a student without progress for a higher one."""
+    lines = lines_of({"drift/kl/lag_1": 0.08, "teacher/kl": 0.5, "reward/exact": 0.3})
+    first, second = (
+        answer for answer in advise(Case(config_of({}), lines)).answers if answer.name != "agreement unknown"
+    )
+    assert (first.name, second.name) == ("step too large", "no progress")
+    assert first.change["learner.lr"] < 1e-3 and second.change == {}
+
+
 def test_names_of_what_is_hidden_are_names_further_down() -> None:
     order = [rule.name for rule in RULES]
     for rule in RULES:

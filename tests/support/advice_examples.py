@@ -70,6 +70,7 @@ WELL: dict[str, Value] = {
     "teacher/rechecked": 1,
     "teacher/differed": 0,
 }
+AWAY: dict[str, Value] = {"reward/exact": 0.3, "distill/loss": rising(0.4, 4.0)}
 SYNC = {"schedule": {"kind": "sync"}}
 FRESH: dict[str, Value] = {
     name: 1e-8 if name == "drift/kl/lag_0" else 640 if name == "lag/tokens_0" else 0
@@ -199,7 +200,7 @@ EXAMPLES = [
             {"learner": {"router": "measure"}, **HALF}),
     Example("router flips", engines(kl=0.06) | {"router/flips": 0.05}, engines(kl=0.01) | {"router/flips": 0.05},
             {"learner": {"router": "measure"}, **HALF}),
-    Example("engine mismatch", {"drift/kl/lag_0": 0.0012, "drift/k3_kl": 0.0012}, {"drift/kl/lag_0": 0.0008}, SYNC),
+    Example("engine mismatch", {"drift/kl/lag_0": 2e-4, "drift/k3_kl": 2e-4}, {"drift/kl/lag_0": 8e-6}, SYNC),
     Example("engine mismatch", engines(kl=0.06), engines(kl=0.01), HALF),
     Example("engine mismatch", engines(kl=0.03), engines(kl=0.015), HALF, weight="watch"),
     Example("engine mismatch", engines(kl=0.01, k3_kl=0.01, probs_pearson=0.94),
@@ -207,7 +208,9 @@ EXAMPLES = [
     Example("engine mismatch", engines(kl=0.01, k3_kl=0.01, ppl_ratio=1.06),
             engines(kl=0.01, k3_kl=0.01, ppl_ratio=1.04), HALF),
     Example("engine mismatch", engines(probs_diff_max=0.6), engines(probs_diff_max=0.4), HALF),
-    Example("engine mismatch", {"drift/kl/lag_0": 0.01}, {"drift/kl/lag_0": 0.0005}),
+    Example("engine mismatch", {"drift/kl/lag_0": 0.01}, {"drift/kl/lag_0": 8e-6}),
+    Example("engine mismatch", {"drift/kl/lag_0": 2e-4, "lag/tokens_0": 2},
+            {"drift/kl/lag_0": 8e-5, "lag/tokens_0": 2}),
     Example("agreement unknown", {"lag/max": 3, "lag/tokens_0": 0, "drift/k3_kl": 0.06},
             {"lag/max": 3, "lag/tokens_0": 0, "drift/k3_kl": 0.04}, weight="watch"),
     Example("wrong teacher", {}, {}, beyond_samples=tuple(samples(0.5, 0.5, other=True)),
@@ -223,6 +226,10 @@ EXAMPLES = [
             {"reward/exact": rising(0.5, 0.3), "teacher/kl": lambda update: 0.3 + 0.01 * abs(update - 40)}),
     Example("poor samples", STUCK, {}, {"learner": {"batch_size": 1, "lr": 1e-3}}),
     Example("poor samples", STUCK, {}, {"sampler": {"temperature": 0.2}}),
+    Example("wrong direction", {**AWAY, "teacher/kl": rising(0.4, 4.0)},
+            {**AWAY, "teacher/kl": rising(0.4, 0.6)}, SYNC),
+    Example("wrong direction", {**AWAY, "teacher/kl": rising(0.4, 4.0)},
+            {**AWAY, "teacher/kl": rising(0.4, 4.0), "distill/loss": rising(4.0, 0.4)}),
     Example("step too large", {"drift/kl/lag_1": 0.08, **GETS_WORSE}, {"drift/kl/lag_1": 0.04}),
     Example("step too large", {"drift/kl/lag_1": 0.08}, {"drift/kl/lag_1": 0.04}, weight="watch"),
     Example("step too large", {**FRESH, **GETS_WORSE}, {**FRESH, "teacher/kl": 0.4, "reward/exact": 0.3}, SYNC),
@@ -293,6 +300,9 @@ EXAMPLES = [
             weight="speed"),
     Example("slow learner", {"seconds/data": 0.05, "groups/ready": 40}, {"seconds/data": 0.05, "groups/ready": 25},
             weight="speed"),
+    Example("slow learner", {"seconds/data": 0.05, "groups/ready": 40},
+            {"seconds/data": 0.05, "seconds/weights": 0.2, "groups/ready": 40}, weight="speed"),
+    Example("slow publish", {"seconds/weights": 0.55}, {"seconds/weights": 0.45}, SYNC, weight="speed"),
     Example("slow publish", {"seconds/weights": 0.55}, {"seconds/weights": 0.45}, weight="speed"),
     Example("waiting for the schedule", {"seconds/turn": 0.55}, {"seconds/turn": 0.45},
             {"schedule": {"kind": "async", "order": "submission"}}, weight="speed"),

@@ -20,7 +20,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
 from slipstream.plan.placement import check_room
-from slipstream.plan.plan import Plan, changed, fast_checks, plan, sandbox_notes
+from slipstream.plan.plan import Plan, changed, fast_checks, plan_with_texts, sandbox_notes
 from slipstream.protocols import Engines, greedy
 from slipstream.records import Batch, Group, Handle, Prompt, total
 from slipstream.run_dir.writing import installed_version
@@ -48,7 +48,7 @@ def doctor(config: Config, console: Console) -> bool:
         fast_checks(config)
         with process_launcher(config) as launcher:
             console.print(versions(), soft_wrap=True)
-            made = plan(config)
+            made = plan_with_texts(config)
             files = f"{len(made.prompts.rows)} prompts; vocabularies and end tokens match"
             report([Finding("files, tokenizers and lengths", True, files)])
             report([Finding("sandbox limits", True, text) for text in sandbox_notes(made.config)])

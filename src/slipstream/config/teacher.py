@@ -20,7 +20,7 @@ SELF = "self"
 ATTEMPTS = ("best", "best_reward", "last", "last_reward")
 """Fields of a context template that show earlier attempts at the prompt."""
 CONTEXT_FIELDS = ("prompt", "ground_truth", "response", *ATTEMPTS)
-ENDPOINT_OPTIONS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
+ENDPOINT_OPTIONS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout", "noise")
 LOCAL_OPTIONS = ("engine", "engine_args", "devices", "dtype", "token_budget", "packing", "longest")
 
 
@@ -76,6 +76,9 @@ class TeacherConfig(Section):
     """Number of concurrent requests to the endpoint. Raise it if the server can serve more."""
     timeout: float = Field(120.0, gt=0)
     """Time limit of one request in seconds."""
+    noise: float = Field(0.2, gt=0)
+    """Largest root mean square difference between the endpoint's log-probs of equal texts at the start, in nats. Larger
+    noise stops the run, and canaries would not notice changes below three times the measured noise."""
     key: str | None = None
     """Value of data_source (data.teacher_key) that selects this teacher's prompts. None: the teacher's name. A single
     teacher scores all prompts."""
@@ -119,6 +122,11 @@ class TeacherConfig(Section):
         """Return the allowed root mean square difference between two scorings of one response, in log-probs."""
         # rounding depends on the other rows of a batch; the precision of an endpoint is unknown
         return 0.01 if self.exact else 0.25
+
+    @property
+    def noise_limit(self) -> float:
+        """Return the largest noise of log-probs that is accepted at the start."""
+        return self.noise if self.base_url is not None else 0.01 if self.exact else 0.1
 
     @property
     def devices_each(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,55 +58,11 @@ def sharpness(samples: Sequence[Seen]) -> Metrics:
 
 
 def against_teachers(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
-    """Return metrics that compare each teacher's log-probs of the trained tokens with the student's."""
-    pairs: dict[str, list[Pair]] = {}
-    prefixes = set[int]()
+    """Return the largest difference between each teacher's log-probs of the trained tokens and the student's."""
+    gaps: dict[str, float] = {}
     for sample, logp_T in zip(samples, logp, strict=True):
         if sample.teacher_logp is not None and sample.rollout.trained_tokens:
             p_N = logp_T[torch.tensor(sample.rollout.loss_mask)].double()
-            first = first_new_row(sample, prefixes)
-            pairs.setdefault(sample.teacher, []).append((torch.tensor(sample.teacher_logp).double(), p_N, first))
-    found = {teacher: comparison(each) for teacher, each in pairs.items()}
-    return {f"teacher/{teacher}/{name}": value for teacher, metrics in found.items() for name, value in metrics.items()}
-
-
-Pair = tuple[Tensor, Tensor, int]
-"""(Teacher's log-probs, student's log-probs, index of the first row that no earlier response has) of a response."""
-
-
-def first_new_row(sample: Scored, prefixes: set[int]) -> int:
-    """Return the index of the first trained token that no earlier response has at this prefix; token count if none."""
-    prefix = hash((sample.teacher, sample.rollout.prompt.tokens.tobytes()))
-    new_T = []
-    for token in sample.rollout.tokens.tolist():
-        prefix = hash((prefix, token))
-        new_T.append(prefix not in prefixes)
-        prefixes.add(prefix)
-    new_N = np.array(new_T)[sample.rollout.loss_mask]
-    return int(new_N.argmax()) if new_N.any() else len(new_N)
-
-
-def comparison(pairs: Sequence[Pair]) -> Metrics:
-    """Return statistics of a teacher's and the student's log-probs over several responses.
-
-    Tokens that are hard to predict are hard for both models. Therefore probabilities correlate best at shift 0.
-    """
-    news = [(q_N[first:], p_N[first:]) for q_N, p_N, first in pairs]
-
-    def correlation(shift: int) -> float:
-        """Return the correlation of probabilities: the teacher's at row n + shift with the student's at row n."""
-        q_N = torch.cat([q_N[max(shift, 0) : len(q_N) + min(shift, 0)] for q_N, _ in news])
-        p_N = torch.cat([p_N[max(-shift, 0) : len(p_N) - max(shift, 0)] for _, p_N in news])
-        both = torch.stack([q_N, p_N]).exp()
-        return float(torch.corrcoef(both)[0, 1].nan_to_num()) if both.shape[1] > 1 else 0.0
-
-    whole = [torch.cat(side) for side in zip(*news, strict=True)]
-    return {
-        "difference_max": max(float((q - p).abs().max()) for q, p, _ in pairs),
-        "aligned": correlation(0),
-        "shifted": max(correlation(1), correlation(-1)),
-        "tokens": float(len(whole[0])),
-        "neighbours": float(sum(max(len(q_N) - 1, 0) for q_N, _ in news)),
-        "spread": float(whole[0].max() - whole[0].min()),
-        "student_spread": float(whole[1].max() - whole[1].min()),
-    }
+            gap = float((torch.tensor(sample.teacher_logp).double() - p_N).abs().max())
+            gaps[sample.teacher] = max(gap, gaps.get(sample.teacher, 0.0))
+    return {f"teacher/{teacher}/difference_max": gap for teacher, gap in gaps.items()}

@@ -26,7 +26,10 @@ from slipstream.pipeline.publish import Samplers
 from slipstream.pipeline.retries import is_final
 from slipstream.pipeline.teachers import Teacher
 from slipstream.protocols import Learner, Metrics, Sampler, Sampling, Scorer
-from slipstream.records import Attempts, Batch, Group, Prompt, Rollout, unfinished
+from slipstream.records import Attempts, Batch, Group, Prompt, Rollout, TextScores, unfinished
+
+Answers = Sequence[Sequence[TextScores]]
+"""Answers of one replica: for each time it was asked, the scores of every text."""
 
 
 @dataclass
@@ -37,6 +40,8 @@ class Watched:
     texts: list[Rollout]
     exact: bool
     """True for a teacher that computes in float32 on this machine."""
+    noise: float
+    """Largest noise at the start that is accepted."""
     reference: canary.Reference = field(default_factory=list)
     """Log-probs at the first check. Empty before it, and always for a teacher that follows the student."""
     limit: float = 0.0
@@ -55,6 +60,18 @@ class Watched:
     def recall(self, state: Mapping[str, Any]) -> None:
         self.reference = [None if each is None else np.array(each) for each in state["reference"]]
         self.limit, self.good = state["limit"], state["good"]
+
+
+async def scored_texts(scorer: Scorer, texts: Sequence[Rollout], attempts: Attempts | None, times: int) -> Answers:
+    """Return `times` answers, each from one request for each text; the first of several is from one request for all.
+
+    The rows that a text shares a pass with differ, so the answers show the rounding that depends on them.
+    """
+    answers: list[Sequence[TextScores]] = [await scorer.probe(texts, attempts)] if times > 1 else []
+    while len(answers) < times:
+        alone = await asyncio.gather(*(scorer.probe([text], attempts) for text in texts))
+        answers.append([said for each in alone for said in each])
+    return answers
 
 
 class Canaries:
@@ -87,6 +104,8 @@ class Canaries:
         self.counts = {name: round(last.get(f"canary/{name}", 0)) for name in ("retired", "redone", "trained")}
         self.apart = dict[str, float]()
         """Largest difference from the expected answers since the previous update, for "sampler" and for "teacher"."""
+        self.start: Metrics | None = None
+        """Comparison of the learner and the sampler furthest from it at the first check; None before it."""
         self.last_scored = self.last_sampled = 0
         """Update at the last check of fixed teachers, and at the last check of samplers and other teachers."""
         self.task: asyncio.Task[Any] | None = None
@@ -143,30 +162,43 @@ class Canaries:
         """Check all replicas of a fixed teacher; the answers to its first check become the reference."""
         teacher, texts = watched.teacher, watched.texts
         groups_before = {worker: list(worker.since) for worker in teacher.pool.workers}
-        calls = [[worker.engine.probe(texts, watched.attempts) for _ in range(times)] for worker in groups_before]
         found = await asyncio.gather(*(
-            self._answers(teacher.pool, worker, requests)
-            for worker, requests in zip(groups_before, calls, strict=True)
+            self._answers(teacher.pool, worker, [scored_texts(worker.engine, texts, watched.attempts, times)])
+            for worker in groups_before
         ))  # fmt: skip
-        answers = {worker: said for worker, said in zip(groups_before, found, strict=True) if said}
-        if not watched.reference and answers:
-            watched.reference = canary.reference_of([said for each in answers.values() for said in each])
-            watched.limit = canary.limit_of(texts, list(answers.values()), exact=watched.exact)
-            if all(each is None for each in watched.reference):
-                self.say(f"teacher {teacher.name} cannot score fixed texts: its changes will not be noticed")
+        answers = {worker: said[0] for worker, said in zip(groups_before, found, strict=True) if said}
+        inconsistent = self._set_reference(watched, answers) if answers and not watched.reference else {}
         for worker, each in answers.items():
             far = max((canary.difference(texts, watched.reference, said) for said in each), key=lambda d: d.apart)
             self._note("teacher", far.apart)
-            if far.apart <= watched.limit:
+            if far.apart <= watched.limit and worker not in inconsistent:
                 watched.good = update
                 self._good(worker, groups_before[worker], update)
                 continue
-            wrong = (
+            wrong = inconsistent.get(worker) or (
                 f"teacher {teacher.name} has changed: log-probs of fixed texts by {worker.name} are {far.apart:.2g} "
                 f"away from those at the start (root mean square, limit {watched.limit:.2g}): {far.said}"
             )
             worker.good = max(worker.good, watched.good if times > 1 else 0)
             self._bad(teacher.pool, worker, wrong, harmful=worker.good < update, roll=False)
+
+    def _set_reference(self, watched: Watched, answers: Mapping[Worker[Scorer], Answers]) -> dict[Worker[Scorer], str]:
+        """Set reference and limit from the first answers of the replicas; return messages about inconsistent ones."""
+        name, texts = watched.teacher.name, watched.texts
+        noise = {worker: canary.noise_of(texts, each) for worker, each in answers.items()}
+        wrong = {worker: each for worker, each in noise.items() if each.apart > watched.noise}
+        steady = [worker for worker in answers if worker not in wrong]
+        watched.reference = canary.reference_of([said for worker in steady or answers for said in answers[worker]])
+        largest = max((noise[worker].apart for worker in steady), default=0.0)
+        watched.limit = canary.limit_of(largest, exact=watched.exact)
+        if all(each is None for each in watched.reference):
+            self.say(f"teacher {name} cannot score fixed texts: its changes will not be noticed")
+        setting = f"; teachers.{name}.noise accepts more" if watched.teacher.settings.base_url is not None else ""
+        return {
+            worker: f"teacher {name} is inconsistent: log-probs of equal texts by {worker.name} are {each.apart:.2g} "
+            f"away from their median (root mean square, limit {watched.noise:g}{setting}): {each.said}"
+            for worker, each in wrong.items()
+        }
 
     async def _answers(self, pool: Pool[Any], worker: Worker[Any], calls: Sequence[Coroutine[Any, Any, Any]]) -> Any:
         """Return a worker's answers to all requests; on failure return None, and check this worker again later."""
@@ -184,8 +216,11 @@ class Canaries:
         return None
 
     async def _draw_all(self, version: int) -> None:
-        found = await asyncio.gather(*(self._draw(worker, version) for worker in list(self.samplers.workers)))
-        if not (handles := next(filter(None, found), None)):
+        drawn = await asyncio.gather(*(self._draw(worker, version) for worker in list(self.samplers.workers)))
+        if self.start is None and (known := [numbers for numbers, _ in filter(None, drawn)]):
+            self.start = max(known, key=lambda numbers: numbers["drift/k3_kl"])
+        found = [handles for _, handles in filter(None, drawn)]
+        if not (handles := next(iter(found), None)):
             return
         for watched in self.following:
             shown = [handle.with_header(attempts=watched.attempts) for handle in handles]
@@ -193,8 +228,8 @@ class Canaries:
                 *(self._follow(watched, worker, shown, version) for worker in [*watched.teacher.pool.workers])
             )
 
-    async def _draw(self, worker: Worker[Sampler], version: int) -> Group | None:
-        """Check a sampler; return its canary answers if their log-probs agree with the learner's, else None."""
+    async def _draw(self, worker: Worker[Sampler], version: int) -> tuple[Metrics, Group] | None:
+        """Check a sampler; if it agrees with the learner, return how well it does, and its canary answers."""
         groups_before = list(worker.since)
         calls = [worker.engine.generate(prompt, self.sampling) for prompt in self.questions]
         answers = await self._answers(self.samplers, worker, calls) or ()
@@ -207,11 +242,12 @@ class Canaries:
             return None
         self._note("sampler", numbers["drift/k3_kl"])
         versions = {version for handle in handles for version, _ in handle.header.versions}
-        if wrong := canary.distrusted(numbers, versions, version=version, rounding=self.rounding):
+        wrong = canary.distrusted(numbers, versions, version=version, rounding=self.rounding, start=self.start)
+        if wrong:
             self.distrust(worker, wrong)
             return None
         self._good(worker, groups_before, version)
-        return handles
+        return numbers, handles
 
     async def _follow(self, watched: Watched, worker: Worker[Scorer], handles: Group, version: int) -> None:
         """Check a teacher that follows the student: compare its scores with the learner's, for equal weights."""

@@ -323,8 +323,9 @@ class Run:
         watched = list[Watched]()
         for teacher in teachers if config.teachers else ():
             chosen = canary.prompts_of(prompts, teacher.name if len(teachers) > 1 else None, canary.TEXTS)
+            noise = teacher.settings.noise_limit
             precise = teacher.settings.exact and (exact or not teacher.follows)
-            watched.append(Watched(teacher, canary.texts_of(chosen, sampling, self.ends), precise))
+            watched.append(Watched(teacher, canary.texts_of(chosen, sampling, self.ends), precise, noise))
             if teacher.name in self.references:
                 watched[-1].recall(self.references[teacher.name])
         return Canaries(

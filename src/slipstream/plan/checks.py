@@ -9,7 +9,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
 from math import exp, log
 from typing import Any
 
@@ -19,11 +18,12 @@ from slipstream.config.base import Rounding
 from slipstream.config.schema import HealthConfig
 from slipstream.errors import ModelError
 from slipstream.metrics import episode_metrics, trust_metrics
-from slipstream.pipeline.control.canary import KL, PERPLEXITY
+from slipstream.pipeline.control.canary import HALF_KL, HALF_PERPLEXITY, KL, PERPLEXITY
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.ends import EndProbe, end_advice, names_of_ends
 from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.known_texts import judged
 from slipstream.plan.plan import Plan
 from slipstream.plan.templates import FAR, TemplateProbe, mean_logps
 from slipstream.protocols import Engines, Metrics, of_teacher
@@ -31,20 +31,17 @@ from slipstream.records import Batch, Group, Header, Prompt
 
 PEARSON: dict[Rounding, float] = {"exact": 0.999, "half": 0.99, "int8": 0.99, "fp8": 0.97}
 """Smallest correlation of the probabilities of sampler and learner."""
+COARSE_PEARSON, TREND = 0.97, 0.05
+"""In 16 bits, smallest correlation if the differences are of either sign, and largest |slope − 1| of log-probs."""
+COARSE = "16 bits round this student coarsely: use importance weights (docs/learner.md), or float32"
 PROMPTS, TOKENS = 8, 32
 """Number of prompts per round of sampling, and maximum tokens of an answer."""
-ENOUGH, ROUNDS = 256, 8
-"""Number of tokens needed to judge a teacher, and maximum rounds of additional sampling to get this many."""
-SHORT = 8
-"""If all answers have fewer tokens than this, probabilities hardly vary, and a low correlation is not fatal."""
-FEW = 64
-"""If fewer tokens than this were scored, a low correlation is not fatal."""
+FAR_AWAY = 2.0
+"""Mean reverse KL per token, in nats, from which on the finding says that the student writes other text."""
 CHANCE = 3.0
 """Number of standard deviations that chance alone exceeds, on one side, in one of about 700 cases."""
 LIKELY, PREFERRED = 0.1, 100
 """A teacher prefers another end token if its probability is at least LIKELY and PREFERRED times the student token's."""
-SURE = 1e-3
-"""Range of the student's log-probs (maximum minus minimum, in nats) up to which a correlation is meaningless."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,6 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
         return failed
     returned = [reward_finding(groups)] if plan.engines.grader.rewards and not plan.config.has_agents else []
     groups = await scored(engines, groups)
-    for teacher in plan.engines.scorers:
-        groups += await sample_more(plan, engines, teacher, groups)
     headers = [handle.header for group in groups for handle in group]
     if furthest := long_prompt(plan, prompts):
         # in one batch with the others, to find out if a long sequence changes the log-probs of a short one
@@ -103,7 +98,8 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
     ends = [await same_end(plan, engines, teacher) for teacher in plan.ends]
     ends += [await known_template(plan, engines, teacher) for teacher in plan.templates]
     same = agreement(numbers, Limits.of(plan.engines), groups)
-    return [*same, *teachers(numbers, headers, cold=plan.config.sft is not None), *ends, *returned, *failed]
+    taught = [await known_scores(plan, engines, teacher, headers) for teacher in plan.engines.scorers]
+    return [*same, *taught, *ends, *returned, *failed]
 
 
 async def same_end(plan: Plan, engines: Engines, teacher: str) -> Finding:
@@ -144,17 +140,6 @@ def judged_template(teacher: str, probe: TemplateProbe, seen: float, own: float,
     detail = f"log-prob per token of {len(probe.prompts)} prompts {seen:.2f}, of the same in {probe.own} {own:.2f}"
     fix = f"write a teacher that was trained with this template, or its own prompt in teachers.{teacher}.context"
     return Finding(f"teacher {teacher} knows the student's template", not far, detail, fix if far else "", fatal=False)
-
-
-async def sample_more(plan: Plan, engines: Engines, teacher: str, groups: Sequence[Group]) -> list[Group]:
-    """Sample and score answers to more prompts of a teacher, up to `ENOUGH` tokens in total; return the new groups."""
-    found, its = list[Group](), (p for p in map(plan.prompts.at, count(PROMPTS)) if p.teacher == teacher)
-    for _ in range(ROUNDS):
-        headers = [handle.header for group in (*groups, *found) for handle in group]
-        if sum(header.trained_tokens for header in headers if header.teacher == teacher) >= ENOUGH:
-            break
-        found += await scored(engines, await sample_groups(plan, engines, list(islice(its, PROMPTS))))
-    return found
 
 
 def long_prompt(plan: Plan, prompts: Sequence[Prompt]) -> Prompt | None:
@@ -212,6 +197,8 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
     # if all tokens are nearly certain, rounding errors dominate the correlation
     alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
     same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
+    if not same and limits.rounding == "half" and rounds_coarsely(numbers):
+        same, detail = True, f"{detail}; {COARSE}"
     return [
         Finding(
             "sampler and learner, one checkpoint",
@@ -220,6 +207,15 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
             "" if same else mismatch_cause(numbers, limits.rounding),
         )
     ]
+
+
+def rounds_coarsely(numbers: Metrics) -> bool:
+    """Return whether large differences in 16 bits look like rounding: of either sign, without a trend."""
+    pearson, k3, ppl, slope = (
+        numbers[f"drift/{name}"] for name in ("probs_pearson", "k3_kl", "ppl_ratio", "sharpness")
+    )
+    centred = abs(ppl - 1) <= HALF_PERPLEXITY and abs(slope - 1) <= TREND
+    return pearson >= COARSE_PEARSON and k3 <= HALF_KL and centred
 
 
 def failure_findings(groups: Sequence[Group]) -> list[Finding]:
@@ -270,7 +266,7 @@ def reward_finding(groups: Sequence[Group]) -> Finding:
 def mismatch_cause(numbers: Metrics, rounding: Rounding = "exact") -> str:
     if numbers["drift/probs_pearson"] < 0.8:
         return "these are different models: check that weights arrive, and that sampler and learner load one student"
-    if abs(numbers["drift/sharpness"] - 1) > 0.05:
+    if abs(numbers["drift/sharpness"] - 1) > TREND:
         return (
             "one side is more certain than the other of the same tokens: check temperatures. Log-probs must be of the "
             "distribution that was sampled from, at sampler.temperature"
@@ -283,15 +279,16 @@ def mismatch_cause(numbers: Metrics, rounding: Rounding = "exact") -> str:
     return "precision: give both sides one dtype (sampler.dtype, learner.compute_dtype); try float32 to confirm"
 
 
-def teachers(numbers: Metrics, headers: Sequence[Header], *, cold: bool) -> list[Finding]:
-    """Return one finding per teacher: unusable scores, a mean KL below 0, or the correlation with the student."""
-    found = []
-    for name in sorted({header.teacher for header in headers if header.teacher}):
-        theirs = [header for header in headers if header.teacher == name]
-        seen = {key.rpartition("/")[2]: value for key, value in numbers.items() if key.startswith(f"teacher/{name}/")}
-        seen |= {"longest": max(header.tokens for header in theirs)} if seen else {}
-        found.append(impossible_finding(name, theirs) or correlation_finding(name, seen, cold=cold))
-    return found
+async def known_scores(plan: Plan, engines: Engines, teacher: str, headers: Sequence[Header]) -> Finding:
+    """Return the finding on a teacher's scores: of the student's answers, and of text that is known to be language."""
+    theirs = [header for header in headers if header.teacher == teacher]
+    if finding := impossible_finding(teacher, theirs):
+        return finding
+    verdict = await judged(plan.known[teacher], plan.config.teachers[teacher], of_teacher(engines.scorers, teacher)[0])
+    detail, kl = verdict.detail, trust_metrics(theirs).get("teacher/kl", 0.0)
+    if kl >= FAR_AWAY:
+        detail += f"; the student's text is far from its own (reverse KL {kl:.1f} per token): [sft] first helps"
+    return Finding(f"teacher {teacher}", not verdict.fault, detail, verdict.fault, fatal=verdict.sure)
 
 
 def impossible_finding(name: str, headers: Sequence[Header]) -> Finding | None:
@@ -306,42 +303,6 @@ def impossible_finding(name: str, headers: Sequence[Header]) -> Finding | None:
         return None
     detail = f"mean reverse KL to it {kl:.2f} ± {error:.2f}, and no distribution is below 0"
     return Finding(f"teacher {name}", False, detail, "its log-probs are not of these tokens, or are no log-probs")
-
-
-def correlation_finding(name: str, seen: Metrics, *, cold: bool = False) -> Finding:
-    """Check that a teacher's scores are of the right tokens: correlate its probabilities with the student's.
-
-    If the scores did not depend on the tokens, any order of them would be equally likely. Over all permutations of
-    n scores the correlation has mean 0 and standard deviation 1/√(n − 1), exactly. The limit is `CHANCE` standard
-    deviations: 0.19 for 256 tokens, 0.38 for 64. With fewer tokens than `FEW`, a low correlation is not fatal. Equal
-    tokens after equal prefixes count once. Nor is it fatal for a `cold` student, which [sft] is to teach first. The
-    shifted correlation pairs scores with the next or previous token.
-    """
-    name = f"teacher {name}"
-    if not seen or not seen["student_spread"] > SURE:
-        detail = "the student is certain of every token that was sampled"
-        return Finding(name, False, detail, "so scores cannot be compared", fatal=False)
-    n, aligned, shifted = seen["tokens"], seen["aligned"], seen["shifted"]
-    chance, among_neighbours = (CHANCE / max(count - 1, 1) ** 0.5 for count in (n, seen["neighbours"]))
-    detail = (
-        f"over {n:.0f} tokens its correlation is {aligned:.2f}, shifted by one {shifted:.2f}, by chance {chance:.2f}"
-    )
-    if seen["spread"] == 0 and n >= PROMPTS:
-        fix = "it gives the same score to every token: check that a model is served there"
-    elif shifted - aligned > among_neighbours and shifted > among_neighbours:
-        fix = "the rows are shifted by one token: row t must be about token t, given all before it"
-    elif aligned < -chance:
-        fix = "it finds likely what the student finds unlikely: these may be negated log-probs"
-    elif aligned < chance and (n < FEW or seen.get("longest", SHORT) < SHORT):
-        return Finding(name, False, detail, "too few different tokens, or too short answers, to judge", fatal=False)
-    elif aligned < chance and cold:
-        fix = "either the student knows nothing yet, which [sft] can mend, or the scores are not of these tokens"
-        return Finding(name, False, detail, fix, fatal=False)
-    elif aligned < chance:
-        fix = "its scores are not of these tokens: check its model, its tokenizer and the order of its rows"
-    else:
-        return Finding(name, True, detail)
-    return Finding(name, False, detail, fix)
 
 
 def self_taught_finding(numbers: Metrics, limits: Limits) -> Finding:

@@ -7,7 +7,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -41,6 +41,7 @@ from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import model_path, without_weights
 from slipstream.objective.method import Method, method_of, quantisation_notes, schedule_notes, whole_batch_reason
+from slipstream.pipeline.control import canary
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import adapted, check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe, template_end
@@ -55,6 +56,7 @@ from slipstream.plan.engines import (
 from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows, reward_warnings
 from slipstream.plan.gpus import Gpus
+from slipstream.plan.known_texts import KnownTexts, TextMaker
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
 from slipstream.plan.shapes import ShapeCheck, check_heads, check_selection, check_split_heads, shape_line
 from slipstream.plan.teachers import (
@@ -115,6 +117,8 @@ class Plan:
     """Tests of end tokens in the start checks, by teacher; teachers that need no test are absent."""
     templates: Mapping[str, TemplateProbe]
     """Tests of chat templates in the start checks, by teacher; teachers that need no test are absent."""
+    known: Mapping[str, KnownTexts] = field(default_factory=dict)
+    """Texts that teachers score in the start checks, by teacher; empty in a plan without start checks."""
 
     @property
     def needs(self) -> list[Need]:
@@ -187,6 +191,20 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
         ends=teachers.probes,
         templates=teachers.templates,
     )
+
+
+def plan_with_texts(config: Config) -> Plan:
+    """Make the plan of a run with start checks; it holds the known texts of every teacher."""
+    return with_known_texts(plan(config))
+
+
+def with_known_texts(made: Plan) -> Plan:
+    several, found = len(made.config.teachers) > 1, dict[str, KnownTexts]()
+    for name, settings in made.config.teachers.items():
+        prompts = canary.prompts_of(made.prompts, name if several else None, canary.TEXTS)
+        maker = TextMaker(settings, made.engines.scorers[name], prompts, made.tokenizer, made.end_ids, made.sampling)
+        found[name] = maker.make()
+    return replace(made, known=found)
 
 
 def check_shapes(config: Config, gpus: Gpus | None = None) -> ShapeCheck:

@@ -243,7 +243,9 @@ def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say:
             tokens = [tokens for _, tokens in prompts_seen_by(config, name, tokenizer, prompts)]
             longest = max(map(len, tokens)) + longest_answer(config, teacher)
             some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
-            need = Requirements(tokens=some, highest=highest, longest=longest, k=config.loss.spec.k)
+            need = Requirements(
+                tokens=some, highest=highest, longest=longest, k=config.loss.spec.k, best=teacher.max_logprobs
+            )
             say(asyncio.run(ask(endpoint, need)))
 
 

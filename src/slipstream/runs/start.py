@@ -25,7 +25,7 @@ from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, admission_of, choice_of, with_timeout
 from slipstream.plan.checks import PROMPTS, raise_fatal, start_checks
 from slipstream.plan.engines import EnvironmentPlan
-from slipstream.plan.plan import Plan, check_sizes, fast_checks, plan
+from slipstream.plan.plan import Plan, check_sizes, fast_checks, plan, plan_with_texts
 from slipstream.processes import leave_closed_terminal
 from slipstream.protocols import Engines
 from slipstream.records import Group
@@ -95,7 +95,7 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True, c
     with waiting(console, IMPORTING):
         fast_checks(config)
     with private(), process_launcher(config) as launcher, ExitStack() as lock:
-        start = Start(planned_on(console, config, launcher), launcher, path, name, console, caller)
+        start = Start(planned_on(console, config, launcher, checks=checks), launcher, path, name, console, caller)
 
         def begin() -> None:
             with opened(start.plan, launcher, console) as engines:
@@ -109,9 +109,11 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True, c
     return path
 
 
-def planned_on(console: Console, config: Config, launcher: Home) -> Plan:
-    with waiting(console, "importing libraries, reading data and tokenizers"):
-        return planned(partial(plan, config), launcher, say=line_printer(console))
+def planned_on(console: Console, config: Config, launcher: Home, *, checks: bool = False) -> Plan:
+    """Make the plan; with `checks`, also the texts that teachers score before the run."""
+    more = ", scoring known texts by a forward pass of each teacher" if checks and config.teachers else ""
+    with waiting(console, f"importing libraries, reading data and tokenizers{more}"):
+        return planned(partial(plan_with_texts if checks else plan, config), launcher, say=line_printer(console))
 
 
 def run_start_checks(made: Plan, engines: Engines, console: Console) -> None:

@@ -13,9 +13,13 @@ import numpy as np
 from slipstream.engines.http.answers import LogProbs
 from slipstream.engines.http.client import Client, Endpoint
 from slipstream.engines.http.scorer import log_probs
-from slipstream.engines.score_checks import fault_of, first_invalid
+from slipstream.engines.score_checks import MASS, fault_of, first_invalid
 from slipstream.errors import ConfigError, EndpointError
 
+OWN_WORDS = 24
+"""Number of the teacher's most likely next tokens, after tokens of the data, at which it is surer than elsewhere."""
+MISSING = 0.02
+"""Largest probability that may be missing from a distribution, because servers round."""
 KEY_REFUSED = (401, 403)
 NOT_THERE = (404, 405, 501)
 
@@ -29,6 +33,8 @@ class Requirements:
     longest: int
     """Maximum number of tokens of a prompt and its response together."""
     k: int = 0
+    best: int = 0
+    """Number of best tokens that the endpoint returns, for the test that they are of a distribution."""
 
 
 async def check(endpoint: Endpoint, need: Requirements) -> str:
@@ -46,7 +52,8 @@ async def check(endpoint: Endpoint, need: Requirements) -> str:
     except EndpointError as error:
         raise ConfigError(_explained(error, endpoint, where)) from None
     await _gives(client, endpoint, need, where)
-    return f"{endpoint.where} serves {endpoint.model}" + (f", context {context}" if context is not None else "")
+    served = f"{endpoint.where} serves {endpoint.model}" + (f", context {context}" if context is not None else "")
+    return served + await _is_distribution(client, endpoint, need, where)
 
 
 async def _ask(client: Client, endpoint: Endpoint, tokens: Sequence[int], k: int) -> LogProbs:
@@ -99,6 +106,32 @@ async def _gives(client: Client, endpoint: Endpoint, need: Requirements, where: 
             f"{where}: the endpoint cannot score token {need.highest}, the highest that the student may sample: does "
             f"the teacher have fewer embeddings? ({error})"
         ) from None
+
+
+async def _is_distribution(client: Client, endpoint: Endpoint, need: Requirements, where: str) -> str:
+    """Raise ConfigError if the best log-probs are of no distribution; return a note if the endpoint returns too few."""
+    k, sent = min(need.best, need.highest + 1), list(need.tokens)
+    if not k:
+        return ""
+    try:
+        while len(sent) < min(len(need.tokens) + OWN_WORDS, need.longest):
+            after = await _ask(client, endpoint, [*sent, sent[-1]], k)
+            sent.append(min(int(after.ids_NK[-1, 0]), need.highest))
+        found = await _ask(client, endpoint, sent, k)
+    except EndpointError as error:
+        return f"; its log-probs are not tested, because it returns fewer than {where}.max_logprobs = {k} ({error})"
+    p_NK = np.exp(found.logp_NK.astype(np.float64))
+    least_N = p_NK.sum(1)
+    most_N = least_N + p_NK[:, -1] * 2 * (need.highest + 1)  # a model may have more embeddings than the student
+    wrong = least_N > MASS, most_N < 1 - MISSING
+    for wrong_N, total_N, how in zip(wrong, (least_N, most_N), ("at least", "with all others at most"), strict=True):
+        if wrong_N.any():
+            n = int(wrong_N.argmax())
+            raise ConfigError(
+                f"{where}: {endpoint.url} gives log-probs of no distribution: after {n + 1} tokens the {k} best tokens "
+                f"have {how} the probability {total_N[n]:.3f}: are they scaled, shifted, or changed for some tokens?"
+            )
+    return ""
 
 
 def _explained(error: EndpointError, endpoint: Endpoint, where: str) -> str:

@@ -3,8 +3,9 @@
 Pure code: no tasks, no clock, no engine. `canary_rounds` sends the requests and acts on the results.
 
 A reference holds a teacher's answers at the start: for each log-prob the median of all answers of all replicas. The
-noise is the distance of a replica's answers from their own median. A replica has changed if its later answer is further
-from the reference than `limit_of` allows. Distances are root mean squares over all log-probs of all texts.
+noise is the distance of a replica's answers from their own median; a replica with more noise than its number format
+explains is inconsistent. A replica has changed if its later answer is further from the reference than `limit_of`
+allows. A distance is the largest root mean square over the log-probs of a text, weighted by `weights`.
 
 Shapes: N tokens of a text, M draws (tokens sampled at the same position), X log-probs per token (emitted one first).
 """
@@ -24,9 +25,11 @@ from slipstream.protocols import Metrics, Sampling
 from slipstream.records import Floats, Group, Ints, Prompt, Rollout, TextScores, one_turn
 
 TEXTS, TOKENS, END = 4, 24, 4
-"""Number of texts per teacher, tokens of each text after its prompt, and interval of end tokens among them."""
-ASKED, NOISE = 3, 4.0
-"""Simultaneous requests to each replica at the start, and limit as a multiple of the noise in their answers."""
+"""Number of short texts per teacher, tokens of each after its prompt, and interval of end tokens among them."""
+ASKED, NOISE = 4, 3.0
+"""Times that each replica scores the texts at the start, and limit as a multiple of the noise in these answers."""
+LIKELY = 0.01
+"""Probability from which on a token counts fully in a distance; rarer tokens count in proportion to theirs."""
 EXACT, ROUNDED = 0.01, 0.1
 """Smallest limit for float32 on this machine, and for bfloat16 and endpoints, whose rounding depends on load."""
 DRAWN, DRAWN_TOKENS = 4, 8
@@ -34,6 +37,9 @@ DRAWN, DRAWN_TOKENS = 4, 8
 KL: dict[Rounding, float] = {"exact": 1e-3, "half": 2e-2, "int8": 2e-2, "fp8": 5e-2}
 PERPLEXITY: dict[Rounding, float] = {"exact": 0.01, "half": 0.05, "int8": 0.05, "fp8": 0.1}
 """Limits of KL and |perplexity ratio − 1| between sampler and learner. `doctor` uses the same limits."""
+HALF_KL, HALF_PERPLEXITY, MARGIN = 0.3, 0.15, 3.0
+"""Largest limits in 16 bits, for a student whose log-probs are sensitive to rounding. Below these, a limit is MARGIN
+times the difference at the start."""
 FOLLOWS = {True: 0.02, False: 0.5}
 """Limit of the largest log-prob difference of learner and a teacher that follows the student; True: float32."""
 FAR = 1e3
@@ -50,7 +56,10 @@ def prompts_of(prompts: Prompts, teacher: str | None, count: int) -> list[Prompt
 
 
 def texts_of(prompts: Sequence[Prompt], sampling: Sampling, ends: Sequence[int]) -> list[Rollout]:
-    """Return a text for each prompt: the tokens of all the prompts as its response, with end tokens among them."""
+    """Return a text for each prompt: the tokens of all the prompts as its response, with end tokens among them.
+
+    If responses can be longer, add a text of `max_tokens` tokens: the prompts as they are, and an end token.
+    """
     words, n = np.concatenate([prompt.tokens for prompt in prompts]).astype(np.int32), min(TOKENS, sampling.max_tokens)
     found = list[Rollout]()
     for i, prompt in enumerate(prompts):
@@ -58,6 +67,10 @@ def texts_of(prompts: Sequence[Prompt], sampling: Sampling, ends: Sequence[int])
         if ends:
             tokens_N[END - 1 :: END] = np.resize(np.array(ends, np.int32), n // END)
         found.append(text_of(prompt, 0, tokens_N, sampling))
+    if prompts and sampling.max_tokens > n:
+        tokens_N = np.resize(words, sampling.max_tokens)
+        tokens_N[-1:] = ends[:1] or tokens_N[-1:]
+        found.append(text_of(replace(prompts[0], number=-1 - len(prompts)), 0, tokens_N, sampling))
     return found
 
 
@@ -91,20 +104,34 @@ class Difference:
     said: str = ""
 
 
+def weights(one: Floats, other: Floats) -> Floats:
+    """Return the weight of each log-prob by the larger of its two probabilities: 1 from LIKELY on, less below.
+
+    Rounding errors grow with the distance from the most likely token, and rare tokens decide nothing in training.
+    """
+    found: Floats = np.minimum(np.exp(np.maximum(one, other)) / LIKELY, 1.0)
+    return found
+
+
+def distance(one: Floats, other: Floats) -> float:
+    weight = weights(one, other)
+    return float(np.sqrt((weight * (one - other) ** 2).sum() / max(float(weight.sum()), 1.0)))
+
+
 def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[TextScores]) -> Difference:
-    gaps, worst = list[Floats](), Difference(0.0)
+    """Return the largest distance of a text, and its token with the largest weighted difference."""
+    worst = Difference(0.0)
     for i, (text, was_NX, said) in enumerate(zip(texts, reference, answer, strict=True)):
         if was_NX is None:
             continue
         if said.cause:
             return Difference(inf, f"text {i}: {said.cause}")
-        gap_NX = said.logps.astype(np.float64) - was_NX
-        n = int(np.abs(gap_NX[:, 0]).argmax())
+        now_NX = said.logps.astype(np.float64)
+        n = int((np.abs(now_NX - was_NX) * np.sqrt(weights(was_NX, now_NX)))[:, 0].argmax())
         where = f"token {text.tokens[n]} at position {n} of text {i}"
-        here = f"{where} had log-prob {was_NX[n, 0]:.2f}, now {said.logps[n, 0]:.2f}"
-        worst = max(worst, Difference(abs(gap_NX[n, 0]), here), key=lambda each: each.apart)
-        gaps.append(gap_NX.ravel())
-    return Difference(float(np.sqrt(np.mean(np.concatenate(gaps) ** 2))) if gaps else 0.0, worst.said)
+        here = f"{where} had log-prob {was_NX[n, 0]:.2f}, now {now_NX[n, 0]:.2f}"
+        worst = max(worst, Difference(distance(was_NX, now_NX), here), key=lambda each: each.apart)
+    return worst
 
 
 def reference_of(answers: Sequence[Sequence[TextScores]]) -> Reference:
@@ -115,10 +142,15 @@ def reference_of(answers: Sequence[Sequence[TextScores]]) -> Reference:
     ]
 
 
-def limit_of(texts: Sequence[Rollout], by_replica: Sequence[Sequence[Sequence[TextScores]]], *, exact: bool) -> float:
-    """Return the largest allowed distance from the reference, by the noise between the answers of each replica."""
-    noise = [difference(texts, reference_of(its), answer).apart for its in by_replica for answer in its]
-    return max(EXACT if exact else ROUNDED, NOISE * max(noise))
+def noise_of(texts: Sequence[Rollout], answers: Sequence[Sequence[TextScores]]) -> Difference:
+    """Return the largest distance of a replica's answers from their own median."""
+    reference = reference_of(answers)
+    return max((difference(texts, reference, answer) for answer in answers), key=lambda each: each.apart)
+
+
+def limit_of(noise: float, *, exact: bool) -> float:
+    """Return the largest allowed distance from the reference, for a teacher with this noise at the start."""
+    return max(EXACT if exact else ROUNDED, NOISE * noise)
 
 
 def worst_gap(numbers: Metrics, scored: Group) -> float:
@@ -136,16 +168,34 @@ def misdated(versions: Set[int], oldest: int, newest: int) -> str:
     return f"its tokens name version {', '.join(map(str, sorted(versions)))}, but {possible} possible"
 
 
-def distrusted(numbers: Metrics, versions: Set[int], *, version: int, rounding: Rounding) -> str:
+def sampler_limits(rounding: Rounding, start: Metrics | None) -> tuple[float, float]:
+    """Return the limits of KL and |perplexity ratio − 1|. `start` are the numbers at the start; None: this is it.
+
+    In 16 bits the error depends on the student, so the limits follow from the start, up to HALF_KL, HALF_PERPLEXITY.
+    """
+    if rounding != "half":
+        return KL[rounding], PERPLEXITY[rounding]
+    k3, ratio = (inf, inf) if start is None else (start["drift/k3_kl"], abs(start["drift/ppl_ratio"] - 1))
+    return (
+        min(max(KL[rounding], MARGIN * k3), HALF_KL),
+        min(max(PERPLEXITY[rounding], MARGIN * ratio), HALF_PERPLEXITY),
+    )
+
+
+def distrusted(
+    numbers: Metrics, versions: Set[int], *, version: int, rounding: Rounding, start: Metrics | None = None
+) -> str:
     """Return a message if a sampler's answers do not fit the learner's weights, else an empty string."""
     k3, ratio = numbers["drift/k3_kl"], numbers["drift/ppl_ratio"]
+    limit, around = sampler_limits(rounding, start)
     wrong = misdated(versions, version, version)
-    if wrong or (k3 <= KL[rounding] and abs(ratio - 1) <= PERPLEXITY[rounding]):  # false for NaN, which is reported
+    if wrong or (k3 <= limit and abs(ratio - 1) <= around):  # false for NaN, which is reported
         return wrong
     coarse = rounding in ("int8", "fp8")
     also = f", or {rounding} changes this student too much (learner.quantised = true rounds both)" if coarse else ""
+    also += ", or 16 bits are too few for this student (float32 shows it)" if rounding == "half" else ""
     return (
         f"with the weights of version {version} its log-probs are not the learner's: KL {k3:.2g} (limit "
-        f"{KL[rounding]:g}), perplexity ratio {ratio:.3f}: it has stale weights, or log-probs of another "
-        f"distribution{also}"
+        f"{limit:.2g}), perplexity ratio {ratio:.3f} (limit 1 ± {around:.2g}): it has stale weights, or log-probs of "
+        f"another distribution{also}"
     )

@@ -15,7 +15,7 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async, Replay, StepOff
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.correction import PRESETS
-from slipstream.reporting.advice.measurements import Case, Level, Line, level, values_of
+from slipstream.reporting.advice.measurements import Case, Level, Line, distance, level, values_of
 from slipstream.reporting.advice.rules import Change, Found, found_above
 
 FLIPPED = 0.02
@@ -28,8 +28,9 @@ PROBABILITY_GAP = 0.5
 """Difference of one token's probability that is too large for a rounding error."""
 PERPLEXITY_GAP = 0.05
 """Largest allowed distance of a ratio of perplexities from 1."""
-KL_ROUNDING = 1e-3
-"""Largest allowed KL between two engines in float32 with the same weights."""
+KL_ROUNDING, KL_FLOAT32, KL_FEW = 1e-3, 1e-5, 1e-4
+"""KL that rounding to 16 bits explains; largest allowed KL between two engines in float32 with the same weights, over
+all tokens, and over the few tokens of one update."""
 MODERATE, BLOWN_UP = 0.3, 1.0
 """chi2_token above which outliers should be rejected, and above which importance weights are mostly noise."""
 WEIGHED, HOPELESS = 2.0, 4.0
@@ -38,6 +39,8 @@ LOW_ESS, LOWEST_ESS = 0.5, 0.3
 """Effective sample sizes (as shares) below which the variance is too high: in general, and in spite of rejection."""
 MASKED, TOO_MANY = 0.1, 0.25
 """Largest share of rejected tokens for rejection alone, and for any correction."""
+SMALL_LR = 3e-3
+"""Learning rate up to which the first updates, in the warm-up, are small steps."""
 TAIL = 10.0
 """Largest allowed importance ratio of a draw (an extra token sampled at the same position)."""
 CLIPPED, SATURATED = 0.2, 0.4
@@ -105,14 +108,18 @@ def engines_differ(case: Case) -> Found | None:
     sampler = config.sampler
     if not sampler.keep_mask and (sampler.top_p < 1 or sampler.top_k > 0 or sampler.min_p > 0):
         return None
-    exact = in_float32(config) and sampler.on_publish == "rebuild"
-    seen = difference(lines, case.same_kl, KL_ROUNDING if exact else KL_LIMIT, exact)
+    # a request that goes on after a publish reads keys and values of earlier weights
+    exact = in_float32(config) and (sampler.on_publish == "rebuild" or config.schedule.serial)
+    seen = difference(lines, case.same_kl, KL_FLOAT32 if exact else KL_LIMIT, exact)
+    if seen is None and exact and case.steps == 1 and (largest := case.largest_same_kl) > KL_FEW:
+        seen = "kl", largest, KL_FEW
     if seen is None:
         return None
     name, value, limit = seen
     decoupled = any(f"mismatch/{name}" in line for line in case.lines)
     metric = f"mismatch/{name}" if decoupled else "drift/kl/lag_0" if name == "kl" else f"drift/{name}"
-    unpublished = name == "kl" and len(case.lines) > 1 and bool(lines) and lines[0].get("k3_kl", 0.0) < limit / 10
+    agreed = bool(lines) and lines[0].get("k3_kl", 0.0) < min(limit, KL_ROUNDING) / 10
+    unpublished = name == "kl" and len(case.lines) > 1 and agreed
     return Found(
         metric, value, limit, aligned(config, routed=case.has("router/flips")),
         run=case.doctor, error=limit != KL_WARNING, cause=UNPUBLISHED if unpublished else "",
@@ -207,6 +214,19 @@ def worse(case: Case) -> bool:
     other |= "reference" in config.loss.spec.takes
     further = bool(risen(case)) and not case.moving_teacher and not other
     return (further and not case.rewarded) or (case.fall is not None and not case.kl_then.above(case.kl_now))
+
+
+def wrong_direction(case: Case) -> Found | None:
+    """Find a student that moves away from its teachers from the first updates on, by small steps."""
+    begin, then = case.lines[:3], case.lines[6:9]
+    if len(then) < 3 or case.moving_teacher or case.config.supervised_updates or case.config.learner.lr > SMALL_LR:
+        return None
+    before, after = distance(begin), distance(then)
+    losses = [values_of(lines, "distill/loss") for lines in (begin, then)]
+    rises = all(losses) and fmean(losses[1]) > fmean(losses[0]) and after.above(before)
+    if not rises or after.mean < 1.2 * before.mean or case.gained or case.rewarded:
+        return None
+    return Found("teacher/kl", after.mean, before.mean, [slower(case.config, 0.1)])
 
 
 def wrong_weights(case: Case) -> Found | None:

@@ -238,6 +238,11 @@ class Case:
         return pooled_kl(same_version_kl(line, self.steps) for line in self.lines)
 
     @property
+    def largest_same_kl(self) -> float:
+        """Largest amount of the KL at lag 0 in one update, however few tokens it has; 0 if there are none."""
+        return max(map(abs, values_of(self.lines, "drift/kl/lag_0")), default=0.0)
+
+    @property
     def moved(self) -> Level:
         """KL that a single update causes: drift at lag 1. Unknown with several optimizer steps per update."""
         lines = self.lines[-2 * WINDOW :]

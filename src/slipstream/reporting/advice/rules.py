@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
@@ -171,3 +171,18 @@ def without_symptoms(answers: Iterable[Answer], rules: Mapping[str, Rule]) -> li
         left = [each for each in left if each not in hidden]
         shown.append(replace(cause, explains=tuple(each.name for each in hidden)))
     return shown
+
+
+def without_contradictions(answers: Iterable[Answer], found: Mapping[str, Found], config: Config) -> Iterator[Answer]:
+    """Yield the answers; none proposes another value for a setting that an earlier answer changes."""
+    proposed = dict[str, Any]()
+    for answer in answers:
+        evidence = found[answer.name]
+        agreeing = [
+            change
+            for change in evidence.changes
+            if all(proposed.get(key, value) == value for key, value in change.items()) and legal(config, change)
+        ]
+        change = agreeing[0] if agreeing else {}
+        proposed |= change
+        yield replace(answer, change=change, run=evidence.run if not change else "")

@@ -110,7 +110,7 @@ def slow_sampler(case: Case) -> Found | None:
 
 
 def slow_learner(case: Case) -> Found | None:
-    waited = case.share("seconds/data") + case.share("seconds/turn")
+    waited = sum(map(case.share, ("seconds/data", "seconds/turn", "seconds/weights")))
     if case.too_short or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
         return None
     learner = case.config.learner
@@ -124,8 +124,10 @@ def slow_learner(case: Case) -> Found | None:
 
 def slow_publish(case: Case) -> Found | None:
     share, schedule = case.share("seconds/weights"), case.config.schedule
-    if case.too_short or share <= WAITED or not isinstance(schedule, Async):
-        return None  # other schedules publish when no request is running
+    if case.too_short or share <= WAITED:
+        return None
+    if not isinstance(schedule, Async):  # others publish when no request is running, after every update
+        return Found("seconds/weights", share, WAITED, [{"schedule.kind": "async", "schedule.publish_every": 2}])
     changes: list[Change] = [{"schedule.on_publish": "keep"}] if schedule.on_publish == "drain" else []
     if schedule.tau == "auto" and schedule.publish_every != "auto":
         changes.append({"schedule.publish_every": "auto"})

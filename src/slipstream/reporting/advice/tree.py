@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slipstream.reporting.advice import drift, learning, running, teachers
 from slipstream.reporting.advice.measurements import CHANCE, WINDOW, Case
-from slipstream.reporting.advice.rules import WEIGHTS, Answer, Rule, answered, without_symptoms
+from slipstream.reporting.advice.rules import WEIGHTS, Answer, Rule, answered, without_contradictions, without_symptoms
 
 # rules whose findings can be symptoms of staleness, of drift, of wrong importance weights, and of high variance
 STALE = ("staleness", "variance blow-up", "moderate drift", "ratio tails", "clip saturation", "gated samples")
@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="engine mismatch",
         reads="mismatch/kl mismatch/probs_pearson mismatch/ppl_ratio mismatch/probs_diff_max drift/kl/lag_0",
-        when=f"For the same version of the weights: KL > {drift.KL_LIMIT:g} ({drift.KL_ROUNDING:g} in float32), "
+        when=f"For the same version of the weights: KL > {drift.KL_LIMIT:g} ({drift.KL_FLOAT32:g} in float32), "
         f"Pearson correlation < {drift.CORRELATION:g}, perplexities {drift.PERPLEXITY_GAP:.0%} apart, or a probability "
         f"off by {drift.PROBABILITY_GAP:g} in most updates. KL > {drift.KL_WARNING:g} is only a warning.",
         cause="Sampler and learner compute different log-probs with the same weights: precision, temperature, kernels, "
@@ -127,6 +127,18 @@ RULES: tuple[Rule, ...] = (
         watch="accuracy",
         find=teachers.lowers_rewards,
         hides=("step too large",),
+    ),
+    Rule(
+        name="wrong direction",
+        reads="teacher/kl distill/loss",
+        when="In updates 7 to 9, KL and loss are significantly above updates 1 to 3, by 20% for the KL, at a learning "
+        f"rate of at most {drift.SMALL_LR:g}, and the student never gained",
+        cause="Small steps move the student away from its teacher from the first update on: the gradient has the wrong "
+        "sign (an own loss, reward or advantage), belongs to other tokens, or the steps are still too large.",
+        change="`learner.lr` × 0.1; if the KL then rises more slowly, but still rises, the sign is wrong",
+        watch="teacher/kl falls in the first updates",
+        find=drift.wrong_direction,
+        hides=("wrong importance weights", "poor samples", *LEARNING, *STALE, *LENGTHS, "entropy collapse"),
     ),
     Rule(
         name="wrong importance weights",
@@ -418,8 +430,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="slow learner",
-        reads="seconds/data seconds/turn seconds/update groups/ready",
-        when=f"the learner waits at most {running.RESTS:.0%} of the time, and on average a full batch is ready",
+        reads="seconds/data seconds/turn seconds/weights seconds/update groups/ready",
+        when=f"the learner waits at most {running.RESTS:.0%} of the time, also for publishes, and on average a full "
+        "batch is ready",
         cause="Training is the slowest stage, and groups become stale while they wait for the learner.",
         change="`learner.shared_prompt`, twice `learner.ranks`",
         watch="groups/ready",
@@ -431,7 +444,8 @@ RULES: tuple[Rule, ...] = (
         reads="seconds/weights seconds/update",
         when=f"the learner waits more than {running.WAITED:.0%} of the time for a publish",
         cause="New weights take long to reach the samplers, or wait for running responses.",
-        change='`schedule.on_publish = "keep"`; twice `schedule.publish_every`, or "auto" if `schedule.tau` is "auto"',
+        change='`schedule.on_publish = "keep"`; twice `schedule.publish_every`, or "auto" if `schedule.tau` is "auto"; '
+        '`schedule.kind = "async"`',
         watch="seconds/publish, seconds/weights",
         find=running.slow_publish,
         weight="speed",
@@ -499,10 +513,11 @@ class Advice:
 def advise(case: Case) -> Advice:
     if not case.lines:
         return Advice((), 0)
-    found = [(rule, rule.find(case)) for rule in RULES]
-    answers = without_symptoms([answered(rule, each, case.config) for rule, each in found if each is not None], BY_NAME)
+    found = {rule.name: each for rule in RULES if (each := rule.find(case)) is not None}
+    answers = without_symptoms([answered(BY_NAME[name], each, case.config) for name, each in found.items()], BY_NAME)
+    answers.sort(key=lambda answer: WEIGHTS.index(answer.weight))
     return Advice(
-        tuple(sorted(answers, key=lambda answer: WEIGHTS.index(answer.weight))),
+        tuple(without_contradictions(answers, found, case.config)),
         len(case.lines),
         case.filled + 2 * WINDOW,
     )
