@@ -6,7 +6,7 @@ from math import exp, hypot, sqrt
 from statistics import correlation, fmean
 
 from slipstream.reporting.advice.measurements import CHANCE, Case, Level, Line, distance, kls, level, values_of
-from slipstream.reporting.advice.rules import Found
+from slipstream.reporting.advice.rules import Change, Found
 
 BELOW_ZERO = -0.05
 """Lowest mean reverse KL in nats that rounding can explain."""
@@ -18,10 +18,16 @@ SURE = 0.1
 """Smallest −log-prob of a student's least likely token, in nats; below it, a teacher cannot be compared."""
 HEAD, LOST = 4, 3.0
 """Number of first tokens of a response, and the limit of their mean log-prob gap in nats (a ratio of 20)."""
+TWICE = 2.0
+"""Smallest ratio of the gaps of first and later tokens: a teacher that sees another prompt recovers later."""
 UNLIKELY = 4.6
 """Limit in nats for the log-prob gap of the end token between student and teacher (a ratio of 100)."""
 FOREIGN = 2.3
 """Limit in nats for the KL at the first updates: a ratio of 10 for every token."""
+REPETITIVE = 0.3
+"""Share of repeated 4-grams above which a student's text degenerates, if the share was lower at the start."""
+FAR = 1.5
+"""Mean log-prob gap in nats of all but the first tokens of a response, from which a student is far from its teacher."""
 ALIKE = 0.02
 """KL between student and teacher below which there is nothing to learn."""
 PATIENCE = 50
@@ -81,6 +87,27 @@ def pairs_of(sample: Line) -> list[tuple[float, float]]:
     return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
+def far_student(case: Case) -> Found | None:
+    """Find a student so far from its teacher that its rollouts teach it little: KL is large, and text degenerates.
+
+    Reverse KL falls while such a student repeats itself, because repetitions are easy to predict.
+    """
+    repeated, before = case.now("student/repeated"), case.then("student/repeated")
+    gaps = [
+        fmean(ours - theirs for ours, theirs in pairs[HEAD:])
+        for pairs in map(pairs_of, case.first_samples)
+        if pairs[HEAD:]
+    ]
+    degenerates = repeated.over(REPETITIVE) and repeated.above(before)
+    if case.diverged_early or not degenerates or not max(distance(case.lines[:3]).mean, level(gaps).mean) > FAR:
+        return None
+    source = "data" if any(teacher.base_url for teacher in case.config.teachers.values()) else "teacher"
+    start = {"sft.updates": max(case.config.updates // 3, 1), "sft.source": source}
+    changes: list[Change] = [start] if case.config.sft is None else []
+    changes += [{"mix.source": source, "mix.share": 0.5}, {"loss.kind": "forward_kl"}]
+    return Found("student/repeated", repeated.mean, REPETITIVE, changes)
+
+
 def another_prompt(case: Case) -> Found | None:
     if case.diverged_early:
         return None
@@ -88,7 +115,7 @@ def another_prompt(case: Case) -> Found | None:
     heads = [fmean(ours - theirs for ours, theirs in pairs[:HEAD]) for pairs in first if pairs]
     tails = [fmean(ours - theirs for ours, theirs in pairs[2 * HEAD :]) for pairs in first if len(pairs) > 2 * HEAD]
     head = level(heads)
-    if head.over(LOST) and (not tails or head.mean > fmean(tails)):
+    if head.over(LOST) and (not tails or head.mean > TWICE * fmean(tails)):
         changes = [{f"teachers.{name}.context": None} for name, t in case.config.teachers.items() if t.context]
         return Found("samples.jsonl: gap of the first tokens", head.mean, LOST, changes, run=case.doctor)
     start = distance(case.lines[:3])

@@ -94,6 +94,26 @@ RULES: tuple[Rule, ...] = (
         hides=("wrong template", "teacher lowers rewards", *DRIFTING, *LEARNING, "length surge"),
     ),
     Rule(
+        name="student too far",
+        reads="student/repeated teacher/kl; samples.jsonl: logp, teacher_logp",
+        when=f"Above {teachers.REPETITIVE:g} and higher than at the start, after a KL, or a log-prob gap behind the "
+        f"first tokens, of more than {teachers.FAR:g} nats in the first updates",
+        cause="The student was so far from its teacher that its own rollouts taught it little. It repeats itself, and "
+        "reverse KL falls, because repetitions are easy to predict.",
+        change="a supervised start, answers of the teacher in every update, or forward KL (docs/warm_start.md)",
+        watch="student/repeated near that of the teacher's text, truncated",
+        find=teachers.far_student,
+        hides=(
+            "wrong template",
+            "teacher lowers rewards",
+            *DRIFTING,
+            *LEARNING,
+            *LENGTHS,
+            "entropy collapse",
+            "truncated answers",
+        ),
+    ),
+    Rule(
         name="wrong template",
         reads="samples.jsonl: logp, teacher_logp; teacher/kl",
         when=f"In the first {WINDOW} updates, the first {teachers.HEAD} tokens of responses are {teachers.LOST:g} nats "
