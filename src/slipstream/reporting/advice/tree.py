@@ -117,8 +117,8 @@ RULES: tuple[Rule, ...] = (
         name="wrong template",
         reads="samples.jsonl: logp, teacher_logp; teacher/kl",
         when=f"In the first {WINDOW} updates, the first {teachers.HEAD} tokens of responses are {teachers.LOST:g} nats "
-        "less likely to the teacher than to the student, and more so than later tokens. Without samples: KL > "
-        f"{teachers.FOREIGN:g} from the first update on.",
+        "less likely to the teacher than to the student, a gap at least twice that of later tokens. Without samples: "
+        f"KL > {teachers.FOREIGN:g} from the first update on.",
         cause="The teacher fails at the start of responses and recovers later, so it does not see the prompt that it "
         "was trained on (another chat template, a wrong context, a missing special token).",
         change="no `teachers.NAME.context`, or one that is the teacher's own template",
