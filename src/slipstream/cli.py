@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from slipstream.config.schema import Config
+    from slipstream.plan.gpus import Gpus
 
 OVERRIDABLE = ("demo", "train", "config", "doctor", "gateway", "sweep", "plan")
 FLAGS = (
@@ -208,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
     study = add("sweep", run_sweep, help="run a study: arms and grids of settings, several seeds")
     study.add_argument("config", help="a TOML file with [sweep] (docs/lab.md)")
     study.add_argument("--check", action="store_true", help="check every config and list the cells, without running")
+    add_shapes(study)
     study.add_argument("--jobs", type=positive, metavar="N", help="parallel runs (default: as many as the cores allow)")
 
     planning = add("plan", run_plan, help="simulate speed and lag of a run on a number of devices")
@@ -246,17 +248,7 @@ def parser() -> argparse.ArgumentParser:
     config = add("config", run_config, help="print a resolved config, or all settings with help")
     config.add_argument("config", nargs="?", help="a TOML file (default: list all settings)")
     config.add_argument("--check", action="store_true", help="also read data, tokenizers and weights, as `train` does")
-    config.add_argument(
-        "--shapes", action="store_true", help="with --check: read no more of the models than their config.json"
-    )
-    config.add_argument(
-        "--gpus",
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="with --check: GPUs of each machine of the run, such as 8, or 8x80 with the GiB of each GPU (default: of "
-        "this machine)",
-    )
+    add_shapes(config)
 
     estimators = add("estimators", run_estimators, help="list losses, corrections and advantages, and when to use them")
     estimators.add_argument("name", nargs="?", help="print all details of this estimator")
@@ -276,6 +268,20 @@ def held_out(text: str) -> tuple[str, str]:
     """Split `NAME=SOURCE` into name and source; the name is empty if none is given."""
     name, equals, source = text.partition("=")
     return (name, source) if equals and name.isidentifier() else ("", text)
+
+
+def add_shapes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shapes", action="store_true", help="with --check: read no more of the models than their config.json"
+    )
+    parser.add_argument(
+        "--gpus",
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="with --check: GPUs of each machine of the run, such as 8, or 8x80 with the GiB of each GPU (default: of "
+        "this machine)",
+    )
 
 
 def positive(text: str) -> int:
@@ -396,9 +402,25 @@ def run_gateway(args: argparse.Namespace, changes: list[tuple[str, str]]) -> Non
     gateway(plan(config, ask=False), args.to, prompts=args.n, say=note)
 
 
-def run_sweep(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.commands.sweep import sweep
+def gpus_of(args: argparse.Namespace) -> Gpus | None:
+    """Return the GPUs that --gpus names; raise ConfigError if --shapes or --gpus stand without --check."""
+    from slipstream.plan.gpus import Gpus
 
+    if (args.shapes or args.gpus) and not args.check:
+        raise ConfigError("--shapes and --gpus are for the check of a config: write --check beside them")
+    return Gpus.parse(args.gpus) if args.gpus else None
+
+
+def run_sweep(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.sweep import check_study_shapes, sweep
+
+    gpus = gpus_of(args)
+    if args.shapes:
+        for text in check_study_shapes(args.config, changes, gpus):
+            print(printable(text))
+        return 0
+    if gpus is not None:
+        raise ConfigError("--gpus of a study goes with --shapes")
     return 0 if sweep(args.config, console(), changes, jobs=args.jobs, check=args.check) else 1
 
 
@@ -445,16 +467,10 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None
             beside = "; ".join(filter(None, (bounds(info), kind and f"kind = {kind}")))
             print(f"{name}: {describe(info)}{beside and f'   ({beside})'}\n    {info.description or ''}")
         return
-    if (args.shapes or args.gpus) and not args.check:
-        raise ConfigError("--shapes and --gpus are for the check of a config: write --check beside them")
+    gpus = gpus_of(args)
     config = load_config(args.config, changes)
     text = to_toml(config)
     print(printable(text) if sys.stdout.isatty() else text, end="")
-    gpus = None
-    if args.gpus:
-        from slipstream.plan.gpus import Gpus
-
-        gpus = Gpus.parse(args.gpus)
     if args.shapes:
         from slipstream.commands.shapes import shape_lines
         from slipstream.plan.plan import check_shapes

@@ -340,3 +340,17 @@ def test_heads_that_cannot_be_shared_are_refused(tmp_path: Path, capsys: pytest.
 
 def test_gpus_are_read_as_a_number_and_gib() -> None:
     assert Gpus.parse(["8x80", "4x80"]) == Gpus((8, 4), 80 * GIB) and Gpus.parse(["8"]) == Gpus((8,), None)
+
+
+def test_a_study_is_checked_by_shapes_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    study = str(ROOT / "configs/recipes/lr/4b.toml")
+    assert main(["sweep", study, "--check", "--shapes", "--gpus", "4x80"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "all, learner.lr = 1e-06:"
+    assert lines.count("  4 GPUs are needed (learner 2, sampler 1, teacher main 1), of 4") == sum(
+        not line.startswith(" ") for line in lines
+    )
+    assert main(["sweep", study, "--check", "--shapes", "--gpus", "2x80"]) == 2
+    assert main(["sweep", study, "--shapes"]) == 2
+    assert main(["sweep", study, "--check", "--gpus", "4x80"]) == 2
+    assert "error: --gpus of a study goes with --shapes" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,11 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.live import Live
 
+from slipstream.commands.shapes import shape_lines
 from slipstream.console import Screen
 from slipstream.errors import ConfigError, printable
+from slipstream.plan.gpus import Gpus
+from slipstream.plan.plan import check_shapes
 from slipstream.run_dir.atomic_files import directory_lock, private
 from slipstream.runs.display import is_live
 from slipstream.runs.start import Caller, line_printer, train, warn
@@ -72,6 +75,13 @@ def sweep(
     finally:
         with suppress(OSError):  # remove the directory only if it is empty: no run was started
             directory.rmdir()
+
+
+def check_study_shapes(path: str | Path, changes: Sequence[tuple[str, str]], gpus: Gpus | None) -> Iterator[str]:
+    """Check every config of a study by the shapes of its models; yield the lines of each point."""
+    for point in Study.load(path, changes).points:
+        yield f"{point.name}:"
+        yield from (f"  {text}" for text in shape_lines(check_shapes(point.config, gpus), gpus))
 
 
 def run_study(results: Sweep, console: Console, jobs: int | None, resume_command: str) -> bool:
