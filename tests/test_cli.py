@@ -144,7 +144,7 @@ def test_config_alone_lists_every_setting_with_its_help(capsys: pytest.CaptureFi
     for name, info, kind in fields():
         assert re.search(rf"^{re.escape(name)}: .*{f'kind = {kind}' if kind else ''}", text, re.MULTILINE), name
         assert info.description and info.description in text
-    assert "\nlearner.lr: float = 1e-05   (> 0)\n" in text
+    assert "\nlearner.lr: float = 1e-05   (> 0, ≤ 1)\n" in text
     assert "\nloss.beta: float = 0.5   (≥ 0, ≤ 1; kind = jsd)\n" in text
 
 

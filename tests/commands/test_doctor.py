@@ -439,9 +439,12 @@ def test_weights_of_versions_before_count_where_they_are_kept() -> None:
     }
     learner, _, teacher = plan(parse(tree)).needs
     assert teacher.parts["~versions before"] == (3 // 2 + 2) * teacher.parts["weights"]
-    assert learner.parts["versions before"] == (4 + 1) * learner.parts["weights"]
+    # four snapshots, the followed version, and the learner's own weights while a pass has others
+    assert learner.parts["versions before"] == (4 + 1 + 1) * learner.parts["weights"]
     learner, _, _ = plan(parse(tree | {"freshness": {}})).needs
-    assert learner.parts["versions before"] == (4 + 1 + 3 // 2 + 1) * learner.parts["weights"], "earlier teachers, too"
+    assert learner.parts["versions before"] == (4 + 1 + 1 + 3 // 2 + 1) * learner.parts["weights"], (
+        "earlier teachers, too"
+    )
 
 
 def test_what_does_not_fit_is_said() -> None:

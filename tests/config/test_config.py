@@ -104,13 +104,13 @@ trees = st.fixed_dictionaries(
     },
     optional={
         "seed": st.integers(0, 10**18 - 1),
-        "output": words.filter(bool),
+        "output": words.filter(lambda text: bool(text) and text.isprintable() and not text.startswith("~")),
         "loss": reverse_kl | forward_kl,
         "data": st.fixed_dictionaries(
             {},
             optional={"limit": st.integers(1, 9), "template_args": st.dictionaries(words, template_values, max_size=2)},
         ),
-        "learner": st.fixed_dictionaries({"lr": positive}, optional={"betas": st.just([0.5, 0.75])}),
+        "learner": st.fixed_dictionaries({"lr": st.floats(1e-8, 1)}, optional={"betas": st.just([0.5, 0.75])}),
         "log": st.fixed_dictionaries({"to": st.lists(st.sampled_from(["wandb", "mlflow"]), max_size=2)}),
     },
 )

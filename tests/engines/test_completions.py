@@ -21,7 +21,7 @@ LOGQ_VV = np.log(np.full((VOCAB, VOCAB), 0.02) + 0.84 * np.roll(np.eye(VOCAB), 1
 
 def sampler_of(server: FakeEndpoint) -> CompletionsSampler:
     endpoint = ServerEndpoint("", server.url, served_name(ServerEndpoint("", server.url, "m"), "m"))
-    return CompletionsSampler(Served(endpoint, "openai", "m", "float32", ""), stop_ids={END})
+    return CompletionsSampler(Served(endpoint, "openai", "builtin:student", "float32", ""), stop_ids={END})
 
 
 def answers(sampler: CompletionsSampler, sampling: Sampling, *, first: int = 0, seed: int = 1) -> list[Rollout]:

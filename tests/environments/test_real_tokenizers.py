@@ -69,10 +69,9 @@ def test_a_template_without_usable_calls_is_refused_with_what_to_write(family: s
 @pytest.mark.parametrize("family", FORMATS)
 def test_a_conversation_with_a_call_is_read_and_goes_on_as_the_template_writes_it(family: str) -> None:
     renderer, calls = renderer_of(family), (Call("look", {"what": "there", "count": 3}),)
-    prompt, asked = (renderer.open(messages, [LOOK]) for messages in (QUESTION, [*QUESTION, call_message(calls)]))
-    assert np.array_equal(asked[: len(prompt)], prompt), "the call continues the prompt"
-    rest = asked[len(prompt) :]
+    prompt, whole = (renderer.open(each, [LOOK]) for each in (QUESTION, [*QUESTION, call_message(calls), RESULT]))
+    assert np.array_equal(whole[: len(prompt)], prompt), "the call continues the prompt"
+    rest = whole[len(prompt) :]
     said = rest[: int(np.flatnonzero(np.isin(rest, stops_of(family)))[0]) + 1]
     assert renderer.parse(said).calls == calls
-    whole = renderer.open([*QUESTION, call_message(calls), RESULT], [LOOK])
-    assert np.array_equal(np.concatenate([prompt, said, renderer.extend(said, [RESULT])]), whole)
+    assert np.array_equal(renderer.extend(said, [RESULT]), rest[len(said) :])

@@ -103,8 +103,8 @@ def test_a_prompt_without_teacher_and_a_teacher_without_prompt_are_errors_that_n
 
 
 def test_a_learning_rate_that_no_model_survives_is_warned_of() -> None:
-    (warning,) = warnings_of(parsed(learner={"lr": 1e3}))
-    assert warning.startswith("learner.lr = 1000: an AdamW update changes every weight by about this much")
+    (warning,) = warnings_of(parsed(learner={"lr": 0.5}))
+    assert warning.startswith("learner.lr = 0.5: an AdamW update changes every weight by about this much")
     assert warnings_of(parsed(learner={"lr": 1e-2})) == []
 
 

@@ -134,8 +134,8 @@ eval builtin:student --learner.lr 1 | unrecognized arguments: --learner.lr 1
 CONFIG = table("""
 --bogus 1 | run.toml: unknown key 'bogus'; known: checkpoint, correction, data,
 --data.limt 3 | run.toml: unknown key 'data.limt'; did you mean 'limit'?
---lr 1e-5 | run.toml: unknown key 'lr'; 
---learner.learning_rate 1 | run.toml: unknown key 'learner.learning_rate'; did you mean 'lr'?
+--lr 1e-5 | run.toml: unknown key 'lr': write learner.lr = 
+--learner.learning_rate 1 | run.toml: unknown key 'learner.learning_rate': write learner.lr = 1
 --learner.lr fast | run.toml: learner.lr: input should be a valid number, got 'fast'
 --learner.lr= | run.toml: learner.lr: input should be a valid number, got ''
 --learner.lr nan | run.toml: learner.lr: input should be a 

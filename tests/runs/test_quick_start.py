@@ -47,7 +47,7 @@ ANYWHERE = {
     "no file": (["no.toml"], "no.toml: no such file"),
     "not TOML": (["broken.toml"], "broken.toml: not valid TOML"),
     "unknown key": (["unknown.toml"], "unknown key 'upates'; did you mean 'updates'?"),
-    "unknown override": (["good.toml", "--learner.learning_rate", "1"], "did you mean 'lr'?"),
+    "unknown override": (["good.toml", "--learner.learning_rte", "1"], "unknown key 'learner.learning_rte'"),
     "no value": (["good.toml", "--learner.lr"], "--learner.lr needs a value"),
     "wrong type": (["good.toml", "--updates", "many"], "updates: input should be a valid integer"),
     "out of range": (["good.toml", "--learner.lr", "-1"], "learner.lr: input should be greater than 0"),

@@ -93,7 +93,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         supervised=supervised_of(config),
         config=config.learner,
         updates=config.updates,
-        teacher_heads={"teacher": TeacherHead(wrap(teacher).head)} if cache == "hidden" else None,
+        teacher_heads=dict.fromkeys(config.teachers, TeacherHead(wrap(teacher).head)) if cache == "hidden" else None,
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
         cosine_every=config.guards.gac.every if config.guards.gac else 0,

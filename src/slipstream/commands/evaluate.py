@@ -165,10 +165,14 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
 
     pick_device(settings.device, "--device" if "device" in options else "runtime.device")
     check_alone(made.sampler, settings.device)
-    from slipstream.engines.native.files import check_complete  # takes seconds, so after the fast checks
+    from slipstream.engines.native.files import (
+        check_complete,
+        check_quantisation,
+    )  # takes seconds, so after the fast checks
 
     if settings.url is None:
         check_complete(subject.model)
+        check_quantisation(subject.model)
     engine = "server" if settings.url is not None else settings.engine
     other = f"{subject.run} sampled with {subject.sampled_with}; this evaluation samples with {engine}"
     for note in (*subject.notes, *([other] if subject.run and engine != subject.sampled_with else [])):

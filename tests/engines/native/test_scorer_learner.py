@@ -441,7 +441,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0 and rates[8] == pytest.approx(0.5) and 0 < rates[11] < 0.05
     assert learning_rate(config, 99, 12) == pytest.approx(0.0)
-    assert learning_rate(LearnerConfig(lr=2.0), 50, 12) == 2.0
+    assert learning_rate(LearnerConfig(lr=0.5), 50, 12) == 0.5
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(50, 400))
