@@ -181,10 +181,7 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
 
 
 def hidden_states(plan: EnginesPlan) -> float:
-    """Return the most bytes of teachers' hidden states in the records of all samples in flight; 0 if none are cached.
-
-    A scored token has one hidden state in 16 bits.
-    """
+    """Return the most bytes of teachers' hidden states, in 16 bits, that all samples in flight have; 0 for none."""
     widths = [
         shape_of(scorer.here).width
         for scorer in plan.scorers.values()

@@ -320,19 +320,18 @@ def by_flex(
     """Return the attention output [R, L, H, D]."""
     flex: Callable[..., Any] = flex_attention
     if is_compiled(query_RHLD):
-        rows_count, heads, length, size = query_RHLD.shape
         flex = _compiled(
             reach=reach,
             softcap=softcap,
             scaling=scaling,
             sinks=sinks_H is not None,
-            heads=(heads, key_RJLD.shape[1], size, value_RJLD.shape[3]),
+            heads=(query_RHLD.shape[1], query_RHLD.shape[3], *key_RJLD.shape[1:2], value_RJLD.shape[3]),
             device=query_RHLD.device,
             dtype=query_RHLD.dtype,
             autocast=torch.is_autocast_enabled(query_RHLD.device.type),
             gradients=(torch.is_grad_enabled(), *(x.requires_grad for x in (query_RHLD, key_RJLD, value_RJLD))),
-            one_row=rows_count == 1,  # dynamo has a graph of its own for sizes of 1
-            one_tile=length <= TILE,
+            one_row=len(query_RHLD) == 1,  # dynamo has a graph of its own for sizes of 1
+            one_tile=query_RHLD.shape[2] <= TILE,
         )
     bend = None if softcap is None else _capped(softcap)
     options = {"score_mod": bend, "block_mask": rows.block_mask(reach), "scale": scaling, "enable_gqa": True}
