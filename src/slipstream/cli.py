@@ -478,7 +478,7 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None
         for text in shape_lines(check_shapes(config, gpus), gpus):
             print(printable(f"# {text}"))
     elif args.check:
-        from slipstream.plan.placement import turn_lines
+        from slipstream.plan.placement import record_lines, turn_lines
         from slipstream.plan.plan import plan, prompt_preview, read_weights
         from slipstream.run_dir.writing import check_free, run_path
         from slipstream.runtimes.local import check_gpus
@@ -489,7 +489,7 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None
         counted = list[str]()
         if gpus is not None or made.engines.runtime.kind == "local":
             counted = check_gpus(made.engines, gpus.machines if gpus else (), warnings.append)
-        counted += turn_lines(made.engines)
+        counted += [*record_lines(made.engines), *turn_lines(made.engines)]
         read = read_weights(made.config)
         for line in (*warnings, *prompt_preview(made), *made.notes, made.method, *made.needs, *counted, *read):
             print(printable(f"# {line}"))

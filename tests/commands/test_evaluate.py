@@ -190,7 +190,7 @@ IMPOSSIBLE = {
     "--url http://127.0.0.1:1/v1 --engine vllm": "--url: the server chooses its own --engine: drop one of them",
     "--url http://127.0.0.1:1/v1 --dtype float64": "--url: the server chooses its own --dtype: drop one of them",
     "--api-key-env SERVER_KEY": "--api-key-env is for --url: drop it, or write both",
-    "--engine vllm": "--engine = 'vllm': vLLM is not installed here; pip install vllm, or write 'native'",
+    "--engine vllm": "--engine = 'vllm': vLLM is not installed here; pip install 'vllm==0.32.*', or write 'native'",
 }
 
 

@@ -262,12 +262,12 @@ def test_engines_in_turns_fit_a_gpu_that_is_too_small_for_all_together(capsys: p
     assert main([*words, "--gpus", "1x40"]) == 2
     assert "there are 40.0 GiB: " in (refused := capsys.readouterr().err) and ", or runtime.turns" in refused
     assert main([*words, "--gpus", "1x80"]) == 0
-    together = "all engines together: 75.9 GiB on the device; with runtime.turns = true at most 38.6 GiB"
+    together = "all engines together: 77.0 GiB on the device; with runtime.turns = true at most 39.2 GiB"
     assert together in capsys.readouterr().out
     assert main([*words, "--gpus", "1x40", "--runtime.turns", "true"]) == 0
-    assert "# turn of sampler: 29.2 GiB on the device, 14.2 GiB in host memory" in capsys.readouterr().out
+    assert "# turn of sampler: 29.7 GiB on the device, 14.2 GiB in host memory" in capsys.readouterr().out
     assert main([*words, "--gpus", "1x20", "--runtime.turns", "true"]) == 2
-    assert "sampler: the one GPU, 29.2 GiB" in capsys.readouterr().err
+    assert "sampler: the one GPU, 29.7 GiB" in capsys.readouterr().err
 
 
 def test_flags_that_go_together(capsys: pytest.CaptureFixture[str]) -> None:

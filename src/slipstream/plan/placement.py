@@ -38,6 +38,12 @@ class Shape:
     """Number of elements of the largest weight."""
     sizes: tuple[int, list[int]]
     """Bytes outside the decoder layers, and of each layer."""
+    outside: int
+    """Number of elements of all weights outside the decoder layers."""
+    layer: int
+    """Number of elements of the largest decoder layer."""
+    head: int
+    """Number of elements of the output head's weight, which may also be the embedding."""
     width: int
     layers: int
     cache: int
@@ -58,6 +64,8 @@ class Need:
     """Share of a device's memory that the process may use."""
     host: dict[str, float] = field(default_factory=dict)
     """Bytes in host memory besides, by purpose; empty if the device is the host."""
+    vllm: bool = False
+    """True if vLLM runs the model."""
 
     @property
     def total(self) -> float:
@@ -73,6 +81,8 @@ class Need:
 
     @property
     def advice(self) -> str:
+        if self.vllm and self.name.startswith("sampler"):
+            return LESS_MEMORY_OF["vllm"]
         return next(text for kind, text in LESS_MEMORY_OF.items() if self.name.startswith(kind))
 
     @property
@@ -98,7 +108,7 @@ def size(value: float) -> str:
 @cache
 def shape_of(model: str) -> Shape:
     from slipstream.engines.native.files import empty_model
-    from slipstream.engines.native.over_devices import sizes_of
+    from slipstream.engines.native.over_devices import layers_of, sizes_of
 
     config, empty = load_config(model), empty_model(model)
     text = config.get_text_config()
@@ -108,13 +118,23 @@ def shape_of(model: str) -> Shape:
     kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
     # all layers except recurrent ones keep keys and values of every token
     cached = [kind for kind in kinds if kind.endswith("attention") and not kind.startswith("linear")]
+    per_layer = 2 * grouped * per_head
+    if getattr(
+        text, "kv_lora_rank", None
+    ):  # keys and values of all heads are computed from one compressed vector (MLA)
+        per_layer = text.kv_lora_rank + text.qk_rope_head_dim
+    parameters = sum(parameter.numel() for parameter in empty.parameters())
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(empty)]
     return Shape(
-        parameters=sum(parameter.numel() for parameter in empty.parameters()),
+        parameters=parameters,
         largest=max(parameter.numel() for parameter in empty.parameters()),
         sizes=sizes_of(empty),
+        outside=parameters - sum(layers),
+        layer=max(layers),
+        head=empty.get_output_embeddings().weight.numel(),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
-        cache=2 * len(cached) * grouped * per_head,
+        cache=len(cached) * per_layer,
         context=context_length(config),
     )
 
@@ -140,7 +160,8 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
         place = f"{devices} GPUs" if devices > 1 else where
         host = {"~versions before": kept} if gpu else {}
         parts |= {} if gpu else {"~versions before": kept}
-        return Need(name, place, parts, devices, args.get("gpu_memory_utilization", 1.0), host)
+        share = args.get("gpu_memory_utilization", 1.0)
+        return Need(name, place, parts, devices, share, host, vllm=isinstance(runs, Settings))
 
     rolls = plan.sampler
     if isinstance(rolls.runs, ServerSettings):  # its copy of the weights is in host memory
@@ -157,6 +178,26 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
             parts, kept = teacher(scorer, scorer.runs), versions_before(scorer, scorer.runs)
             found += [need(each, parts, scorer.runs, kept) for each in names(f"teacher {name}", scorer.replicas)]
     return found
+
+
+def hidden_states(plan: EnginesPlan) -> float:
+    """Return the most bytes of teachers' hidden states, in 16 bits, that all samples in flight have; 0 for none."""
+    widths = [
+        shape_of(scorer.here).width
+        for scorer in plan.scorers.values()
+        if any(spec is not None and spec.cache == "hidden" for spec in (scorer.spec, scorer.supervised))
+    ]
+    return 2.0 * plan.tokens_in_flight * max(widths, default=0)
+
+
+def record_lines(plan: EnginesPlan) -> list[str]:
+    """Return a line about the host memory of teachers' hidden states in samples; none if no loss caches them."""
+    if not (most := hidden_states(plan)):
+        return []
+    return [
+        f"samples in flight have up to {size(most)} of hidden states in host memory: for less, use a loss with another "
+        "cache, or lower learner.batch_size, the schedule's lag or sampler.max_tokens"
+    ]
 
 
 def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> list[str]:
@@ -183,6 +224,8 @@ def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> li
         for need in needed
         if need.total > each * need.share
     ]
+    if room is None and hidden_states(plan) > host_memory():
+        tight += [f"{line}; there are {size(host_memory())}" for line in record_lines(plan)]
     if plan.runtime.turns:
         return tight
     if not tight and (wanted := sum(need.total * need.devices for need in needed)) > available:
@@ -258,6 +301,8 @@ LESS_MEMORY = "use smaller models, fewer sampler.slots, learner.lora, learner.ch
 LESS_MEMORY_OF = {
     "learner": "lower learner.token_budget, use learner.lora, learner.checkpointing or more learner.ranks",
     "sampler": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
+    "vllm": "split it over devices (sampler.engine_args.tensor_parallel_size), lower sampler.max_tokens, "
+    "or use a smaller student",
     "teacher": "split it over devices (devices, or for vLLM engine_args.tensor_parallel_size), lower its token_budget, "
     "or use a smaller teacher",
 }
@@ -308,15 +353,50 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
         rounded /= shape.layers
     number = WIDTHS[settings.dtype] / settings.ranks
     stepped = min(trained, shape.largest) if "optimizer" in settings.offload else trained
+    activated = settings.token_budget * activations
+    gathered, whole = gathered_bytes(plan, activated)
     return {
         "weights": shape.parameters * number,
+        "gathered weights": gathered,
+        "whole gradients": whole,
         "gradients": trained * number * (1 if plan.cosine_limit is None else 2),
         "moments": stepped * moment_bytes(plan),
         "reference": kept * number,
         "versions before": others * trained * number,
         "rounded weights": rounded,  # the backward pass needs them, whole on every rank
-        "~activations": settings.token_budget * activations,
+        "weights in 16 bits": rounded_by_autocast(plan),
+        "teacher's head": 0 if plan.teacher is None else shape_of(plan.teacher.name).head * WIDTHS[plan.teacher.dtype],
+        "~activations": activated,
     }
+
+
+def gathered_bytes(plan: LearnerPlan, activated: float) -> tuple[float, float]:
+    """Return the bytes of weights and of gradients that a rank holds whole, besides its shards, at its peak.
+
+    Two layers are gathered at once, the second one ahead of its use, and all that is outside the layers for the whole
+    pass. The backward pass adds the gradients of a layer, their copy that is sent, and the head's gradient in float32.
+    Its end has the gradients outside the layers and their copy, but neither layers nor activations.
+    """
+    settings, shape = plan.settings, shape_of(plan.student.name)
+    width, learns_all = WIDTHS[settings.dtype], settings.lora is None
+    head = shape.head * max(width, 4) if learns_all else 0
+    if settings.ranks == 1:
+        return 0, head
+    layer, outside = shape.layer * width, shape.outside * width
+    sent = 2 * (layer if learns_all else trained_of(plan) / shape.layers * width)
+    at_the_end = 2 * outside * learns_all - 2 * layer - activated
+    return outside + 2 * layer, max(head + sent, at_the_end)
+
+
+def rounded_by_autocast(plan: LearnerPlan) -> float:
+    """Return the bytes of the layers' weights in `learner.compute_dtype`, which a pass makes and its backward needs."""
+    settings, shape = plan.settings, shape_of(plan.student.name)
+    if settings.compute_dtype in (None, settings.dtype) or settings.quantised:
+        return 0
+    whole = float(shape.parameters - shape.outside) * WIDTHS[settings.compute_dtype]
+    # one rank keeps the copies of trained weights for a whole pass; others make them again in each layer
+    once = settings.checkpointing and (settings.ranks > 1 or settings.lora is not None)
+    return whole / shape.layers if once else whole
 
 
 def inputs_of(plan: LearnerPlan) -> int:
@@ -362,6 +442,8 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
         case ServerSettings(model=name, dtype=dtype):
             return {"copy of the weights": shape_of(name).parameters * WIDTHS[dtype]}
         case ModelPlan(name=name, dtype=dtype, longest=longest):
+            from slipstream.engines.native.sampling.decoding import PASS_TOKENS
+
             shape = shape_of(name)
             positions = min(longest or shape.context, shape.context)
             beside = {} if plan.teacher is None else sampler(replace(plan, runs=plan.teacher, teacher=None))
@@ -374,6 +456,10 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
                 "weights of the teacher beside it": beside.get("weights", 0.0),
                 "its keys and values": beside.get("keys and values", 0.0),
                 "draws": plan.slots * positions * (plan.draws + plan.best) * DRAW,
+                "~activations of prompts": 8.0
+                * max(positions, min(PASS_TOKENS, plan.slots * positions))
+                * shape.width
+                * WIDTHS[dtype],
             }
 
 

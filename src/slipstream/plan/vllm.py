@@ -12,7 +12,7 @@ from slipstream.engines.http.client import key_from_environment
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.server.api import APIS, ServerEndpoint, ServerSettings
-from slipstream.engines.vllm import RANKS, VERSION
+from slipstream.engines.vllm import RANKS, TORCH, VERSION
 from slipstream.engines.vllm.core import COLDEST, Settings, known, version
 from slipstream.errors import ConfigError, EndpointError
 from slipstream.models.adapters import is_adapter
@@ -76,6 +76,13 @@ def with_vllm(config: Config, say: Callable[[str], None], planned: str = "") -> 
 
     `planned`: version of vLLM for GPUs that need not be installed here; empty: the installed version.
     """
+    installed = planned or version()
+    used = config.sampler.engine == "vllm" or any(teacher.engine == "vllm" for teacher in config.teachers.values())
+    if used and installed and not known(installed):
+        say(
+            f"note: vLLM {installed} was never tested; publishes use internals of vLLM {VERSION} with torch {TORCH}: "
+            f"run pip install 'vllm=={VERSION}.*'"
+        )
     config = with_draws(config, say, planned)
     teachers = dict(config.teachers)
     for name, teacher in config.teachers.items():

@@ -1,8 +1,11 @@
 """Processes of the local runtime: one per engine, and the process launcher that forks them.
 
 The launcher imports once what all engines need, and computes nothing. When it forks, it holds no thread, GPU or lock,
-which would be broken in a copy. It sleeps while engines work, notices dead engines, and adopts processes that engines
-leave behind. It ends when the coordinator ends, and then ends all engines. If it is killed, the kernel kills engines.
+which would be broken in a copy. It never calls CUDA, not even to count GPUs: its forks could not use CUDA any more.
+Libraries count GPUs while they are imported, so where only CUDA can count them, engines import by themselves.
+
+It sleeps while engines work, notices dead engines, and adopts processes that engines leave behind. It ends when the
+coordinator ends, and then ends all engines. If it is killed, the kernel kills engines.
 """
 
 from __future__ import annotations
@@ -62,13 +65,8 @@ def run_launcher(control: Connection) -> None:
     processes.adopt_orphans()
     processes.wake_with_parent()
     signal.signal(signal.SIGCHLD, lambda *_: reap(engines))
-    gc.disable()  # imported objects stay; collections would take a fifth of the import time
-    import transformers.processing_utils  # noqa: F401  # the files of all models import it
-
-    import slipstream.runtimes.build  # noqa: F401
-
-    gc.freeze()  # collections in children skip these objects, so their memory pages stay shared
-    gc.enable()
+    if counts_without_cuda():
+        import_for_engines()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             match control.recv():
@@ -90,11 +88,39 @@ def run_launcher(control: Connection) -> None:
     wait_for_all()
 
 
-def visible_gpus() -> list[str]:
-    """Return GPU names as CUDA_VISIBLE_DEVICES lists them; counting does not initialise CUDA."""
-    import torch
+def import_for_engines() -> None:
+    gc.disable()  # imported objects stay; collections would take a fifth of the import time
+    import transformers.processing_utils  # noqa: F401  # the files of all models import it
 
-    count = torch.cuda.device_count()
+    import slipstream.runtimes.build  # noqa: F401
+
+    gc.freeze()  # collections in children skip these objects, so their memory pages stay shared
+    gc.enable()
+
+
+def counts_without_cuda() -> bool:
+    """Return True if torch counts GPUs by NVML, or has no CUDA; False without NVML, for parts of GPUs (MIG) and AMD."""
+    from torch import cuda
+
+    return not cuda._is_compiled() or cuda._device_count_nvml() >= 0
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs; where only CUDA can count them, a child counts."""
+    from torch import cuda
+
+    if counts_without_cuda():
+        return cuda.device_count()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(cuda.device_count()))
+    child.start()
+    theirs.close()
+    return int(ours.recv())
+
+
+def visible_gpus() -> list[str]:
+    """Return GPU names as CUDA_VISIBLE_DEVICES lists them."""
+    count = count_gpus()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 

@@ -40,8 +40,11 @@ from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Remot
 from slipstream.runtimes.launcher import GPUS, ProcessSettings, run_launcher
 from slipstream.runtimes.places import Place, Say, Staff, construct, engines_from, gpus_each, loading_message, places
 
-BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of the launcher: its imports must not start threads; engines set their own number of threads."""
+BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Environment of the launcher: its imports must not start threads, and `torch.cuda.is_available` must not call CUDA.
+
+Engines set their own number of threads.
+"""
 HEARD = 120.0
 """Seconds in which the launcher must finish its imports and answer the first request."""
 

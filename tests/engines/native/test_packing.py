@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, permutations
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import flex_attention as flex_module
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -30,7 +34,7 @@ from slipstream.engines.native.attention import Reach
 from slipstream.engines.native.learning.dropout import recompute_activations
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.packing import Item, MicroBatch, best_fit, cost, pack, spread
-from slipstream.engines.native.rows import Rows, attend, by_flex, reading, use_rows
+from slipstream.engines.native.rows import Rows, attend, by_flex, placeholder, reading, use_rows
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError
 from slipstream.records import Handle, Rollout, header_of
@@ -292,8 +296,92 @@ def test_flex_attention_sees_what_the_blocks_see(
         blocks, _ = attend(
             layer, query, key, value, None, scaling=0.3, sliding_window=window, softcap=softcap, s_aux=sink_H
         )
-    flex = by_flex(query, key, value, rows.block_mask(reach), 0.3, softcap, sink_H)
+    flex = by_flex(query, key, value, rows, reach, 0.3, softcap, sink_H)
     torch.testing.assert_close(blocks, flex)
+
+
+# --- compiled FlexAttention: dynamo's graphs, without the compiler behind them ----------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
+    """Count the graphs of attention that is compiled; they run as plain operations."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(rows_module, "is_compiled", lambda tensor: True)
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
+    torch._dynamo.reset()
+    rows_module._compiled.cache_clear()
+    yield counter
+    torch._dynamo.reset()
+    rows_module._compiled.cache_clear()
+
+
+def compiled_attention(
+    lengths: Sequence[int], budget: int, reach: Reach, dtype: torch.dtype, *, learns: bool
+) -> set[tuple[int, int]]:
+    """Attend over packed rows of these responses; return rows and length of each micro-batch."""
+    rollouts = [placeholder(np.arange(3), np.arange(length), number=i) for i, length in enumerate(lengths)]
+    shapes = set()
+    for batch in pack(rollouts, budget=budget, hidden=32):
+        rows, shape = Rows(rollouts, batch, CPU), (len(batch.rows), batch.length)
+        query, key = (torch.randn(shape[0], heads, shape[1], 8, dtype=dtype).requires_grad_(learns) for heads in (4, 2))
+        with torch.set_grad_enabled(learns):
+            by_flex(query, key, key, rows, reach, 0.3, None, None)
+        shapes.add(shape)
+    return shapes
+
+
+PACKINGS = [
+    ((20, 30, 14), 64),
+    ((150, 130, 40), 64),
+    ((20, 31, 17), 80),
+    ((300, 300), 700),
+    ((200, 200, 200), 700),
+    ((60,) * 9, 150),
+]
+
+
+def test_every_mode_of_attention_needs_at_most_three_graphs(graphs: CompileCounter) -> None:
+    counts = []
+    for reach, dtype, learns in [
+        (Reach(), torch.float32, False),
+        (Reach(), torch.float32, True),
+        (Reach(), torch.bfloat16, True),
+        (Reach(6), torch.float32, True),
+    ]:
+        shapes, before = set[tuple[int, int]](), graphs.frame_count
+        for lengths, budget in PACKINGS:
+            shapes |= compiled_attention(lengths, budget, reach, dtype, learns=learns)
+        assert {(rows > 1, length > 128) for rows, length in shapes} == {(a, b) for a in (0, 1) for b in (0, 1)}
+        counts.append(graphs.frame_count - before)
+    modes = 4  # one row or several, one tile or several
+    assert sum(counts) > 8, "dynamo's limit for one function"
+    assert max(counts) <= 3 * modes
+
+
+def test_attention_that_needs_too_many_graphs_is_an_error_and_never_runs_uncompiled(graphs: CompileCounter) -> None:
+    compiled_attention([20], 64, Reach(6), torch.float32, learns=False)
+    line = (
+        r"FlexAttention needs more than 1 compiled graphs in one mode \(reach Reach\(window=6, chunk=None\), .*"
+        r"one_row True, one_tile True\): run with TORCH_LOGS=recompiles, and report its output"
+    )
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(ModelError, match=line):
+        compiled_attention([30], 64, Reach(6), torch.float32, learns=False)
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(6), Reach(140), Reach(None, 8)])
+def test_a_mask_of_tiles_is_the_one_that_torch_makes(reach: Reach) -> None:
+    rollouts = [placeholder(np.arange(3), np.arange(n), number=i) for i, n in enumerate((500, 260, 20, 30, 100))]
+    for batch in pack(rollouts, budget=600, hidden=32):
+        rows = Rows(rollouts, batch, CPU)
+        count, length = len(batch.rows), batch.length
+        expected = create_block_mask(rows.sees(reach), count, None, length, length, device="cpu")
+        ours = rows.block_mask(reach)
+        assert ours.shape == expected.shape
+        for found, wanted in zip(ours.as_tuple(), expected.as_tuple(), strict=True):
+            if isinstance(wanted, torch.Tensor):
+                assert torch.equal(found, wanted)
 
 
 # --- models that cannot -----------------------------------------------------------------------------------------------

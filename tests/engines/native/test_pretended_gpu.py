@@ -56,9 +56,7 @@ def flex(query_RHLD: Tensor, key_RJLD: Tensor, value_RJLD: Tensor, **options: An
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "backend", lambda like: tiles)
-    monkeypatch.setattr(rows, "_compiled", lambda function: function)
-    monkeypatch.setattr(rows, "flex_attention", flex)
-    monkeypatch.setattr(rows, "create_block_mask", lambda seen, *_, **__: SimpleNamespace(mask_mod=seen))
+    monkeypatch.setattr(rows, "_compiled", lambda **mode: flex)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 

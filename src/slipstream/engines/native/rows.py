@@ -20,12 +20,14 @@ from contextvars import ContextVar
 from copy import copy
 from functools import cache
 from statistics import median
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from transformers import AttentionInterface
 
 from slipstream.engines.native import attention
@@ -46,6 +48,8 @@ from slipstream.records import Ints, Prompt, Rollout, one_turn
 NAME = "slipstream_rows"
 BLOCK = 128
 """Number of queries whose attention is computed together on the CPU."""
+TILE = 128
+"""Queries and keys of a tile, the unit in which FlexAttention leaves out scores."""
 
 
 class Block(NamedTuple):
@@ -164,12 +168,34 @@ class Rows:
         return Block(start, stop, keys, mask_RQK.masked_fill_(~seen_RQL, -torch.inf)[:, None])
 
     def block_mask(self, reach: Reach) -> BlockMask:
+        """Return FlexAttention's cached mask: the tiles of the L×L scores that some query sees, and those that all see.
+
+        It is computed a row of tiles at a time. `create_block_mask` needs L×L elements if it is not compiled.
+        """
         if reach not in self.block_masks:
             rows, length = self.ids_RL.shape
-            make = _compiled(create_block_mask) if self.ids_RL.is_cuda else create_block_mask
-            made = make(self.sees(reach), rows, None, length, length, device=self.ids_RL.device)
-            self.block_masks[reach] = made
+            index, sees = torch.arange(length, device=self.ids_RL.device), self.sees(reach)
+            row_R11 = torch.arange(rows, device=index.device)[:, None, None]
+            some, every = [], []
+            for start in range(0, length, TILE):
+                stop = min(start + TILE, length)
+                seen_RQK = sees(row_R11, row_R11, index[start:stop, None], index[:stop])
+                to_edges = (0, length + -length % TILE - stop, 0, start + TILE - stop)
+                tiles = nn.functional.pad(seen_RQK, to_edges).reshape(rows, TILE, -1, TILE)
+                some.append(tiles.any(3).any(1))
+                every.append(tiles.all(3).all(1))
+            some_R1BB, every_R1BB = torch.stack(some, 1)[:, None], torch.stack(every, 1)[:, None]
+            listed = [_tiles(some_R1BB & ~every_R1BB), _tiles(every_R1BB)]
+            self.block_masks[reach] = BlockMask.from_kv_blocks(
+                *listed[0], *listed[1], BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=(length, length)
+            )
         return self.block_masks[reach]
+
+
+def _tiles(chosen_R1BB: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row of tiles the number of chosen ones, and the indices of all tiles, the chosen ones first."""
+    order = chosen_R1BB.int().sort(dim=-1, descending=True, stable=True).indices
+    return chosen_R1BB.sum(-1, dtype=torch.int32), order.int()
 
 
 def _predictors(item: Item) -> Ints:
@@ -237,16 +263,43 @@ def attend(
     if query_RHLD.is_cuda:
         if dropout:
             raise ModelError("packed rows on CUDA do not support attention dropout: write learner.dropout = false")
-        return by_flex(query_RHLD, key_RJLD, value_RJLD, rows.block_mask(reach), scaling, softcap, s_aux), None
+        return by_flex(query_RHLD, key_RJLD, value_RJLD, rows, reach, scaling, softcap, s_aux), None
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
     sinks = None if s_aux is None else s_aux.view(1, -1, 1, 1)
     blocks = rows.blocked(reach, value_RJLD.dtype)
     return _by_blocks(query_RHLD, key_RJLD, value_RJLD, blocks, sinks=sinks, **options), None
 
 
+def is_compiled(tensor: Tensor) -> bool:
+    """Return True if attention over this tensor must be compiled; the CPU has its own attention, by blocks."""
+    return tensor.is_cuda
+
+
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+def _compiled(**mode: object) -> Callable[..., Any]:
+    """Return FlexAttention compiled for one mode; beyond dynamo's limit of graphs it raises an error.
+
+    Without compilation it would need L×L scores. Dynamo counts the graphs of a code object (at most
+    `torch._dynamo.config.recompile_limit`, 8), so each mode has a code object of its own. A mode needs at most three:
+    for its first shape, for other lengths, and for other numbers of rows.
+    """
+
+    def flex(*args: Any, **options: Any) -> Any:
+        return flex_attention(*args, **options)
+
+    graphs = torch.compile(FunctionType(flex.__code__.replace(), globals()), fullgraph=True)
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return graphs(*args, **options)
+        except FailOnRecompileLimitHit:
+            settings = ", ".join(f"{name} {value}" for name, value in mode.items())
+            raise ModelError(
+                f"FlexAttention needs more than {torch._dynamo.config.recompile_limit} compiled graphs in one mode "
+                f"({settings}): run with TORCH_LOGS=recompiles, and report its output"
+            ) from None
+
+    return call
 
 
 @cache
@@ -258,17 +311,30 @@ def by_flex(
     query_RHLD: Tensor,
     key_RJLD: Tensor,
     value_RJLD: Tensor,
-    mask: BlockMask,
+    rows: Rows,
+    reach: Reach,
     scaling: float | None,
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
     """Return the attention output [R, L, H, D]."""
     flex: Callable[..., Any] = flex_attention
-    if query_RHLD.is_cuda:
-        flex = _compiled(flex)
+    if is_compiled(query_RHLD):
+        flex = _compiled(
+            reach=reach,
+            softcap=softcap,
+            scaling=scaling,
+            sinks=sinks_H is not None,
+            heads=(query_RHLD.shape[1], query_RHLD.shape[3], *key_RJLD.shape[1:2], value_RJLD.shape[3]),
+            device=query_RHLD.device,
+            dtype=query_RHLD.dtype,
+            autocast=torch.is_autocast_enabled(query_RHLD.device.type),
+            gradients=(torch.is_grad_enabled(), *(x.requires_grad for x in (query_RHLD, key_RJLD, value_RJLD))),
+            one_row=len(query_RHLD) == 1,  # dynamo has a graph of its own for sizes of 1
+            one_tile=query_RHLD.shape[2] <= TILE,
+        )
     bend = None if softcap is None else _capped(softcap)
-    options = {"score_mod": bend, "block_mask": mask, "scale": scaling, "enable_gqa": True}
+    options = {"score_mod": bend, "block_mask": rows.block_mask(reach), "scale": scaling, "enable_gqa": True}
     out_RHLD: Tensor
     if sinks_H is None:
         out_RHLD = flex(query_RHLD, key_RJLD, value_RJLD, **options)

@@ -7,6 +7,8 @@ vLLM's worker and use internals of VERSION.
 
 VERSION = "0.32"
 """vLLM version whose internals `worker` and `layers` use. Other versions sample only one draw per position."""
+TORCH = "2.13"
+"""torch version that this vLLM needs; `constraints-vllm.txt` has the whole tested set."""
 SLOT = 1
 """Id of the only adapter in vLLM; a publish replaces its weights."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

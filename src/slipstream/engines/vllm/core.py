@@ -57,7 +57,9 @@ def known(installed: str) -> bool:
 
 def check_installed(field: str) -> None:
     if not version():
-        raise ConfigError(f"{field} = 'vllm': vLLM is not installed here; pip install vllm, or write 'native'")
+        raise ConfigError(
+            f"{field} = 'vllm': vLLM is not installed here; pip install 'vllm=={VERSION}.*', or write 'native'"
+        )
 
 
 @dataclass(frozen=True)
