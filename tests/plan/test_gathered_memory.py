@@ -77,8 +77,8 @@ def test_a_lower_precision_makes_copies_of_weights(settings: dict[str, Any], lay
 
 def test_hidden_states_need_the_teachers_head_at_every_rank_and_the_records_host_memory() -> None:
     changes = {"loss": {"kind": "forward_kl", "cache": "hidden"}, "schedule": {"kind": "async", "tau": 4}}
-    assert learner(changes=changes, ranks=2).parts["teacher's head"] == 151_936 * 2560 * 2
-    assert learner(ranks=2).parts["teacher's head"] == 0
+    assert learner(changes=changes, ranks=2).parts["teachers' heads"] == 151_936 * 2560 * 2
+    assert learner(ranks=2).parts["teachers' heads"] == 0
     tree = TREE | changes | {"learner": {"batch_size": 64}}
     made = check_shapes(parse(tree), Gpus.parse(["8x640"]))
     assert hidden_states(made.engines) == 5 * 64 * 4096 * 2560 * 2  # batches in flight, samples, tokens, width, bytes

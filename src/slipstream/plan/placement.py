@@ -365,7 +365,7 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
         "versions before": others * trained * number,
         "rounded weights": rounded,  # the backward pass needs them, whole on every rank
         "weights in 16 bits": rounded_by_autocast(plan),
-        "teacher's head": 0 if plan.teacher is None else shape_of(plan.teacher.name).head * WIDTHS[plan.teacher.dtype],
+        "teachers' heads": sum(shape_of(each.name).head * WIDTHS[each.dtype] for each in plan.teachers.values()),
         "~activations": activated,
     }
 
