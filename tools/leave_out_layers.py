@@ -13,13 +13,14 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.data.tokenizers import load_tokenizer, stop_ids
+from slipstream.data.tokenizers import Tokenizer, load_tokenizer, stop_ids
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.protocols import Sampling
@@ -41,46 +42,59 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     lm = load_model(args.model, dtype=args.dtype, device="cpu")
-    left_out = args.layers or choose(lm, args.count, texts(lm, args.model, args.prompts))
+    left_out = args.layers
+    if not left_out:
+        asked = questions(args.prompts, ANSWERS)
+        left_out = choose(lm, args.count, answers(lm, load_tokenizer(args.model), asked, TOKENS))
     save(args.model, left_out, args.target)
     print(f"{args.target}: {args.model} without layers {' '.join(map(str, sorted(left_out)))}")
 
 
-def texts(lm: LanguageModel, model: str, file: Path) -> list[tuple[Tensor, int]]:
-    """Return answers of the model: all token ids, and the number of those that are the prompt."""
-    tokenizer = load_tokenizer(model)
-    lines = file.read_text("utf-8").splitlines()[:ANSWERS]
-    asked = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
-    ids = [
-        tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=True)["input_ids"] for each in asked
-    ]
-    sampler = NativeSampler(lm, slots=ANSWERS, stop_ids=stop_ids(tokenizer, lm.model.generation_config))
+@dataclass(frozen=True)
+class Answer:
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    ended: bool
 
-    async def answers() -> list[tuple[Tensor, int]]:
+    @property
+    def ids(self) -> Tensor:
+        return torch.tensor([*self.prompt, *self.tokens])
+
+
+def questions(file: Path, count: int) -> list[str]:
+    return [json.loads(line)["prompt"] for line in file.read_text("utf-8").splitlines()[:count]]
+
+
+def answers(lm: LanguageModel, tokenizer: Tokenizer, asked: Sequence[str], max_tokens: int) -> list[Answer]:
+    """Return one answer to each question, drawn at temperature 1."""
+    chats = [[{"role": "user", "content": each}] for each in asked]
+    ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+    sampler = NativeSampler(lm, slots=len(ids), stop_ids=stop_ids(tokenizer, lm.model.generation_config))
+
+    async def draw() -> list[Answer]:
         prompts = [Prompt(id=str(i), number=i, tokens=np.array(each, np.int32), seed=i) for i, each in enumerate(ids)]
-        groups = await asyncio.gather(*(sampler.generate(each, Sampling(max_tokens=TOKENS)) for each in prompts))
-        return [
-            (torch.tensor([*prompt, *group[0].body.tokens.tolist()]), len(prompt))
-            for prompt, group in zip(ids, groups, strict=True)
-        ]
+        groups = await asyncio.gather(*(sampler.generate(each, Sampling(max_tokens=max_tokens)) for each in prompts))
+        found = [group[0].body for group in groups]
+        return [Answer(p, each.tokens.tolist(), each.finish == "eos") for p, each in zip(ids, found, strict=True)]
 
     try:
-        return asyncio.run(answers())
+        return asyncio.run(draw())
     finally:
         sampler.close()
         lm.model.set_attn_implementation("sdpa")
 
 
 @torch.no_grad()
-def choose(lm: LanguageModel, count: int, answers: Sequence[tuple[Tensor, int]]) -> list[int]:
+def choose(lm: LanguageModel, count: int, drawn: Sequence[Answer]) -> list[int]:
     """Return the layers to leave out, and print the harm of each choice."""
     layers = list(lm.backbone.layers)  # type: ignore[arg-type, attr-defined]
-    whole, left_out, candidates = log_probs(lm, layers, answers), list[int](), set(range(len(layers)))
+    whole, left_out, candidates = log_probs(lm, drawn), list[int](), set(range(len(layers)))
     while len(left_out) < count:
         harm = dict[int, float]()
         for layer in sorted(candidates):
-            kept = [each for number, each in enumerate(layers) if number not in (layer, *left_out)]
-            harm[layer] = forward_kl(whole, log_probs(lm, kept, answers))
+            without = (layer, *left_out)
+            lm.backbone.layers = nn.ModuleList(each for number, each in enumerate(layers) if number not in without)
+            harm[layer] = forward_kl(whole, log_probs(lm, drawn))
         if not left_out:  # later choices are among the layers that are least harmful alone
             candidates = set(sorted(candidates, key=harm.__getitem__)[: round(CANDIDATES * count)])
         left_out.append(min(candidates, key=harm.__getitem__))
@@ -89,15 +103,12 @@ def choose(lm: LanguageModel, count: int, answers: Sequence[tuple[Tensor, int]])
     return left_out
 
 
-def log_probs(lm: LanguageModel, layers: Sequence[nn.Module], answers: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Return the log-probs [tokens, vocabulary] of all answer tokens by a model with these layers."""
-    lm.backbone.layers = nn.ModuleList(layers)
-    rows = nn.utils.rnn.pad_sequence([ids for ids, _ in answers], batch_first=True)
+def log_probs(lm: LanguageModel, drawn: Sequence[Answer]) -> Tensor:
+    """Return the log-probs [tokens, vocabulary] of all tokens of the answers."""
+    rows = nn.utils.rnn.pad_sequence([each.ids for each in drawn], batch_first=True)
     hidden_BTH = lm.backbone(input_ids=rows, use_cache=False).last_hidden_state  # padding comes after all real tokens
-    hidden = torch.cat(
-        [hidden[start - 1 : len(ids) - 1] for hidden, (ids, start) in zip(hidden_BTH, answers, strict=True)]
-    )
-    return lm.model.get_output_embeddings()(hidden).float().log_softmax(-1)
+    parts = [h[len(each.prompt) - 1 : len(each.ids) - 1] for h, each in zip(hidden_BTH, drawn, strict=True)]
+    return lm.model.get_output_embeddings()(torch.cat(parts)).float().log_softmax(-1)
 
 
 def forward_kl(logp: Tensor, logq: Tensor) -> float:
