@@ -25,7 +25,7 @@ from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.records import REPEATED_N, repetition
 
-PROMPTS, TOKENS, PRINTED = 48, 64, 4
+PROMPTS, TOKENS, PRINTED = 32, 128, 4
 """Number of held-out prompts, maximum tokens of an answer, and number of prompts whose answers are printed."""
 ROWS = 8
 """Number of answers in one forward pass."""

@@ -43,8 +43,8 @@ RACES = {
     """,
     "a file that grows": "open(W + '/a/f0.py', 'a').write('x' * 4096)",
     "the workspace and a link": """
-        os.rename(W, W + ".old"); os.symlink(SECRET, W)
-        os.unlink(W); os.rename(W + ".old", W)
+        os.rename(W, OLD); os.symlink(SECRET, W)
+        os.unlink(W); os.rename(OLD, W)
     """,
     "a directory that moves out": "os.rename(W + '/a', W + '/../../a'); os.rename(W + '/../../a', W + '/a')",
 }
@@ -129,7 +129,9 @@ def test_a_workspace_that_changes_during_its_copy_shows_nothing_else(race: str, 
     for number in range(20):
         (workspace / "a" / f"f{number}.py").write_text("own")
     steps = "\n    ".join(dedent(RACES[race]).strip().splitlines())
-    code = f"import os\nW, SECRET = {str(workspace)!r}, {str(place / 'secret')!r}\nwhile True:\n    {steps}\n"
+    # not beside the workspace, where the program that copies deletes everything
+    names = [str(path) for path in (workspace, place / "secret", place / "old")]
+    code = f"import os\nW, SECRET, OLD = {names!r}\nwhile True:\n    {steps}\n"
     racing = subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
     try:
         for _ in range(15):
