@@ -86,7 +86,7 @@ build/tokenizers/%:
 	mv build/packages/$*/package/models $@
 
 # A real language model on a laptop: SmolLM2-135M, as a GGUF file from a package, teaches itself without eight of its layers.
-# Its answers before and after stand side by side at the end (docs/real_model.md; 20 to 30 minutes on two cores)
+# Its answers before and after stand side by side at the end (docs/real_model.md)
 REAL := build/real
 real: $(REAL)/student
 	OMP_NUM_THREADS=1 $(BIN)/slipstream train configs/real.toml --output runs/real

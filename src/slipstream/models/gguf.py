@@ -64,14 +64,15 @@ def convert(source: Path, target: Path) -> None:
     dtype = {frozenset({"BF16"}): torch.bfloat16, frozenset({"F16"}): torch.float16}.get(
         frozenset(formats), torch.float32
     )
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype)
+    here = {"gguf_file": source.name, "trust_remote_code": False}  # other files beside it may name code
+    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=dtype, **here)
     config = model.config
     del config.quantization_config  # the weights are no longer quantised
     fresh = type(model)(config).to(dtype)  # transformers does not save a model that it has read from GGUF
     fresh.load_state_dict(model.state_dict())
     fresh.generation_config = model.generation_config
     fresh.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source.parent, **here).save_pretrained(target)
 
 
 if __name__ == "__main__":
