@@ -452,6 +452,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             METRICS,
         ),
         Term("episode/failures", "restarts of failed environments, per episode", "0", METRICS),
+        Term("episode/crashed", "share of agents that failed after a turn and were judged all the same", "0", METRICS),
         Term("episode/out_of_turns", "share of episodes that reached environment.turns or calls", below(0.1), METRICS),
         Term("episode/out_of_time", "share of episodes that reached environment.seconds", "0", METRICS),
         Term(

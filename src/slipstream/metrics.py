@@ -98,7 +98,7 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
     return numbers | episode_metrics(headers)
 
 
-EPISODE = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures", "branches")
+EPISODE = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures", "branches", "crashed")
 """Counts of each episode that are reported as means."""
 OWN = "own/"
 """Prefix of the counts that an environment defines itself."""

@@ -72,6 +72,9 @@ match how:
     case "fails":
         talk(1)
         sys.exit("it went wrong\\nno such thing")
+    case "dies":
+        talk(1)
+        os.kill(os.getpid(), 9)
     case "limit":
         try:
             talk(100)
@@ -248,6 +251,24 @@ def test_the_work_of_an_agent_that_ran_out_of_time_is_verified(tmp_path: Path) -
         (group,) = played(made, asked("hangs", mark=mark))
         assert [handle.header.finish for handle in group] == ["time", "time"]
         assert [handle.header.outcome["reward"] for handle in group] == [1.0, 1.0] and not left(mark)
+
+
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_an_agent_with_a_judge_that_fails_after_a_turn_is_judged_at_once(tmp_path: Path, how: str) -> None:
+    """What the student runs can make its agent fail: a second try would be a way to leave out bad episodes."""
+    judge = "import os; open(os.environ['SLIPSTREAM_VERDICT'], 'w').write('0')"
+    with agents(tmp_path, policy := Babble(), verify=judge) as made:
+        ((handle,),) = played(made, asked(how), sampling=replace(SAMPLING, group=1))
+        outcome = handle.header.outcome
+        assert handle.header.finish == "eos" and outcome["reward"] == 0.0
+        assert outcome["crashed"] == 1.0 and outcome["failures"] == 0.0
+        assert handle.header.trained_tokens == policy.drawn > 0
+
+
+def test_an_agent_with_a_judge_that_never_asked_is_tried_again(tmp_path: Path) -> None:
+    with agents(tmp_path, verify="raise AssertionError") as made:
+        ((handle,),) = played(made, asked("silent"), sampling=replace(SAMPLING, group=1))
+        assert handle.header.outcome == {"failed/error": 1.0, "failures": 3.0}
 
 
 @pytest.mark.parametrize("exits", [0, 1, 7])

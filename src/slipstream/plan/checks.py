@@ -245,6 +245,8 @@ async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> l
         f"{seen['episode/invalid']:.0%} with an invalid one, {seen['episode/seconds']:.2g} s for tools; ended by "
         + ", ".join(f"{end} {count}" for end, count in ends.most_common())
     )
+    if (crashed := seen["episode/crashed"]) > 0:
+        detail += f"; {crashed:.0%} of the agents ended with an error, and their work is judged as it is"
     rewards = [replace(reward_finding(groups), name="rewards of these")] if plan.engines.grader.rewards else []
     return [*failed, Finding("environment", True, detail), *rewards]
 

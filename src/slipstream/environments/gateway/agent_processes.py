@@ -115,6 +115,10 @@ class Program:
         return self.base_url if self.walls is None else f"http://127.0.0.1:{PORT}{path}"
 
     @property
+    def judged(self) -> bool:
+        return self.kind.agent.verify is not None
+
+    @property
     def workspace(self) -> Path:
         return self.place / "workspace"
 

@@ -32,6 +32,11 @@ Key = tuple[int, int, int, Sampling]
 
 
 class Player(Protocol):
+    @property
+    def judged(self) -> bool:
+        """Whether a judge looks at the agent's work, also if the agent failed."""
+        ...
+
     async def ended(self) -> str:
         """Wait until the agent ends; return the reason if it failed, else an empty string."""
         ...
@@ -157,7 +162,7 @@ class Agents:
                 session.began = asyncio.get_running_loop().time()
                 why = await self._ended(session, player)
                 session.close()
-                finish = self._finish(session, why)
+                finish = self._finish(session, why, player)
                 try:
                     async with asyncio.timeout(limit):
                         rewards = await player.rewards()
@@ -166,7 +171,8 @@ class Agents:
         finally:
             playing.session = None
             self.server.shut(name)
-        return session.rollouts(finish, call.sampling.group, {**rewards, "failures": float(failures)})
+        counts = {"failures": float(failures), "crashed": float(bool(why) and session.stopped is None)}
+        return session.rollouts(finish, call.sampling.group, {**rewards, **counts})
 
     async def _ended(self, session: Session, player: Player) -> str | None:
         """Return the reason why the agent failed, an empty string if it succeeded, or None if its time is over."""
@@ -184,14 +190,19 @@ class Agents:
                     await ended
                 await player.end()
 
-    def _finish(self, session: Session, why: str | None) -> Finish:
+    def _finish(self, session: Session, why: str | None, player: Player) -> Finish:
+        """Return how an episode ended; raise EnvironmentFailed if it must be played again.
+
+        An agent with a judge that failed after a turn is judged: its student may have made it fail. Another try would
+        let the student choose which of its episodes count.
+        """
         if not session.counts["turns"]:
             if why is None:
                 raise EnvironmentFailed("timeout", f"the agent got no answer in {self.limits.seconds:g} s")
             raise EnvironmentFailed("error", f"the agent got no answer: {why or 'it ended before'}")
         if why is None:
             return "time"
-        if why and session.stopped is None:
+        if why and session.stopped is None and not player.judged:
             raise EnvironmentFailed("crash" if why.startswith("killed") else "error", f"the agent failed: {why}")
         return session.stopped or "eos"
 

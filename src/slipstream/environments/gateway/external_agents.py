@@ -32,6 +32,7 @@ class ExternalAgent:
     closed: asyncio.Future[dict[str, float]]
     grace: float
     """Seconds after an episode's time limit in which the program may still send rewards."""
+    judged: bool = False
 
     async def ended(self) -> str:
         await asyncio.shield(self.closed)
