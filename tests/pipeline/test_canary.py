@@ -136,6 +136,16 @@ def test_a_tail_decides_nothing_and_a_tail_that_becomes_likely_does() -> None:
     assert difference(TEXT, tails, said(-23.0, -25.5)).apart < 1e-3, "also where all tokens are rare"
 
 
+def test_one_wrong_token_of_a_long_text_is_as_far_as_a_fifth_of_it() -> None:
+    """Its root mean square over 99 tokens is 0.06 / sqrt(99) = 0.006, below the limit of float32."""
+    *_, long = texts(Sampling(max_tokens=99))
+    was = [TextScores(np.full((99, 1), -1.0))]
+    now = [TextScores(np.where(np.arange(99) == 98, -1.06, -1.0)[:, None])]
+    found = difference([long], reference_of([was]), now)
+    assert found.apart == pytest.approx(0.06 / canary.PEAK) and found.apart > limit_of(0.0, exact=True)
+    assert "at position 98 of text 0 had log-prob -1.00, now -1.06" in found.said
+
+
 @pytest.mark.parametrize(
     "noise, exact", [(0.0, True), (1e-6, True), (1e-3, True), (4e-3, True), (1e-3, False), (0.02, False), (0.1, False)]
 )

@@ -408,6 +408,10 @@ class MLflow:
         import mlflow
 
         self.mlflow = mlflow
+        if not mlflow.is_tracking_uri_set():
+            mlflow.set_tracking_uri(f"sqlite:///{path.resolve() / 'mlflow.db'}")
+            if mlflow.get_experiment_by_name(config.log.project) is None:
+                mlflow.create_experiment(config.log.project, (path.resolve() / "mlflow").as_uri())
         mlflow.set_experiment(config.log.project)
         mlflow.start_run(run_name=path.name)
         mlflow.log_text(to_toml(config), "config.toml")

@@ -34,7 +34,7 @@ Key = tuple[int, int, int, Sampling]
 class Player(Protocol):
     @property
     def judged(self) -> bool:
-        """Whether a judge looks at the agent's work, also if the agent failed."""
+        """True if a judge looks at the agent's work, also if the agent failed."""
         ...
 
     async def ended(self) -> str:

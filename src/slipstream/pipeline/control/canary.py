@@ -5,7 +5,8 @@ Pure code: no tasks, no clock, no engine. `canary_rounds` sends the requests and
 A reference holds a teacher's answers at the start: for each log-prob the median of all answers of all replicas. The
 noise is the distance of a replica's answers from their own median; a replica with more noise than its number format
 explains is inconsistent. A replica has changed if its later answer is further from the reference than `limit_of`
-allows. A distance is the largest root mean square over the log-probs of a text, weighted by `weights`.
+allows. A distance is the largest root mean square over the log-probs of a text, or the largest difference of one
+log-prob divided by PEAK if that is more; both are weighted by `weights`.
 
 Shapes: N tokens of a text, M draws (tokens sampled at the same position), X log-probs per token (emitted one first).
 """
@@ -28,6 +29,8 @@ TEXTS, TOKENS, END = 4, 24, 4
 """Number of short texts per teacher, tokens of each after its prompt, and interval of end tokens among them."""
 ASKED, NOISE = 4, 3.0
 """Times that each replica scores the texts at the start, and limit as a multiple of the noise in these answers."""
+PEAK = 5.0
+"""Largest difference of one log-prob as a multiple of the limit of the root mean square."""
 LIKELY = 0.01
 """Probability from which on a token counts fully in a distance; rarer tokens count in proportion to theirs."""
 EXACT, ROUNDED = 0.01, 0.1
@@ -115,7 +118,8 @@ def weights(one: Floats, other: Floats) -> Floats:
 
 def distance(one: Floats, other: Floats) -> float:
     weight = weights(one, other)
-    return float(np.sqrt((weight * (one - other) ** 2).sum() / max(float(weight.sum()), 1.0)))
+    squares = weight * (one - other) ** 2
+    return float(np.sqrt(max(squares.sum() / max(float(weight.sum()), 1.0), squares.max() / PEAK**2)))
 
 
 def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[TextScores]) -> Difference:
