@@ -211,6 +211,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "KL to teacher",
         ),
         Term("teacher/kl_error teacher/TEACHER/kl_error", "standard error of teacher/kl", "–", METRICS),
+        Term(
+            "teacher/forward_kl",
+            "forward KL from teacher to student, estimated on responses that the teacher drew, before the update",
+            "falls, also where the reverse KL rises; below 0 by noise only",
+            LOSS,
+        ),
         Term("teacher/floored", "trained tokens whose teacher log-prob was raised to −100", "few", TRUST),
         Term("teacher/TEACHER/loss", "distillation loss on the tokens that this teacher scored", "falls", LOSS),
         Term("teacher/TEACHER/share", "this teacher's share of the trained tokens", "the share of its prompts", LOSS),

@@ -37,6 +37,8 @@ from slipstream.records import Counts, Scored
 Metrics = dict[str, Tensor]
 MIXED = "policy/mixed"
 """Share of tokens that the student did not draw; the learner divides means over its own tokens by the rest."""
+TAUGHT = "teacher/taught"
+"""Share of tokens that a teacher drew; the learner divides the forward KL by it."""
 DENSE = 4
 """Divisor of the chunk size for a loss over the vocabulary, which needs about twelve tensors of that size."""
 Cut = Callable[[Tensor], Tensor]
@@ -97,6 +99,7 @@ class Objective:
                 parts.append(terms.others(terms.rows(logp_N), terms.rows))
         total, metrics = _summed_parts(parts)
         metrics = entropy | metrics | {"loss": total.detach()}  # the entropy of the fused pass comes first
+        metrics |= terms.forward_kl(samples, logp_N.detach())
         if terms.support is not None:
             sizes_N = torch.from_numpy(terms.support.sizes_N).to(hidden_NH.device)
             metrics["kept/size"] = sizes_N[terms.mask_N].sum() / max(counts.n_tokens, 1)
@@ -264,6 +267,20 @@ class Terms:
         if self.factor_N is not None:
             loss_C, n = loss_C * self.factor_N[rows], self.units
         return self.method.loss.weight * loss_C.sum() / n, found
+
+    def forward_kl(self, samples: Sequence[Scored], logp_N: Tensor) -> Metrics:
+        """Return an estimate of the KL from teacher to student on responses of teachers; {} if there are none."""
+        n, found = max(self.counts.n_tokens, 1), list[Tensor]()
+        counts = [int(mask_T.sum()) for mask_T in self.masks]
+        split = zip(samples, torch.split(logp_N, counts), torch.split(self.mask_N, counts), strict=True)
+        for sample, own_N, mask_N in split:
+            if sample.rollout.prompt.source == "teacher" and sample.teacher_logp is not None:
+                gap_N = torch.from_numpy(sample.teacher_logp).to(own_N) - own_N
+                found.append(torch.stack([gap_N[mask_N].sum(), mask_N.sum().to(own_N)]))
+        if not found:
+            return {}
+        gap, tokens = torch.stack(found).sum(0) / n
+        return {"teacher/forward_kl": gap, TAUGHT: tokens}
 
     @property
     def units(self) -> float:

@@ -264,3 +264,27 @@ def replace_number(handle: Handle, more: int) -> Handle:
     rollout = handle.body
     prompt = replace(rollout.prompt, number=rollout.prompt.number + more)
     return Handle(replace(handle.header, number=prompt.number), replace(rollout, prompt=prompt))
+
+
+@pytest.mark.parametrize("loss", [ForwardKL(k=5), ReverseKLMC(m=1)], ids=["forward_kl", "reverse_kl_mc"])
+def test_forward_kl_is_estimated_on_the_responses_of_a_teacher_alone(loss: Any) -> None:
+    """The mean of log q − log p over tokens of the source "teacher", whatever the loss; other sources do not count."""
+    student, teacher = make_model(dtype=torch.float64), make_model(seed=3, dtype=torch.float64)
+    learner = learner_of(student, Method(loss=loss), token_budget=40)
+    groups = [*groups_of("teacher", logp=-1.0)[:2], *groups_of("file", logp=-1.0)[2:]]
+    needs = {"cache": "teacher_topk", "k": 5} if isinstance(loss, ForwardKL) else {}
+
+    async def work() -> dict[str, float]:
+        await accumulated(learner, await scored_by(teacher, groups, **needs), 1)
+        return await learner.step()
+
+    metrics = asyncio.run(work())
+    learner.close()
+    samples = samples_of(groups[:2])
+    tokens = torch.cat([torch.from_numpy(s.rollout.tokens).long() for s in samples])[:, None]
+    p, q = (
+        torch.cat(logits_of(m, samples)).log_softmax(-1).gather(1, tokens)
+        for m in (make_model(dtype=torch.float64), teacher)
+    )
+    assert metrics["teacher/forward_kl"] == pytest.approx((q - p).mean().item(), rel=1e-6)
+    assert "teacher/taught" not in metrics

@@ -40,6 +40,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     ),
     "learning": (
         Panel(r"teacher/kl", "KL to the teacher", "nats per token"),
+        Panel(r"teacher/forward_kl", "Forward KL on the teacher's answers", "nats per token"),
         Panel(r"loss", "Loss", "nats per token"),
         Panel(r"grad_norm", "Gradient norm", "before clipping"),
         Panel(r"student/entropy", "Entropy of the student", "nats per token"),

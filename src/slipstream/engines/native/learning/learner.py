@@ -47,7 +47,7 @@ from slipstream.metric_names import extreme
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
 from slipstream.objective.frozen import Frozen, freeze, present, unrejected
-from slipstream.objective.loss import MIXED, Objective
+from slipstream.objective.loss import MIXED, TAUGHT, Objective
 from slipstream.objective.method import MEASURED, Coefficients, Method, Supervised
 from slipstream.objective.sample_weights import Drifted, FreshnessWeights, SampleWeight, drifted, episode_of
 from slipstream.objective.sample_weights import key_of as key_of_sample
@@ -527,6 +527,8 @@ class NativeLearner:
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
         for name in [name for name in found if name.startswith("teacher/") and name.endswith("/loss")]:
             found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # mean over this teacher's tokens
+        if taught := found.pop(TAUGHT, 0.0):
+            found["teacher/forward_kl"] /= taught
         if "distill/overlap_any" in found:
             found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # mean where any overlap
         found |= self.passes.packing_metrics() | self.noise.metrics(gradient_scale) | self.age_metrics
