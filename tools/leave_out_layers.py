@@ -65,15 +65,18 @@ def questions(file: Path, count: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in file.read_text("utf-8").splitlines()[:count]]
 
 
-def answers(lm: LanguageModel, tokenizer: Tokenizer, asked: Sequence[str], max_tokens: int) -> list[Answer]:
-    """Return one answer to each question, drawn at temperature 1."""
+def answers(
+    lm: LanguageModel, tokenizer: Tokenizer, asked: Sequence[str], max_tokens: int, temperature: float = 1.0
+) -> list[Answer]:
+    """Return one drawn answer to each question."""
     chats = [[{"role": "user", "content": each}] for each in asked]
     ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
     sampler = NativeSampler(lm, slots=len(ids), stop_ids=stop_ids(tokenizer, lm.model.generation_config))
 
     async def draw() -> list[Answer]:
         prompts = [Prompt(id=str(i), number=i, tokens=np.array(each, np.int32), seed=i) for i, each in enumerate(ids)]
-        groups = await asyncio.gather(*(sampler.generate(each, Sampling(max_tokens=max_tokens)) for each in prompts))
+        sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
+        groups = await asyncio.gather(*(sampler.generate(each, sampling) for each in prompts))
         found = [group[0].body for group in groups]
         return [Answer(p, each.tokens.tolist(), each.finish == "eos") for p, each in zip(ids, found, strict=True)]
 
@@ -103,12 +106,12 @@ def choose(lm: LanguageModel, count: int, drawn: Sequence[Answer]) -> list[int]:
     return left_out
 
 
-def log_probs(lm: LanguageModel, drawn: Sequence[Answer]) -> Tensor:
+def log_probs(lm: LanguageModel, drawn: Sequence[Answer], temperature: float = 1.0) -> Tensor:
     """Return the log-probs [tokens, vocabulary] of all tokens of the answers."""
     rows = nn.utils.rnn.pad_sequence([each.ids for each in drawn], batch_first=True)
     hidden_BTH = lm.backbone(input_ids=rows, use_cache=False).last_hidden_state  # padding comes after all real tokens
     parts = [h[len(each.prompt) - 1 : len(each.ids) - 1] for h, each in zip(hidden_BTH, drawn, strict=True)]
-    return lm.model.get_output_embeddings()(torch.cat(parts)).float().log_softmax(-1)
+    return (lm.model.get_output_embeddings()(torch.cat(parts)).float() / temperature).log_softmax(-1)
 
 
 def forward_kl(logp: Tensor, logq: Tensor) -> float:

@@ -5,7 +5,7 @@
 STUDENT is the student before training, and RUN the run directory. The table has, for each model: forward KL from the
 teacher on the teacher's own answers and reverse KL on the model's own answers (nats per token), the share of answers
 that end by themselves, and the share of 4-grams that repeat an earlier one of the same answer. Below it, the first
-prompts with the answers of all models.
+prompts with the answers of all models. Answers and KL have the temperature of configs/real.toml.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.records import REPEATED_N, repetition
 
-PROMPTS, TOKENS, PRINTED = 32, 128, 4
+PROMPTS, TOKENS, PRINTED = 64, 128, 4
 """Number of held-out prompts, maximum tokens of an answer, and number of prompts whose answers are printed."""
+TEMPERATURE = 0.7
 ROWS = 8
 """Number of answers in one forward pass."""
 
@@ -41,13 +42,13 @@ def main() -> None:
     tokenizer = load_tokenizer(args.teacher)
     asked = questions(args.prompts, PROMPTS)
     teacher = load_model(args.teacher, dtype="float32", device="cpu")
-    theirs = answers(teacher, tokenizer, asked, TOKENS)
+    theirs = answers(teacher, tokenizer, asked, TOKENS, TEMPERATURE)
     console, table = Console(), Table("", "forward KL", "reverse KL", "ended", "repeated", box=None)
     drawn = dict[str, list[Answer]]()
     for name, path in {"before": args.student, **students(args.run)}.items():
         student = load_model(path, dtype="float32", device="cpu")
-        drawn[name] = own = answers(student, tokenizer, asked, TOKENS)
-        forward, reverse = kl(teacher, student, theirs), kl(student, teacher, own)
+        drawn[name] = own = answers(student, tokenizer, asked, TOKENS, TEMPERATURE)
+        forward, reverse = kl(teacher, student, theirs, TEMPERATURE), kl(student, teacher, own, TEMPERATURE)
         table.add_row(name, f"{forward:.3f}", f"{reverse:.3f}", f"{share_ended(own):.0%}", f"{repeated(own):.1%}")
     drawn["teacher"] = theirs
     table.add_row("teacher", "0", "0", f"{share_ended(theirs):.0%}", f"{repeated(theirs):.1%}")
@@ -68,12 +69,12 @@ def students(run: Path) -> dict[str, str]:
 
 
 @torch.no_grad()
-def kl(one: LanguageModel, other: LanguageModel, drawn: Sequence[Answer]) -> float:
+def kl(one: LanguageModel, other: LanguageModel, drawn: Sequence[Answer], temperature: float) -> float:
     """Return KL(one ‖ other) over the whole vocabulary, in nats per token, on answers that `one` has drawn."""
     total, count = 0.0, 0
     for start in range(0, len(drawn), ROWS):
         some = drawn[start : start + ROWS]
-        logp, logq = log_probs(one, some), log_probs(other, some)
+        logp, logq = log_probs(one, some, temperature), log_probs(other, some, temperature)
         total += float((logp.exp() * (logp - logq)).sum())
         count += len(logp)
     return total / count
