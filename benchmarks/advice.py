@@ -1,12 +1,15 @@
 """Does `slipstream advise` name what was done to a run, and is it silent where nothing was?
 
     python benchmarks/advice.py [planted] [healthy] [--runs DIR] [--only NAME …]
+    python benchmarks/advice.py --real
     python benchmarks/advice.py --studies runs/mismatch runs/clock …
 
 Planted: runs of the built-in models with one thing wrong each, by a setting, or by an engine that stands around the
-real one and does what it is called. They begin without checks, which would refuse some of them. Healthy: twenty runs of
-other seeds, losses and schedules. One run at a time, a minute each on two cores; those that are in DIR already are
-read, and not made again. Of finished studies it is told what is said of their runs, which no rule was made by.
+real one and does what it is called. They begin without checks, which would refuse some of them. Healthy: twenty runs
+of other seeds, losses and schedules. One run at a time, a minute each on two cores; those that are in DIR already are
+read, and not made again. `--real`: the same with a real model and its pruned student, after `make real` and
+`benchmarks/real_clock.py`, which leaves the student after its supervised start. Of finished studies it is told what
+is said of their runs, which no rule was made by.
 """
 
 from __future__ import annotations
@@ -45,19 +48,31 @@ def ten_eights(text: str, ground_truth: str) -> float:
 # --- configs ----------------------------------------------------------------------------------------------------------
 
 
-def config_of(seed: int, changes: Config) -> Config:
-    """The built-in task, with sections changed key by key; what is None is left out."""
-    base: Config = {
-        "student": "builtin:student",
-        "updates": 50,
-        "seed": seed,
-        "teachers": {"main": {"model": "builtin:teacher"}},
-        "data": {"eval": "builtin:arithmetic"},
-        "sampler": {"max_tokens": 80},
-        "learner": {"batch_size": 32, "lr": 1e-3, "warmup": 10},
-        "task": {"reward": "exact"},
-        "eval": {"every": 10, "prompts": 100},
-    }
+BUILT_IN: Config = {
+    "student": "builtin:student",
+    "updates": 50,
+    "teachers": {"main": {"model": "builtin:teacher"}},
+    "data": {"eval": "builtin:arithmetic"},
+    "sampler": {"max_tokens": 80},
+    "learner": {"batch_size": 32, "lr": 1e-3, "warmup": 10},
+    "task": {"reward": "exact"},
+    "eval": {"every": 10, "prompts": 100},
+}
+REAL: Config = {
+    "student": "build/real_clock/start",
+    "updates": 16,
+    "teachers": {"main": {"model": "build/real/teacher.gguf", "dtype": "bfloat16"}},
+    "data": {"train": "build/real/train.jsonl", "chat": True},
+    "sampler": {"max_tokens": 32, "dtype": "bfloat16"},
+    "loss": {"kind": "reverse_kl_mc", "m": 16},
+    "learner": {"batch_size": 16, "lr": 5e-5, "warmup": 2, "compute_dtype": "bfloat16"},
+    "checkpoint": {"minutes": 0},
+}
+
+
+def config_of(seed: int, changes: Config, task: Config = BUILT_IN) -> Config:
+    """The task, with sections changed key by key; what is None is left out."""
+    base: Config = {**task, "seed": seed}
     for name, value in changes.items():
         below = base.get(name)
         base[name] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
@@ -177,8 +192,12 @@ class Ascending(Around):
 
 
 class SlowPublish(Around):
+    def __init__(self, inner: Any, seconds: float = 1.0) -> None:
+        super().__init__(inner)
+        self.seconds = seconds
+
     async def publish(self, weights: Any, mode: Any) -> Any:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self.seconds)
         return await self.inner.publish(weights, mode)
 
 
@@ -278,12 +297,43 @@ PLANTED: dict[str, Plant] = {
 }
 
 
+LESS = {"updates": 10}
+REAL_PLANTED: dict[str, Plant] = {
+    "sampler at temperature 1.4": Plant("engine mismatch", LESS, samplers(Hotter)),
+    "sampler with other weights": Plant("engine mismatch", LESS, samplers(Shaken)),
+    "recorded log-probs x 0.9, sync": Plant("engine mismatch", {**LESS, **schedule("sync")}, samplers(Scaled)),
+    "publishes are not loaded, sync": Plant("engine mismatch", {**at(5e-4), **schedule("sync")}, samplers(Stuck)),
+    "steps of the wrong sign, sync": Plant("wrong direction", schedule("sync"), learner(Ascending)),
+    "lr 1e-2, sync": Plant("step too large", {**at(1e-2), **schedule("sync")}),
+    "teacher sees Q{prompt}A": Plant("wrong template", {**seen("Q{prompt}A"), **LESS}),
+    "student without a supervised start": Plant(
+        "student too far", {"student": "build/real/student", **at(5e-4), **schedule("sync"), "updates": 24}
+    ),
+    "scoring 3 s slower": Plant("slow teacher", LESS, scorers(lambda each: Slow(each, 3.0))),
+    "rollouts 3 s slower": Plant("slow sampler", LESS, samplers(lambda each: Slow(each, 3.0))),
+    "publish 20 s slower": Plant("slow publish", LESS, samplers(lambda each: SlowPublish(each, 20.0))),
+}
+FLOAT32: Config = {
+    "teachers": {"main": {"model": "build/real/teacher.gguf"}},
+    "sampler": {"dtype": "float32"},
+    "learner": {"compute_dtype": None},
+}
+REAL_HEALTHY: dict[str, Config] = {
+    "reverse_kl_mc, sync": schedule("sync"),
+    "reverse_kl_mc, async(4)": schedule("async", tau=4),
+    "forward_kl exact, async(1)": {"loss": {"kind": "forward_kl", "m": None, "cache": "hidden"}},
+    "reverse_kl_mc, sync, float32": {**FLOAT32, **schedule("sync")},
+    "reverse_kl_mc, LoRA": {"learner": {"lr": 5e-4, "lora": {"rank": 8}}},
+}
+
+
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def planted(plant: Plant, path: Path, *, seed: int = 7) -> Advice:
+def planted(plant: Plant, path: Path, task: Config, *, seed: int = 7) -> Advice:
     with behind(plant) as teachers:
-        config = config_of(seed, plant.changes | teachers | {"runtime": {"kind": "inline"}, "health": {"canary": 0}})
+        beside = {"runtime": {"kind": "inline"}, "health": {"canary": 0}}
+        config = config_of(seed, plant.changes | teachers | beside, task)
         if not path.exists():
             train_with(plant.done, config, path)
     return advise(read(path))
@@ -322,12 +372,12 @@ def train_with(done: Callable[[Any], Any], config: Config, path: Path) -> None:
         engines.close()
 
 
-def healthy(changes: Config, path: Path, *, seed: int) -> Advice:
+def healthy(changes: Config, path: Path, task: Config, *, seed: int) -> Advice:
     import slipstream
 
     if not path.exists():
         try:
-            slipstream.train(config_of(seed, changes) | {"output": str(path)}, quiet=True)
+            slipstream.train(config_of(seed, changes, task) | {"output": str(path)}, quiet=True)
         except slipstream.SlipstreamError as error:
             print(f"  (it was not: {str(error)[:100]} …)", flush=True)
     return advise(read(path))
@@ -337,12 +387,12 @@ def of(advice: Advice, *weights: str) -> str:
     return ", ".join(answer.name for answer in advice.answers if answer.weight in weights) or "–"
 
 
-def report_planted(runs: Path, only: list[str]) -> None:
+def report_planted(runs: Path, only: list[str], plants: dict[str, Plant], task: Config) -> None:
     print("| planted | updates | named first | named at all | what is said |\n| --- | --- | --- | --- | --- |")
-    chosen = {name: plant for name, plant in PLANTED.items() if not only or name in only}
+    chosen = {name: plant for name, plant in plants.items() if not only or name in only}
     firsts = named = 0
     for name, plant in chosen.items():
-        advice = planted(plant, runs / f"planted {name}".replace("/", "_"))
+        advice = planted(plant, runs / f"planted {name}".replace("/", "_"), task)
         first = bool(advice.answers) and advice.answers[0].name == plant.named
         any_of = first or any(plant.named in (each.name, *each.explains) for each in advice.answers)
         firsts, named = firsts + first, named + any_of
@@ -351,13 +401,13 @@ def report_planted(runs: Path, only: list[str]) -> None:
     print(f"\nnamed first {firsts}, named {named}, of {len(chosen)}\n")
 
 
-def report_healthy(runs: Path, only: list[str], seed: int) -> None:
+def report_healthy(runs: Path, only: list[str], seed: int, well: dict[str, Config], task: Config) -> None:
     print("| healthy | updates | errors | lost time | warnings and suggestions |\n| --- | --- | --- | --- | --- |")
     alarms = count = 0
-    for number, (name, changes) in enumerate(HEALTHY.items()):
+    for number, (name, changes) in enumerate(well.items()):
         if only and name not in only:
             continue
-        advice = healthy(changes, runs / f"healthy {name}", seed=seed + number)
+        advice = healthy(changes, runs / f"healthy {name}", task, seed=seed + number)
         alarms, count = alarms + bool(advice.wrong), count + 1
         columns = (of(advice, "wrong"), of(advice, "speed"), of(advice, "watch", "tune"))
         print(f"| {name} | {advice.updates} | {' | '.join(columns)} |", flush=True)
@@ -385,6 +435,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["planted", "healthy"])
     parser.add_argument("--runs", type=Path, help="keep runs there")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--real", action="store_true", help="a real model in place of the built-in ones")
     parser.add_argument("--seed", type=int, default=0, help="of the first healthy run; each has its own")
     parser.add_argument("--studies", nargs="+", type=Path, default=[], metavar="DIR", help="read these instead")
     args = parser.parse_args()
@@ -395,10 +446,11 @@ def main() -> None:
         parser.error(f"{unknown.pop()!r} is neither planted nor healthy")
     runs = args.runs or Path(tempfile.mkdtemp(prefix="advice-"))
     runs.mkdir(parents=True, exist_ok=True)
+    task = REAL if args.real else BUILT_IN
     if "planted" in args.what:
-        report_planted(runs, args.only)
+        report_planted(runs, args.only, REAL_PLANTED if args.real else PLANTED, task)
     if "healthy" in args.what:
-        report_healthy(runs, args.only, args.seed)
+        report_healthy(runs, args.only, args.seed, REAL_HEALTHY if args.real else HEALTHY, task)
 
 
 if __name__ == "__main__":
