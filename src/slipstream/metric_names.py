@@ -435,6 +435,14 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         ),
         Term("truncated", "share of responses that reached sampler.max_tokens", below(0.1), METRICS, "cut off"),
         Term("accuracy", "mean reward on held-out prompts", "rises", "pipeline/evaluate.py", "held-out accuracy"),
+        Term(
+            "kl",
+            "without task.reward: reverse KL to the teacher on answers to held-out prompts",
+            "falls",
+            "pipeline/evaluate.py",
+            "held-out KL",
+        ),
+        Term("kl_error", "standard error of this KL", "–", "pipeline/evaluate.py"),
     ),
     "Episodes": (
         Term("episode/turns", "turns of the student, mean over episodes", "–", METRICS, "turns"),

@@ -166,12 +166,17 @@ def trust_metrics(headers: Sequence[Header]) -> Metrics:
     numbers: Metrics = {"teacher/floored": float(sum(header.floored for header in headers))} if by_teacher else {}
     for name, scored in sorted(by_teacher.items()):
         prefix = f"teacher/{name}" if len(by_teacher) > 1 else "teacher"
-        tokens, k = sum(header.trained_tokens for header in scored), len(scored)
-        kl = sum(header.gap for header in scored) / tokens
-        off = [header.gap - kl * header.trained_tokens for header in scored] if k > 1 else [scored[0].gap]
-        error = sqrt(sum(gap**2 for gap in off) * k / max(k - 1, 1)) / tokens
+        kl, error = kl_and_error(scored)
         numbers |= {f"{prefix}/kl": kl, f"{prefix}/kl_error": error}
     return numbers
+
+
+def kl_and_error(scored: Sequence[Header]) -> tuple[float, float]:
+    """Return the mean gap per trained token of scored responses, and its standard error."""
+    tokens, k = sum(header.trained_tokens for header in scored), len(scored)
+    kl = sum(header.gap for header in scored) / tokens
+    off = [header.gap - kl * header.trained_tokens for header in scored] if k > 1 else [scored[0].gap]
+    return kl, sqrt(sum(gap**2 for gap in off) * k / max(k - 1, 1)) / tokens
 
 
 def relabel_metrics(headers: Sequence[Header]) -> Metrics:

@@ -383,9 +383,20 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "eval.n = 65 needs sampler.slots of at least 65",
     ),
     "evaluation without data": ({"eval": {"every": 1}}, "eval.every needs held-out prompts: set data.eval"),
-    "evaluation without reward": (
-        {"eval": {"every": 1}, "data": {"eval": "x.jsonl"}},
+    "evaluation without reward and teacher": (
+        {
+            "eval": {"every": 1},
+            "data": {"eval": "x.jsonl"},
+            "teachers": {},
+            "loss": {"weight": 0.0},
+            "sft": {"updates": 1, "source": "data"},
+            "updates": 1,
+        },
         'eval.every needs a way to grade answers: set task.reward, for example "exact"',
+    ),
+    "temperature of an evaluation without reward": (
+        {"eval": {"every": 1, "temperature": 0.5}, "data": {"eval": "x.jsonl"}},
+        "eval.temperature does nothing without task.reward: the KL to the teacher is that of the policy that training",
     ),
     "two trust regions": (
         {"loss": {"clip": 0.2, "ratio_cap": 2.0}},

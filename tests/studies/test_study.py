@@ -347,6 +347,14 @@ def test_a_measure_is_of_the_end() -> None:
     assert measured("eval/hard/accuracy", updates, evaluations, last=3) == 0.3
     assert measured("reward/exact", updates, [], last=4) is None
     assert measured("eval/accuracy", updates, [], last=4) is None
+    by_kl = [
+        {"update": update, "kl": kl, **of} for update, kl, of in ((0, 2.0, {}), (2, 0.5, {}), (2, 0.25, {"set": "a"}))
+    ]
+    assert [measured(name, updates, by_kl, last=1) for name in ("eval/kl", "eval/a/kl", "eval/accuracy")] == [
+        0.5,
+        0.25,
+        None,
+    ]
     rewards = [{"reward/exact": value} for value in [0.6] * 40 + [0.1] * 40]
     assert measured("collapse/reward/exact", rewards, [], last=3) == 1
     assert measured("collapse/reward/exact", rewards[:40], [], last=3) == 0

@@ -437,7 +437,8 @@ class EvalConfig(Section):
     every: Annotated[int, Field(ge=0)] | BySet = 0
     """Number of updates between two evaluations: one number, or one for each held-out set by name, as in
     { math = 10, code = 50 }. The student is also evaluated at the start and at the end. 0 never evaluates, and the
-    other settings of [eval] then have no effect."""
+    other settings of [eval] then have no effect. With task.reward it measures accuracy, without it the reverse KL to
+    the teacher."""
     prompts: Annotated[int, Field(ge=1)] | BySet = 200
     """Number of held-out prompts of each set; one number, or one for each set by name."""
     n: Annotated[int, Field(ge=1)] | BySet = 1
@@ -670,8 +671,13 @@ class Config(Section):
             return
         if self.data.eval is None:
             raise ValueError("eval.every needs held-out prompts: set data.eval")
-        if not self.task.reward:
+        if not self.task.reward and not self.teachers:
             raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
+        if not self.task.reward and self.eval.changed("temperature"):
+            raise ValueError(
+                "eval.temperature does nothing without task.reward: the KL to the teacher is that of the policy that "
+                "training samples from; drop it"
+            )
         for key in "every", "prompts", "n":
             named = getattr(self.eval, key)
             if isinstance(named, dict) and (other := sorted(named.keys() ^ self.data.held_out.keys())):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.protocols import Sampling
@@ -29,6 +31,8 @@ def rollout_sampling(config: Config) -> Sampling:
 
 
 def eval_sampling(config: Config, name: str) -> Sampling:
-    """Return the sampling of a held-out set."""
+    """Return the sampling of a held-out set: without rewards that of training, whose KL to the teacher is measured."""
     n, temperature = config.eval.of(name, "n"), config.eval.temperature
+    if not config.task.reward:
+        return replace(rollout_sampling(config), group=n)
     return Sampling(max_tokens=config.sampler.max_tokens, group=n, temperature=temperature)

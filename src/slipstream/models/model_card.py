@@ -32,13 +32,14 @@ def card(config: Tree, path: Path) -> str:
     """Return the text of the model card of a finished run; `path` is its run directory."""
     lines = read_lines(path / METRICS)
     trained, evaluated = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
+    measured = "mean reward" if config["task"]["reward"] else "KL to the teacher"
     parts = [
         head(config),
         f"# {path.absolute().name}",
         f"{named(config['student'])}, trained {how(config)} with Slipstream {slipstream.__version__}.",
         table(["", ""], setup(config, trained)),
         *section("From the first update to the last", ["", "first", "last"], course(trained)),
-        *section("Held-out prompts", ["set", "update", "answers", "mean reward"], accuracies(config, evaluated)),
+        *section("Held-out prompts", ["set", "update", "answers", measured], accuracies(config, evaluated)),
         "## How to load it",
         loading(config, path / "final"),
     ]
@@ -126,13 +127,18 @@ def course(trained: Sequence[Tree]) -> Iterator[Row]:
 
 
 def accuracies(config: Tree, evaluated: Sequence[Tree]) -> Iterator[Row]:
-    """Yield table rows with the accuracy of each evaluation set: at the first evaluation and at the last."""
+    """Yield table rows with the accuracy or KL of each evaluation set: at the first evaluation and at the last."""
     held_out = config["data"].get("eval")
     for name in dict.fromkeys(line.get("set", "") for line in evaluated):
         of_set = [line for line in evaluated if line.get("set", "") == name]
         source = held_out[name] if name else held_out
         for line in [of_set[0], *of_set[1:][-1:]]:
-            yield f"`{source}`", str(line["update"]), f"{line['samples']:,.0f}", f"{line['accuracy']:.4g}"
+            yield (
+                f"`{source}`",
+                str(line["update"]),
+                f"{line['samples']:,.0f}",
+                f"{line.get('accuracy', line.get('kl')):.4g}",
+            )
 
 
 def loading(config: Tree, final: Path) -> str:

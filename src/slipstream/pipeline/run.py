@@ -80,6 +80,7 @@ class Pipeline:
     groups: Groups
     canaries: Canaries
     rollouts: Rollouts
+    scoring: Scoring
     publishing: Publishing
     learning: Learning
 
@@ -295,7 +296,7 @@ class Run:
             checkpoint_due=lambda: self._checkpoint_due(trace.now()),
             capture=self._checkpoint,
         )
-        return Pipeline(trace, pools, samplers, progress, groups, canaries, rollouts, publishing, learning)
+        return Pipeline(trace, pools, samplers, progress, groups, canaries, rollouts, scoring, publishing, learning)
 
     def _teacher(self, key: str, trace: Trace, shared: Any) -> Teacher:
         """Return the teacher of the scorers under this key; without teachers it stands for `Unscored`."""
@@ -431,7 +432,7 @@ class Run:
     async def _evaluate(self) -> None:
         config, rewards, update = self.config, self.config.task.names, self.admission.version
         pipeline = self.pipeline
-        if not config.eval.every or not rewards or pipeline is None or update == self.log.evaluated:
+        if not config.eval.every or pipeline is None or update == self.log.evaluated:
             return
         final = update == config.updates  # the final student is always evaluated
         due = {
@@ -448,13 +449,15 @@ class Run:
             group: Group = ()
             while unfinished(group):
                 group = await pipeline.samplers.call(f"held-out prompt {prompt.number}", answer)
+            if not rewards:
+                group = await pipeline.scoring.scored(group, f"answers to held-out prompt {prompt.number}")
             pipeline.progress.note_change()
             return list(group)
 
         began = pipeline.trace.now()
         found = {name: await answers(generate, each, eval_sampling(config, name)) for name, each in due.items()}
         for name, groups in found.items():  # no await here: a stopped run records all sets or none
-            self.log.metrics("eval", summary(groups, rewards[0]), update=update, of=name)
+            self.log.metrics("eval", summary(groups, "".join(rewards[:1])), update=update, of=name)
         pipeline.groups.ledger.evaluated(pipeline.trace.now() - began)
 
 

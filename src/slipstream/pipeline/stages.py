@@ -237,6 +237,15 @@ class Scoring:
             groups.admission.scored(number)
             groups.end_stage(number)
 
+    async def scored(self, group: Group, what: str) -> list[Handle]:
+        """Return a group that is not trained on, with the scores of its teacher."""
+        teacher = of_teacher(self.teachers, group[0].header.teacher)
+
+        async def score(worker: Worker[Scorer]) -> list[Handle]:
+            return gradable_members(await worker.engine.score(group))
+
+        return await teacher.pool.call(what, score)
+
     def is_stale(self, number: int) -> bool:
         """Return whether to score a group again: always, never, or (stale) if teacher weights or attempts changed."""
         if self._skips:

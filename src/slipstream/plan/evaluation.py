@@ -110,10 +110,21 @@ def graded_rows(
 
 
 def eval_prompts(
-    rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int, tools: Tools = None, tells: bool = False
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    *,
+    seed: int,
+    tools: Tools = None,
+    tells: bool = False,
+    teachers: Sequence[str] = (),
 ) -> list[Prompt]:
-    """Return the prompts in the order of the rows. `tells`: prompts keep their text or messages, which agents need."""
-    prompts = Prompts(rows, encode_rows(rows, tokenizer, data, tools), seed=seed, shuffle=False, tells=tells)
+    """Return the prompts in the order of the rows. `tells`: prompts keep their text or messages, which agents need.
+
+    `teachers` are the names of the rows' teachers, if they score answers.
+    """
+    tokens = encode_rows(rows, tokenizer, data, tools)
+    prompts = Prompts(rows, tokens, seed=seed, shuffle=False, tells=tells, teachers=teachers)
     return [prompts.at(number) for number in range(len(rows))]
 
 

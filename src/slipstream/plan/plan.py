@@ -752,7 +752,9 @@ def held_out_prompts(
         split, limit = data.eval_split, config.eval.of(name, "prompts")
         loaded = load_rows(source, data, split=split, limit=limit, where=data.eval_where, say=notes.append)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
-        every = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=tells_prompts(config))
+        judges = [] if config.task.reward else routes(config, rows, held_out=True)
+        shown: Any = {"seed": config.seed, "tools": tools, "tells": tells_prompts(config)}
+        every = eval_prompts(rows, tokenizer, data, teachers=judges, **shown)
         what, tokens = f"data.eval{name and '.'}{name}", [prompt.tokens for prompt in every]
         fit = prompts_that_fit(config, tokenizer, rows, tokens, what, notes.append)
         rows, tokens = [rows[place] for place, _ in fit], [ids for _, ids in fit]

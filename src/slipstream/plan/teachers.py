@@ -35,8 +35,11 @@ PROBED = 16
 """Number of prompt tokens that are sent to an endpoint as a test."""
 
 
-def routes(config: Config, rows: Sequence[Row]) -> list[str]:
-    """Return the name of the teacher of every row; names are empty if the run has no teacher."""
+def routes(config: Config, rows: Sequence[Row], *, held_out: bool = False) -> list[str]:
+    """Return the name of the teacher of every row; names are empty if the run has no teacher.
+
+    `held_out`: teachers may have none of these rows.
+    """
     if len(config.teachers) <= 1:
         return [next(iter(config.teachers), "")] * len(rows)
     column, by_key = config.data.teacher_key, routed_by(config.teachers)
@@ -53,7 +56,7 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
             )
     known = {str(key) for key in keys}
     for key, name in by_key.items():
-        if key not in known:
+        if key not in known and not held_out:
             raise ConfigError(
                 f"teachers.{name}: no prompt has {column} = {key!r} (data.teacher_key), its key: write another "
                 f"teachers.{name}.key, or drop it; prompts have {', '.join(sorted(known))}"

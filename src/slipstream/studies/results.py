@@ -225,13 +225,13 @@ class Sweep:
 
 
 def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
-    """Return the last accuracy, last value of a growing metric, or mean of last updates; None if never written.
+    """Return the last evaluation, last value of a growing metric, or mean of last updates; None if never written.
 
     collapse/… and peak_to_end/… are computed from all updates.
     """
     if measure.startswith("eval/"):
-        accuracy = [line["accuracy"] for line in evaluated(measure, evaluations)]
-        return accuracy[-1] if accuracy else None
+        of_set = evaluated(measure, evaluations)
+        return of_set[-1][measure.rpartition("/")[2]] if of_set else None
     of_run, _, name = measure.partition("/")
     if of_run in OF_RUNS and (rewards := [line[name] for line in updates if name in line]):
         return OF_RUNS[of_run](rewards)
@@ -240,9 +240,9 @@ def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line],
 
 
 def evaluated(measure: str, evaluations: Sequence[Line]) -> list[Line]:
-    """Return the evaluations of one held-out set, given by a measure eval/accuracy or eval/SET/accuracy."""
-    held_out_set = measure.removeprefix("eval/").rpartition("/")[0]
-    return [line for line in evaluations if line.get("set", "") == held_out_set and "accuracy" in line]
+    """Return the evaluations of a held-out set that have a measure like eval/accuracy or eval/SET/kl."""
+    held_out_set, _, name = measure.removeprefix("eval/").rpartition("/")
+    return [line for line in evaluations if line.get("set", "") == held_out_set and name in line]
 
 
 def combine_by_seed(points: Sequence[BySeed], combine: Callable[[list[float]], float]) -> BySeed:

@@ -272,7 +272,8 @@ def check_measure(measure: str, point: Point) -> None:
     measure = name if of_run in OF_RUNS and name.startswith("reward/") else measure
     config, head, tail = point.config, *measure.partition("/")[::2]
     if head == "eval":
-        known = [f"eval/{of}/accuracy" if of else "eval/accuracy" for of in config.data.held_out] or ["eval/accuracy"]
+        kind = "accuracy" if config.task.reward else "kl"
+        known = [f"eval/{of}/{kind}" if of else f"eval/{kind}" for of in config.data.held_out] or [f"eval/{kind}"]
         if measure not in known:
             raise ConfigError(f"sweep.measure: {measure!r}; {did_you_mean(measure, known)}")
         if not config.eval.every:

@@ -45,8 +45,9 @@ class SweepConfig(Section):
     """Seeds; every combination of settings runs once with each."""
     measure: tuple[str, ...] = Field(min_length=1)
     """One or several measures: a name of metrics.jsonl (mean over the last updates), eval/accuracy or
-    eval/SET/accuracy (the last evaluation), or time (total seconds). collapse/reward/NAME is 1 for a run whose reward
-    collapsed, else 0; peak_to_end/reward/NAME is the best mean of ten updates minus the last one."""
+    eval/SET/accuracy (the last evaluation; eval/kl without rewards), or time (total seconds). collapse/reward/NAME is 1
+    for a run whose reward collapsed, else 0; peak_to_end/reward/NAME is the best mean of ten updates minus the last
+    one."""
     last: int = Field(20, ge=1)
     """Number of last updates over which the mean of a measure is taken."""
     x: str | None = None

@@ -299,7 +299,7 @@ def accuracy_of(evaluations: Sequence[Line]) -> dict[str, list[Level]]:
     """Return accuracies by held-out set, with binomial errors as if all samples were independent."""
     found: dict[str, list[Level]] = {}
     for line in evaluations:
-        mean, count = line.get("accuracy", 0.0), line.get("samples", 0.0)
+        mean, count = line.get("accuracy", -1.0), line.get("samples", 0.0)
         if count and 0 <= mean <= 1:
             found.setdefault(line.get("set", ""), []).append(
                 Level(mean, sqrt(max(mean * (1 - mean), 1 / count) / count))

@@ -35,20 +35,23 @@ GROUPS = {
 }
 
 
-def accuracy(runs: Sequence[Reading]) -> Iterator[Figure]:
+def held_out(runs: Sequence[Reading]) -> Iterator[Figure]:
     note = "Error bars: one standard error over the held-out prompts, at most."
-    for name in held_out_sets(runs):
-        label = f"Accuracy on {name}" if name else "Held-out accuracy"
-        found = [(slot, run, run.accuracies[name]) for slot, run in enumerate(runs) if name in run.accuracies]
+    for key in held_out_sets(runs):
+        measure, name = key
+        share, kind = measure == "accuracy", "accuracy" if measure == "accuracy" else "KL to the teacher"
+        y = kind if share else "nats per token"
+        label = f"{kind[0].upper()}{kind[1:]} on {name}" if name else f"Held-out {kind}"
+        found = [(slot, run, run.held_out[key]) for slot, run in enumerate(runs) if key in run.held_out]
         measured = [run for _, run, _ in found]
         series = [Series(run.name, each.updates, each.values, slot, each.errors) for slot, run, each in found]
-        changes = [f"{shown(each.y[0], share=True)} → {shown(each.y[-1], share=True)}" for each in series]
+        changes = [f"{shown(each.y[0], share=share)} → {shown(each.y[-1], share=share)}" for each in series]
         title = f"{label} against updates: {named(changes, measured)}"
-        yield figures.curves(title, note, series, x="update", y="accuracy", share=True, marks=True)
+        yield figures.curves(title, note, series, x="update", y=y, share=share, marks=True)
         series = [replace(each, x=[run.at(u) for u in each.x]) for each, run in zip(series, measured, strict=True)]
-        ends = [f"{shown(each.y[-1], share=True)} after {duration(each.x[-1])}" for each in series]
+        ends = [f"{shown(each.y[-1], share=share)} after {duration(each.x[-1])}" for each in series]
         title = f"{label} against wall clock: {named(ends, measured)}"
-        yield figures.curves(title, note, series, x=SECONDS, y="accuracy", share=True, marks=True)
+        yield figures.curves(title, note, series, x=SECONDS, y=y, share=share, marks=True)
 
 
 def waits(runs: Sequence[Reading]) -> Figure:

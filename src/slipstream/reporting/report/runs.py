@@ -21,15 +21,19 @@ from slipstream.run_dir.reading import Line, RunDir
 
 Column = tuple[list[float], list[float]]
 """Updates, and the values of a metric at these updates."""
+MEASURES = {"accuracy", "kl"}
+"""Metrics that an evaluation may have: accuracy by the first reward, or else the KL to the teacher."""
 OPTIONAL = ("environment", "policy", "reference", "freshness")
 """Config sections that have no effect unless they are written."""
 
 
-class Accuracy(NamedTuple):
+class HeldOut(NamedTuple):
+    """Accuracy on a held-out set, or the KL to the teacher there."""
+
     updates: list[float]
     values: list[float]
     errors: list[float | None]
-    """Upper bounds of the standard errors."""
+    """Standard errors; those of accuracy are upper bounds."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +76,22 @@ class Reading:
         return seconds_at(self.metrics, update)
 
     @cached_property
-    def accuracies(self) -> dict[str, Accuracy]:
-        """Accuracy on every held-out set, by the name of the set."""
-        found: dict[str, Accuracy] = {}
+    def held_out(self) -> dict[tuple[str, str], HeldOut]:
+        """Evaluations by measure (accuracy or KL) and name of the held-out set."""
+        found: dict[tuple[str, str], HeldOut] = {}
         for line in self.evaluations:
-            if "accuracy" in line:
+            for measure in MEASURES & line.keys():
                 name = line.get("set", "")
-                each, n = found.setdefault(name, Accuracy([], [], [])), self.config.eval.of(name, "n")
+                each, n = found.setdefault((measure, name), HeldOut([], [], [])), self.config.eval.of(name, "n")
+                of_accuracy = standard_error(line[measure], line.get("samples", 0.0) / n)
                 each.updates.append(float(line["update"]))
-                each.values.append(line["accuracy"])
-                each.errors.append(standard_error(line["accuracy"], line.get("samples", 0.0) / n))
+                each.values.append(line[measure])
+                each.errors.append(line["kl_error"] if measure == "kl" else of_accuracy)
         return found
 
 
-def held_out_sets(runs: Sequence[Reading]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.accuracies))
+def held_out_sets(runs: Sequence[Reading]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys(key for run in runs for key in run.held_out))
 
 
 def seconds_at(metrics: Sequence[Line], update: float) -> float:

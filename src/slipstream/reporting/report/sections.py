@@ -81,7 +81,7 @@ def sections(runs: Sequence[Reading]) -> Iterator[Section]:
     yield Section("Advice", "The result of slipstream advise.", list(advice(runs)))
     yield Section("Configuration", "Settings that differ from their default.", list(configuration(runs)))
     figures: tuple[tuple[str, str, str, Iterable[Part | None]], ...] = (
-        ("Accuracy and rewards", "", "rewards", charts.accuracy(runs)),
+        ("Accuracy and rewards", "", "rewards", charts.held_out(runs)),
         ("Learning", "", "learning", ()),
         ("Overlap of the stages", "", "", overlap(runs, traces)),
         ("Throughput", "", "throughput", ()),
@@ -117,7 +117,9 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
     yield "updates", [f"{len(run.metrics):,}{rest}" for run, rest in zip(runs, unfinished, strict=True)]
     yield "wall clock", [duration(run.values("time")[-1]) for run in runs]
     for each in held_out_sets(runs):
-        yield f"accuracy{f' on {each}' if each else ''}", [accuracy_of(run, each) for run in runs]
+        measure, name = each
+        what = measure if measure == "accuracy" else "held-out KL to the teacher"
+        yield f"{what}{f' on {name}' if name else ''}", [held_out_of(run, each) for run in runs]
     labels = {name: name.replace("/", " ", 1) for run in runs for name in run.columns if name.startswith("reward/")}
     for name, label in labels.items():
         yield f"{label}, best less end", [ending(run.values(name)) for run in runs]
@@ -140,11 +142,13 @@ def ending(rewards: Sequence[float]) -> str:
     return "" if fell is None else shown(fell) + (f", collapsed at update {at}" if at is not None else "")
 
 
-def accuracy_of(run: Reading, name: str) -> str:
-    """Format the first and last accuracy on a held-out set; empty if the run has none."""
-    if name not in run.accuracies:
+def held_out_of(run: Reading, key: tuple[str, str]) -> str:
+    """Format the first and the last value of a measure on a held-out set; empty if the run has none."""
+    if key not in run.held_out:
         return ""
-    _, values, errors = run.accuracies[name]
+    _, values, errors = run.held_out[key]
+    if key[0] == "kl":
+        return f"{shown(values[0])} → {shown(values[-1])}" + (f" ± {errors[-1]:.2g}" if errors[-1] else "")
     error = f" ± {100 * errors[-1]:.2g}" if errors[-1] else ""
     return f"{100 * values[0]:.3g} → {100 * values[-1]:.3g}{error} %"
 

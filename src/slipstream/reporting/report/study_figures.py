@@ -229,5 +229,6 @@ def learning_curve(
 
 def column(updates: Sequence[Line], evaluations: Sequence[Line], measure: str) -> dict[float, float]:
     if measure.startswith("eval/"):
-        return {float(line["update"]): line["accuracy"] for line in evaluated(measure, evaluations)}
+        name = measure.rpartition("/")[2]
+        return {float(line["update"]): line[name] for line in evaluated(measure, evaluations)}
     return {float(line["update"]): line[measure] for line in updates if measure in line}

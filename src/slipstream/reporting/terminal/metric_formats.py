@@ -23,6 +23,7 @@ PERCENT: Format = "{:.1%}".format
 WATCHED: tuple[tuple[str, Format], ...] = (
     (r"reward/\w+", "{:.3g}".format),
     (r"eval/(\w+/)?accuracy", PERCENT),
+    (r"eval/(\w+/)?kl", "{:.3f}".format),
     (r"teacher/(\w+/)?kl", "{:.3f}".format),
     (r"reference/kl", "{:.3f}".format),
     (r"train/loss", "{:.4f}".format),
@@ -85,8 +86,8 @@ def readings(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
     if SPEED in numbers:
         found.append((label("tokens_per_s"), f"{numbers[SPEED]:,.0f}"))
         found.append((label("samples_per_s"), f"{numbers['train/samples_per_s']:,.1f}"))
-    accuracies = [name for name in numbers if re.fullmatch(r"eval/(\w+/)?accuracy", name)]
-    return found + [(title_of(name), value_text(name, numbers[name])) for name in accuracies]
+    held_out = [name for name in numbers if re.fullmatch(r"eval/(\w+/)?(accuracy|kl)", name)]
+    return found + [(title_of(name), value_text(name, numbers[name])) for name in held_out]
 
 
 def from_to(lines: Iterable[Mapping[str, Any]]) -> str:
@@ -107,7 +108,7 @@ def from_to(lines: Iterable[Mapping[str, Any]]) -> str:
     ]
     if len(held_out) > 1:
         first, last = held_out[0], held_out[-1]
-        names = [name for name in last if re.fullmatch(r"(\w+/)?accuracy", name) and name in first]
+        names = [name for name in last if re.fullmatch(r"(\w+/)?(accuracy|kl)", name) and name in first]
         found += [change(f"eval/{name}", first[name], last[name]) for name in names]
     updates = "first update → last" if ends == 1 else f"first {ends} updates → last {ends}"
     return f"{updates}: {', '.join(found)}" if found else ""
