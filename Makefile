@@ -17,7 +17,7 @@ APART := slow or processes or browser
 FAST := not ($(APART) or vllm or agents)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: check demo docs test test-processes test-lowest test-newer test-newest test-vllm test-agents zoo chaos real tokenizers gpu lint format clean
+.PHONY: check demo docs test test-processes test-lowest test-newer test-newest test-vllm test-agents zoo chaos real real-checks tokenizers gpu lint format clean
 
 demo: .venv/demo
 	$(BIN)/slipstream demo
@@ -91,6 +91,12 @@ REAL := build/real
 real: $(REAL)/student
 	OMP_NUM_THREADS=1 $(BIN)/slipstream train configs/real.toml --output runs/real
 	$(BIN)/python tools/real.py $(REAL)/teacher.gguf $(REAL)/student runs/real
+
+# Each part of a laptop run once on this model: dtypes, speculation, int8, LoRA, a kill and a resume; with VLLM_PYTHON, a Python
+# that has vLLM, its rollouts and teacher, too
+real-checks: $(REAL)/student
+	OMP_NUM_THREADS=1 $(BIN)/python tools/real_checks.py $(REAL)/teacher.gguf $(REAL)/student $(REAL)/train.jsonl \
+		$(if $(VLLM_PYTHON),--python $(VLLM_PYTHON))
 
 $(REAL)/teacher.gguf: | .venv/demo
 	$(BIN)/pip install --quiet --disable-pip-version-check 'gguf>=0.17'

@@ -40,6 +40,8 @@ from slipstream.run_dir.writing import read_lines
 BATCH, MAX_TOKENS, TEMPERATURE, LR = 16, 64, 0.7, 1e-4
 HELD_OUT, ANSWER = 48, 128
 """Number of held-out prompts, and maximum tokens of an answer to them."""
+START = "60"
+"""Checkpoint of `make real` after its supervised updates."""
 ARMS = {
     "sync": ("--schedule.kind", "sync", "--runtime.kind", "inline", "--runtime.threads", "2"),
     "async": ("--schedule.kind", "async", "--schedule.tau", "4", "--runtime.kind", "local", "--runtime.threads", "1"),
@@ -58,8 +60,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parser.parse_args()
-    supervised = min(args.run.glob("checkpoints/[0-9]*/model.safetensors"), key=lambda file: int(file.parent.name))
-    start, teacher = prepared(supervised.parent, args.output / "start"), model_path(str(args.parts / "teacher.gguf"))
+    start, teacher = args.run / "checkpoints" / START, model_path(str(args.parts / "teacher.gguf"))
     saved = [{"arm": name, "update": 0, "seconds": 0.0, "cpu": 0.0, "path": str(start)} for name in ("trl", *ARMS)]
     for repeat in range(args.repeats):
         for name in ("trl", *ARMS):
@@ -71,16 +72,6 @@ def main() -> None:
     lines = list(measured(saved, teacher, args.parts / "held_out.jsonl"))
     (args.output / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     (ROOT / "docs/real_clock.svg").write_text(picture(lines), "utf-8")
-
-
-def prepared(checkpoint: Path, target: Path) -> Path:
-    """Copy model and tokenizer of a checkpoint, without the state of the learner."""
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    for file in checkpoint.iterdir():
-        if file.name not in ("learner.safetensors", "groups.safetensors"):
-            shutil.copy(file, target)
-    return target
 
 
 def run_slipstream(
