@@ -440,7 +440,8 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
         case Served():
             return {}
         case ServerSettings(model=name, dtype=dtype):
-            return {"copy of the weights": shape_of(name).parameters * WIDTHS[dtype]}
+            shape = shape_of(name)  # its first output head stays beside the copy
+            return {"copy of the weights": (shape.parameters + shape.head) * WIDTHS[dtype]}
         case ModelPlan(name=name, dtype=dtype, longest=longest):
             from slipstream.engines.native.sampling.decoding import PASS_TOKENS
 
