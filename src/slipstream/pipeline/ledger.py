@@ -42,10 +42,7 @@ class Ledger:
         traffic: Callable[[], Mapping[str, int]],
         devices: int,
     ) -> None:
-        """Start or continue the records of a run.
-
-        `steered` returns the metrics of guards, autopilot and canaries, and `traffic` the bytes so far, by path.
-        """
+        """Start or continue the records of a run; `steered` returns further metrics, `traffic` bytes so far by path."""
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
         self.steered, self.traffic, self.devices = steered, traffic, devices
         self.thrown = round(log.last.get("thrown_tokens", 0))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from slipstream.config.losses import without_hidden_states
 from slipstream.config.schema import LoraConfig, RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
@@ -180,14 +181,14 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
     return found
 
 
-def hidden_states(plan: EnginesPlan) -> float:
-    """Return the most bytes of teachers' hidden states, in 16 bits, that all samples in flight have; 0 for none."""
+def hidden_states(plan: EnginesPlan, tokens: int | None = None) -> float:
+    """Return the bytes of teachers' hidden states of these tokens, in 16 bits; 0 for none. None: all in flight."""
     widths = [
         shape_of(scorer.here).width
         for scorer in plan.scorers.values()
         if any(spec is not None and spec.cache == "hidden" for spec in (scorer.spec, scorer.supervised))
     ]
-    return 2.0 * plan.tokens_in_flight * max(widths, default=0)
+    return 2.0 * (plan.tokens_in_flight if tokens is None else tokens) * max(widths, default=0)
 
 
 def record_lines(plan: EnginesPlan) -> list[str]:
@@ -214,6 +215,7 @@ def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> li
             raise ConfigError(f"{need}, and its device has {size(each * need.share)}: {need.advice}")
     if room is None:
         check_host(needed, turns=plan.runtime.turns)
+        check_update(plan)
     if not plan.runtime.turns and (counted := sum(need.counted * need.devices for need in needed)) > available:
         turns = ", or runtime.turns" if plan.runtime.kind == "inline" and plan.runtime.device != "cpu" else ""
         raise ConfigError(
@@ -231,6 +233,21 @@ def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> li
     if not tight and (wanted := sum(need.total * need.devices for need in needed)) > available:
         tight = [f"all engines together need about {size(wanted)}, and there are {size(available)}: {LESS_MEMORY}"]
     return tight
+
+
+def check_update(plan: EnginesPlan) -> None:
+    """Raise ConfigError if the hidden states of one update exceed the host memory."""
+    method, batch = plan.learner.method, plan.learner.settings.batch_size
+    most, room = hidden_states(plan, batch * method.max_tokens), host_memory()
+    if most > room:
+        name, supervised = "loss", plan.learner.supervised
+        if method.loss.spec.cache != "hidden" and supervised is not None:
+            name, method = "sft.loss", supervised.method
+        raise ConfigError(
+            f"{name}: the hidden states of an update of {batch} samples need up to {size(most)}, and there are "
+            f"{size(room)} of host memory: write {without_hidden_states(method.loss, name)}, or lower "
+            "learner.batch_size or sampler.max_tokens"
+        )
 
 
 def check_longest(plan: LearnerPlan, need: Need, room: float) -> None:

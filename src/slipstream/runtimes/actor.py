@@ -92,7 +92,7 @@ class Actor:
         return answers, bodies
 
     def _tell(self, answer: Answer, bodies: list[Any]) -> None:
-        self.answers.append(replace(answer, size=sum(part.nbytes for part in parts_of(bodies))))
+        self.answers.append(replace(answer, size=sum(part.nbytes for part in parts_of(bodies)) if bodies else 0))
         self.bodies.append(bodies)
         self.changed.set()
 
