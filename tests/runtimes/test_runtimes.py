@@ -767,6 +767,7 @@ def test_a_message_larger_than_the_socket_takes_arrives_whole_and_in_order() -> 
 
 
 def descriptors() -> int:
+    gc.collect()  # what earlier tests left
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -815,7 +816,7 @@ def test_records_are_read_in_place_and_freed_with_their_last_array() -> None:
     long, flags = np.arange(100_000, dtype=np.float32), np.array([True, False, True])
     made = Records.of_values([{"long": long, "same": long, "empty": long[:0], "text": "x"}, flags, long[::2]])
     record, marks, strided = made.values()
-    again, *_ = made.values()
+    again = made.values()[0]
     del made
     assert record["long"].tobytes() == long.tobytes() and record["same"] is record["long"]
     assert (record["empty"].size, record["text"], marks.tolist()) == (0, "x", [True, False, True])
