@@ -510,9 +510,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("bytes/rollouts", "records that samplers gave to scorers", "–", ACCOUNT),
         Term("bytes/scores", "records with scores that scorers gave to the learner", "–", ACCOUNT),
         Term("bytes/weights", "weights that the learner exported, and after a resume records", "–", ACCOUNT),
-        Term(
-            "bytes/coordinator", "messages through the coordinator; not counted by Ray", "far below the others", ACCOUNT
-        ),
+        Term("bytes/coordinator", "messages of the coordinator, without Ray's", "far below the others", ACCOUNT),
     ),
     "Guards": (
         Term(

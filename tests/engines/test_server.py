@@ -374,17 +374,17 @@ def test_an_old_head_must_stand_out_from_the_noise() -> None:
 
 def test_a_tensor_must_change_if_all_tensors_that_make_it_changed() -> None:
     names = ["layers.0.attn.q.weight", "layers.0.attn.k.weight", "layers.1.attn.q.weight", "norm.weight"]
-    served = [("dp0:layers.0.attn.qk.weight",), ("dp0:layers.1.attn.qk.weight",), ("dp0:norm.weight",), ("dp0:x",)]
-    first = Checksums({name: ("a", "b") for (name,) in served}, dict.fromkeys(names, 0))
+    served = ["layers.0.attn.qk.weight", "layers.1.attn.qk.weight", "norm.weight", "x", "norm.bias", "norm.k_scale"]
+    first = Checksums({f"dp0:{name}": ("a", "b") for name in served}, dict.fromkeys(names, 0))
 
     def wrong(changed: list[str], **now: tuple[str, ...]) -> str:
         return objection_to(Checksums(first.served | now, first.copy | dict.fromkeys(changed, 1)), first)
 
     assert wrong([]) == wrong(names[:1]) == "", "its other part did not change"
-    assert wrong(names[:2]) == "keeps old weights in 1 of its 4 tensors, such as dp0:layers.0.attn.qk.weight"
+    assert wrong(names[:2]) == "keeps old weights in 1 of its 6 tensors, such as dp0:layers.0.attn.qk.weight"
     assert wrong(names[:2], **{"dp0:layers.0.attn.qk.weight": ("a", "c")}) == "", "one shard may be as before"
-    assert wrong(names[3:]) == "keeps old weights in 1 of its 4 tensors, such as dp0:norm.weight"
-    assert wrong(names).startswith("keeps old weights in 4 of its 4"), "a new name without module belongs to all"
+    assert wrong(names[3:]) == "keeps old weights in 1 of its 6 tensors, such as dp0:norm.weight", "not of a new kind"
+    assert wrong(names).startswith("keeps old weights in 4 of its 6"), "a new name without module belongs to all"
 
 
 # --- configs and runs ------------------------------------------------------------------------------------------------

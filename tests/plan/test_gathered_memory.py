@@ -95,7 +95,7 @@ def test_hidden_states_need_the_teachers_head_at_every_rank_and_the_records_host
     [
         (
             {"loss": {"kind": "forward_kl", "cache": "hidden"}},
-            "loss: the hidden states of an update of 1099511627776 samples need up to 6,291,456.0 GiB, and there are "
+            "the hidden states of an update of 1099511627776 samples need up to 6,291,456.0 GiB, and there are "
             '{} of host memory: write loss.cache = "teacher_topk", or lower learner.batch_size or sampler.max_tokens',
         ),
         ({"loss": {"kind": "reverse_kl"}}, 'write loss.kind = "reverse_kl_mc", or lower'),

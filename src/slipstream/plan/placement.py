@@ -191,13 +191,21 @@ def hidden_states(plan: EnginesPlan, tokens: int | None = None) -> float:
     return 2.0 * (plan.tokens_in_flight if tokens is None else tokens) * max(widths, default=0)
 
 
+def other_loss(plan: EnginesPlan) -> str:
+    """Return what to write in place of a loss that caches hidden states."""
+    loss, supervised = plan.learner.method.loss, plan.learner.supervised
+    if supervised is None or loss.spec.cache == "hidden":
+        return without_hidden_states(loss)
+    return without_hidden_states(supervised.method.loss, "sft.loss")
+
+
 def record_lines(plan: EnginesPlan) -> list[str]:
     """Return a line about the host memory of teachers' hidden states in samples; none if no loss caches them."""
     if not (most := hidden_states(plan)):
         return []
     return [
-        f"samples in flight have up to {size(most)} of hidden states in host memory: for less, use a loss with another "
-        "cache, or lower learner.batch_size, the schedule's lag or sampler.max_tokens"
+        f"samples in flight have up to {size(most)} of hidden states in host memory: for less, write "
+        f"{other_loss(plan)}, or lower learner.batch_size, the schedule's lag or sampler.max_tokens"
     ]
 
 
@@ -240,13 +248,9 @@ def check_update(plan: EnginesPlan) -> None:
     method, batch = plan.learner.method, plan.learner.settings.batch_size
     most, room = hidden_states(plan, batch * method.max_tokens), host_memory()
     if most > room:
-        name, supervised = "loss", plan.learner.supervised
-        if method.loss.spec.cache != "hidden" and supervised is not None:
-            name, method = "sft.loss", supervised.method
         raise ConfigError(
-            f"{name}: the hidden states of an update of {batch} samples need up to {size(most)}, and there are "
-            f"{size(room)} of host memory: write {without_hidden_states(method.loss, name)}, or lower "
-            "learner.batch_size or sampler.max_tokens"
+            f"the hidden states of an update of {batch} samples need up to {size(most)}, and there are {size(room)} of "
+            f"host memory: write {other_loss(plan)}, or lower learner.batch_size or sampler.max_tokens"
         )
 
 

@@ -191,7 +191,6 @@ class Link(Protocol):
     @property
     def exchanged(self) -> int:
         """Return the bytes of all messages so far; 0 if they are not counted."""
-        ...
 
     async def start(self, worker: RemoteWorker, build: Callable[..., Any], *args: Any) -> None:
         """Have the process build its engine (`worker.load`); raise the error if that fails."""

@@ -15,7 +15,7 @@ Shapes: N tokens of all texts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,6 @@ NOISE = 4.0
 """Smallest move of the copy that counts, as a multiple of the difference between two equal requests."""
 CLEAR = 6.0
 """Effect of an old head, in standard errors, above which it is no accident."""
-
 OLD_HEAD = "keeps an old output head: use a student whose head is not tied to its embeddings"
 
 
@@ -95,23 +94,25 @@ def has_old_head(now: Answers) -> bool:
 
 def objection_to(now: Checksums, first: Checksums) -> str:
     """Return which tensors of the server are those of its first load, although the copy's changed; empty if none."""
-    old = [
-        name for name, sums in now.served.items() if sums == first.served.get(name) and must_change(name, now, first)
-    ]
-    if not old:
+    unchanged = [name for name, sums in now.served.items() if sums == first.served.get(name)]
+    changed = {name for name, sum in now.copy.items() if sum != first.copy[name]}
+    parts = {name: parts_of(name.rpartition(":")[2], now.copy.keys()) for name in unchanged}
+    if not (old := [name for name in unchanged if parts[name] and changed.issuperset(parts[name])]):
         return ""
     return f"keeps old weights in {len(old)} of its {len(now.served)} tensors, such as {old[0]}"
 
 
-def must_change(name: str, now: Checksums, first: Checksums) -> bool:
-    """Return whether the copy's tensors that make this one all changed.
+def parts_of(name: str, names: Collection[str]) -> list[str]:
+    """Return the copy's tensors that make a tensor of the server, which joins several of one module under a new name.
 
-    A server joins tensors of one module under a new name. If no tensor has this name, those of the smallest module
-    around it count.
+    They are the tensor of this name, or all of its kind in the smallest module around it that has any.
     """
-    around = name.rpartition(":")[2]
-    own = [around] if around in now.copy else list[str]()
-    while not own:
+    inside, around = [name] if name in names else list[str](), name
+    while not inside:
         around = around.rpartition(".")[0]
-        own = [each for each in now.copy if each.startswith(f"{around}." if around else "")]
-    return all(now.copy[each] != first.copy[each] for each in own)
+        inside = [each for each in names if each.startswith(f"{around}." if around else "")]
+    return [each for each in inside if kind_of(each) == kind_of(name)]
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind in ("bias", "scale") if kind in name.rpartition(".")[2]), "weight")

@@ -308,8 +308,7 @@ class ServerSampler:
 
     async def _wrong(self) -> str:
         """Return why the server does not run the copy's weights; empty if it does."""
-        served_N, (copy_N, old_head_N) = await self._served(), await self._here(self._log_probs)
-        now, known = Answers(served_N, copy_N, old_head_N), self.settings.dtype
+        now, known = Answers(await self._served(), *await self._here(self._log_probs)), self.settings.dtype
         if self.proven is None:
             self.noise = apart(now.served_N, await self._served())
         wrong = objection(now, self.proven, noise=self.noise, dtype=known)
