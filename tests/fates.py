@@ -139,7 +139,7 @@ class Process:
     """A host, and the link to it: what is carried between the two arrives in order, but for what happens to it."""
 
     def __init__(self, name: str, life: Life) -> None:
-        self.life, self.pid, self.host = life, 0, Host(name, self.tell)
+        self.life, self.pid, self.exchanged, self.host = life, 0, 0, Host(name, self.tell)
         self.dead, self.stopped, self.delay, self.losing, self.doubling = False, False, 0.0, 0, 0
         self.forgetting = 0
         self.carried: deque[Callable[[], None]] = deque()

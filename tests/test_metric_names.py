@@ -157,6 +157,7 @@ def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         learner=toy.ToyLearner(student, cost=lambda _: 0.1),
         close=lambda: None,
         replace=replace,
+        traffic=lambda: dict.fromkeys(("rollouts", "scores", "weights", "coordinator"), 1),
     )
     made = Prompts([Row(id=str(i), prompt="x") for i in range(8)], tokens, seed=0, shuffle=True)
     with RunLog.create(config, path) as log:

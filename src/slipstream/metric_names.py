@@ -521,6 +521,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         ),
         Term("publish/rebuild", "time to recompute running prefixes with the new weights", "–", PUBLISH),
     ),
+    "Bytes between processes, since the previous update": (
+        Term("bytes/rollouts", "records that samplers gave to scorers", "–", ACCOUNT),
+        Term("bytes/scores", "records with scores that scorers gave to the learner", "–", ACCOUNT),
+        Term("bytes/weights", "weights that the learner exported, and after a resume records", "–", ACCOUNT),
+        Term("bytes/coordinator", "messages of the coordinator, without Ray's", "far below the others", ACCOUNT),
+    ),
     "Guards": (
         Term(
             "guard/length_surge guard/ess guard/entropy guard/gac",

@@ -390,5 +390,7 @@ class Engines:
     """Resources that one engine needs, by kind of engine; only for kinds of which more engines can be started."""
     free: Callable[[], Mapping[str, float]] = dict
     """Return the numbers of GPUs and CPUs that are neither used nor reserved."""
+    traffic: Callable[[], Mapping[str, int]] = dict
+    """Return the bytes that processes have given to others so far, by path; empty if the engines share this process."""
     teacher_samplers: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Samplers with a teacher's weights, by teacher; their weights never change. Empty unless teachers generate."""

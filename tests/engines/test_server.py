@@ -24,13 +24,13 @@ from slipstream.engines.http import breaker, client
 from slipstream.engines.native.model import load_model
 from slipstream.engines.server import sampler as served
 from slipstream.engines.server.api import ServerEndpoint, ServerSettings
-from slipstream.engines.server.proof import Answers, objection
+from slipstream.engines.server.proof import Answers, Checksums, has_old_head, objection, objection_to
 from slipstream.engines.server.sampler import ServerSampler, log_probs_of
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EndpointError, EngineError
 from slipstream.plan.plan import plan
 from slipstream.protocols import Mode, Sampling, WeightsRef
-from slipstream.records import Handle, Prompt
+from slipstream.records import Floats, Handle, Prompt
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import train
 from slipstream.testing.rollout_server import FakeRolloutServer, Fault
@@ -80,18 +80,18 @@ def weights(version: int, *, by: float = 0.01) -> WeightsRef:
 
 def worst_gap(handles: list[Handle], version: int) -> float:
     """The largest difference from the log-probs of the tokens that this version drew, as a model gives them here."""
-    lm = load_model(STUDENT, dtype="float32", device="cpu").model
+    lm = load_model(STUDENT, dtype="float32", device="cpu")
     if version:
         ref = weights(version)
         flat = torch.from_numpy(ref.body)
-        own = dict(lm.named_parameters())
+        own = dict(lm.model.named_parameters())
         with torch.no_grad():
             for spec in ref.manifest:
                 part = flat[spec.offset : spec.offset + spec.nbytes]
                 own[spec.name].copy_(part.view(torch.float32).view(spec.shape))
     found = 0.0
     for rollout in (handle.body for handle in handles):
-        known = log_probs_of(lm, [*rollout.prompt.tokens.tolist(), *rollout.tokens.tolist()])
+        known = log_probs_of(lm, [*rollout.prompt.tokens.tolist(), *rollout.tokens.tolist()])[0]
         gaps = np.abs(known[len(rollout.prompt.tokens) - 1 :] - rollout.logp)[rollout.versions == version]
         found = max([found, *gaps.tolist()])
     return found
@@ -270,6 +270,39 @@ def test_a_load_without_effect_is_found_and_repeated(fake: FakeRolloutServer, by
         run(work(sampler, 2))
 
 
+def publishes(fake: FakeRolloutServer, folder: Path, *, by: float) -> None:
+    """Publish the student's own weights, and a small change of all of them."""
+
+    async def work(sampler: ServerSampler) -> None:
+        await sampler.publish(weights(0, by=0), "keep")
+        await sampler.publish(weights(1, by=by), "keep")
+
+    with opened(fake, folder) as sampler:
+        run(work(sampler))
+
+
+def test_an_output_head_that_no_load_replaces_is_found_at_the_first_update(
+    fake: FakeRolloutServer, tmp_path: Path
+) -> None:
+    """All other weights arrive, and log-probs are well within the limit."""
+    publishes(fake, tmp_path, by=1e-4)
+    fake.restart()
+    fake.copy_head()
+    with pytest.raises(EngineError, match="keeps an old output head: "):
+        publishes(fake, tmp_path, by=1e-4)
+
+
+def test_a_tensor_that_no_load_replaces_is_found_where_the_server_has_checksums(
+    fake: FakeRolloutServer, tmp_path: Path
+) -> None:
+    fake.skips = "model.layers.1.post_attention_layernorm.weight"
+    if fake.api == "sglang":
+        publishes(fake, tmp_path, by=1e-5)
+        return
+    with pytest.raises(EngineError, match=f"keeps old weights in 1 of its [0-9]+ tensors, such as dp0:{fake.skips}"):
+        publishes(fake, tmp_path, by=1e-5)
+
+
 def test_a_publish_outlasts_a_short_outage_and_names_a_long_one(fake: FakeRolloutServer, tmp_path: Path) -> None:
     async def work(sampler: ServerSampler, down: int) -> None:
         fake.down = down
@@ -309,18 +342,49 @@ def test_a_failed_load_stops_the_sampler(fake: FakeRolloutServer, tmp_path: Path
         run(work(sampler))
 
 
+def answers(served_N: Floats, copy_N: Floats) -> Answers:
+    """Answers of a copy whose head did not move."""
+    return Answers(served_N, copy_N, copy_N)
+
+
 def test_small_moves_add_up_before_they_prove_anything() -> None:
     """By hand: rms moves are the numbers added to every log-prob; float32 moves count above 1e-5."""
-    zero, old = np.zeros(4, np.float64), Answers(np.zeros(4), np.zeros(4))
+    zero, old = np.zeros(4, np.float64), answers(np.zeros(4), np.zeros(4))
     same = {"noise": 0.0, "dtype": "float32"}
-    assert objection(Answers(zero, zero + 9e-6), old, **same) == ""  # type: ignore[arg-type]
-    assert objection(Answers(zero, zero + 2e-5), old, **same).startswith("keeps old weights")  # type: ignore[arg-type]
-    assert objection(Answers(zero + 2e-5, zero + 2e-5), old, **same) == ""  # type: ignore[arg-type]
-    assert objection(Answers(zero, zero + 0.011), None, **same).startswith("does not run")  # type: ignore[arg-type]
-    assert objection(Answers(zero + np.nan, zero), None, **same).startswith("does not run")  # type: ignore[arg-type]
+    assert objection(answers(zero, zero + 9e-6), old, **same) == ""  # type: ignore[arg-type]
+    assert objection(answers(zero, zero + 2e-5), old, **same).startswith("keeps old weights")  # type: ignore[arg-type]
+    assert objection(answers(zero + 2e-5, zero + 2e-5), old, **same) == ""  # type: ignore[arg-type]
+    assert objection(answers(zero, zero + 0.011), None, **same).startswith("does not run")  # type: ignore[arg-type]
+    assert objection(answers(zero + np.nan, zero), None, **same).startswith("does not run")  # type: ignore[arg-type]
     noisy = {"noise": 1e-4, "dtype": "float32"}  # moves count above 4e-4
-    assert objection(Answers(zero, zero + 3e-4), old, **noisy) == ""  # type: ignore[arg-type]
-    assert objection(Answers(zero + 2e-4, zero + 5e-4), old, **noisy) != ""  # type: ignore[arg-type]
+    assert objection(answers(zero, zero + 3e-4), old, **noisy) == ""  # type: ignore[arg-type]
+    assert objection(answers(zero + 2e-4, zero + 5e-4), old, **noisy) != ""  # type: ignore[arg-type]
+
+
+def test_an_old_head_must_stand_out_from_the_noise() -> None:
+    """100 tokens; the old head moves each log-prob by ±a, and noise of ±1 is orthogonal to that: 10 a / 1 above 6."""
+    noise_N, step_N = np.tile([1.0, 1.0, -1.0, -1.0], 25), np.tile([1.0, -1.0], 50)
+    copy_N = np.zeros(100)
+    assert has_old_head(Answers(noise_N + 0.61 * step_N, copy_N, 0.61 * step_N))
+    assert not has_old_head(Answers(noise_N + 0.59 * step_N, copy_N, 0.59 * step_N)), "too small to tell"
+    assert not has_old_head(Answers(noise_N, copy_N, 9 * step_N)), "the head is new"
+    assert not has_old_head(Answers(noise_N + 4 * step_N, copy_N, 9 * step_N)), "nearer to the new head"
+    assert not has_old_head(Answers(noise_N, copy_N, copy_N)), "the head never moved"
+
+
+def test_a_tensor_must_change_if_all_tensors_that_make_it_changed() -> None:
+    names = ["layers.0.attn.q.weight", "layers.0.attn.k.weight", "layers.1.attn.q.weight", "norm.weight"]
+    served = ["layers.0.attn.qk.weight", "layers.1.attn.qk.weight", "norm.weight", "x", "norm.bias", "norm.k_scale"]
+    first = Checksums({f"dp0:{name}": ("a", "b") for name in served}, dict.fromkeys(names, 0))
+
+    def wrong(changed: list[str], **now: tuple[str, ...]) -> str:
+        return objection_to(Checksums(first.served | now, first.copy | dict.fromkeys(changed, 1)), first)
+
+    assert wrong([]) == wrong(names[:1]) == "", "its other part did not change"
+    assert wrong(names[:2]) == "keeps old weights in 1 of its 6 tensors, such as dp0:layers.0.attn.qk.weight"
+    assert wrong(names[:2], **{"dp0:layers.0.attn.qk.weight": ("a", "c")}) == "", "one shard may be as before"
+    assert wrong(names[3:]) == "keeps old weights in 1 of its 6 tensors, such as dp0:norm.weight", "not of a new kind"
+    assert wrong(names).startswith("keeps old weights in 4 of its 6"), "a new name without module belongs to all"
 
 
 # --- configs and runs ------------------------------------------------------------------------------------------------

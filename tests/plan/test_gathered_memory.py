@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from subprocess import PIPE, run
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from slipstream.cli import main
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError
+from slipstream.objective.method import method_of
+from slipstream.plan.engines import engines_of
 from slipstream.plan.gpus import Gpus
-from slipstream.plan.placement import Need, hidden_states, needs, shape_of
+from slipstream.plan.placement import Need, check_room, hidden_states, host_memory, needs, shape_of, size
 from slipstream.plan.plan import check_shapes
 
 STUDENT, TEACHER = "shapes:Qwen/Qwen3-8B", "shapes:Qwen/Qwen3-4B"
@@ -84,6 +88,59 @@ def test_hidden_states_need_the_teachers_head_at_every_rank_and_the_records_host
     assert hidden_states(made.engines) == 5 * 64 * 4096 * 2560 * 2  # batches in flight, samples, tokens, width, bytes
     made = check_shapes(parse(tree | {"loss": {"kind": "reverse_kl_mc"}}), Gpus.parse(["8x640"]))
     assert hidden_states(made.engines) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"loss": {"kind": "forward_kl", "cache": "hidden"}},
+            "the hidden states of an update of 1099511627776 samples need up to 6,291,456.0 GiB, and there are "
+            '{} of host memory: write loss.cache = "teacher_topk", or lower learner.batch_size or sampler.max_tokens',
+        ),
+        ({"loss": {"kind": "reverse_kl"}}, 'write loss.kind = "reverse_kl_mc", or lower'),
+        (
+            {"loss": {"kind": "forward_kl"}, "sft": {"updates": 1, "loss": {"kind": "reverse_kl"}}},
+            'write sft.loss.kind = "forward_kl", or lower',
+        ),
+        ({"loss": {"kind": "forward_kl"}}, ""),
+    ],
+)
+def test_an_update_whose_hidden_states_exceed_this_machine_is_refused(changes: dict[str, Any], line: str) -> None:
+    """2^40 samples of 32 tokens with 96 numbers of 2 bytes: 96 · 2^46 bytes."""
+    settings = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}}
+    tree = settings | {"sampler": {"max_tokens": 32}, "learner": {"batch_size": 2**40}} | changes
+    config = parse(tree)
+    made = engines_of(config, method_of(config))
+    if not line:
+        check_room(made)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_room(made)
+    assert line.format(size(host_memory())) in str(refused.value)
+
+
+REFUSAL = """
+import resource, sys
+from slipstream.config.file import parse
+from slipstream.plan.plan import check_in_flight
+
+tree = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}, "sampler": {"group": 1}}
+config = parse(tree | {"learner": {"batch_size": 400}, "schedule": {"kind": "async", "tau": 4}})
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+check_in_flight(config)
+"""
+
+
+@pytest.mark.parametrize("limit", [4000, 3999])
+def test_more_groups_in_flight_than_files_may_be_open_are_refused(limit: int) -> None:
+    """Two files for each of 5 · 400 groups."""
+    ended = run([sys.executable, "-c", REFUSAL, str(limit)], stderr=PIPE, text=True, check=False)
+    line = (
+        "slipstream.errors.ConfigError: learner.batch_size = 400 and the schedule have 2000 groups in flight, which "
+        "need 4000 open files; the limit is 3999 (ulimit -Hn): lower it"
+    )
+    assert ended.stderr.splitlines()[-1:] == ([line] if limit < 4000 else [])
 
 
 def test_the_check_prints_the_host_memory_of_hidden_states(capsys: pytest.CaptureFixture[str]) -> None:

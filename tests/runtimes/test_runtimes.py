@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from ray._private.internal_api import node_stats
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.config.schema import Config, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
-from slipstream.engines.shared_memory import Mapped, empty
+from slipstream.engines.shared_memory import Mapped, Records, empty
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
@@ -40,7 +40,7 @@ from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs.planner_process import planned as planned_there
 from slipstream.runtimes import inline, local
 from slipstream.runtimes import ray as on_ray
-from slipstream.runtimes.channel import Channel, Packed
+from slipstream.runtimes.channel import Channel
 from slipstream.runtimes.exchange import Body, RemoteWorker
 from slipstream.runtimes.launcher import ProcessSettings
 from slipstream.runtimes.local import ProcessLauncher
@@ -53,6 +53,7 @@ from support.plain_engines import (
     Busy,
     EndlessRollouts,
     Environment,
+    Keeper,
     Maker,
     Patient,
     Reader,
@@ -219,8 +220,7 @@ class Processes:
             ).store_stats.object_store_bytes_used
             return used
         gc.collect()
-        held = [each for each in gc.get_objects() if type(each) in (Packed, Mapped)]
-        return sum(len(each.data) if isinstance(each, Packed) else each.size for each in held)
+        return sum(each.size for each in gc.get_objects() if isinstance(each, Mapped))
 
     def settled(self, bound: int) -> int:
         """What it holds when it has had time to free what nobody names."""
@@ -547,6 +547,61 @@ def test_ctrl_c_does_not_reach_an_engine(opened: Processes) -> None:
         assert os.getsid(scorer.pid) != os.getsid(0), "nor anything else that a terminal sends"
 
 
+def memories(pid: int) -> int:
+    """Return the number of shared memories that a process has open; one that is mapped is open."""
+    found = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one by which we look
+            found += "memfd:slipstream" in str(link.readlink())
+    return found
+
+
+def test_records_never_pass_through_the_coordinator(opened: Processes) -> None:
+    """Per update 4 groups of one record of 25 bytes a token; the coordinator's messages have headers."""
+    staff = opened.start(
+        [
+            Place(RemoteSampler, "sampler", 1, partial(Maker, LARGE)),
+            Place(RemoteScorer, "scorer", 1, Reader),
+            *[Place(RemoteLearner, f"learner-{i}", 1, Weigher) for i in range(2)],
+        ]
+    )
+    sampler, scorer, *ranks = cast("list[Any]", list(staff.places))
+
+    async def update() -> None:
+        groups = [await scorer.score(await sampler.generate(prompt(number), SAMPLING)) for number in range(4)]
+        parts = [Batch(tuple(groups[rank::2]), 1) for rank in range(2)]
+        await asyncio.gather(*[rank.prepare(part) for rank, part in zip(ranks, parts, strict=True)])
+
+    asyncio.run(update())
+    traffic, size = staff.traffic(), 4 * 25 * LARGE
+    assert traffic.get("coordinator", 0) < 0.01 * size
+    assert size < traffic["rollouts"] < 1.01 * size and size < traffic["scores"] < 1.01 * size
+
+
+def test_records_of_killed_processes_are_freed(launcher: ProcessLauncher) -> None:
+    """A killed sampler's records live as long as the coordinator has them, and dropped ones as long as a reader."""
+    with ExitStack() as stack:
+        places = [Place(RemoteSampler, "sampler", 1, partial(Maker, LARGE)), Place(RemoteLearner, "learner", 1, Keeper)]
+        sampler, learner = cast("list[Any]", list(local.start(places, launcher, stack, say=silent).places))
+
+        async def main() -> None:
+            groups = [await sampler.generate(prompt(number), SAMPLING) for number in range(2)]
+            await learner.prepare(Batch((groups[0],), 1))
+            assert (memories(os.getpid()), memories(learner.pid)) == (2, 1)
+            os.kill(sampler.pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied):
+                await sampler.generate(prompt(9), SAMPLING)
+            assert memories(os.getpid()) == 2
+            del groups
+            gc.collect()
+            assert (memories(os.getpid()), memories(learner.pid)) == (0, 1), "the learner reads its record in place"
+            os.kill(learner.pid, signal.SIGKILL)
+            with pytest.raises(WorkerDied):
+                await learner.prepare(Batch((), 2))
+
+        asyncio.run(main())
+
+
 @pytest.mark.parametrize("tokens", [3, LARGE])
 def test_records_outlive_their_maker_and_are_never_opened_here(opened: Processes, tokens: int) -> None:
     sampler = opened(RemoteSampler, partial(Maker, tokens))
@@ -695,23 +750,24 @@ def pair() -> tuple[Channel, Channel, list[Any]]:
 
 def test_a_message_larger_than_the_socket_takes_arrives_whole_and_in_order() -> None:
     ours, theirs, heard = pair()
-    sent = [os.urandom(3_000_000), os.urandom(5)]
-    ours.send("first", [Packed(data) for data in sent])
+    sent = os.urandom(3_000_000)
+    ours.send(sent, [Mapped.of(np.frombuffer(b"abc", np.uint8))])
     ours.send("second")
     assert ours.unsent, "it does not fit"
     while ours.unsent:
         assert theirs.read()
         ours.write()
     assert theirs.read()
-    (first, parcels), (second, none) = heard
-    assert (first, second, none) == ("first", "second", [])
-    assert [bytes(parcel.data) for parcel in parcels] == sent
+    (first, (memory,)), second = heard
+    assert first == sent and bytes(memory.array()) == b"abc" and second == ("second", [])
+    assert ours.exchanged == theirs.exchanged > len(sent)
     ours.close()
     assert not theirs.read()
     theirs.close()
 
 
 def descriptors() -> int:
+    gc.collect()  # what earlier tests left
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -720,10 +776,10 @@ def test_memory_without_a_name_is_read_in_place_and_freed_with_its_last_holder()
     before = descriptors()
     written = empty(3000)
     written[:] = np.frombuffer(b"abc" * 1000, np.uint8)
-    ours.send("weights", [Packed(b"x"), Mapped.of(written), Mapped.of(np.frombuffer(b"d", np.uint8))])
+    ours.send("weights", [Mapped.of(written), Mapped.of(np.frombuffer(b"d", np.uint8))])
     assert theirs.read()
-    (_, (small, weights, more)), *_ = heard
-    assert (small.data, bytes(weights.array()), bytes(more.array())) == (b"x", b"abc" * 1000, b"d")
+    (_, (weights, more)), *_ = heard
+    assert (bytes(weights.array()), bytes(more.array())) == (b"abc" * 1000, b"d")
     with pytest.raises(ValueError, match="read-only"):
         weights.array()[0] = 1
     written[0] = ord("x")
@@ -739,9 +795,44 @@ def test_memory_without_a_name_is_read_in_place_and_freed_with_its_last_holder()
     theirs.close()
 
 
+def test_more_memories_than_a_system_call_takes_arrive_in_order() -> None:
+    ours, theirs, heard = pair()
+    before = descriptors()
+    ours.send("many", [Mapped.of(np.array([i % 256], np.uint8)) for i in range(600)])
+    while len(heard) < 1:
+        assert theirs.read()
+        ours.write()
+    ((_, memories),) = heard
+    assert [int(memory.array()[0]) for memory in memories] == [i % 256 for i in range(600)]
+    del memories
+    heard.clear()
+    assert descriptors() == before
+    ours.close()
+    theirs.close()
+
+
+def test_records_are_read_in_place_and_freed_with_their_last_array() -> None:
+    before = descriptors()
+    long, flags = np.arange(100_000, dtype=np.float32), np.array([True, False, True])
+    made = Records.of_values([{"long": long, "same": long, "empty": long[:0], "text": "x"}, flags, long[::2]])
+    record, marks, strided = made.values()
+    again = made.values()[0]
+    del made
+    assert record["long"].tobytes() == long.tobytes() and record["same"] is record["long"]
+    assert (record["empty"].size, record["text"], marks.tolist()) == (0, "x", [True, False, True])
+    assert strided.tobytes() == long[::2].tobytes()
+    assert all(each.ctypes.data % 64 == 0 and not each.flags.owndata for each in (record["long"], marks))
+    record["long"][0] = 7
+    assert again["long"][0] == long[0], "a reader's change is its own"
+    del record, again, strided
+    assert descriptors() == before + 1, "one array of the first reading is left"
+    del marks
+    assert descriptors() == before
+
+
 def test_what_is_sent_to_nobody_is_dropped() -> None:
     ours, theirs, _ = pair()
     theirs.close()
-    ours.send("anything", [Packed(b"x" * 1_000_000)])
+    ours.send(b"x" * 1_000_000, [Mapped.of(np.zeros(1, np.uint8))])
     assert not ours.unsent and not ours.read()
     ours.close()

@@ -93,7 +93,7 @@ def url(student: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 
 def test_weights_arrive_and_every_token_has_its_version(student: str, url: str, tmp_path: Path) -> None:
-    model = load_model(student, dtype="float32", device="cpu").model
+    model = load_model(student, dtype="float32", device="cpu")
     prompts = [Prompt(id=f"p{i}", number=i, tokens=np.array([5, 6, 7 + i], np.int32), seed=i) for i in range(4)]
     settings = ServerSettings(ServerEndpoint("", url, student), "vllm", student, "float32", str(tmp_path))
     sampler = ServerSampler(settings, stop_ids={1})
@@ -101,7 +101,7 @@ def test_weights_arrive_and_every_token_has_its_version(student: str, url: str, 
     def gap(handles: list[Handle], version: int) -> float:
         gaps = [0.0]
         for rollout in (handle.body for handle in handles):
-            known = log_probs_of(model, [*rollout.prompt.tokens.tolist(), *rollout.tokens.tolist()])
+            known = log_probs_of(model, [*rollout.prompt.tokens.tolist(), *rollout.tokens.tolist()])[0]
             its = np.abs(known[len(rollout.prompt.tokens) - 1 :] - rollout.logp)[rollout.versions == version]
             gaps += its.tolist()
         return max(gaps)
@@ -113,9 +113,9 @@ def test_weights_arrive_and_every_token_has_its_version(student: str, url: str, 
         while not sampler.running:
             await asyncio.sleep(0.01)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in model.model.parameters():
                 parameter += 1e-3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-        await sampler.publish(export_weights(model, "float32", version=1), "keep")
+        await sampler.publish(export_weights(model.model, "float32", version=1), "keep")
         return [handle for group in await asyncio.gather(*calls) for handle in group]
 
     handles = asyncio.run(work())

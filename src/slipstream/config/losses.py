@@ -380,5 +380,12 @@ def caches(row: type[DistillationLoss]) -> tuple[Cache, ...]:
     return get_args(offered.annotation) if offered else ()
 
 
+def without_hidden_states(loss: DistillationLoss, name: str = "loss") -> str:
+    """Return what to write for a loss like this one that caches no hidden states; `name` is its section."""
+    if "teacher_topk" in caches(type(loss)):
+        return f'{name}.cache = "teacher_topk"'
+    return f'{name}.kind = "{"reverse_kl_mc" if name == "loss" else "forward_kl"}"'
+
+
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "forward_kl_topk": "forward_kl"}
 """Names that verl uses for losses, and the names of the same losses here."""

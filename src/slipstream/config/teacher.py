@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import HALVES, OWN, Dtype, Replicas, Section, Url, Variable, template_fields
 from slipstream.config.engines import ENGINES, EngineArgs, devices_of
-from slipstream.config.losses import LOSSES, DistillationLoss, caches
+from slipstream.config.losses import LOSSES, DistillationLoss, caches, without_hidden_states
 
 SELF = "self"
 """Value of `model` that means the student's own weights at the start of the run."""
@@ -230,8 +230,7 @@ def endpoint_problems(where: str, teacher: TeacherConfig, loss: DistillationLoss
             f"write loss.temperature = 1, {here}"
         )
     if cache == "hidden":
-        topk = "teacher_topk" in caches(type(loss))
-        other = 'loss.cache = "teacher_topk"' if topk else 'loss.kind = "reverse_kl_mc"'
+        other = without_hidden_states(loss)
         yield f'loss.cache = "hidden": {where} is an endpoint, which gives no hidden states: write {other}, {here}'
     if cache == "student_topk":
         yield (

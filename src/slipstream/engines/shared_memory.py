@@ -1,17 +1,22 @@
 """Anonymous shared memory: bytes that one process writes and others map, without a file or a name.
 
-The learner exports weights into it, so that they travel to other processes of the machine without a further copy.
+The learner exports weights into it, and other engines write records into it, so that both reach other processes of the
+machine without a further copy. The kernel frees it with the last process that holds it, however that ends.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import numpy as np
 
+ALIGNMENT = 64
+"""Divisor of the position of each array in shared memory, in bytes."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -23,7 +28,7 @@ class Mapped:
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def empty(cls, size: int) -> Mapped:
+    def empty(cls, size: int) -> Self:
         made = cls(os.memfd_create("slipstream"), size)
         os.ftruncate(made.descriptor, size)
         return made
@@ -49,6 +54,48 @@ class Mapped:
         pages = Pages(self.descriptor, self.size, prot=protection)
         pages.memory = self
         return np.frombuffer(pages, np.uint8)
+
+
+class Records(Mapped):
+    """Pickled values in shared memory, whose arrays are read in place.
+
+    index       number of further parts, and the size of each, as int64
+    parts       the pickle, and the bytes of each array
+    """
+
+    @classmethod
+    def of_values(cls, values: Any) -> Records:
+        parts = parts_of(values)
+        index = np.array([len(parts), *(part.nbytes for part in parts)], np.int64)
+        *starts, size = aligned_starts([index.nbytes, *index[1:]])
+        made = cls.empty(size)
+        for start, part in zip(starts, [memoryview(index.data).cast("B"), *parts], strict=True):
+            while part:  # a call writes at most 2 GiB
+                written = os.pwrite(made.descriptor, part, start)
+                start, part = start + written, part[written:]
+        return made
+
+    def values(self) -> Any:
+        """Return the values; their arrays use this memory as long as they live, and see no change of it."""
+        pages = memoryview(mmap.mmap(self.descriptor, self.size, access=mmap.ACCESS_COPY))
+        count = 1 + int(np.frombuffer(pages, np.int64, 1)[0])
+        index = np.frombuffer(pages, np.int64, count)
+        starts = aligned_starts([index.nbytes, *index[1:]])
+        head, *buffers = (pages[start : start + size] for start, size in zip(starts[1:], index[1:], strict=False))
+        return pickle.loads(head, buffers=buffers)
+
+
+def parts_of(values: Any) -> list[memoryview]:
+    """Return the pickle of values, and the bytes of each of their arrays, which are not copied."""
+    buffers = list[pickle.PickleBuffer]()
+    head = pickle.dumps(values, protocol=5, buffer_callback=buffers.append)
+    return [memoryview(head), *(buffer.raw() for buffer in buffers)]
+
+
+def aligned_starts(sizes: Sequence[int]) -> list[int]:
+    """Return the start of each part at a multiple of ALIGNMENT, and the end of all."""
+    starts: list[int] = np.cumsum([0, *(-size % ALIGNMENT + size for size in sizes)]).tolist()
+    return starts
 
 
 class Pages(mmap.mmap):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from math import inf
 from typing import Any
@@ -39,11 +39,12 @@ class Ledger:
         admission: Admission,
         restarts: Restarts,
         steered: Callable[[], Metrics],
+        traffic: Callable[[], Mapping[str, int]],
         devices: int,
     ) -> None:
-        """Start or continue the records of a run; `steered` returns the metrics of guards, autopilot and canaries."""
+        """Start or continue the records of a run; `steered` returns further metrics, `traffic` bytes so far by path."""
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
-        self.steered, self.devices = steered, devices
+        self.steered, self.traffic, self.devices = steered, traffic, devices
         self.thrown = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and never learned from, in the whole run."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
@@ -76,6 +77,8 @@ class Ledger:
         """Number of groups whose two scores differ by more than the teacher promises, since the last update."""
         self._tokens = Counter[str]()
         """Tokens of each stage until the last update."""
+        self._traffic = Counter[str]()
+        """Bytes of each path until the last update."""
 
     def trained(
         self, groups: Iterable[Group], *, update: int, version: int, size: int, weighed: Iterable[SampleFreshness] = ()
@@ -190,6 +193,7 @@ class Ledger:
         for track in self.trace.tracks:
             tokens[track.stage] += track.tokens
         before, self._tokens = self._tokens, tokens
+        earlier, self._traffic = self._traffic, Counter(self.traffic())
         if batch.update > admission.supervised:
             self.lengths.append(samples["length/mean"])
         places = ("rolling", "waiting", "scoring", "ready")
@@ -209,6 +213,7 @@ class Ledger:
             "samples_per_s": samples["samples"] / wall,
             "tokens_per_s": samples["tokens"] / wall,
             "tokens_per_s/device": samples["tokens"] / wall / self.devices,
+            **{f"bytes/{path}": float(count - earlier[path]) for path, count in self._traffic.items()},
             **self.publish,
             **self.teachers,
             **self.moves,

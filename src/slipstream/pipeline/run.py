@@ -265,6 +265,7 @@ class Run:
             self.admission,
             self.restarts,
             lambda: self.steering.metrics | canaries.metrics | self.choice.metrics,
+            self.engines.traffic,
             devices=1 if config.runtime.kind == "inline" else config.devices,
         )
         groups = Groups(self.admission, ledger, self.choice, progress, tasks, self.responses)

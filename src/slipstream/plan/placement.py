@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from slipstream.config.losses import without_hidden_states
 from slipstream.config.schema import LoraConfig, RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
@@ -180,14 +181,22 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
     return found
 
 
-def hidden_states(plan: EnginesPlan) -> float:
-    """Return the most bytes of teachers' hidden states, in 16 bits, that all samples in flight have; 0 for none."""
+def hidden_states(plan: EnginesPlan, tokens: int | None = None) -> float:
+    """Return the bytes of teachers' hidden states of these tokens, in 16 bits; 0 for none. None: all in flight."""
     widths = [
         shape_of(scorer.here).width
         for scorer in plan.scorers.values()
         if any(spec is not None and spec.cache == "hidden" for spec in (scorer.spec, scorer.supervised))
     ]
-    return 2.0 * plan.tokens_in_flight * max(widths, default=0)
+    return 2.0 * (plan.tokens_in_flight if tokens is None else tokens) * max(widths, default=0)
+
+
+def other_loss(plan: EnginesPlan) -> str:
+    """Return what to write in place of a loss that caches hidden states."""
+    loss, supervised = plan.learner.method.loss, plan.learner.supervised
+    if supervised is None or loss.spec.cache == "hidden":
+        return without_hidden_states(loss)
+    return without_hidden_states(supervised.method.loss, "sft.loss")
 
 
 def record_lines(plan: EnginesPlan) -> list[str]:
@@ -195,8 +204,8 @@ def record_lines(plan: EnginesPlan) -> list[str]:
     if not (most := hidden_states(plan)):
         return []
     return [
-        f"samples in flight have up to {size(most)} of hidden states in host memory: for less, use a loss with another "
-        "cache, or lower learner.batch_size, the schedule's lag or sampler.max_tokens"
+        f"samples in flight have up to {size(most)} of hidden states in host memory: for less, write "
+        f"{other_loss(plan)}, or lower learner.batch_size, the schedule's lag or sampler.max_tokens"
     ]
 
 
@@ -214,6 +223,7 @@ def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> li
             raise ConfigError(f"{need}, and its device has {size(each * need.share)}: {need.advice}")
     if room is None:
         check_host(needed, turns=plan.runtime.turns)
+        check_update(plan)
     if not plan.runtime.turns and (counted := sum(need.counted * need.devices for need in needed)) > available:
         turns = ", or runtime.turns" if plan.runtime.kind == "inline" and plan.runtime.device != "cpu" else ""
         raise ConfigError(
@@ -231,6 +241,17 @@ def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> li
     if not tight and (wanted := sum(need.total * need.devices for need in needed)) > available:
         tight = [f"all engines together need about {size(wanted)}, and there are {size(available)}: {LESS_MEMORY}"]
     return tight
+
+
+def check_update(plan: EnginesPlan) -> None:
+    """Raise ConfigError if the hidden states of one update exceed the host memory."""
+    method, batch = plan.learner.method, plan.learner.settings.batch_size
+    most, room = hidden_states(plan, batch * method.max_tokens), host_memory()
+    if most > room:
+        raise ConfigError(
+            f"the hidden states of an update of {batch} samples need up to {size(most)}, and there are {size(room)} of "
+            f"host memory: write {other_loss(plan)}, or lower learner.batch_size or sampler.max_tokens"
+        )
 
 
 def check_longest(plan: LearnerPlan, need: Need, room: float) -> None:
@@ -440,7 +461,8 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
         case Served():
             return {}
         case ServerSettings(model=name, dtype=dtype):
-            return {"copy of the weights": shape_of(name).parameters * WIDTHS[dtype]}
+            shape = shape_of(name)  # its first output head stays beside the copy
+            return {"copy of the weights": (shape.parameters + shape.head) * WIDTHS[dtype]}
         case ModelPlan(name=name, dtype=dtype, longest=longest):
             from slipstream.engines.native.sampling.decoding import PASS_TOKENS
 

@@ -490,6 +490,13 @@ def check_in_flight(config: Config) -> None:
             f"learner.batch_size = {config.learner.batch_size} and the schedule have {samples} samples in flight, "
             f"which need at least {size(samples * SAMPLE)}; this machine has {size(available)}: lower it"
         )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    needed = 2 * schedule.credits  # for records in shared memory, and for those that replace them
+    if config.runtime.kind == "local" and files != resource.RLIM_INFINITY and needed > files:
+        raise ConfigError(
+            f"learner.batch_size = {config.learner.batch_size} and the schedule have {schedule.credits} groups in "
+            f"flight, which need {needed} open files; the limit is {files} (ulimit -Hn): lower it"
+        )
 
 
 def check_effects(config: Config) -> None:

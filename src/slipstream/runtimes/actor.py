@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from slipstream.engines.shared_memory import parts_of
 from slipstream.errors import RecordsLost, WorkerDied, first_line
 from slipstream.runtimes import exchange
 from slipstream.runtimes.exchange import Answer, Body, Call, Host, RemoteWorker, map_references, number_bundles
@@ -90,7 +92,7 @@ class Actor:
         return answers, bodies
 
     def _tell(self, answer: Answer, bodies: list[Any]) -> None:
-        self.answers.append(answer)
+        self.answers.append(replace(answer, size=sum(part.nbytes for part in parts_of(bodies)) if bodies else 0))
         self.bodies.append(bodies)
         self.changed.set()
 
@@ -115,7 +117,7 @@ class RayLink:
         options = {"num_cpus": resources["CPU"], "num_gpus": resources["GPU"], "max_restarts": 0, "max_task_retries": 0}
         actor: Any = ray.remote(Actor)
         self.actor, self.pid = actor.options(**options).remote(place.name, place.threads, str(Path.cwd())), 0
-        self.ended, self.turn = ended, 0
+        self.ended, self.turn, self.exchanged = ended, 0, 0
         self.sent, self.delayed = 0.0, False
         """`sent`: time of the last exchange. `delayed`: True if the next exchange is scheduled."""
         self.receiving: set[asyncio.Task[None]] = set()

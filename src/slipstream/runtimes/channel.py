@@ -1,8 +1,7 @@
-"""Messages over a socket pair: a pickled value, with parcels that intermediate processes do not open.
+"""Messages over a socket pair: a pickled value, with shared memory that intermediate processes do not map.
 
     8 bytes     length of the head
-    head        pickle of (value, size of each parcel)
-    parcels     Packed: its bytes. Mapped: nothing; its descriptor came with the first bytes of the message
+    head        pickle of (value, kind and size of each memory); its first bytes carry the memories' descriptors
 
 Only `drain` blocks: `read` takes the available bytes, `write` sends what the socket accepts, and an event loop calls
 both. Partial messages stay in the channel, so it can move to another event loop.
@@ -18,37 +17,27 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slipstream.engines.shared_memory import Mapped
 
 PREFIX = 8
-DESCRIPTORS = 16
-"""Largest number of descriptors per received message."""
-MAX_BUFFERS = 64
-"""Largest number of buffers per system call."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """Pickled bytes, which only the final receiver unpickles."""
-
-    data: bytes | bytearray
-
-
-Parcel = Packed | Mapped
+DESCRIPTORS = 250
+"""Largest number of descriptors per system call; Linux allows 253."""
+ROOM = socket.CMSG_SPACE(4 * DESCRIPTORS)
 
 
 class Channel:
-    def __init__(self, ours: socket.socket, on_message: Callable[[Any, list[Parcel]], None]) -> None:
+    def __init__(self, ours: socket.socket, on_message: Callable[[Any, list[Mapped]], None]) -> None:
         ours.setblocking(False)
         self.socket, self.on_message = ours, on_message
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.unsent: deque[tuple[list[memoryview], list[Mapped]]] = deque()
-        """Unsent buffers of each message, and shared memory whose descriptors go with the first byte."""
+        self.unsent: deque[tuple[memoryview, Sequence[Mapped]]] = deque()
+        """Unsent bytes of each message, and memories whose descriptors go with the next bytes."""
         self.descriptors: deque[int] = deque()
         """Received descriptors whose message is not complete."""
+        self.exchanged = 0
+        """Number of bytes sent and received so far."""
         self.parts = self._parts()
         self.part = next(self.parts)
 
@@ -79,33 +68,30 @@ class Channel:
 
     # --- messages --------------------------------------------------------------------------------------------
 
-    def send(self, value: Any, parcels: Sequence[Parcel] = ()) -> None:
+    def send(self, value: Any, memories: Sequence[Mapped] = ()) -> None:
         """Queue a message and send what the socket accepts. If pickling raises, nothing is sent."""
-        sizes = [len(p.data) if isinstance(p, Packed) else -1 - p.size for p in parcels]
-        head = pickle.dumps((value, sizes), protocol=5)
+        head = pickle.dumps((value, [(type(each), each.size) for each in memories]), protocol=5)
         idle = not self.unsent
-        parts = [len(head).to_bytes(PREFIX, "little") + head, *(p.data for p in parcels if isinstance(p, Packed))]
-        mapped = [p for p in parcels if isinstance(p, Mapped)]
-        self.unsent.append(([memoryview(part) for part in parts], mapped))
+        self.unsent.append((memoryview(len(head).to_bytes(PREFIX, "little") + head), memories))
         if idle and not self.write() and self.loop is not None:
             self.loop.add_writer(self.socket, self._writable)
 
     def write(self) -> bool:
         """Send what the socket accepts; return True if nothing remains. If the socket is closed, drop the rest."""
         while self.unsent:
-            parts, mapped = self.unsent[0]
+            part, memories = self.unsent[0]
+            now, later = memories[:DESCRIPTORS], memories[DESCRIPTORS:]
             try:
-                sent = socket.send_fds(self.socket, parts[:MAX_BUFFERS], [each.descriptor for each in mapped])
+                # descriptors need a byte that carries them
+                sent = socket.send_fds(self.socket, [part[:1] if later else part], [each.descriptor for each in now])
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError):
                 self.unsent.clear()
                 return True
-            while parts and sent >= len(parts[0]):
-                sent -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][sent:]
-                self.unsent[0] = parts, []
+            self.exchanged += sent
+            if sent < len(part):
+                self.unsent[0] = part[sent:], later
             else:
                 self.unsent.popleft()
         return True
@@ -114,7 +100,7 @@ class Channel:
         """Read the available bytes; return False when the other end is closed."""
         while True:
             try:
-                count, extras, _, _ = self.socket.recvmsg_into([self.part], 4 * DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+                count, extras, _, _ = self.socket.recvmsg_into([self.part], ROOM, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return True
             except ConnectionResetError:
@@ -123,6 +109,7 @@ class Channel:
                 self.descriptors.extend(array("i", numbers))
             if count == 0:
                 return False
+            self.exchanged += count
             self.part = self.part[count:]
             if not self.part:
                 self.part = next(self.parts)
@@ -137,16 +124,8 @@ class Channel:
         yield memoryview(prefix)
         head = bytearray(int.from_bytes(prefix, "little"))
         yield memoryview(head)
-        value, sizes = pickle.loads(head)
-        parcels: list[Parcel] = []
-        for size in sizes:
-            if size < 0:
-                parcels.append(Mapped(self.descriptors.popleft(), -1 - size))
-            else:
-                data = bytearray(size)
-                yield memoryview(data)
-                parcels.append(Packed(data))
-        self.on_message(value, parcels)
+        value, kinds = pickle.loads(head)
+        self.on_message(value, [kind(self.descriptors.popleft(), size) for kind, size in kinds])
 
     # --- the end ---------------------------------------------------------------------------------------------
 

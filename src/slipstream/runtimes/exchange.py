@@ -19,6 +19,7 @@ import asyncio
 import gc
 import pickle
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,8 @@ class Answer:
     value: Any = None
     error: bytes = b""
     trace: str = ""
+    size: int = 0
+    """Bytes of its bodies, if the link does not know them otherwise."""
 
     def get(self) -> Any:
         if not self.error:
@@ -185,6 +188,10 @@ class Link(Protocol):
     @property
     def pid(self) -> int: ...
 
+    @property
+    def exchanged(self) -> int:
+        """Return the bytes of all messages so far; 0 if they are not counted."""
+
     async def start(self, worker: RemoteWorker, build: Callable[..., Any], *args: Any) -> None:
         """Have the process build its engine (`worker.load`); raise the error if that fails."""
         ...
@@ -209,6 +216,9 @@ class Link(Protocol):
 class RemoteWorker:
     """Client of one engine in the coordinator. If the process is gone, all pending and later calls raise WorkerDied."""
 
+    makes = "other"
+    """Name of what its engine gives to others."""
+
     def __init__(self, name: str, link: Link, heartbeat: float = HEARTBEAT) -> None:
         self.name, self.link, self.heartbeat = name, link, heartbeat
         self.gone = ""
@@ -220,6 +230,8 @@ class RemoteWorker:
         """Timer of the next beat; None if no caller waits."""
         self.silent = 0
         """Number of beats since the last answer."""
+        self.given = 0
+        """Bytes of all bodies that its engine gave to others."""
 
     @property
     def pid(self) -> int:
@@ -252,6 +264,11 @@ class RemoteWorker:
         except WorkerDied as error:
             raise WorkerDied(f"while it was loaded, {error}") from None
 
+    @property
+    def traffic(self) -> Counter[str]:
+        """Return the bytes so far of messages, which the coordinator reads, and of bodies, which it does not."""
+        return Counter({"coordinator": self.link.exchanged, self.makes: self.given})
+
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of the process and of its ended child processes."""
         seconds: float = await self.call(CPU_SECONDS)
@@ -282,6 +299,7 @@ class RemoteWorker:
     def settle(self, answer: Answer, body: Callable[[Any], Body]) -> None:
         """Pass an answer to its waiting caller; `body` turns an index into a `Body`."""
         self.silent = 0
+        self.given += answer.size
         waiting = self.waiting.get(answer.id)
         if waiting is None or waiting.done():
             return

@@ -15,7 +15,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
@@ -28,8 +27,8 @@ from socket import socket
 from typing import Any
 
 from slipstream import processes
-from slipstream.engines.shared_memory import Mapped
-from slipstream.runtimes.channel import Channel, Packed, Parcel
+from slipstream.engines.shared_memory import Mapped, Records
+from slipstream.runtimes.channel import Channel
 from slipstream.runtimes.exchange import Answer, Call, Host, failed, map_references
 
 GRACE = 5.0
@@ -183,16 +182,16 @@ def work(settings: ProcessSettings, ours: socket, control: Connection, launcher:
 
 
 async def serve(name: str, ours: socket) -> None:
-    def on_call(call: Call, parcels: list[Parcel]) -> None:
+    def on_call(call: Call, memories: list[Mapped]) -> None:
         try:
-            bodies = [opened(parcel) for parcel in parcels]
+            bodies = [opened(memory) for memory in memories]
             host.accept(map_references(call, lambda body: bodies[body.bundle][body.index]))
         except Exception as error:  # unpickling can raise any exception: return it to the caller
             send_answer(failed(call.id, error), [])
 
-    def send_answer(answer: Answer, parcels: list[Parcel]) -> None:
+    def send_answer(answer: Answer, memories: list[Mapped]) -> None:
         try:
-            channel.send(answer, parcels)
+            channel.send(answer, memories)
         except Exception as error:  # the same for pickling
             channel.send(failed(answer.id, error))
 
@@ -203,8 +202,8 @@ async def serve(name: str, ours: socket) -> None:
     channel.close()
 
 
-async def packed(bodies: Sequence[Any]) -> list[Parcel]:
-    """Return bodies as parcels: weights in shared memory, copied by a thread if they are not, and records together."""
+async def packed(bodies: Sequence[Any]) -> list[Mapped]:
+    """Return weights or records in shared memory; a thread copies weights that are not there yet."""
     import numpy as np
 
     match bodies:
@@ -213,15 +212,11 @@ async def packed(bodies: Sequence[Any]) -> list[Parcel]:
         case [np.ndarray() as weights]:
             return [await asyncio.to_thread(Mapped.of, weights)]
         case _:
-            return [Packed(pickle.dumps(bodies, protocol=5))]
+            return [Records.of_values(bodies)]
 
 
-def opened(parcel: Parcel) -> Any:
-    match parcel:
-        case Mapped():
-            return [parcel.array()]
-        case Packed(data):
-            return pickle.loads(data)
+def opened(memory: Mapped) -> Any:
+    return memory.values() if isinstance(memory, Records) else [memory.array()]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Run every engine in a process of its own on this machine: no daemon, no port, no file.
 
-Calls and answers use socket pairs. Records are pickled once by their producer and pass through the coordinator
-unopened. Weights are in memory that the learner writes and all samplers map. A worker that died or hangs can be
+Calls and answers use socket pairs. Records and weights are in shared memory that their producer writes and their
+readers map; the coordinator has descriptors only. A worker that died or hangs can be
 replaced. All processes end with the coordinator (`launcher` explains how).
 """
 
@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -30,12 +31,13 @@ from typing import Any
 
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.engines.http.client import TAKEN
+from slipstream.engines.shared_memory import Mapped
 from slipstream.errors import AllDied, ConfigError, EngineError
 from slipstream.plan.engines import EnginesPlan
 from slipstream.plan.gpus import crews_of, sum_line, unused_line
 from slipstream.processes import exit_text, kill, start_python
 from slipstream.protocols import Engines
-from slipstream.runtimes.channel import Channel, Parcel
+from slipstream.runtimes.channel import Channel
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, RemoteWorker, number_bundles
 from slipstream.runtimes.launcher import GPUS, ProcessSettings, run_launcher
 from slipstream.runtimes.places import Place, Say, Staff, construct, engines_from, gpus_each, loading_message, places
@@ -173,6 +175,10 @@ class LocalLink:
         await worker.load(pickle.dumps(partial(build, *args)))
         self.started = True
 
+    @property
+    def exchanged(self) -> int:
+        return self.channel.exchanged
+
     def attach(self, worker: RemoteWorker) -> None:
         self.worker = worker
         self.channel.attach(self._on_closed)
@@ -182,13 +188,14 @@ class LocalLink:
             return
         for call in self.worker.take_outbox():
             try:
-                numbered, parcels = number_bundles(call)
-                self.channel.send(numbered, parcels)
+                numbered, memories = number_bundles(call)
+                self.channel.send(numbered, memories)
             except Exception as error:  # pickling an argument can raise any exception
                 self.worker.fail([call.id], error)
 
-    def _on_answer(self, answer: Answer, parcels: list[Parcel]) -> None:
-        self.worker.settle(answer, partial(Body, parcels[0] if parcels else None))
+    def _on_answer(self, answer: Answer, memories: list[Mapped]) -> None:
+        answer = replace(answer, size=sum(memory.size for memory in memories))
+        self.worker.settle(answer, partial(Body, memories[0] if memories else None))
 
     def _on_closed(self) -> None:
         self.lost.set()

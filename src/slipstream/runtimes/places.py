@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.errors import ConfigError
@@ -39,6 +40,8 @@ SHOWN = 5
 
 
 class RemoteSampler(RemoteWorker):
+    makes = "rollouts"
+
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         return await self.call("generate", prompt, sampling, begun)
 
@@ -50,6 +53,8 @@ class RemoteSampler(RemoteWorker):
 
 
 class RemoteScorer(RemoteWorker):
+    makes = "scores"
+
     async def score(self, group: Group) -> list[Handle]:
         return await self.call("score", group)
 
@@ -64,6 +69,8 @@ class RemoteScorer(RemoteWorker):
 
 
 class RemoteLearner(RemoteWorker):
+    makes = "weights"
+
     async def prepare(self, batch: Batch) -> list[Counts]:
         return await self.call("prepare", batch)
 
@@ -180,6 +187,7 @@ class Vacancy:
     """Place without a worker; `coming` is the worker that is being started in this place, or None."""
 
     coming: RemoteWorker | None = None
+    traffic: ClassVar[Counter[str]] = Counter()
 
 
 @dataclass(eq=False)
@@ -196,6 +204,8 @@ class Staff:
     """Place of each worker and of each `Vacancy`."""
     kinds: dict[str, Place] = field(default_factory=dict)
     """An example place of each kind that can be scaled."""
+    past: Counter[str] = field(default_factory=Counter)
+    """Traffic of workers that were replaced or dismissed."""
 
     def begin(
         self, wanted: Sequence[Place], meeting: Callable[[RemoteWorker], Any], say: Say, still: Say = str
@@ -231,6 +241,7 @@ class Staff:
         if isinstance(worker, Vacancy):
             worker.coming = other
         await started(other, place)
+        self.past += worker.traffic
         del self.places[worker]
         self.places[other] = place
         return other
@@ -250,12 +261,17 @@ class Staff:
         self.places[vacancy] = replace(self.kinds[kind], name=name)
         return vacancy
 
+    def traffic(self) -> Mapping[str, int]:
+        """Return the bytes so far that passed through the coordinator, and that it did not see, by what they are."""
+        return sum((worker.traffic for worker in self.places), self.past)
+
     async def dismiss(self, worker: Any) -> None:
         """Remove a worker when it has answered all its calls, or remove a vacancy."""
         if isinstance(worker, RemoteWorker):
             if worker.waiting:
                 await asyncio.wait(worker.waiting.values())
             await worker.link.leave(worker)
+        self.past += worker.traffic
         self.release(self.places.pop(worker))
 
 
@@ -301,6 +317,7 @@ def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> 
         dismiss=staff.dismiss,
         takes={kind: staff.resources_of(place) for kind, place in staff.kinds.items()},
         free=staff.free,
+        traffic=staff.traffic,
     )
 
 

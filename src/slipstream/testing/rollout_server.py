@@ -26,6 +26,7 @@ from torch import Tensor
 
 from slipstream.engines.draws import draw, process
 from slipstream.engines.native.model import load_model
+from slipstream.engines.weights import checksum
 from slipstream.protocols import Sampling
 from slipstream.testing.server import Loopback, cut_off, send
 
@@ -62,6 +63,8 @@ class FakeRolloutServer(Loopback):
         self.faults: deque[Fault] = deque()
         self.keeps = self.refuses = 0
         """Number of loads that report success without an effect, and of loads that fail."""
+        self.skips = ""
+        """Name of a tensor that loads leave as it is; empty if they load all."""
         self.down = 0
         """Number of requests that are not generations and get status 503."""
         self.pause = 0.0
@@ -77,6 +80,10 @@ class FakeRolloutServer(Loopback):
         with self.lock:
             self.lm.load_state_dict(self.first)
             self.version = "default"
+
+    def copy_head(self) -> None:
+        """Use a copy of a tied output head that no load replaces, as vLLM does on CPUs."""
+        self.lm.lm_head.weight = torch.nn.Parameter(self.lm.lm_head.weight.detach().clone())
 
     # --- answers ---------------------------------------------------------------------------------------------
 
@@ -126,6 +133,9 @@ class FakeRolloutServer(Loopback):
             case ("vllm", "/collective_rpc"):
                 why = self._load(body["kwargs"]["weights_path"])
                 send(to, *((400, {"error": {"message": why}}) if why else (200, {"results": [None]})))
+            case ("vllm", "/weight_checker"):
+                found = {f"dp0:pp0:pcp0:tp0:{name}": tensor for name, tensor in self.lm.model.named_parameters("model")}
+                send(to, 200, {"checksums": {name: f"{checksum(tensor.detach()):x}" for name, tensor in found.items()}})
             case ("vllm", "/update_weight_version"):
                 self.version = body["new_version"]
                 send(to, 200, {"success": True})
@@ -159,7 +169,8 @@ class FakeRolloutServer(Loopback):
             if self.keeps:
                 self.keeps -= 1
             else:
-                self.lm.load_state_dict(load_file(Path(path, "model.safetensors")), strict=False)
+                found = load_file(Path(path, "model.safetensors"))
+                self.lm.load_state_dict({n: t for n, t in found.items() if n != self.skips}, strict=False)
             return ""
 
     # --- generation ------------------------------------------------------------------------------------------

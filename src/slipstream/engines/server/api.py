@@ -7,6 +7,7 @@ weights; every answer repeats it. `Client` retries short failures. All other fai
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -26,6 +27,8 @@ CLAMPED = -9999.0
 """Log-prob that vLLM sends in place of NaN and −∞."""
 SURE = -1e-3
 """Lowest log-prob of the only token that remains after truncation."""
+NO_BYTES = hashlib.sha256().hexdigest()
+"""Checksum of an empty tensor."""
 NO_FIELD = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 """Errors of a parser whose answer lacks a field."""
 
@@ -105,6 +108,10 @@ class Api(ABC):
         length = models[0].get("max_model_len") if isinstance(models, list) and models else None
         return length if isinstance(length, int) else None
 
+    async def checksums(self) -> dict[str, tuple[str, ...]]:
+        """Return the checksums of each tensor's shards, by `REPLICA:NAME`; empty if the server has none."""
+        return {}
+
     async def do(self, path: str, body: dict[str, Any] | None = None, *, bare: bool = False) -> Any:
         return await self.control.ask("POST", path, body, bare=bare)
 
@@ -179,6 +186,15 @@ class VllmApi(Api):
 
     async def label(self) -> str:
         return str((await self.control.ask("GET", "/weight_info"))["weight_version"])
+
+    async def checksums(self) -> dict[str, tuple[str, ...]]:
+        found = dict[str, tuple[str, ...]]()
+        for place, sum in (await self.do("/weight_checker", {"action": "checksum"}))["checksums"].items():
+            replica, *_, name = place.split(":")  # dp0:pp0:pcp0:tp0:NAME
+            if sum != NO_BYTES:  # on CPUs vLLM keeps a packed copy in place of some tensors
+                key = f"{replica}:{name}"
+                found[key] = (*found.get(key, ()), sum)
+        return found
 
     async def unprocessed(self, tokens: list[int], temperature: float) -> str:
         drawn = await self.draw("check", tokens, Sampling(max_tokens=1, top_k=1), (), 0)

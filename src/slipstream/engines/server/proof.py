@@ -1,14 +1,21 @@
-"""Proof that a server runs the published weights: its log-probs of fixed texts, compared with those of a copy here.
+"""Proof that a server runs the published weights: its answers, compared with those of a copy of the student here.
 
-Pure functions. Two tests: the log-probs are near the copy's, and they moved since the last proven version if the copy's
-moved. The second test finds a server that reports success and keeps old weights, however small the update is. Moves
-below `STILL` prove nothing; they add up until a later version.
+Pure functions, for four faults:
+
+    other weights       log-probs of fixed texts are far from the copy's
+    old weights         the copy's log-probs moved since the last proven version, and the server's did not
+    an old output head  log-probs are nearer to those that the copy would have with its first head
+    an old tensor       the copy's tensor changed since the first load, and the server's checksum of it did not
+
+Log-probs are compared after every load. Moves below `STILL` prove nothing; they add up until a later version. A head
+counts as old only if its effect stands out from all other differences between server and copy.
 
 Shapes: N tokens of all texts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +30,9 @@ STILL = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 """Root mean square move of the copy's log-probs above which the server's must move, too."""
 NOISE = 4.0
 """Smallest move of the copy that counts, as a multiple of the difference between two equal requests."""
+CLEAR = 6.0
+"""Effect of an old head, in standard errors, above which it is no accident."""
+OLD_HEAD = "keeps an old output head: use a student whose head is not tied to its embeddings"
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,17 @@ class Answers:
 
     served_N: Floats
     copy_N: Floats
+    old_head_N: Floats
+    """Log-probs that the copy would have with the output head of its first weights."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """Checksums of all tensors of the server and of the copy, by name."""
+
+    served: Mapping[str, tuple[str, ...]]
+    """Checksums of all shards of a tensor, by `REPLICA:NAME`."""
+    copy: Mapping[str, int]
 
 
 def texts(vocabulary: int, context: int) -> list[list[int]]:
@@ -60,4 +81,38 @@ def objection(now: Answers, before: Answers | None, *, noise: float, dtype: str)
         )
     if before and moved(now, before, noise=noise, dtype=dtype) and apart(now.served_N, before.served_N) <= 2 * noise:
         return "keeps old weights: its log-probs of fixed texts did not move, and those of the published weights did"
-    return ""
+    return OLD_HEAD if has_old_head(now) else ""
+
+
+def has_old_head(now: Answers) -> bool:
+    """Return whether the old head explains over half of its effect, and clearly more than chance would."""
+    step_N, off_N = now.old_head_N - now.copy_N, now.served_N - now.copy_N
+    size = float(np.linalg.norm(step_N))
+    share = float(off_N @ step_N) / size**2 if size else 0.0
+    return share > 0.5 and share * size > CLEAR * apart(off_N, share * step_N)
+
+
+def objection_to(now: Checksums, first: Checksums) -> str:
+    """Return which tensors of the server are those of its first load, although the copy's changed; empty if none."""
+    unchanged = [name for name, sums in now.served.items() if sums == first.served.get(name)]
+    changed = {name for name, sum in now.copy.items() if sum != first.copy[name]}
+    parts = {name: parts_of(name.rpartition(":")[2], now.copy.keys()) for name in unchanged}
+    if not (old := [name for name in unchanged if parts[name] and changed.issuperset(parts[name])]):
+        return ""
+    return f"keeps old weights in {len(old)} of its {len(now.served)} tensors, such as {old[0]}"
+
+
+def parts_of(name: str, names: Collection[str]) -> list[str]:
+    """Return the copy's tensors that make a tensor of the server, which joins several of one module under a new name.
+
+    They are the tensor of this name, or all of its kind in the smallest module around it that has any.
+    """
+    inside, around = [name] if name in names else list[str](), name
+    while not inside:
+        around = around.rpartition(".")[0]
+        inside = [each for each in names if each.startswith(f"{around}." if around else "")]
+    return [each for each in inside if kind_of(each) == kind_of(name)]
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind in ("bias", "scale") if kind in name.rpartition(".")[2]), "weight")

@@ -6,12 +6,13 @@ So every request runs under one version, and the versions of a response are exac
 
 Every load is proven twice. The server's label names the loaded directory, and every answer repeats it; an answer with
 another label is discarded, and the weights are loaded again (the server has started again, or another client loaded
-weights). Then log-probs of fixed texts are compared with those of a copy of the student here (`proof`).
+weights). Then log-probs of fixed texts are compared with those of a copy of the student here, and after the first load
+and the loads 1, 2, 4, 8 … after it checksums of all tensors, because a server may take long for them (`proof`).
 
 The continuation of a response is reproducible with vLLM, which takes seeds, but differs from the tokens of a single
 request. SGLang's draws depend on its load.
 
-Shapes: T tokens, N tokens of the fixed texts.
+Shapes: T tokens, N tokens of the fixed texts, H hidden size.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -29,13 +31,14 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from slipstream.engines.native.model import load_model
+from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.server.api import APIS, Drawn, ServerSettings
-from slipstream.engines.server.proof import Answers, apart, moved, objection, texts
+from slipstream.engines.server.proof import Answers, Checksums, apart, moved, objection, objection_to, texts
 from slipstream.engines.vllm.core import COLDEST
 from slipstream.engines.vllm.sampler import finished
-from slipstream.engines.weights import fingerprint, load_weights
+from slipstream.engines.weights import checksum, fingerprint, load_weights
 from slipstream.errors import ConfigError, EndpointError, EngineError, ModelError
+from slipstream.estimators.logprobs.head import Head
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import (
     Finish,
@@ -102,6 +105,12 @@ class ServerSampler:
         """Version and label of the loaded weights; the label is empty before the first load."""
         self.proven: Answers | None = None
         """Answers for the last version that was proven; None before the first."""
+        self.first_head = replace(self.copy.head, linear=deepcopy(self.copy.head.linear))
+        """Output head of the student with which the server was started."""
+        self.first_sums: Checksums | None = None
+        """Checksums after the first load; None before it."""
+        self.proofs = 0
+        """Number of loads that were proven."""
         self.noise = 0.0
         """Root mean square difference between two equal requests for the log-probs of the fixed texts."""
         self.loads, self.numbers = count(), count()
@@ -299,19 +308,33 @@ class ServerSampler:
 
     async def _wrong(self) -> str:
         """Return why the server does not run the copy's weights; empty if it does."""
-        now, known = Answers(await self._served(), await self._here(self._log_probs)), self.settings.dtype
+        now, known = Answers(await self._served(), *await self._here(self._log_probs)), self.settings.dtype
         if self.proven is None:
             self.noise = apart(now.served_N, await self._served())
         wrong = objection(now, self.proven, noise=self.noise, dtype=known)
         if not wrong and (self.proven is None or moved(now, self.proven, noise=self.noise, dtype=known)):
             self.proven = now
+        if not wrong and self.proofs & (self.proofs - 1) == 0:  # 0, 1, 2, 4, …
+            wrong = await self._wrong_tensors()
+        self.proofs += not wrong
         return wrong
+
+    async def _wrong_tensors(self) -> str:
+        """Return which tensors of the server are old; empty if none is known to be."""
+        if not (served := await self.api.checksums()):
+            return ""
+        sums = Checksums(served, await self._here(self._checksums))
+        self.first_sums = self.first_sums or sums
+        return objection_to(sums, self.first_sums)
 
     async def _served(self) -> Floats:
         return np.concatenate(await asyncio.gather(*map(self.api.log_probs, self.texts)))
 
     def _log_probs(self) -> Floats:
-        return np.concatenate([log_probs_of(self.copy.model, text) for text in self.texts])
+        return np.concatenate([log_probs_of(self.copy, text, self.first_head) for text in self.texts], axis=1)
+
+    def _checksums(self) -> dict[str, int]:
+        return {name: checksum(tensor.detach()) for name, tensor in self.copy.model.named_parameters()}
 
 
 async def patiently(work: Callable[[], Awaitable[None]]) -> None:
@@ -327,11 +350,12 @@ async def patiently(work: Callable[[], Awaitable[None]]) -> None:
 
 
 @torch.inference_mode()
-def log_probs_of(model: torch.nn.Module, tokens: Sequence[int]) -> Floats:
-    """Return the log-prob of each token but the first."""
+def log_probs_of(lm: LanguageModel, tokens: Sequence[int], *heads: Head) -> Floats:
+    """Return the log-prob of each token but the first, by the model's head and by each other one, [heads, N]."""
     ids_T = torch.tensor(tokens)
-    logp_TV = model(ids_T[None]).logits[0, :-1].float().log_softmax(-1)
-    found: Floats = logp_TV.gather(1, ids_T[1:, None])[:, 0].numpy()
+    hidden_TH = lm.backbone(ids_T[None]).last_hidden_state[0, :-1]
+    logp = [head(hidden_TH).float().log_softmax(-1).gather(1, ids_T[1:, None])[:, 0] for head in (lm.head, *heads)]
+    found: Floats = torch.stack(logp).numpy()
     return found
 
 
