@@ -65,6 +65,14 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "loss": {"kind": "forward_kl", "k": 3},
         "sampler": {"group": 1},
     },
+    "answers of the teacher first, and the KL to it on held-out prompts": {
+        "mix": {"share": 0.9, "source": "teacher"},
+        "loss": {"kind": "forward_kl", "k": 3},
+        "sampler": {"group": 1},
+        "task": {"reward": []},
+        "eval": {"every": 1, "prompts": 2},
+        "data": {"eval": "held-out"},
+    },
     "hidden states, shared prompts, a teacher beside the sampler": {
         "loss": {"kind": "eopd"},
         "learner": {"shared_prompt": True},

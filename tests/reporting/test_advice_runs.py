@@ -39,7 +39,7 @@ def script() -> ModuleType:
 def test_what_was_planted_comes_first(name: str, updates: int, script: ModuleType, tmp_path: Path) -> None:
     plant = script.PLANTED[name]
     small = replace(plant, changes={**plant.changes, **SMALL, "updates": updates})
-    advice = script.planted(small, tmp_path / "run")
+    advice = script.planted(small, tmp_path / "run", script.BUILT_IN)
     assert advice.answers[0].name == plant.named
 
 
@@ -56,4 +56,4 @@ def test_what_is_to_be_written_is_a_plan_that_could_be_run() -> None:
 
 def test_a_run_in_which_nothing_was_planted_is_not_accused(script: ModuleType, tmp_path: Path) -> None:
     sound = script.Plant("", {**SMALL, "updates": 4})
-    assert script.planted(sound, tmp_path / "run").wrong == []
+    assert script.planted(sound, tmp_path / "run", script.BUILT_IN).wrong == []

@@ -173,11 +173,11 @@ def test_a_config_that_says_nothing_differs_in_nothing_and_one_that_says_somethi
 
 def test_accuracy_has_the_error_of_its_prompts_and_the_clock_of_its_update(tmp_path: Path) -> None:
     run = reading(tmp_path / "run", updates=30, evaluations=[(0, 0.1), (30, 0.5)])
-    ((name, (updates, values, errors)),) = run.accuracies.items()
-    assert (name, updates, values) == ("", [0.0, 30.0], [0.1, 0.5])
+    ((key, (updates, values, errors)),) = run.held_out.items()
+    assert (key, updates, values) == (("accuracy", ""), [0.0, 30.0], [0.1, 0.5])
     assert errors == [pytest.approx(0.03), pytest.approx(0.05)]  # √(p (1 − p) / 100)
     assert standard_error(3.0, 100) is None
-    of_updates, of_time = charts.accuracy([run])
+    of_updates, of_time = charts.held_out([run])
     assert of_updates.data[0]["x"] == [0.0, 30.0] and of_time.data[0]["x"] == [0.0, 15.0]
     assert of_updates.title == "Held-out accuracy against updates: 10 % → 50 %"
     assert of_time.title == "Held-out accuracy against wall clock: 50 % after 15 s"

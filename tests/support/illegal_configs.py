@@ -371,7 +371,7 @@ schedule.kind=step_off schedule.k=0
 schedule.kind=replay schedule.k=-1
 schedule.publish_every=2 eval.every=3 data.eval=builtin:arithmetic task.reward=exact
 eval.every=1
-eval.every=1 data.eval=builtin:arithmetic
+eval.every=1 data.eval=builtin:arithmetic eval.temperature=0.5
 eval.every=1 task.reward=exact
 eval.every=1 data.eval=nowhere.jsonl task.reward=exact
 eval.every=1 eval.n=100 data.eval=builtin:arithmetic task.reward=exact

@@ -21,7 +21,7 @@ from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import method_of, supervised_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import followers_of, snapshots_of
-from slipstream.protocols import Engines, Graded, Unscored
+from slipstream.protocols import Engines, Graded, TeacherSampler, Unscored
 from slipstream.records import Given, Group, Handle
 from slipstream.run_dir.writing import RunLog, read_lines
 from support.tiny_experts import make_mixture
@@ -57,7 +57,7 @@ def prompts(config: Config) -> Prompts:
         made.use(
             OffPolicy(
                 seed=0,
-                supervised="data",
+                supervised=config.sft.source if config.sft else "",
                 first=config.supervised_updates * config.groups_per_update,
                 mix=config.mix,
                 groups=config.groups_per_update,
@@ -109,9 +109,11 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         speculation=config.sampler.speculation,
     )
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
+    drawing = [NativeSampler(wrap(teacher), slots=8, stop_ids={EOS})] if "teacher" in config.offpolicy_sources else []
     engines = Engines(
         samplers=(Graded(sampler, EveryOther()),),
         scorers=scorers or {"": (Unscored(),)},
+        teacher_samplers={name: tuple(map(TeacherSampler, drawing)) for name in config.teachers if drawing},
         learner=learner,
         close=lambda: None,
     )
@@ -119,6 +121,6 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     with RunLog.create(config, path) as log:
         held_out = {"": [made.at(i) for i in range(config.eval.prompts)]} if config.eval.every else {}
         asyncio.run(Run(config, engines, made, log, held_out=held_out).train())
-    for engine in (sampler, learner, *(each for pair in scorers.values() for each in pair)):
+    for engine in (sampler, learner, *drawing, *(each for pair in scorers.values() for each in pair)):
         engine.close()
     return read_lines(path / "metrics.jsonl")
