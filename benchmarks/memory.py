@@ -3,6 +3,7 @@
     python benchmarks/memory.py flat [--updates 10000]       # a miniature run; resident memory as it goes on
     python benchmarks/memory.py size [--hidden 1024] [--layers 8]    # random weights, float32; peaks against arithmetic
     python benchmarks/memory.py publish [--ranks 2]          # the same model: peaks of one export, and of one load
+    python benchmarks/memory.py start [--ranks 2]            # the same model in bfloat16: peak as its ranks start
 
 `flat` prints the resident memory of the coordinator, sampler, scorer and learner at several updates. `size` runs three
 updates with a tiny model and with a large one, and prints the differences of their peaks, also as copies of weights.
@@ -11,6 +12,10 @@ learner: weights, gradients and two moments. Exported weights are shared pages, 
 
 `publish` makes one export of the learner's ranks and one load of a sampler, without a run. It prints how far the
 private memory of each process, and the memory of exported weights on this machine, rise above the state before.
+
+`start` starts the learner's ranks, which train in float32, and no other engine. It prints the peak of their private
+memory and of the memory that they share, above that of the same ranks of a tiny model, also as copies of the weights.
+Freed weights go back to the system at once, as those of large models do (`MALLOC_MMAP_THRESHOLD_`).
 """
 
 from __future__ import annotations
@@ -128,8 +133,9 @@ def flat(updates: int) -> None:
                 )
 
 
-def enlarged(folder: Path, hidden: int, layers: int) -> int:
+def enlarged(folder: Path, hidden: int, layers: int, dtype: str = "float32") -> int:
     """Save a random model in the built-in student's family and with its tokenizer; return its number of parameters."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(model_path("builtin:student"), folder)
@@ -145,7 +151,7 @@ def enlarged(folder: Path, hidden: int, layers: int) -> int:
     file.write_text(json.dumps(json.loads(file.read_text()) | shape | heads | {"max_window_layers": layers}))
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -255,9 +261,61 @@ def publish(hidden: int, layers: int, ranks: int) -> None:
         print(name, *(f"{size / MIB:.0f}" for size in rise.values()), sep=" | ")
 
 
+def started(model: str, ranks: int) -> dict[str, int]:
+    """Return the peaks of private, shared and all memory of the processes of ranks while these start."""
+    from slipstream.config.file import parse
+    from slipstream.data.tokenizers import load_tokenizer
+    from slipstream.objective.method import method_of
+    from slipstream.plan.engines import engines_of
+    from slipstream.runtimes import local
+    from slipstream.runtimes.places import places
+
+    config = parse(
+        {
+            "student": model,
+            "data": {"train": "builtin:arithmetic"},
+            "loss": {"weight": 0.0},
+            "policy": {"advantage": "reinforce_plus_plus"},
+            "task": {"reward": "exact"},
+            "learner": {"batch_size": 8, "ranks": ranks},
+            "runtime": {"device": "cpu"},
+        }
+    )
+    ended, most = threading.Event(), {"private": 0, "shared": 0, "together": 0}
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a process ended meanwhile
+                pids = {str(pid): pid for _, pid in processes(os.getpid()) if pid != os.getpid()}
+                now = {"private": sum(map(private, pids.values())), "shared": exported(pids)}
+                now["together"] = sum(now.values())
+                for name, size in now.items():
+                    most[name] = max(most[name], size)
+
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
+    wanted = [each for each in places(engines_of(config, method_of(config)), load_tokenizer(model)) if each.meets]
+    thread = threading.Thread(target=watch)
+    thread.start()
+    with contextlib.ExitStack() as stack:
+        local.start(wanted, stack.enter_context(local.ProcessLauncher()), stack, say=lambda _: None)
+        ended.set()
+    thread.join()
+    return most
+
+
+def start(hidden: int, layers: int, ranks: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        whole = 4 * enlarged(Path(folder) / "model", hidden, layers, "bfloat16")
+        small, large = started("builtin:student", ranks), started(f"{folder}/model", ranks)
+    print(f"{ranks} ranks, {whole / MIB:.0f} MiB of weights in float32; peaks above those of a tiny model")
+    print("memory | MiB | in copies")
+    for name, size in large.items():
+        print(name, f"{(size - small[name]) / MIB:.0f}", f"{(size - small[name]) / whole:.2f}", sep=" | ")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("flat", "size", "publish"))
+    parser.add_argument("what", choices=("flat", "size", "publish", "start"))
     parser.add_argument("--updates", type=int, default=10_000)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
@@ -265,6 +323,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "flat":
         flat(args.updates)
+    elif args.what == "start":
+        start(args.hidden, args.layers, args.ranks)
     elif args.what == "publish":
         publish(args.hidden, args.layers, args.ranks)
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,10 +57,10 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
     try:
         with torch.enable_grad():
             once, again = probe(lm, packed), probe(lm, packed)
-            torch.autograd.backward(torch.cat(again).sum())
+            with freed_gradients(lm.model):
+                torch.autograd.backward(torch.cat(again).sum())
     except Exception as error:  # any exception of the model's code means that it cannot be trained
         raise ModelError(f"{lm.name}: {kind} cannot be trained here: {first_line(error)}") from None
-    lm.model.zero_grad()
     with deterministic(lm.model):
         plain = probe(lm, packed)
     drawn = max(difference(once, again), difference(once, plain))
@@ -71,6 +72,22 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
             f"{lm.name}: two passes of {kind} in training mode differ by {drawn:.1%}, without any dropout: "
             "write learner.checkpointing = false"
         )
+
+
+@contextmanager
+def freed_gradients(model: nn.Module) -> Iterator[None]:
+    """Free each weight's gradient as soon as it is computed, so that those of all weights are never in memory."""
+
+    def free(weight: nn.Parameter) -> None:
+        weight.grad = None
+
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    hooks: list[Any] = [weight.register_post_accumulate_grad_hook(free) for weight in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
