@@ -349,11 +349,11 @@ def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> None:
 def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.models.resolve import DEMO
 
+    config = load_config(args.config or DEMO, changes)
     if args.gpu:
         from slipstream.commands.first_run import check_gpus
 
-        return 0 if check_gpus(args.config, changes, console()) else 1
-    config = load_config(args.config or DEMO, changes)
+        return 0 if check_gpus(args.config, changes, console(), small=config.runtime.device == "cpu") else 1
     from slipstream.commands.doctor import doctor
 
     return 0 if doctor(config, console()) else 1

@@ -13,15 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 import slipstream
 from slipstream.commands.doctor import versions
-from slipstream.config.file import load
 from slipstream.errors import ConfigError
 from slipstream.models.resolve import DEMO, model_path
 
@@ -32,8 +31,7 @@ LISTED = 20
 """Largest number of lines of the log of a failed step that the report has."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     name: str
     minutes: int
     command: Sequence[str | Path]
@@ -41,49 +39,43 @@ class Step:
     """What the machine lacks, so that the step is not run; "" if nothing."""
 
 
-def check_gpus(config: str | None, changes: Sequence[tuple[str, str]], console: Console) -> bool:
-    """Run all steps and print the report; return True if every step passed."""
+def check_gpus(config: str | None, changes: Sequence[tuple[str, str]], console: Console, *, small: bool) -> bool:
+    """Run all steps, or miniatures of them if `small`, and print the report; return True if every step passed."""
     import torch
 
-    gpus = torch.cuda.device_count()
-    if not (small := load(config or DEMO, changes, say=str).runtime.device == "cpu") and not gpus:
+    if not (gpus := torch.cuda.device_count()) and not small:
         raise ConfigError(
             "doctor --gpu needs a CUDA GPU, and torch sees none: --runtime.device cpu tries its steps here"
         )
     folder = Path(tempfile.mkdtemp(prefix="slipstream-gpu-"))
     report, failed = [f"slipstream {slipstream.__version__}, {versions()}"], 0
-    for number, step in enumerate(steps(config, changes, folder, gpus=gpus, small=small), 1):
+    for number, step in enumerate(steps(config, changes, folder, gpus=None if small else gpus), 1):
         console.print(f"step {number}, {step.name}: at most {step.minutes} minutes", soft_wrap=True)
         found = [f"not run: {step.missing}"] if step.missing else run(step, folder / f"step{number}.log")
         failed += found[0] != "ok"
         report += [f"step {number}, {step.name}: {found[0]}", *(f"    {line}" for line in found[1:])]
-    report.append(
-        f"all steps passed; logs in {folder}" if not failed else f"{failed} steps did not pass; logs in {folder}"
-    )
+    report.append(f"{f'{failed} steps did not pass' if failed else 'all steps passed'}; logs in {folder}")
     console.print("\n".join(["", "Report, to paste into an issue:", "", *report]), markup=False, soft_wrap=True)
     return not failed
 
 
-def steps(
-    config: str | None, changes: Sequence[tuple[str, str]], folder: Path, *, gpus: int, small: bool
-) -> Iterator[Step]:
-    command = [sys.executable, BENCHMARK, "--out", folder / "gpu", *["--small"] * small]
-    checkout = (
-        "" if BENCHMARK.exists() else f"{BENCHMARK} is missing: install Slipstream from a checkout (pip install -e .)"
-    )
-    yield Step("make gpu", 15, command, checkout)
-    settings = [word for key, value in changes for word in (f"--{key}", value)] + ["--updates", "3"]
+def steps(config: str | None, changes: Sequence[tuple[str, str]], folder: Path, *, gpus: int | None) -> Iterator[Step]:
+    """Yield the steps for a number of GPUs; None: in miniature, on a CPU."""
+    small = gpus is None
+    lacks = "" if BENCHMARK.exists() else "install Slipstream from a checkout (pip install -e .)"
+    yield Step("make gpu", 15, [sys.executable, BENCHMARK, "--out", folder / "gpu", *["--small"] * small], lacks)
+    settings = [f"--{key}={value}" for key, value in changes]
     if config is None:
-        for key, name in ("student", "student"), ("teachers.main.model", "teacher"):
-            settings += [f"--{key}", str(with_long_context(name, folder))]
-    train = [*TRAIN, config or DEMO, *settings, "--output"]
-    yield Step("one device, three updates", 10, [*train, folder / "one", "--runtime.kind", "inline"])
-    vllm = "" if small or find_spec("vllm") else "vLLM is not installed (docs/install.md)"
-    few = "" if small or gpus >= 4 else f"it needs 4 GPUs (two ranks, sampler, teacher), and there are {gpus}"
-    options = {"runtime.kind": "local", "learner.ranks": "2", "sampler.max_tokens": str(TOKENS)}
-    options |= {} if small else {"sampler.engine": "vllm"}
-    words = [word for key, value in options.items() for word in (f"--{key}", value)]
-    yield Step(f"two ranks and vLLM, {TOKENS} tokens", 20, [*train, folder / "two", *words], few or vllm)
+        settings.append(f"--student={with_long_context('student', folder)}")
+        settings.append(f"--teachers.main.model={with_long_context('teacher', folder)}")
+    train = [*TRAIN, config or DEMO, *settings, "--updates=3", "--output"]
+    yield Step("one device, three updates", 10, [*train, folder / "one", "--runtime.kind=inline"])
+    train += [folder / "two", "--runtime.kind=local", "--learner.ranks=2", f"--sampler.max_tokens={TOKENS}"]
+    lacks = "" if small or find_spec("vllm") else "vLLM is not installed (docs/install.md)"
+    if gpus is not None and gpus < 4:
+        lacks = f"it needs 4 GPUs (two ranks, sampler, teacher), and there are {gpus}"
+    engine = [] if small else ["--sampler.engine=vllm"]
+    yield Step(f"two ranks and vLLM, {TOKENS:,} tokens", 20, [*train, *engine], lacks)
 
 
 def with_long_context(name: str, folder: Path) -> Path:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -21,9 +20,9 @@ from torch import Tensor
 
 WORDS = 1 << 14
 """Number of words in a block."""
-PIECE = 64
-"""Number of blocks that a thread sums at once: 8 MiB."""
-MOVED = 8 * PIECE
+PIECE = 8
+"""Number of blocks that a thread sums at once: 1 MiB."""
+MOVED = 64 * PIECE
 """Number of blocks that are converted, or summed on a device, at once: 64 MiB."""
 THREADS = min(8, os.cpu_count() or 1)
 LOWER, UPPER = (
@@ -41,42 +40,26 @@ def raw(tensor: Tensor) -> Bytes:
 def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     """Return the checksum of a tensor's bytes, converted to `dtype` if one is given."""
     dtype = dtype or tensor.dtype
-    parts = torch.split(tensor.detach().reshape(-1), MOVED * 8 * WORDS // dtype.itemsize)
-    return digest_of(sums_of(part.to(dtype)) for part in parts)
-
-
-def checksum_of_bytes(data: Bytes) -> int:
-    return digest_of([sums_in_memory(data)])
-
-
-def digest_of(sums: Iterable[Bytes]) -> int:
     digest = hashlib.blake2b(digest_size=8)
-    for each in sums:
-        digest.update(each.data)
+    for part in torch.split(tensor.detach().reshape(-1), MOVED * 8 * WORDS // dtype.itemsize):
+        part = part.to(dtype)
+        digest.update((sums_in_memory(raw(part)) if part.device.type == "cpu" else sums_on_device(part)).data)
     return int.from_bytes(digest.digest(), "little")
-
-
-def sums_of(part: Tensor) -> Bytes:
-    return sums_in_memory(raw(part)) if part.device.type == "cpu" else sums_on_device(part)
 
 
 def sums_in_memory(data: Bytes) -> Bytes:
     """Return both sums of every block, computed by several threads if there are many blocks."""
-    size = 8 * WORDS
-    sums = np.empty((-(-len(data) // size), 2), np.int64)
+    blocks = np.pad(data, (0, rest)) if (rest := -len(data) % (8 * WORDS)) else data
+    blocks = blocks.view(np.int64).reshape(-1, WORDS)
 
-    def add(first: int) -> None:
-        for at in range(first, min(first + PIECE, len(sums))):
-            block = data[at * size : (at + 1) * size]
-            words = (np.pad(block, (0, -len(block) % 8)) if len(block) % 8 else block).view(np.int64)
-            sums[at] = np.dot(words, LOWER[: len(words)]), np.dot(words >> 32, UPPER[: len(words)])
+    def sums(first: int) -> Bytes:
+        words = blocks[first : first + PIECE]
+        return np.stack([words @ LOWER, (words >> 32) @ UPPER], 1)
 
-    if len(sums) <= PIECE:
-        add(0)
-    else:
-        with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(add, range(0, len(sums), PIECE)))
-    return sums
+    if len(blocks) <= PIECE:
+        return sums(0)
+    with ThreadPoolExecutor(THREADS) as threads:
+        return np.concatenate(list(threads.map(sums, range(0, len(blocks), PIECE))))
 
 
 def sums_on_device(part: Tensor) -> Bytes:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.engines.checksums import checksum, checksum_of_bytes, raw
+from slipstream.engines.checksums import checksum, raw
 from slipstream.engines.quantisation import quantised_weights
 from slipstream.engines.shared_memory import empty
 from slipstream.errors import ModelError
@@ -231,7 +231,7 @@ def fingerprint(
 
     def checksum_of(name: str) -> int:
         if exported and (spec := specs.get(name)):
-            return checksum_of_bytes(exported.body[spec.offset : spec.offset + spec.nbytes])
+            return checksum(torch.from_numpy(exported.body[spec.offset : spec.offset + spec.nbytes]))
         if name not in still:
             weight = parameters[name]
             found = on_first_rank(weight) if isinstance(weight, DTensor) else weight
@@ -246,7 +246,7 @@ def fingerprint_of_parts(weights: WeightsRef, parts: Callable[[str, Tensor], Seq
     named, checksums = set(fingerprinted(spec.name for spec in weights.manifest)), list[int]()
     for spec in weights.manifest:
         if spec.name in named:
-            checksums += [checksum(part.cpu()) for part in parts(spec.name, tensor_of(spec, weights))]
+            checksums += [checksum(part) for part in parts(spec.name, tensor_of(spec, weights))]
     return combined(checksums)
 
 

@@ -53,14 +53,18 @@ def _silence(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
-    kind = type(lm.model).__name__
+    kind, trained = type(lm.model).__name__, [weight for weight in lm.model.parameters() if weight.requires_grad]
+    # each gradient is freed at once, so that those of all weights are never in memory
+    hooks: list[Any] = [weight.register_post_accumulate_grad_hook(_free_gradient) for weight in trained]
     try:
         with torch.enable_grad():
             once, again = probe(lm, packed), probe(lm, packed)
-            with freed_gradients(lm.model):
-                torch.autograd.backward(torch.cat(again).sum())
+            torch.autograd.backward(torch.cat(again).sum())
     except Exception as error:  # any exception of the model's code means that it cannot be trained
         raise ModelError(f"{lm.name}: {kind} cannot be trained here: {first_line(error)}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
     with deterministic(lm.model):
         plain = probe(lm, packed)
     drawn = max(difference(once, again), difference(once, plain))
@@ -74,20 +78,8 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
         )
 
 
-@contextmanager
-def freed_gradients(model: nn.Module) -> Iterator[None]:
-    """Free each weight's gradient as soon as it is computed, so that those of all weights are never in memory."""
-
-    def free(weight: nn.Parameter) -> None:
-        weight.grad = None
-
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    hooks: list[Any] = [weight.register_post_accumulate_grad_hook(free) for weight in trained]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _free_gradient(weight: nn.Parameter) -> None:
+    weight.grad = None
 
 
 @contextmanager
