@@ -36,7 +36,7 @@ class Step(NamedTuple):
     minutes: int
     command: Sequence[str | Path]
     missing: str = ""
-    """What the machine lacks, so that the step is not run; "" if nothing."""
+    """Reason why the step is not run on this machine; "" if it is."""
 
 
 def check_gpus(config: str | None, changes: Sequence[tuple[str, str]], console: Console, *, small: bool) -> bool:
