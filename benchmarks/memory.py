@@ -1,16 +1,21 @@
 """Memory of every process of a run: does it grow with the updates, and how much does a parameter of the model need?
 
     python benchmarks/memory.py flat [--updates 10000]       # a miniature run; resident memory as it goes on
-    python benchmarks/memory.py size [--hidden 1024] [--layers 8]    # random weights, float32; peaks against arithmetic
+    python benchmarks/memory.py size [--ranks 2]             # random weights, float32; peaks against the plan
     python benchmarks/memory.py publish [--ranks 2]          # the same model: peaks of one export, and of one load
+    python benchmarks/memory.py start [--ranks 2]            # the same model in bfloat16: peak as its ranks start
 
 `flat` prints the resident memory of the coordinator, sampler, scorer and learner at several updates. `size` runs three
-updates with a tiny model and with a large one, and prints the differences of their peaks, also as copies of weights.
-The arithmetic names one copy in the sampler, none in the scorer (its weights are pages of the file) and four in the
-learner: weights, gradients and two moments. Exported weights are shared pages, which all processes have together.
+updates with a tiny model and with a large one, and prints the differences of their peaks, also as copies of weights,
+and the same differences of what the plan says (`config --check`). The weights of a scorer are pages of the file.
+Exported weights are shared pages, which all processes have together.
 
 `publish` makes one export of the learner's ranks and one load of a sampler, without a run. It prints how far the
 private memory of each process, and the memory of exported weights on this machine, rise above the state before.
+
+`start` starts the learner's ranks, which train in float32, and no other engine. It prints the peak of their private
+memory and of the memory that they share, above that of the same ranks of a tiny model, also as copies of the weights.
+Freed weights go back to the system at once, as those of large models do (`MALLOC_MMAP_THRESHOLD_`).
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +50,9 @@ max_tokens = 8
 slots = 8
 [learner]
 batch_size = 8
+token_budget = 64
 lr = 1e-6
+ranks = {ranks}
 [schedule]
 kind = "async"
 tau = 2
@@ -96,10 +104,12 @@ def updates_of(run: Path) -> int:
     return int(json.loads(last[-2])["update"]) if len(last) > 2 else 0
 
 
-def watched(folder: Path, model: str, updates: int, pause: float) -> Iterator[tuple[int, dict[str, dict[str, int]]]]:
+def watched(
+    folder: Path, model: str, updates: int, pause: float, ranks: int = 1
+) -> Iterator[tuple[int, dict[str, dict[str, int]]]]:
     """Run, and yield the updates so far with the memory of all processes."""
     folder.mkdir()
-    (folder / "run.toml").write_text(CONFIG.format(model=model, updates=updates))
+    (folder / "run.toml").write_text(CONFIG.format(model=model, updates=updates, ranks=ranks))
     command = [str(Path(sys.executable).with_name("slipstream")), "train", "run.toml", "--output", "run"]
     with (folder / "log").open("wb") as log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as run:
         while run.poll() is None:
@@ -128,8 +138,9 @@ def flat(updates: int) -> None:
                 )
 
 
-def enlarged(folder: Path, hidden: int, layers: int) -> int:
+def enlarged(folder: Path, hidden: int, layers: int, dtype: str = "float32") -> int:
     """Save a random model in the built-in student's family and with its tokenizer; return its number of parameters."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(model_path("builtin:student"), folder)
@@ -145,14 +156,14 @@ def enlarged(folder: Path, hidden: int, layers: int) -> int:
     file.write_text(json.dumps(json.loads(file.read_text()) | shape | heads | {"max_window_layers": layers}))
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
 
 
-def peaks(folder: Path, model: str) -> dict[str, dict[str, int]]:
+def peaks(folder: Path, model: str, ranks: int) -> dict[str, dict[str, int]]:
     """Peak of each kind of page by process."""
     most = dict[str, dict[str, int]]()
-    for _, found in watched(folder, model, 3, 0.02):
+    for _, found in watched(folder, model, 3, 0.01, ranks):
         for name, parts in found.items():
             here = most.setdefault(name, {})
             for part, size in parts.items():
@@ -160,16 +171,33 @@ def peaks(folder: Path, model: str) -> dict[str, dict[str, int]]:
     return most
 
 
-def size(hidden: int, layers: int) -> None:
+def planned(model: str, ranks: int) -> dict[str, float]:
+    """Return the bytes that the plan has for each process."""
+    from slipstream.config.file import parse
+    from slipstream.objective.method import method_of
+    from slipstream.plan.engines import engines_of
+    from slipstream.plan.placement import needs
+
+    config = parse(tomllib.loads(CONFIG.format(model=model, updates=3, ranks=ranks)))
+    return {need.name: need.total for need in needs(engines_of(config, method_of(config)))}
+
+
+def size(hidden: int, layers: int, ranks: int) -> None:
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
+        root, tiny = Path(folder), "builtin:student"
+        model = str(root / "model")
         parameters = enlarged(root / "model", hidden, layers)
-        small, large = peaks(root / "small", "builtin:student"), peaks(root / "large", str(root / "model"))
+        small, large = peaks(root / "small", tiny, ranks), peaks(root / "large", model, ranks)
+        plan, plan_of_tiny = planned(model, ranks), planned(tiny, ranks)
     print(f"{parameters / 1e6:.0f} M parameters, float32: {4 * parameters / MIB:.0f} MiB of weights")
-    print("process", "own MiB", "in copies", "shared MiB", "mapped files MiB", sep=" | ")
+    print("process", "own MiB", "in copies", "shared MiB", "mapped files MiB", "planned MiB", "own/planned", sep=" | ")
     for name, most in large.items():
         own, file, shared = (most[part] - small.get(name, most)[part] for part in PARTS)
         row = f"{own / MIB:.0f}", f"{own / (4 * parameters):.2f}", f"{shared / MIB:.0f}", f"{file / MIB:.0f}"
+        if name in plan:
+            need = plan[name] - plan_of_tiny[name]
+            row += f"{need / MIB:.0f}", f"{own / need:.2f}"
         print(name, *row, sep=" | ")
 
 
@@ -255,20 +283,74 @@ def publish(hidden: int, layers: int, ranks: int) -> None:
         print(name, *(f"{size / MIB:.0f}" for size in rise.values()), sep=" | ")
 
 
+def started(model: str, ranks: int) -> dict[str, int]:
+    """Return the peaks of private, shared and all memory of the processes of ranks while these start."""
+    from slipstream.config.file import parse
+    from slipstream.data.tokenizers import load_tokenizer
+    from slipstream.objective.method import method_of
+    from slipstream.plan.engines import engines_of
+    from slipstream.runtimes import local
+    from slipstream.runtimes.places import places
+
+    config = parse(
+        {
+            "student": model,
+            "data": {"train": "builtin:arithmetic"},
+            "loss": {"weight": 0.0},
+            "policy": {"advantage": "reinforce_plus_plus"},
+            "task": {"reward": "exact"},
+            "learner": {"batch_size": 8, "ranks": ranks},
+            "runtime": {"device": "cpu"},
+        }
+    )
+    ended, most = threading.Event(), {"private": 0, "shared": 0, "together": 0}
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a process ended meanwhile
+                pids = {str(pid): pid for _, pid in processes(os.getpid()) if pid != os.getpid()}
+                now = {"private": sum(map(private, pids.values())), "shared": exported(pids)}
+                now["together"] = sum(now.values())
+                for name, size in now.items():
+                    most[name] = max(most[name], size)
+
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
+    wanted = [each for each in places(engines_of(config, method_of(config)), load_tokenizer(model)) if each.meets]
+    thread = threading.Thread(target=watch)
+    thread.start()
+    with contextlib.ExitStack() as stack:
+        local.start(wanted, stack.enter_context(local.ProcessLauncher()), stack, say=lambda _: None)
+        ended.set()
+    thread.join()
+    return most
+
+
+def start(hidden: int, layers: int, ranks: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        whole = 4 * enlarged(Path(folder) / "model", hidden, layers, "bfloat16")
+        small, large = started("builtin:student", ranks), started(f"{folder}/model", ranks)
+    print(f"{ranks} ranks, {whole / MIB:.0f} MiB of weights in float32; peaks above those of a tiny model")
+    print("memory | MiB | in copies")
+    for name, size in large.items():
+        print(name, f"{(size - small[name]) / MIB:.0f}", f"{(size - small[name]) / whole:.2f}", sep=" | ")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("flat", "size", "publish"))
+    parser.add_argument("what", choices=("flat", "size", "publish", "start"))
     parser.add_argument("--updates", type=int, default=10_000)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="number of the learner's ranks (2)")
     args = parser.parse_args()
     if args.what == "flat":
         flat(args.updates)
+    elif args.what == "start":
+        start(args.hidden, args.layers, args.ranks)
     elif args.what == "publish":
         publish(args.hidden, args.layers, args.ranks)
     else:
-        size(args.hidden, args.layers)
+        size(args.hidden, args.layers, args.ranks)
 
 
 if __name__ == "__main__":

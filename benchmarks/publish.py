@@ -7,6 +7,7 @@ both run, publishes to both at the same time in keep mode, aborts what runs, and
 weights twice, one copy after the other, into memory that is there already: the reference. `load` is the copy into the
 model and the fingerprint of what arrived, of the slower sampler; so are `rebuild`, the running prefixes' keys and
 values under the new weights, and `wait`, the time until the next token boundary. Medians and ranges over the rounds.
+At the end, the rate at which one thread and several compute a checksum of the weights: the best of nine.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from slipstream.engines import checksums
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights, fingerprint
@@ -124,6 +126,20 @@ def main() -> None:
     for sampler in samplers:
         sampler.close()
     report(rounds)
+    exported = torch.from_numpy(weights[0][0].body)
+    for number in sorted({1, checksums.THREADS}):
+        checksums.THREADS = number
+        rate = exported.nbytes / 1e9 / least_time(lambda: checksums.checksum(exported))
+        print(f"checksum in host memory, {number} threads: {rate:.1f} GB/s")
+
+
+def least_time(work: Callable[[], object]) -> float:
+    found = []
+    for _ in range(9):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 if __name__ == "__main__":

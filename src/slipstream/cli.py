@@ -38,6 +38,7 @@ FLAGS = (
     "--devices",
     "--json",
     "--report",
+    "--gpu",
 )
 """Options of commands in OVERRIDABLE; every other argument that begins with -- is a setting."""
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists all settings"
@@ -136,6 +137,8 @@ def parser() -> argparse.ArgumentParser:
 
     examine = add("doctor", run_doctor, help="check that engines agree and that new weights arrive")
     examine.add_argument("config", nargs="?", help="a TOML file (default: the config of the demo)")
+
+    examine.add_argument("--gpu", action="store_true", help="try the first three steps of docs/first_gpu_run.md")
 
     resume = add("resume", run_resume, help="continue a stopped run from its last checkpoint", parents=[of_run])
     resume.add_argument(
@@ -347,6 +350,10 @@ def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.models.resolve import DEMO
 
     config = load_config(args.config or DEMO, changes)
+    if args.gpu:
+        from slipstream.commands.first_run import check_gpus
+
+        return 0 if check_gpus(args.config, changes, console(), small=config.runtime.device == "cpu") else 1
     from slipstream.commands.doctor import doctor
 
     return 0 if doctor(config, console()) else 1

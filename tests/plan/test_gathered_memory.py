@@ -186,13 +186,24 @@ MLA = {
 }
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "minicpm3"])
-def test_a_cache_of_latent_attention_is_counted_as_it_is_stored(kind: str, tmp_path: Path) -> None:
-    """Each layer stores one compressed vector (12) and one rotated part (4) for all heads."""
-    config = AutoConfig.for_model(kind, **MLA)
+SPARSE = {"index_topk": 2, "index_head_dim": 6, "index_n_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "indexers"), [("deepseek_v3", 0), ("minicpm3", 0), ("deepseek_v32", 3), ("glm_moe_dsa", 2)]
+)
+def test_a_cache_of_latent_attention_is_counted_as_it_is_stored(kind: str, indexers: int, tmp_path: Path) -> None:
+    """Each layer stores one compressed vector (12) and one rotated part (4) for all heads.
+
+    A layer of sparse attention stores a key (6) of its indexer, unless it uses the choices of an earlier layer.
+    """
+    shared = {"indexer_types": ["full", "full", "shared"]} if indexers == 2 else {}
+    config = AutoConfig.for_model(kind, **MLA, **(SPARSE if indexers else {}), **shared)
     config.save_pretrained(tmp_path)
     cache, tokens = DynamicCache(config=config), torch.ones(1, 5, dtype=torch.long)
     AutoModelForCausalLM.from_config(config).eval()(input_ids=tokens, past_key_values=cache, use_cache=True)
+    keys = [getattr(layer, "indexer_keys", None) for layer in cache.layers]
     stored = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    assert stored == 5 * 3 * (12 + 4)
-    assert shape_of(str(tmp_path)).cache == 3 * (12 + 4)
+    stored += sum(each.numel() for each in keys if each is not None)
+    assert stored == 5 * (3 * (12 + 4) + indexers * 6)
+    assert shape_of(str(tmp_path)).cache == 3 * (12 + 4) + indexers * 6

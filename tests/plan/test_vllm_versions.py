@@ -23,3 +23,31 @@ def test_a_version_that_was_never_tested_costs_one_line(engine: str, version: st
     said = list[str]()
     with_vllm(parse(tree | {"sampler": sampler}), said.append, planned=version)
     assert said == notes
+
+
+KERNEL = (
+    "note: vLLM's kernel of experts must keep their layout, or the run stops as it starts: on other GPUs than Hopper "
+    'write sampler.engine_args = { moe_backend = "triton" }'
+)
+MIXTURE, DENSE = "shapes:Qwen/Qwen3-30B-A3B-Instruct-2507", "shapes:Qwen/Qwen3-4B"
+
+
+@pytest.mark.parametrize(
+    ("student", "engine", "device", "args", "notes"),
+    [
+        (MIXTURE, "vllm", "cuda", {}, [KERNEL]),
+        (MIXTURE, "vllm", "auto", {"moe_backend": "flashinfer_cutlass"}, [KERNEL]),
+        (MIXTURE, "vllm", "cuda", {"moe_backend": "triton"}, []),
+        (MIXTURE, "vllm", "cpu", {}, []),
+        (MIXTURE, "native", "cuda", {}, []),
+        (DENSE, "vllm", "cuda", {}, []),
+    ],
+)
+def test_experts_under_vllm_need_a_kernel_that_keeps_their_layout(
+    student: str, engine: str, device: str, args: dict[str, str], notes: list[str]
+) -> None:
+    sampler = {"engine": engine, "longest": 64, "max_tokens": 8} | ({"engine_args": args} if args else {})
+    tree = {"student": student, "teachers": {"main": {"model": student}}, "loss": {"m": 1}, "sampler": sampler}
+    said = list[str]()
+    with_vllm(parse(tree | {"runtime": {"device": device}}), said.append, planned="0.32.1")
+    assert said == notes

@@ -120,10 +120,9 @@ def shape_of(model: str) -> Shape:
     # all layers except recurrent ones keep keys and values of every token
     cached = [kind for kind in kinds if kind.endswith("attention") and not kind.startswith("linear")]
     per_layer = 2 * grouped * per_head
-    if getattr(
-        text, "kv_lora_rank", None
-    ):  # keys and values of all heads are computed from one compressed vector (MLA)
+    if getattr(text, "kv_lora_rank", None):  # one compressed vector gives keys and values of all heads (MLA)
         per_layer = text.kv_lora_rank + text.qk_rope_head_dim
+    indexers = [kind for kind in getattr(text, "indexer_types", None) or ["full"] * len(cached) if kind == "full"]
     parameters = sum(parameter.numel() for parameter in empty.parameters())
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(empty)]
     return Shape(
@@ -135,7 +134,7 @@ def shape_of(model: str) -> Shape:
         head=empty.get_output_embeddings().weight.numel(),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
-        cache=len(cached) * per_layer,
+        cache=len(cached) * per_layer + len(indexers) * (getattr(text, "index_head_dim", None) or 0),
         context=context_length(config),
     )
 

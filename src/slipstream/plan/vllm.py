@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.engines.http.client import key_from_environment
-from slipstream.engines.native.config import context_length, load_config, vocabulary_of
+from slipstream.engines.native.config import context_length, experts_of, load_config, vocabulary_of
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.server.api import APIS, ServerEndpoint, ServerSettings
 from slipstream.engines.vllm import RANKS, TORCH, VERSION
@@ -121,8 +121,13 @@ def unserved(config: Config, name: str, planned: str = "") -> str:
 def with_draws(config: Config, say: Callable[[str], None], planned: str = "") -> Config:
     if config.sampler.engine != "vllm":
         return config
-    settings = sampler_settings(config)
-    if load_config(config.student).model_type in UNPUBLISHED:
+    settings, student = sampler_settings(config), load_config(config.student)
+    if experts_of(student) and config.runtime.device != "cpu" and settings.args.get("moe_backend") != "triton":
+        say(
+            "note: vLLM's kernel of experts must keep their layout, or the run stops as it starts: on other GPUs than "
+            'Hopper write sampler.engine_args = { moe_backend = "triton" }'
+        )
+    if student.model_type in UNPUBLISHED:
         raise ConfigError(f"{settings.named}: vLLM cannot update its weights while it runs; {settings.instead}")
     if settings.lora and settings.lora.rank > RANKS[-1]:
         why = f"vLLM has no room for more than {RANKS[-1]}; write less, or sampler.engine = 'native'"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from slipstream.engines.native.config import generation_of
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import called_layers, with_adapters
 from slipstream.engines.native.model import LanguageModel, load_model, pick_device
-from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
+from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, connect, join, open_store
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.quantisation import compute_rounded, quantise
@@ -25,6 +27,7 @@ from slipstream.engines.rollout_cache import RolloutCache
 from slipstream.engines.server.api import Served, ServerSettings
 from slipstream.engines.server.completions import CompletionsSampler
 from slipstream.engines.server.sampler import ServerSampler
+from slipstream.engines.shared_objects import SharedObjects
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
@@ -35,6 +38,7 @@ from slipstream.environments.gateway.agent_processes import Programs
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.hosts import Hosts
+from slipstream.estimators.logprobs.head import Head
 from slipstream.objective.distillation import TeacherHead
 from slipstream.plan.engines import (
     EnvironmentPlan,
@@ -252,11 +256,20 @@ def build_student(plan: LearnerPlan, device: str | None = None) -> LanguageModel
 
 
 def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:
-    """Build one of several learner ranks. Ranks meet only after loading their models, because loading takes long."""
+    """Build one of several learner ranks. One rank of each machine loads the models, and the others map its memory."""
+    shared = SharedObjects(connect(meeting, timedelta(seconds=plan.patience)))
     # load on the CPU: sharding moves layers to the device one by one, so it never holds more than a rank's share
-    student, device = build_student(plan, "cpu"), pick_device(plan.student.device)
+    student = shared.get("student", partial(build_student, plan, "cpu"))
+    heads = {name: shared.get(f"teacher {name}", partial(build_head, each)) for name, each in plan.teachers.items()}
+    device = pick_device(plan.student.device)
     ranks = join(meeting, index, plan.settings.ranks, device=device, patience=plan.patience)
-    return build_learner(plan, tokenizer, student, ranks)
+    shared.memory.clear()
+    return build_learner(plan, tokenizer, student, ranks, heads)
+
+
+def build_head(teacher: ModelPlan) -> Head:
+    """Load a teacher on the CPU, because only its head is kept."""
+    return build_model(replace(teacher, device="cpu")).head
 
 
 class Meet:
@@ -274,18 +287,19 @@ def build_learner(
     tokenizer: Tokenizer,
     student: LanguageModel | None = None,
     ranks: Ranks | None = None,
+    loaded: Mapping[str, Head] | None = None,
     *,
     kind: Callable[..., NativeLearner] = NativeLearner,
 ) -> NativeLearner:
+    """Build a learner; `loaded` are the heads of teachers that are in host memory already."""
     student = student or build_student(plan)
     if plan.stop:  # so that the saved student stops there, too
         generation = student.model.generation_config
         generation.eos_token_id = sorted(stop_ids(tokenizer, generation, plan.stop))
     heads = dict[str, TeacherHead]()
     for name, teacher in plan.teachers.items():
-        # load on the CPU, because only the head is kept
-        head = build_model(replace(teacher, device="cpu")).head.to(pick_device(teacher.device))
-        heads[name] = TeacherHead(head, plan.one_ends.get(name))
+        head = build_head(teacher) if loaded is None else loaded[name]
+        heads[name] = TeacherHead(head.to(pick_device(teacher.device)), plan.one_ends.get(name))
     return kind(
         student,
         method=plan.method,

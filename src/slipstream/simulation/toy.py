@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.config.freshness import FreshnessConfig
+from slipstream.engines.checksums import checksum
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.record_files import read_groups, write_groups
 from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.score_checks import Probed, scored
-from slipstream.engines.weights import checksum, combined, view_of
+from slipstream.engines.weights import combined, view_of
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.logprobs.sampling_support import conditioned

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import M2PO, ForwardKL, ReverseKL, ReverseKLMC, ReverseKLTopK
 from slipstream.config.schema import LearnerConfig
+from slipstream.engines.checksums import WORDS
 from slipstream.engines.native import rows
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.learning.optimizer import make_optimizer
@@ -27,7 +29,7 @@ from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.over_devices import layers_of, spread
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.engines.weights import export_weights, fingerprint
+from slipstream.engines.weights import export_weights, fingerprint, is_fingerprinted
 from slipstream.estimators import logprobs
 from slipstream.estimators.logprobs import tiles
 from slipstream.objective.distillation import TeacherHead
@@ -114,6 +116,32 @@ def test_the_sampler_draws_the_same(gpu: None) -> None:
         np.testing.assert_array_equal(ours.body.actions, expected.body.actions)
         np.testing.assert_array_equal(ours.body.versions, expected.body.versions)
         np.testing.assert_allclose(ours.body.action_logp, expected.body.action_logp, atol=1e-6)
+
+
+class ToHost(TorchDispatchMode):
+    """Counts the bytes that come from the pretended GPU."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], OnGpu) and not isinstance(out, OnGpu):
+            self.size += out.nbytes
+        return out
+
+
+def test_of_loaded_weights_only_sums_come_to_the_host() -> None:
+    lm = lm_on(CPU)
+    expected = fingerprint(lm.model, "bfloat16")
+    with using(CUDA):
+        lm.model.to(CUDA)
+        with ToHost() as counted:
+            assert fingerprint(lm.model, "bfloat16") == expected
+    weights = sum(2 * weight.numel() for name, weight in lm.model.named_parameters() if is_fingerprinted(name))
+    blocks = sum(
+        -(-2 * weight.numel() // (8 * WORDS)) for name, weight in lm.model.named_parameters() if is_fingerprinted(name)
+    )
+    assert counted.size == 16 * blocks < weights
 
 
 def scored(device: torch.device, handles: list[Handle], cache: Any) -> list[Handle]:

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -23,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
@@ -36,10 +38,11 @@ from slipstream.engines import weights as bytes_of_weights
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
+from slipstream.engines.native.rows import Rows
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import fingerprint, load_weights
-from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
+from slipstream.errors import ModelError, NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.tables.correction import PRESETS
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.run import Run
@@ -85,6 +88,17 @@ ROUTED = {"router": "replay_rollout", "router_aux": 0.5, "checkpointing": True}
 BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), rewards={"right": 1.0})
 
 
+class WrongThere(Ranks):
+    """Ranks with a device on which a sequence sees the others of its row."""
+
+    def shard(self, root: nn.Module, layers: list[nn.Module]) -> None:
+        super().shard(root, layers)
+        PATCH.setattr(Rows, "sees", lambda rows, reach: lambda row, head, query, key: (row >= 0) & (key <= query))
+
+
+PATCH = pytest.MonkeyPatch()
+
+
 class Watched(NativeLearner):
     async def gradients(self) -> list[torch.Tensor]:
         """Whole gradients of this update so far."""
@@ -102,8 +116,11 @@ class Spec:
     follow: dict[str, Follower] = field(default_factory=dict)
     cosine_every: int = 0
     cosine_limit: float | None = None
+    device: type[Ranks] = Ranks
 
     def make(self, ranks: Ranks | None = None) -> Watched:
+        if ranks is not None:
+            ranks = self.device(ranks.index, ranks.size, ranks.mesh)
         config = LearnerConfig(**({"lr": 1e-3, "dtype": "float64", "token_budget": 120} | self.options))
         make = make_mixture if self.model in MIXTURES else make_model
         lm = wrap(make(self.model, dtype=getattr(torch, config.dtype)))
@@ -127,6 +144,7 @@ def serve(pipe: Connection, meeting: Meeting, index: int, size: int) -> None:
         method, args, options = pipe.recv()
         try:
             if method == "make":
+                PATCH.undo()
                 learner = args[0].make(ranks)
                 pipe.send((None, None))
             else:
@@ -191,6 +209,14 @@ def open_ranks(size: int, stack: ExitStack) -> list[Rank]:
     return ranks
 
 
+def make_together(ranks: Sequence[Rank], spec: Spec) -> None:
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        errors = [each.exception() for each in [threads.submit(rank.exchange, "make", spec) for rank in ranks]]
+    assert len({str(error) for error in errors}) == 1
+    if errors[0] is not None:
+        raise errors[0]
+
+
 @pytest.fixture(scope="module")
 def make() -> Iterator[Callable[[Spec, int], Learner]]:
     """Makes a learner of so many ranks; one is of this process. Processes are made once, and learners in them anew."""
@@ -205,11 +231,20 @@ def make() -> Iterator[Callable[[Spec, int], Learner]]:
         def make(spec: Spec, size: int) -> Learner:
             if size == 1:
                 return spec.make()
-            for rank in opened(size):
-                rank.exchange("make", spec)
+            make_together(opened(size), spec)
             return RankedLearner(opened(size), hidden=32, minibatches=spec.options.get("minibatches", 1))
 
         yield make
+
+
+def test_rows_are_checked_on_the_device_that_trains(make: Any) -> None:
+    make(Spec(), 2)
+    expected = (
+        "tiny: packed rows on cpu, over ranks: a sequence among others differs by .*: write learner.packing = false"
+    )
+    with pytest.raises(ModelError, match=expected):
+        make(Spec(device=WrongThere), 2)
+    make(Spec(), 2)
 
 
 # --- what they learn from ---------------------------------------------------------------------------------------------
@@ -675,8 +710,7 @@ def test_a_rank_that_is_killed_is_an_error_at_once_and_stays_one() -> None:
 
     with ExitStack() as stack:
         ranks = open_ranks(2, stack)
-        for rank in ranks:
-            rank.exchange("make", Spec())
+        make_together(ranks, Spec())
         asyncio.run(main(RankedLearner(ranks, hidden=32), ranks[1]))
 
 

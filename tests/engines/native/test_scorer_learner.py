@@ -21,9 +21,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import LearnerConfig
+from slipstream.engines.native.learning.dropout import prepare as prepare_training
 from slipstream.engines.native.learning.learner import NativeLearner, learning_rate
 from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
+from slipstream.engines.native.rows import use_rows
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint, load_weights
@@ -564,3 +566,16 @@ def test_dropout_is_drawn_again_as_it_was_after_a_restore(tmp_path: Path) -> Non
 
     for ours, theirs in zip(*(one.lm.model.parameters() for one in run(work())), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_check_of_training_never_holds_the_gradients_of_all_weights() -> None:
+    lm = wrap(make_model("llama"))
+    use_rows(lm)
+    held = list[int]()
+    for weight in lm.model.parameters():
+        weight.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(each.grad is not None for each in lm.model.parameters()))
+        )
+    prepare_training(lm, dropout=False, checkpointing=False, packed=True)
+    assert len(held) == len(list(lm.backbone.parameters())) and max(held) <= 1
+    assert all(each.grad is None for each in lm.model.parameters())

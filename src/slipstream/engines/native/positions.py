@@ -7,7 +7,6 @@ Here every pass uses the factors for the longest sequence of the run: its last p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +19,16 @@ def pin(model: nn.Module, longest: int) -> None:
     """Make the model always use the rope factors for sequences of `longest` tokens."""
     for module in model.modules():
         if depends_on_length(getattr(module, "rope_type", None)):
-            module.forward = _shown(type(module).forward.__get__(module), longest - 1)
+            module.forward = Pinned(module, longest - 1)
 
 
-def _shown(forward: Callable[..., Any], furthest: int) -> Callable[..., Any]:
-    def pinned(x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
-        most = position_ids.new_full((*position_ids.shape[:-1], 1), furthest)
-        found = forward(x, torch.cat([position_ids, most], -1), *args, **options)
+class Pinned:
+    """Forward pass of a rotary embedding with the position `furthest` in every pass."""
+
+    def __init__(self, module: nn.Module, furthest: int) -> None:
+        self.module, self.furthest = module, furthest
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+        most = position_ids.new_full((*position_ids.shape[:-1], 1), self.furthest)
+        found = type(self.module).forward(self.module, x, torch.cat([position_ids, most], -1), *args, **options)
         return tuple(part[..., :-1, :] for part in found) if isinstance(found, tuple) else found[..., :-1, :]
-
-    return pinned

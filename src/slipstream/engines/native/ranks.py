@@ -77,14 +77,19 @@ def open_store(host: str) -> tuple[Any, Meeting]:
     return store, (host, port)
 
 
+def connect(meeting: Meeting, limit: timedelta) -> TCPStore:
+    host, port = meeting
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
 def join(meeting: Meeting, index: int, size: int, *, device: torch.device, patience: float) -> Ranks:
     """Connect this rank to the others through `meeting`; `patience` is the timeout for each wait, in seconds."""
-    host, port = meeting
+    host, _ = meeting
     if host == LOOPBACK:
         for library in ("GLOO", "NCCL"):  # received data is unpickled: other machines must not connect
             os.environ[f"{library}_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     limit = timedelta(seconds=patience)
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    store = connect(meeting, limit)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=limit)
     return Ranks(index, size, init_device_mesh(device.type, (size,)))

@@ -41,6 +41,7 @@ from slipstream.engines.native.model import (
     widened,
 )
 from slipstream.engines.native.packing import Item, MicroBatch
+from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.routers import Choices, choosing
 from slipstream.errors import ModelError, first_line
 from slipstream.records import Ints, Prompt, Rollout, one_turn
@@ -386,21 +387,34 @@ def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.pa
     lm.model.train(training)
 
 
+def recheck_rows(lm: LanguageModel, ranks: Ranks, hidden: Callable[[Rows], Tensor], *, packed: bool) -> None:
+    """Repeat the check of `use_rows` where the ranks train: on their device, with shared weights.
+
+    `hidden` computes hidden states. All ranks must call this function.
+    """
+    name = attention_of(lm.backbone) or REFERENCE
+    failed = [reason for reason in ranks.gathered(_failure(lm, name, packed, hidden)) if reason]
+    if failed:
+        fix = "write learner.packing = false" if packed else "this model cannot be trained"
+        raise ModelError(f"{lm.name}: {'packed ' * packed}rows on {lm.device.type}, over ranks: {failed[0]}: {fix}")
+
+
 @torch.no_grad()
-def _failure(lm: LanguageModel, name: str, packed: bool) -> str | None:
+def _failure(lm: LanguageModel, name: str, packed: bool, hidden: Callable[[Rows], Tensor] | None = None) -> str | None:
     """Return an error text if rows with attention `name` differ from single sequences with REFERENCE, else None."""
+    hidden = hidden or (lambda rows: rows.hidden(lm.backbone))
     if packed and is_recurrent(lm.model.config):
         return "its recurrent layers would carry one sequence into the next"
     rollouts, together, apart = _samples(lm.vocab_size, packed)
     rows, each = Rows(rollouts, together, lm.device), [Rows(rollouts, batch, lm.device) for batch in apart]
     try:
         lm.model.set_attn_implementation(REFERENCE)
-        expected = [one.hidden(lm.backbone) for one in each]
+        expected = [hidden(one) for one in each]
         lm.model.set_attn_implementation(name)  # on failure transformers only logs a warning
         if attention_of(lm.backbone) != name:
             return "its attention cannot be replaced"
-        usual = [difference([one.hidden(lm.backbone)], [e]) for one, e in zip(each, expected, strict=True)]
-        found = torch.split(rows.hidden(lm.backbone), [len(part) for part in expected])
+        usual = [difference([hidden(one)], [e]) for one, e in zip(each, expected, strict=True)]
+        found = torch.split(hidden(rows), [len(part) for part in expected])
     except Exception as error:  # any exception of the model's code means that it cannot use rows
         return first_line(error)
     if name == NAME and has_windows(lm.model.config) and not any(reach.window for reach in rows.reaches):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.engines.checksums import checksum
 from slipstream.engines.vllm.layers import same
-from slipstream.engines.weights import checksum
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def adapter_place_of(name: str, runner: Any, scale: float) -> AdapterHome | str:
 
 
 def adapter_checksum_of(place: AdapterHome, loaded: Tensor, slot: int) -> int:
-    """Return the CRC-32 of `loaded` if this worker runs its part of that matrix; if not, another number."""
+    """Return the checksum of `loaded` if this worker runs its part of that matrix; if not, another number."""
     layer = place.layer
     stacks, part = (layer.lora_a_stacked, loaded) if place.part == "A" else (layer.lora_b_stacked, loaded * place.scale)
     running = stacks[place.at][slot, 0].cpu()

@@ -27,8 +27,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 
+from slipstream.engines.checksums import checksum
 from slipstream.engines.native.files import empty_model
-from slipstream.engines.weights import checksum, raw
 
 PROBED = 256
 """Maximum columns of a packed weight that are compared with the loaded weight."""
@@ -102,16 +102,18 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def checksum_of(place: Home, loaded: Tensor) -> int:
-    """Return the CRC-32 of `loaded` if this worker runs its part of that weight; if not, of the weight that it runs."""
+    """Return the checksum of `loaded` if this worker runs its part of it; if not, of the weight that it runs."""
     layer, running = place.layer, getattr(place.layer, place.attribute)
     expected = loaded.mT if place.turned else loaded
+    if running.device.type != "cpu" and running.shape == expected.shape:  # whole, and laid out as in checkpoints
+        return checksum(running.mT if place.turned else running, loaded.dtype)
     if isinstance(layer, RoutedExperts):
         expected = _experts(layer, expected, running, inputs=place.attribute == "w2_weight")
     else:
         expected = _part(layer, expected)
         if not running.numel():
             running, expected = _unpacked(layer, expected)
-    running = running.to("cpu", loaded.dtype)
+    running = running.to(loaded.dtype)
     return checksum(loaded if same(running, expected) else running)
 
 
@@ -149,5 +151,6 @@ def _experts(layer: Any, loaded: Tensor, running: Tensor, *, inputs: bool) -> Te
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Return true if two tensors have the same shape and the same bits; NaN thus equals NaN."""
-    return one.shape == other.shape and bool((raw(one) == raw(other)).all())
+    """Return true if two tensors have the same shape and the same bits, compared where the first one is."""
+    bits, expected = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other.to(one.device)))
+    return one.shape == other.shape and torch.equal(bits, expected)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from slipstream.engines.checksums import raw
 from slipstream.engines.native.adapters import write_adapter
 from slipstream.engines.native.files import empty_model
 from slipstream.engines.native.lora import with_adapters
@@ -24,7 +25,7 @@ from slipstream.engines.native.model import load_model
 from slipstream.engines.shared_memory import memory_of
 from slipstream.engines.vllm import RANKS, SLOT
 from slipstream.engines.vllm.core import Core, Settings
-from slipstream.engines.weights import combined, export_weights, fingerprinted, is_adapter, published, raw, view_of
+from slipstream.engines.weights import combined, export_weights, fingerprinted, is_adapter, published, view_of
 from slipstream.errors import ModelError
 from slipstream.protocols import Fingerprint, WeightsRef
 

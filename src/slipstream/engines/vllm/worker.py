@@ -151,7 +151,7 @@ class Extension:
 
     @torch.no_grad()
     def slipstream_checksums(self, path: str, manifest: list[Spec]) -> dict[str, int]:
-        """Return the CRC-32 of each fingerprinted weight as this worker runs it; `path` holds the expected weights."""
+        """Return the checksum of each fingerprinted weight that this worker runs; `path` has the expected weights."""
         found = {}
         with set_current_vllm_config(self.vllm_config):
             for name, loaded in File(path, manifest):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,14 +53,18 @@ def _silence(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
-    kind = type(lm.model).__name__
+    kind, trained = type(lm.model).__name__, [weight for weight in lm.model.parameters() if weight.requires_grad]
+    # each gradient is freed at once, so that those of all weights are never in memory
+    hooks: list[Any] = [weight.register_post_accumulate_grad_hook(_free_gradient) for weight in trained]
     try:
         with torch.enable_grad():
             once, again = probe(lm, packed), probe(lm, packed)
             torch.autograd.backward(torch.cat(again).sum())
     except Exception as error:  # any exception of the model's code means that it cannot be trained
         raise ModelError(f"{lm.name}: {kind} cannot be trained here: {first_line(error)}") from None
-    lm.model.zero_grad()
+    finally:
+        for hook in hooks:
+            hook.remove()
     with deterministic(lm.model):
         plain = probe(lm, packed)
     drawn = max(difference(once, again), difference(once, plain))
@@ -71,6 +76,10 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
             f"{lm.name}: two passes of {kind} in training mode differ by {drawn:.1%}, without any dropout: "
             "write learner.checkpointing = false"
         )
+
+
+def _free_gradient(weight: nn.Parameter) -> None:
+    weight.grad = None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from slipstream.engines.native.over_devices import layers_of
 from slipstream.engines.native.packing import Item, MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.routers import routers_of
-from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder, use_rows
+from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder, recheck_rows, use_rows
 from slipstream.engines.native.spaces import keep_on_host
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_and_entropy_at
@@ -54,6 +54,10 @@ class Student(nn.Module):
         return compute(hidden_NH, head)
 
 
+def hidden_of(hidden_NH: Tensor, head: Head) -> Tensor:
+    return hidden_NH
+
+
 class Passes:
     def __init__(
         self, lm: LanguageModel, config: LearnerConfig, ranks: Ranks, *, temperature: float, snapshots: int = 0
@@ -75,6 +79,9 @@ class Passes:
         offloads = "activations" in config.offload
         self.student = Student(lm, partial(keep_on_host, self.hidden_size) if offloads else nullcontext)
         ranks.shard(self.student, layers_of(lm.model))
+        if ranks.size > 1:
+            with deterministic(lm.model):
+                recheck_rows(lm, ranks, lambda rows: self.student(rows, hidden_of), packed=config.packing)
         self.snapshots = Snapshots(lm.model, keep=snapshots)
 
     def micro_batches(self, samples: Sequence[Scored], *, own: bool = True) -> Iterator[tuple[Rows, list[int]]]:
