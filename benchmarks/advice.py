@@ -251,8 +251,8 @@ def at(lr: float, **others: Any) -> Config:
     return {"learner": {"lr": lr, **others}}
 
 
-def seen(context: str) -> Config:
-    return {"teachers": {"main": {"model": "builtin:teacher", "context": context}}}
+def seen(context: str, task: Config = BUILT_IN) -> Config:
+    return {"teachers": {"main": {**task["teachers"]["main"], "context": context}}}
 
 
 def rewarded(function: str) -> Config:
@@ -304,7 +304,7 @@ REAL_PLANTED: dict[str, Plant] = {
     "publishes are not loaded, sync": Plant("engine mismatch", {**at(5e-4), **schedule("sync")}, samplers(Stuck)),
     "steps of the wrong sign, sync": Plant("wrong direction", schedule("sync"), learner(Ascending)),
     "lr 1e-2, sync": Plant("step too large", {**at(1e-2), **schedule("sync")}),
-    "teacher sees Q{prompt}A": Plant("wrong template", {**seen("Q{prompt}A"), **LESS}),
+    "teacher sees Q{prompt}A": Plant("wrong template", {**seen("Q{prompt}A", REAL), **LESS}),
     "student without a supervised start": Plant(
         "student too far", {"student": "build/real/student", **at(5e-4), **schedule("sync"), "updates": 24}
     ),

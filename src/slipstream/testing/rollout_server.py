@@ -24,9 +24,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slipstream.engines.checksums import checksum
 from slipstream.engines.draws import draw, process
 from slipstream.engines.native.model import load_model
-from slipstream.engines.weights import checksum
 from slipstream.protocols import Sampling
 from slipstream.testing.server import Loopback, cut_off, send
 

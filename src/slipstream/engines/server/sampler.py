@@ -31,12 +31,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from slipstream.engines.checksums import checksum
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.server.api import APIS, Drawn, ServerSettings
 from slipstream.engines.server.proof import Answers, Checksums, apart, moved, objection, objection_to, texts
 from slipstream.engines.vllm.core import COLDEST
 from slipstream.engines.vllm.sampler import finished
-from slipstream.engines.weights import checksum, fingerprint, load_weights
+from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ConfigError, EndpointError, EngineError, ModelError
 from slipstream.estimators.logprobs.head import Head
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
