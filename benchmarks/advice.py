@@ -302,7 +302,7 @@ REAL_PLANTED: dict[str, Plant] = {
     "sampler with other weights": Plant("engine mismatch", LESS, samplers(Shaken)),
     "recorded log-probs x 0.9, sync": Plant("engine mismatch", {**LESS, **schedule("sync")}, samplers(Scaled)),
     "publishes are not loaded, sync": Plant("engine mismatch", {**at(5e-4), **schedule("sync")}, samplers(Stuck)),
-    "steps of the wrong sign, sync": Plant("wrong direction", schedule("sync"), learner(Ascending)),
+    "steps of the wrong sign, sync": Plant("wrong direction", {**schedule("sync"), "updates": 24}, learner(Ascending)),
     "lr 1e-2, sync": Plant("step too large", {**at(1e-2), **schedule("sync")}),
     "teacher sees Q{prompt}A": Plant("wrong template", {**seen("Q{prompt}A", REAL), **LESS}),
     "student without a supervised start": Plant(
