@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--real", type=Path, help="directory of teacher, student and train.jsonl")
+    parser.add_argument("--only", nargs="+", help="names of the programs to compare, as the output shows them")
     args = parser.parse_args()
     case = real_case(args.real) if args.real else arithmetic_case(args.updates)
     found = dict[str, list[dict[str, float]]]()
@@ -70,6 +71,7 @@ def main() -> None:
         prompts = Path(scratch) / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in case.prompts))
         runs = contenders(case, args, prompts)
+        runs = {name: runs[name] for name in args.only or runs}
         for repeat in range(args.repeats):
             for name, run in runs.items():
                 found.setdefault(name, []).append(run(Path(scratch) / f"{len(found)}-{repeat}"))
@@ -77,12 +79,13 @@ def main() -> None:
                 speeds = ", ".join(f"{last[unit]:.2f} {title}" for unit, title in UNITS.items())
                 print(f"{name}: {speeds}; load {load:.1f}", flush=True)
     print(f"\nmedians of {args.repeats}, {args.threads} thread(s), {args.updates} updates of {case.batch} samples")
+    first = next(iter(found))
     for unit, title in UNITS.items():
         for name, results in found.items():
-            ratios = [run[unit] / trl[unit] for run, trl in zip(results, found["trl"], strict=True)]
+            ratios = [run[unit] / other[unit] for run, other in zip(results, found[first], strict=True)]
             values = [run[unit] for run in results]
             form = ".0f" if min(values) > 100 else ".1f" if min(values) > 10 else ".3f"
-            print(f"{name:18} {spread(values, form):28} {title:18} {spread(ratios, '.2f')} of TRL")
+            print(f"{name:18} {spread(values, form):28} {title:18} {spread(ratios, '.2f')} of {first}")
 
 
 def arithmetic_case(updates: int) -> Case:

@@ -149,12 +149,16 @@ def shape_of(model: str) -> Shape:
 
 def of_perceptron(text: Any) -> int:
     """Return the number of elements that a layer's perceptron, or the experts of a token, store of one token."""
-    inner, chosen = getattr(text, "intermediate_size", None) or 4 * text.hidden_size, 0
-    if experts := getattr(text, "moe_intermediate_size", None):
-        inner, chosen = experts, text.num_experts_per_tok
-    inner = max(inner) if isinstance(inner, list | tuple) else inner  # some models have a width for each layer
+    chosen = text.num_experts_per_tok if getattr(text, "moe_intermediate_size", None) else 0
     # gate, its activation, the other half, their product; experts copy their input and output
-    return max(chosen, 1) * 4 * int(inner) + 2 * chosen * int(text.hidden_size)
+    return int(max(chosen, 1) * 4 * inner_width(text) + 2 * chosen * text.hidden_size)
+
+
+def inner_width(text: Any) -> int:
+    """Return the number of hidden units of the perceptron of a layer, or of one expert."""
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    inner = max(inner) if isinstance(inner, list | tuple) else inner  # some models have a width for each layer
+    return int(inner or 4 * text.hidden_size)
 
 
 def stored_bytes(shape: Shape, width: int) -> int:
