@@ -24,8 +24,8 @@ from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner, learning_rate
 from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
-from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.rows import CURRENT
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint, load_weights
 from slipstream.errors import ModelError, NonFiniteError
