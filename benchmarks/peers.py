@@ -73,8 +73,8 @@ def main() -> None:
         runs = contenders(case, args, prompts)
         runs = {name: runs[name] for name in args.only or runs}
         for repeat in range(args.repeats):
-            for name, run in runs.items():
-                found.setdefault(name, []).append(run(Path(scratch) / f"{len(found)}-{repeat}"))
+            for number, (name, run) in enumerate(runs.items()):
+                found.setdefault(name, []).append(run(Path(scratch) / f"{number}-{repeat}"))
                 last, load = found[name][-1], os.getloadavg()[0]
                 speeds = ", ".join(f"{last[unit]:.2f} {title}" for unit, title in UNITS.items())
                 print(f"{name}: {speeds}; load {load:.1f}", flush=True)

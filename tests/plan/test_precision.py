@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
+from slipstream.plan.plan import formats_of
 from slipstream.plan.precision import precision_advice, speed_of_bfloat16
 
 
@@ -26,6 +27,10 @@ def config(student: str, **changes: Any) -> Config:
     return parse(tree | changes)
 
 
+def advise(config: Config, speed: Callable[[int, int], float]) -> tuple[list[str], list[str]]:
+    return precision_advice(config.student, formats_of(config), speed)
+
+
 def told(speed: float) -> Callable[[int, int], float]:
     def measured(inputs: int, outputs: int) -> float:
         assert (inputs, outputs) == (256, 1024)
@@ -35,29 +40,29 @@ def told(speed: float) -> Callable[[int, int], float]:
 
 
 def test_a_faster_format_is_a_note_with_the_keys_to_write(wide: str) -> None:
-    notes, warnings = precision_advice(config(wide), told(4.0))
+    notes, warnings = advise(config(wide), told(4.0))
     assert notes == [
         "on this processor bfloat16 is 4.0× as fast as float32 in products with the student's matrices: write "
         'sampler.dtype = "bfloat16", teachers.main.dtype = "bfloat16", learner.compute_dtype = "bfloat16" for speed'
     ]
     assert not warnings
     partly = config(wide, sampler={"dtype": "bfloat16"}, learner={"compute_dtype": "bfloat16"})
-    assert precision_advice(partly, told(2.0))[0][0].endswith('write teachers.main.dtype = "bfloat16" for speed')
-    assert precision_advice(config(wide), told(1.4)) == ([], [])
+    assert advise(partly, told(2.0))[0][0].endswith('write teachers.main.dtype = "bfloat16" for speed')
+    assert advise(config(wide), told(1.4)) == ([], [])
 
 
 def test_a_slower_format_is_a_warning(wide: str) -> None:
     slow = config(wide, sampler={"dtype": "bfloat16"})
-    notes, warnings = precision_advice(slow, told(0.3))
+    notes, warnings = advise(slow, told(0.3))
     assert not notes and warnings == [
         "on this processor bfloat16 is 0.3× as fast as float32 in products with the student's matrices: write "
         'sampler.dtype = "float32"'
     ]
-    assert precision_advice(slow, told(0.9)) == precision_advice(config(wide), told(0.3)) == ([], [])
+    assert advise(slow, told(0.9)) == advise(config(wide), told(0.3)) == ([], [])
 
 
 def test_small_models_are_not_measured() -> None:
-    assert precision_advice(config("builtin:student"), told(4.0)) == ([], [])
+    assert advise(config("builtin:student"), told(4.0)) == ([], [])
 
 
 def test_the_measurement_is_a_ratio() -> None:

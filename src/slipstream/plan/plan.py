@@ -172,7 +172,7 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
     notes += schedule_notes(config, method)
     slow = list[str]()
     if on_cpu(config) and config.runtime.address is None:
-        advised, slow = precision_advice(config)
+        advised, slow = precision_advice(config.student, formats_of(config))
         notes += advised
     engines = engines_of(config, method, teachers.one_ends)
     warnings = [
@@ -418,6 +418,16 @@ def check_runtime(config: Config) -> None:
         raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
     check_processes(config)
     check_in_flight(config)
+
+
+def formats_of(config: Config) -> dict[str, str]:
+    """Return the number formats of all matrix products of native engines in this run, by their key."""
+    learner, formats = config.learner, dict[str, str]()
+    if config.sampler.engine == "native":
+        formats["sampler.dtype"] = config.sampler.dtype
+    native = {name: each for name, each in config.teachers.items() if each.base_url is None and each.engine == "native"}
+    formats |= {f"teachers.{name}.dtype": each.dtype for name, each in native.items()}
+    return formats | {"learner.compute_dtype": learner.compute_dtype or learner.dtype}
 
 
 def on_cpu(config: Config) -> bool:

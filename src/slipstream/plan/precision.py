@@ -7,9 +7,8 @@ of a run never depend on this measurement: it only advises, so that a resumed or
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from slipstream.config.schema import Config
 from slipstream.engines.native.config import load_config
 from slipstream.plan.placement import inner_width
 
@@ -40,21 +39,11 @@ def speed_of_bfloat16(inputs: int, outputs: int) -> float:
     return seconds[0] / seconds[1]
 
 
-def formats_of(config: Config) -> dict[str, str]:
-    """Return the number formats of all matrix products of native engines in this run, by their key."""
-    learner, formats = config.learner, dict[str, str]()
-    if config.sampler.engine == "native":
-        formats["sampler.dtype"] = config.sampler.dtype
-    native = {name: each for name, each in config.teachers.items() if each.base_url is None and each.engine == "native"}
-    formats |= {f"teachers.{name}.dtype": each.dtype for name, each in native.items()}
-    return formats | {"learner.compute_dtype": learner.compute_dtype or learner.dtype}
-
-
 def precision_advice(
-    config: Config, speed: Callable[[int, int], float] = speed_of_bfloat16
+    student: str, formats: Mapping[str, str], speed: Callable[[int, int], float] = speed_of_bfloat16
 ) -> tuple[list[str], list[str]]:
-    """Return notes and warnings about number formats that are slow on this processor."""
-    text, formats = load_config(config.student).get_text_config(), formats_of(config)
+    """Return notes and warnings about number formats (of all matrix products, by key) that are slow here."""
+    text = load_config(student).get_text_config()
     width, inner = int(text.hidden_size), inner_width(text)
     if width * inner < LARGE or not {"float32", "bfloat16"} & set(formats.values()):
         return [], []
