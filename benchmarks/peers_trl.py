@@ -1,9 +1,8 @@
 """TRL's DistillationTrainer on the CPU: samples and response tokens per second of on-policy distillation.
 
 Every update samples one completion for each of `--batch` prompts from the student, at temperature 1, and
-takes one AdamW step on the full-vocabulary reverse KL to the teacher, in fp32. The clock covers the updates
-after the first three, from the beginning of the fourth to the end of the last; imports and model loading
-are outside it.
+takes one AdamW step on the full-vocabulary reverse KL to the teacher, in float32 or with `--bfloat16`. The clock covers
+the updates after those of the warm-up, to the end of the last; imports and model loading are outside it.
 
 Run it by the Python of an environment of TRL's own (torch 2.13.0, trl 1.16.0, transformers 5.23.0):
 
@@ -20,21 +19,23 @@ import tempfile
 import time
 from pathlib import Path
 
-WARM_UP = 3
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--student", required=True)
 parser.add_argument("--teacher", required=True)
 parser.add_argument("--prompts", required=True)
-parser.add_argument("--updates", type=int, default=20, help="with the three of the warm-up (default: 20)")
+parser.add_argument("--updates", type=int, default=20, help="with those of the warm-up (default: 20)")
+parser.add_argument("--warm-up", type=int, default=3)
 parser.add_argument("--batch", type=int, default=64)
 parser.add_argument("--max-tokens", type=int, default=80)
 parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--lr", type=float, default=1e-3)
+parser.add_argument("--chat", action="store_true", help="prompts are messages of a user")
+parser.add_argument("--bfloat16", action="store_true", help="autocast, and a teacher in bfloat16")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--compile", action="store_true", help="torch.compile both models; costs a warm-up of 20 s")
 args = parser.parse_args()
-if args.updates <= WARM_UP:
-    parser.error(f"--updates must be more than the {WARM_UP} of the warm-up")
+if args.updates <= args.warm_up:
+    parser.error(f"--updates must be more than the {args.warm_up} of the warm-up")
 
 os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read once, when torch is loaded
 
@@ -60,8 +61,8 @@ class Clock(transformers.TrainerCallback):
         self.last_cpu = time.process_time()
 
 
-def load(path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def load(path, dtype=torch.float32):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     if args.compile:
         # TRL's loss calls the model below the head, past what its option torch_compile compiles.
         model.model.compile(dynamic=True)
@@ -69,11 +70,13 @@ def load(path):
 
 
 prompts = [json.loads(line)["prompt"] for line in Path(args.prompts).read_text().splitlines()]
+if args.chat:
+    prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
 clock = Clock()
 with tempfile.TemporaryDirectory() as output_dir:
     trainer = trl.DistillationTrainer(
         model=load(args.student),
-        teacher_model=load(args.teacher),
+        teacher_model=load(args.teacher, torch.bfloat16 if args.bfloat16 else torch.float32),
         processing_class=transformers.AutoTokenizer.from_pretrained(args.student, padding_side="left"),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         callbacks=[clock],
@@ -86,11 +89,11 @@ with tempfile.TemporaryDirectory() as output_dir:
             beta=1.0,  # reverse KL
             temperature=1.0,
             optim="adamw_torch_fused",
-            learning_rate=1e-3,
+            learning_rate=args.lr,
             lr_scheduler_type="constant",
             # TRL's defaults suit large models on a GPU: recomputed activations and bfloat16.
             gradient_checkpointing=False,
-            bf16=False,
+            bf16=args.bfloat16,
             use_cpu=True,
             logging_steps=1,  # losses and token counts are read from the log; this costs no measurable time
             report_to="none",
@@ -103,20 +106,20 @@ with tempfile.TemporaryDirectory() as output_dir:
     trainer.train()
 
 log = [row for row in trainer.state.log_history if "loss" in row]
-samples = (args.updates - WARM_UP) * args.batch
-tokens = args.batch * sum(row["completions/mean_length"] for row in log[WARM_UP:])
-seconds = clock.ended[-1] - clock.begun[WARM_UP]
+samples = (args.updates - args.warm_up) * args.batch
+tokens = args.batch * sum(row["completions/mean_length"] for row in log[args.warm_up :])
+seconds = clock.ended[-1] - clock.begun[args.warm_up]
 result = {
     "system": "trl",
     "version": trl.__version__,
     "threads": args.threads,
     "compile": args.compile,
-    "updates": args.updates - WARM_UP,
+    "updates": args.updates - args.warm_up,
     "samples": samples,
     "seconds": seconds,
     "samples_per_s": samples / seconds,
     "tokens_per_s": tokens / seconds,
-    "cpu_ms": 1000 * (clock.last_cpu - clock.cpu[WARM_UP]) / samples,
+    "cpu_ms": 1000 * (clock.last_cpu - clock.cpu[args.warm_up]) / samples,
     "loss": [row["loss"] for row in log],
 }
 print(json.dumps(result))

@@ -29,7 +29,7 @@ TREE: dict[str, Any] = {
 }
 
 
-def found(learner: dict[str, Any], gpus: str = "4x160", **changes: Any) -> dict[str, Need]:
+def found(learner: dict[str, Any], gpus: str = "4x300", **changes: Any) -> dict[str, Need]:
     made = check_shapes(parse(TREE | changes | {"learner": learner}), Gpus.parse([gpus]))
     return {need.name: need for need in needs(made.engines, gpu=True)}
 
@@ -79,7 +79,7 @@ def test_the_old_policy_counts_as_often_as_its_weights_are_in_memory() -> None:
         "teachers": {},
         "sampler": TREE["sampler"] | {"group": 4},
     }
-    made = check_shapes(parse(TREE | rewarded), Gpus.parse(["4x160"]))
+    made = check_shapes(parse(TREE | rewarded), Gpus.parse(["4x300"]))
     assert needs(made.engines, gpu=True)[0].parts["versions before"] == 2 * PARAMETERS * 4
     lm = wrap(make_model("llama"))
     before = copies_of(lm.head.weight)
@@ -99,14 +99,17 @@ def copies_of(weight: Tensor) -> int:
 def test_a_sequence_that_does_not_fit_is_refused_with_the_longest_that_does() -> None:
     """On 80 GiB: 60 hold 16 bytes per parameter (4 + 4 + 8), 1.4 the head's gradient, tied to the largest weight.
 
-    Each token needs 34 bytes · 2 · width · layers.
+    Each layer stores of each token inputs and outputs of its norms, also of those of queries (4096) and keys (1024);
+    two inputs of products; queries, the output of attention and its copy; keys, values and their copies; and four
+    values for each of the perceptron's units (9728).
     """
-    left, per_token = 80 * GIB - 16 * PARAMETERS - 4 * LARGEST, 34 * 2 * WIDTH * LAYERS
-    assert left // per_token == 3188
+    stored = 4 * (4 * WIDTH + 2 * (4096 + 1024)) + 4 * (2 * WIDTH + 3 * 4096 + 4 * 1024 + 4 * 9728)
+    left, per_token = 80 * GIB - 16 * PARAMETERS - 4 * LARGEST, stored * LAYERS
+    assert left // per_token == 1715
     with pytest.raises(ConfigError) as refused:
         found({}, "2x80")
     assert str(refused.value) == (
-        "learner: a sequence may have 8,192 tokens, and about 3,188 fit its device, because 61.4 GiB of 80.0 GiB hold "
+        "learner: a sequence may have 8,192 tokens, and about 1,715 fit its device, because 61.4 GiB of 80.0 GiB hold "
         "weights and states; a sequence is not split over ranks: write learner.checkpointing = true, learner.offload = "
         '["optimizer"], learner.lora, a smaller sampler.max_tokens or more learner.ranks'
     )
@@ -115,7 +118,7 @@ def test_a_sequence_that_does_not_fit_is_refused_with_the_longest_that_does() ->
         {"longest": 40_000, "max_tokens": 4096, "slots": 4},
         {"checkpointing": True, "token_budget": 40_000},
     )
-    assert left // (per_token / LAYERS + 4 * WIDTH * LAYERS) == 36_821
-    with pytest.raises(ConfigError, match=r'about 36,821 fit .* write learner.offload = \["activations"\], learner'):
+    assert left // (per_token / LAYERS + 4 * WIDTH * LAYERS) == 28_869
+    with pytest.raises(ConfigError, match=r'about 28,869 fit .* write learner.offload = \["activations"\], learner'):
         found(recomputed, "2x80", sampler=long)
     found(recomputed | {"offload": ["activations"]}, "2x80", sampler=long)

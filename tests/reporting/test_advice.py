@@ -190,10 +190,19 @@ def test_a_limit_is_one_that_was_crossed() -> None:
 
 @pytest.mark.parametrize("device, written", [("cpu", False), ("auto", False), ("cuda", True)])
 def test_bfloat16_is_for_gpus_only(device: str, written: bool) -> None:
-    """On a CPU it made the slow learner slower."""
+    """Small products are not faster in bfloat16 on any CPU."""
     config = config_of({"runtime": {"device": device, "kind": "local"}})
     found = running.slow_learner(Case(config, lines_of({"seconds/data": 0.05, "groups/ready": 40})))
     assert found is not None and ({"learner.compute_dtype": "bfloat16"} in found.changes) == written
+
+
+def test_a_slow_learner_of_a_large_student_on_a_cpu_may_gain_from_bfloat16() -> None:
+    """The processor decides, so the answer is the command that measures it."""
+    config = config_of({"runtime": {"device": "cpu", "kind": "local"}})
+    case = Case(config, lines_of({"seconds/data": 0.05, "groups/ready": 40}), large=True)
+    found = running.slow_learner(case)
+    assert found is not None and not found.changes
+    assert found.run == "slipstream config RUN/config.toml --check | grep bfloat16"
 
 
 def test_a_student_that_ran_away_is_not_taken_for_a_wrong_teacher() -> None:

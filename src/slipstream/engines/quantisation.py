@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.estimators.products import FastLinear, linear
+
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """Dtype of the codes, and the largest code."""
 
@@ -36,13 +38,13 @@ def quantised(weight_OI: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 class QuantisedLinear(nn.Module):
     """A linear layer with a quantised weight. `weight` holds the codes, so that names and shapes stay the same."""
 
-    def __init__(self, linear: nn.Linear, kind: str) -> None:
+    def __init__(self, layer: nn.Linear, kind: str) -> None:
         super().__init__()
-        self.kind, self.bias = kind, linear.bias
-        codes_OI, scale_O1 = quantised(linear.weight.detach().cpu(), kind)
-        self.weight = nn.Parameter(codes_OI.to(linear.weight.device), requires_grad=False)
+        self.kind, self.bias = kind, layer.bias
+        codes_OI, scale_O1 = quantised(layer.weight.detach().cpu(), kind)
+        self.weight = nn.Parameter(codes_OI.to(layer.weight.device), requires_grad=False)
         self.scale: Tensor
-        self.register_buffer("scale", scale_O1.to(linear.weight.device))  # no parameter: it is not published
+        self.register_buffer("scale", scale_O1.to(layer.weight.device))  # no parameter: it is not published
 
     def load(self, weight_OI: Tensor) -> None:
         """Quantise a weight on the CPU and copy its codes and scales into this layer."""
@@ -52,7 +54,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight_OI = (self.weight.float() * self.scale).to(x.dtype)
-        return nn.functional.linear(x, weight_OI, self.bias)
+        return linear(x, weight_OI, self.bias)
 
 
 class Rounded(torch.autograd.Function):
@@ -77,7 +79,7 @@ class RoundedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight_OI: Tensor = Rounded.apply(self.weight, self.kind, self.exported)  # type: ignore[no-untyped-call]
-        return nn.functional.linear(x, weight_OI, self.bias)
+        return linear(x, weight_OI, self.bias)
 
 
 def compute_rounded(model: nn.Module, layers: Collection[str], kind: str, exported: str) -> None:
@@ -93,7 +95,7 @@ def unrounded(model: nn.Module) -> Iterator[None]:
     """Let all layers of a learner compute with their weights as they are within this context."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, RoundedLinear)]
     for layer in layers:
-        layer.__class__ = nn.Linear
+        layer.__class__ = FastLinear
     try:
         yield
     finally:

@@ -170,6 +170,8 @@ class LearnerPlan:
     updates: int
     width: int
     """Hidden size of the student; the learner estimates the cost of sequences from it."""
+    step_tokens: int | None
+    """Largest number of tokens of a rank's samples in one optimizer step; None: unknown."""
     export_dtype: str
     quantisation: Quantisation | None = None
     """Format to which samplers quantise the exported weights of linear layers; None: they do not."""
@@ -470,6 +472,10 @@ def endpoint_of(config: Config, name: str) -> Endpoint | None:
 
 def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None]) -> LearnerPlan:
     constant = [name for name, teacher in config.teachers.items() if teacher.follow is None]
+    longest, step_tokens = config.sampler.longest, None
+    if longest is not None and config.environment is None:  # an episode may have any number of samples
+        steps = config.learner.minibatches * config.learner.ranks
+        step_tokens = -(-config.learner.batch_size // steps) * longest
     sending = constant if sends_hidden(config) else []
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
@@ -478,6 +484,7 @@ def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
         supervised=supervised_of(config),
         updates=config.updates,
         width=width_of(config.student),
+        step_tokens=step_tokens,
         export_dtype=config.sampler.dtype,
         quantisation=config.sampler.quantisation,
         stop=config.sampler.stop,

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from slipstream.config.losses import without_hidden_states
 from slipstream.config.schema import LoraConfig, RuntimeConfig
@@ -23,8 +24,6 @@ from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, Sampler
 
 GIB = 2**30
 ONE_GPU = "the one GPU"
-ACTIVATIONS = 34
-"""Bytes per token and hidden unit that a layer stores for its backward pass in 16 bits.  (Korthikanti et al.)"""
 DRAW = 8
 """Bytes of one draw: a token sampled at a position, and its log-prob."""
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -47,6 +46,10 @@ class Shape:
     """Number of elements of the output head's weight, which may also be the embedding."""
     width: int
     layers: int
+    normed: int
+    """Number of elements that the norms of a layer store of one token for the backward pass."""
+    multiplied: int
+    """Number of elements that attention and perceptron of a layer store of one token for the backward pass."""
     cache: int
     """Number of elements that one token adds to the key and value caches of all layers."""
     context: int
@@ -124,6 +127,8 @@ def shape_of(model: str) -> Shape:
         per_layer = text.kv_lora_rank + text.qk_rope_head_dim
     indexers = [kind for kind in getattr(text, "indexer_types", None) or ["full"] * len(cached) if kind == "full"]
     parameters = sum(parameter.numel() for parameter in empty.parameters())
+    queries, keys = heads * per_head, grouped * per_head
+    norms = any(name.endswith("q_norm.weight") for name, _ in empty.named_parameters())  # of queries and keys
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers_of(empty)]
     return Shape(
         parameters=parameters,
@@ -134,9 +139,34 @@ def shape_of(model: str) -> Shape:
         head=empty.get_output_embeddings().weight.numel(),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
+        normed=4 * text.hidden_size + 2 * norms * (queries + keys),
+        # queries, output of attention, its copy; keys, values, copies of both
+        multiplied=3 * queries + 4 * keys + of_perceptron(text),
         cache=len(cached) * per_layer + len(indexers) * (getattr(text, "index_head_dim", None) or 0),
         context=context_length(config),
     )
+
+
+def of_perceptron(text: Any) -> int:
+    """Return the number of elements that a layer's perceptron, or the experts of a token, store of one token."""
+    chosen = text.num_experts_per_tok if getattr(text, "moe_intermediate_size", None) else 0
+    # gate, its activation, the other half, their product; experts copy their input and output
+    return int(max(chosen, 1) * 4 * inner_width(text) + 2 * chosen * text.hidden_size)
+
+
+def inner_width(text: Any) -> int:
+    """Return the number of hidden units of the perceptron of a layer, or of one expert."""
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    inner = max(inner) if isinstance(inner, list | tuple) else inner  # some models have a width for each layer
+    return int(inner or 4 * text.hidden_size)
+
+
+def stored_bytes(shape: Shape, width: int) -> int:
+    """Return the bytes of activations that one layer stores of one token, for products of this width in bytes.
+
+    Norms compute in at least float32. Their outputs are stored once, or rounded to 16 bits for each of five products.
+    """
+    return max(width, 4) * shape.normed + width * ((5 if width == 2 else 2) * shape.width + shape.multiplied)
 
 
 def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
@@ -255,8 +285,7 @@ def check_update(plan: EnginesPlan) -> None:
 
 def check_longest(plan: LearnerPlan, need: Need, room: float) -> None:
     """Raise ConfigError if the longest sequence alone does not fit the learner's device."""
-    longest, budget = plan.student.longest, plan.settings.token_budget
-    per_token = need.parts["~activations"] / budget
+    longest, per_token = plan.student.longest, need.parts["~activations"] / pass_tokens(plan)
     left = room - need.counted
     if longest is None or left <= 0 or longest * per_token <= left:
         return
@@ -366,14 +395,14 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
     others = swaps + method.keeps_old
     computed = WIDTHS[settings.compute_dtype or settings.dtype]
     rounded: float = quantised_of(plan.student.name) * computed if settings.quantised else 0
-    per_token = ACTIVATIONS * shape.width * computed / 2
+    per_token = stored_bytes(shape, computed)
     activations = per_token * shape.layers
     if settings.checkpointing:  # keep the inputs of all layers, and the activations of one layer
         activations = per_token + inputs_of(plan) * ("activations" not in settings.offload)
         rounded /= shape.layers
     number = WIDTHS[settings.dtype] / settings.ranks
     stepped = min(trained, shape.largest) if "optimizer" in settings.offload else trained
-    activated = settings.token_budget * activations
+    activated = pass_tokens(plan) * activations
     gathered, whole = gathered_bytes(plan, activated)
     return {
         "weights": shape.parameters * number,
@@ -388,6 +417,11 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
         "teachers' heads": sum(shape_of(each.name).head * WIDTHS[each.dtype] for each in plan.teachers.values()),
         "~activations": activated,
     }
+
+
+def pass_tokens(plan: LearnerPlan) -> int:
+    """Return the most tokens of a pass: `learner.token_budget`, or all tokens of a step if these are fewer."""
+    return min(plan.settings.token_budget, plan.step_tokens or plan.settings.token_budget)
 
 
 def gathered_bytes(plan: LearnerPlan, activated: float) -> tuple[float, float]:
@@ -435,7 +469,7 @@ def beside_learner(plan: LearnerPlan) -> dict[str, float]:
     """Return the bytes that one rank keeps in host memory, by purpose: copies of weights, and what is offloaded."""
     settings, method, trained = plan.settings, plan.method, trained_of(plan)
     copies = plan.snapshots + sum(1 + each.keep for each in plan.follow.values()) + method.hosts_reference
-    activations = settings.token_budget * inputs_of(plan) if "activations" in settings.offload else 0
+    activations = pass_tokens(plan) * inputs_of(plan) if "activations" in settings.offload else 0
     return {
         "moments": trained * moment_bytes(plan) if "optimizer" in settings.offload else 0,
         "versions before": copies * trained * WIDTHS[settings.dtype] / settings.ranks,

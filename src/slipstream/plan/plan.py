@@ -58,6 +58,7 @@ from slipstream.plan.evaluation import eval_prompts, graded_rows, reward_warning
 from slipstream.plan.gpus import Gpus
 from slipstream.plan.known_texts import KnownTexts, TextMaker
 from slipstream.plan.placement import Need, check_room, host_memory, needs, size
+from slipstream.plan.precision import precision_advice
 from slipstream.plan.shapes import ShapeCheck, check_heads, check_selection, check_split_heads, shape_line
 from slipstream.plan.teachers import (
     check_budget,
@@ -169,8 +170,17 @@ def plan(config: Config, *, ask: bool = True, gpus: Gpus | None = None) -> Plan:
     notes += [*model_notes(config), *clip_notes(config), *freshness_notes(config)]
     notes += [*off_policy_notes(config), *running_notes(config), *quantisation_notes(config, method)]
     notes += schedule_notes(config, method)
+    slow = list[str]()
+    if on_cpu(config) and config.runtime.address is None:
+        advised, slow = precision_advice(config.student, formats_of(config))
+        notes += advised
     engines = engines_of(config, method, teachers.one_ends)
-    warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *version_warnings(installed_versions())]
+    warnings = [
+        *warnings_of(config),
+        *slow,
+        *beyond_embeddings(config, tokenizer),
+        *version_warnings(installed_versions()),
+    ]
     warnings += check_room_on(engines, gpus)
     if config.environment is None:  # in an environment, rows with equal prompts may still differ
         warnings += [*copy_warnings(prompts), *leaks]
@@ -408,6 +418,16 @@ def check_runtime(config: Config) -> None:
         raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
     check_processes(config)
     check_in_flight(config)
+
+
+def formats_of(config: Config) -> dict[str, str]:
+    """Return the number formats of all matrix products of native engines in this run, by their key."""
+    learner, formats = config.learner, dict[str, str]()
+    if config.sampler.engine == "native":
+        formats["sampler.dtype"] = config.sampler.dtype
+    native = {name: each for name, each in config.teachers.items() if each.base_url is None and each.engine == "native"}
+    formats |= {f"teachers.{name}.dtype": each.dtype for name, each in native.items()}
+    return formats | {"learner.compute_dtype": learner.compute_dtype or learner.dtype}
 
 
 def on_cpu(config: Config) -> bool:

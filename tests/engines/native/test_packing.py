@@ -128,9 +128,12 @@ def test_long_rows_cost_more_than_their_tokens() -> None:
 
 
 def test_rows_are_long_where_filling_them_matters_more_than_attention() -> None:
+    """Seven items of 460 tokens: one row of all, three of at most 200, or seven of at most 100."""
     rollouts = make_rollouts([(1, [59])] * 6 + [(1, [99])])
-    (wide,), (narrow,) = (pack(rollouts, budget=10_000, hidden=hidden) for hidden in (1024, 16))
-    assert (wide.length, wide.computed) == (180, 540) and (narrow.length, narrow.computed) == (100, 700)
+    (wide,), (medium,), (narrow,) = (pack(rollouts, budget=10_000, hidden=hidden) for hidden in (1024, 100, 16))
+    assert (wide.length, wide.computed) == (460, 460)
+    assert (medium.length, medium.computed) == (180, 540)
+    assert (narrow.length, narrow.computed) == (100, 700)
 
 
 @given(st.lists(st.integers(2, 100), min_size=1, max_size=40), st.integers(100, 300))

@@ -25,7 +25,7 @@ from slipstream.engines.native.learning.dropout import prepare as prepare_traini
 from slipstream.engines.native.learning.learner import NativeLearner, learning_rate
 from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
-from slipstream.engines.native.rows import use_rows
+from slipstream.engines.native.rows import CURRENT, use_rows
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint, load_weights
@@ -71,6 +71,25 @@ def test_a_response_of_more_than_twice_the_token_budget_is_scored() -> None:
     groups = roll_out(make_model(seed=0))
     (small, *_), (large, *_) = (score(make_model(seed=1), groups, token_budget=n) for n in (2, 10_000))
     np.testing.assert_allclose(small[0].body.teacher_logp, large[0].body.teacher_logp, atol=2e-5)
+
+
+def test_the_prompt_of_a_group_is_computed_once() -> None:
+    """Of each group of two responses, one prompt: the scores are those of each response alone (see above)."""
+    groups, teacher, computed = roll_out(make_model(seed=0)), make_model(seed=1), list[int]()
+
+    def count(module: torch.nn.Module, args: Any) -> None:
+        computed.append(CURRENT.get().batch.real)
+
+    async def work() -> None:
+        scorer = NativeScorer(wrap(teacher))
+        with scorer.lm.backbone.register_forward_pre_hook(count):
+            await asyncio.gather(*[scorer.score(group) for group in groups])
+        scorer.close()
+
+    run(work())
+    rollouts = [[handle.body for handle in group] for group in groups]
+    real = sum(len(group[0].prompt.tokens) + sum(len(each.tokens) for each in group) for group in rollouts)
+    assert sum(computed) == real
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from slipstream.engines.native.over_devices import devices_from, spread
 from slipstream.engines.native.positions import pin
 from slipstream.errors import ConfigError, ModelError, first_line
 from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.products import use_fast_layers
 from slipstream.models.adapters import adapter_of
 from slipstream.models.resolve import model_path
 
@@ -107,6 +108,7 @@ def load_model(
         merge(model, adapter)
     check_numbers(name, model.named_parameters())
     first = pick_device(device)
+    use_fast_layers(model)
     if devices > 1:
         spread(name, model, devices_from(first, devices))
     else:

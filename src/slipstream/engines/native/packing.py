@@ -4,9 +4,9 @@ A micro-batch is a few rows. A row is a sequence of items. An item is a prompt a
 shared prompts an item has as many responses of the group as fit, and the prompt is computed once. Attention never
 crosses items (rows.py), so every plan gives the same results. This file searches for a cheap plan.
 
-Rows are filled best-fit-decreasing, up to the length of the longest item or twice that. Longer rows are filled better;
-shorter rows compute less masked attention. The model's width decides which rows are cheaper. Rows are assigned to
-micro-batches by cost and not by length, because a long row costs mostly attention.
+Rows are filled best-fit-decreasing, up to a small multiple of the length of the longest item. Longer rows are filled
+better; shorter rows compute less masked attention. The model's width decides which rows are cheaper. Rows are assigned
+to micro-batches by cost and not by length, because a long row costs mostly attention.
 
 A model that cannot separate items gets one sample per row, padded on the right. Because attention is causal, no real
 token sees a pad, and no mask is needed.
@@ -27,7 +27,7 @@ from slipstream.records import Rollout
 Array = NDArray[Any]
 MOST_PADDED = 1.25
 """Maximum ratio of computed tokens (with padding) to real tokens in a micro-batch of several unpacked samples."""
-ROW_LENGTHS = (1, 2)
+ROW_LENGTHS = (1, 2, 4, 8)
 """Candidate row lengths, as multiples of the longest item."""
 
 

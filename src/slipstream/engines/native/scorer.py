@@ -236,7 +236,8 @@ class NativeScorer(Probed):
     def _passes(self, rollouts: Mapping[int, Rollout], seen: Mapping[int, Ints]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield, per micro-batch, the indices of its responses and the hidden states that predict trained tokens."""
         indices, shown = list(seen), [with_prompt(rollouts[i], tokens) for i, tokens in seen.items()]
-        for batch in pack(shown, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing):
+        options = {"packing": self.packing, "shared_prompt": self.packing}  # a prompt of several responses is read once
+        for batch in pack(shown, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], **options):
             yield [indices[i] for i in batch.members], Rows(shown, batch, self.lm.device).hidden(self.lm.backbone)
 
     def _answered(

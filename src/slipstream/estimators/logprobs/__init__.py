@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slipstream.estimators.logprobs import tiles
 from slipstream.estimators.logprobs.tiles import Bend, slices, wide
+from slipstream.estimators.products import add_product, multiply_into
 from slipstream.metric_names import extreme
 
 HELD = 1 << 24
@@ -181,7 +182,8 @@ class _Products:
         if self.memory.numel() < shape[0] * shape[1]:
             self.memory = self.hidden.new_empty(shape[0] * shape[1])
         tile_CW = self.memory[: shape[0] * shape[1]].view(shape)
-        return torch.mm(self.hidden[rows], self.weight[columns].T, out=tile_CW)
+        multiply_into(tile_CW, self.hidden[rows], self.weight[columns])
+        return tile_CW
 
 
 def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -213,9 +215,9 @@ class _Grads:
         if self.bias is not None:
             self.bias[columns] += grad_CW.sum(0, dtype=self.bias.dtype)
         if self.hidden is not None:
-            _add_product(self.hidden[rows], grad_CW, self.inputs[1][columns])
+            add_product(self.hidden[rows], grad_CW, self.inputs[1][columns])
         if self.weight is not None:
-            _add_product(self.weight[columns], grad_CW.T, self.inputs[0][rows])
+            add_product(self.weight[columns], grad_CW.T, self.inputs[0][rows])
 
     def done(self) -> tuple[Tensor | None, ...]:
         found = (self.hidden, self.weight, self.bias)
@@ -223,16 +225,6 @@ class _Grads:
             None if grad is None or like is None else grad.to(like.dtype)
             for grad, like in zip(found, self.inputs, strict=True)
         )
-
-
-def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left · right to `into`, in at least float32: rounding every product would bias the sum."""
-    if into.dtype == left.dtype:
-        into.addmm_(left, right)
-    elif into.is_cuda:
-        into += torch.mm(left, right, out_dtype=into.dtype)
-    else:
-        into.addmm_(left.to(into.dtype), right.to(into.dtype))
 
 
 class _Head(torch.autograd.Function):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from slipstream.estimators.logprobs.tiles import Bend, wide
+from slipstream.estimators.products import linear
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ class Case:
     """Context length in tokens that student and teachers all support; None if unknown."""
     vocabulary: int | None = None
     """Vocabulary size of the student; None if unknown."""
+    large: bool = False
+    """True if the student's matrices are large enough for bfloat16 to be faster on some CPUs."""
 
     @property
     def doctor(self) -> str:

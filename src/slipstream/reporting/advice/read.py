@@ -15,6 +15,8 @@ from slipstream.run_dir.reading import Line, RunDir
 from slipstream.run_dir.writing import SAMPLES
 
 POSITIONS = ("max_position_embeddings", "n_positions")
+WIDE = 512
+"""Hidden size of a model with large matrices."""
 SAMPLES_READ = 400
 """Number of first samples that the rules read."""
 
@@ -36,6 +38,7 @@ def case_of(run: RunDir, config: Config, metrics: Sequence[Line], evaluations: S
         at=str(run.path),
         context=min((model[name] for model in models for name in POSITIONS if name in model), default=None),
         vocabulary=models[0].get("vocab_size"),
+        large=models[0].get("hidden_size", 0) >= WIDE,
     )
 
 

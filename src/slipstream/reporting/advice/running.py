@@ -114,12 +114,15 @@ def slow_learner(case: Case) -> Found | None:
     if case.too_short or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
         return None
     learner = case.config.learner
-    changes: list[Change] = [{"learner.ranks": 2 * learner.ranks}]
-    if case.config.runtime.device.startswith("cuda"):  # on CPUs bfloat16 is slower
+    changes, show = list[Change]([{"learner.ranks": 2 * learner.ranks}]), ""
+    if case.config.runtime.device.startswith("cuda"):
         changes.append({"learner.compute_dtype": "bfloat16"})
+    elif case.large and case.config.runtime.device == "cpu" and learner.compute_dtype is None:
+        # processors differ in whether bfloat16 is faster: the check measures it
+        changes, show = [], f"slipstream config {case.at}/config.toml --check | grep bfloat16"
     if not learner.shared_prompt and case.config.sampler.group > 1:
         changes.insert(0, {"learner.shared_prompt": True})
-    return Found("seconds/data", waited, RESTS, changes)
+    return Found("seconds/data", waited, RESTS, changes, run=show)
 
 
 def slow_publish(case: Case) -> Found | None:

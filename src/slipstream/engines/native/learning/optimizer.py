@@ -14,8 +14,8 @@ from slipstream.engines.weights import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's two moments in the optimizer's state."""
-CHUNK = 2**24
-"""Number of weights whose step is measured at once, so that the largest matrix needs no copy of its size."""
+CHUNKS = {"cpu": 2**18, "cuda": 2**24}
+"""Number of weights whose step is measured at once: temporary values fit in a CPU's cache, or fill a GPU."""
 EPSILON = 1e-8
 """Number that AdamW adds to the root of the second moment."""
 
@@ -72,8 +72,9 @@ def squared_step(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
                 continue
             step = float(state["step"])
             moments = [local(state[name]).flatten() for name in MOMENTS]
-            for start in range(0, len(moments[0]), CHUNK):
-                mean, square = (each[start : start + CHUNK].to(parameter.device, torch.float32) for each in moments)
+            size = CHUNKS.get(parameter.device.type, CHUNKS["cuda"])
+            for start in range(0, len(moments[0]), size):
+                mean, square = (each[start : start + size].to(parameter.device, torch.float32) for each in moments)
                 scale = (square / (1 - high**step)).sqrt_().add_(EPSILON)
                 total += (mean / (1 - low**step)).div_(scale).square_().sum().cpu()
             count += len(moments[0])

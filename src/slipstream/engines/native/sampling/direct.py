@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm
+from torch.nn.functional import embedding, rms_norm
 
 from slipstream.engines.native.attention import Reach
 from slipstream.engines.native.model import LanguageModel, has_windows
 from slipstream.engines.native.sampling import kv
+from slipstream.estimators.products import FastLinear, linear
 
 FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 """Backbones whose layers consist of exactly these operations."""
@@ -81,7 +82,7 @@ def is_direct(lm: LanguageModel) -> bool:
         return False
     linears = [module for name, module in lm.backbone.named_modules() if name.endswith("_proj")]
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in lm.backbone.modules())
-    return not hooked and all(type(module) is nn.Linear for module in linears)
+    return not hooked and all(type(module) in (nn.Linear, FastLinear) for module in linears)
 
 
 def _apply(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -1,0 +1,111 @@
+"""Float32 matrix products by oneDNN, on processors where MKL leaves much of the machine unused.
+
+MKL uses AVX-512 on Intel's processors only, and packs both matrices for every product. oneDNN uses AVX-512 on all
+processors. So it multiplies large matrices about twice as fast on other processors. The choice depends on the processor
+and the size of the weight, and not on a measured time: a repeated run must round alike.
+
+Shapes: I input features, O output features; `x` is […, I].
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LARGE = 100_000
+"""Minimum number of elements of a weight; for smaller ones both libraries are equally fast."""
+CPU_INFO = Path("/proc/cpuinfo")
+COLUMNS = 8192
+"""Number of columns of a large product that are computed at a time: memory for more would be new pages every time."""
+
+
+@cache
+def prefers_onednn() -> bool:
+    """Return True if this processor has AVX-512 and is not Intel's."""
+    if not torch._C._has_mkldnn or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    return CPU_INFO.exists() and "GenuineIntel" not in CPU_INFO.read_text()
+
+
+def is_faster(x: Tensor, weight: Tensor) -> bool:
+    """Return True if oneDNN computes this product faster than `torch.mm` does."""
+    if x.dtype != torch.float32 or weight.dtype != torch.float32 or weight.numel() < LARGE or not x.numel():
+        return False
+    return x.device.type == "cpu" and prefers_onednn() and not torch.is_autocast_enabled("cpu")
+
+
+def by_onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x · weightᵀ + bias; both operands may be transposed views."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
+    return out
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return x · weightᵀ + bias, differentiable in all three, by the faster library."""
+    if not is_faster(x, weight_OI):
+        return nn.functional.linear(x, weight_OI, bias_O)
+    out: Tensor = _Linear.apply(x, weight_OI, bias_O)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        return by_onednn(x, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_NO = outputs[0].reshape(-1, len(weight_OI))
+        return (
+            by_onednn(grad_NO, weight_OI.T).view_as(x) if needs_x else None,
+            by_onednn(grad_NO.T, x.reshape(-1, x.shape[-1]).T) if needs_weight else None,
+            grad_NO.sum(0) if needs_bias else None,
+        )
+
+
+class FastLinear(nn.Linear):
+    """A linear layer that computes by the faster library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def use_fast_layers(model: nn.Module) -> None:
+    """Let the linear layers of a model compute by the faster library; names and weights stay as they are."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FastLinear
+
+
+def multiply_into(out_CW: Tensor, left_CI: Tensor, right_WI: Tensor) -> None:
+    """Write left · rightᵀ to `out`."""
+    if not is_faster(left_CI, right_WI):
+        torch.mm(left_CI, right_WI.T, out=out_CW)
+        return
+    for out_CP, right_PI in zip(torch.split(out_CW, COLUMNS, 1), torch.split(right_WI, COLUMNS), strict=True):
+        out_CP.copy_(by_onednn(left_CI, right_PI))
+
+
+def add_product(into_CW: Tensor, left_CI: Tensor, right_IW: Tensor) -> None:
+    """Add left · right to `into`, in at least float32: a sum of many products in low precision would lose small parts.
+
+    On CPUs each single product is rounded to bfloat16, in which they multiply several times as fast.
+    """
+    if is_faster(left_CI, right_IW) or (left_CI.dtype == torch.bfloat16 and left_CI.device.type == "cpu"):
+        for into_PW, left_PI in zip(torch.split(into_CW, COLUMNS), torch.split(left_CI, COLUMNS), strict=True):
+            into_PW.add_(linear(left_PI, right_IW.T))
+    elif into_CW.dtype == left_CI.dtype:
+        into_CW.addmm_(left_CI, right_IW)
+    elif into_CW.is_cuda:
+        into_CW += torch.mm(left_CI, right_IW, out_dtype=into_CW.dtype)
+    else:
+        into_CW.addmm_(left_CI.to(into_CW.dtype), right_IW.to(into_CW.dtype))

@@ -1,0 +1,79 @@
+"""Products by oneDNN: the same numbers, gradients and layers as torch's own products, whatever the processor."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.estimators import products
+from slipstream.estimators.products import FastLinear, add_product, linear, multiply_into, use_fast_layers
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+
+
+@pytest.fixture
+def by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose oneDNN on every processor, and for matrices of every size."""
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "LARGE", 1)
+
+
+@pytest.mark.usefixtures("by_onednn")
+@pytest.mark.parametrize("shape", [(5, 12), (2, 3, 12)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_has_the_values_and_gradients_of_torch(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    x, grad = torch.randn(shape), torch.randn(*shape[:-1], 7)
+    inputs = [x, torch.randn(7, 12), *[torch.randn(7)] * bias]
+    results = []
+    for function in (linear, nn.functional.linear):
+        own = [each.clone().requires_grad_() for each in inputs]
+        out = function(*own)
+        out.backward(grad.transpose(0, -1).contiguous().transpose(0, -1))  # gradients may come in any layout
+        results.append([out, *[each.grad for each in own]])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert "_Linear" in str(linear(*[each.clone().requires_grad_() for each in inputs]).grad_fn)
+
+
+@pytest.mark.usefixtures("by_onednn")
+def test_products_in_parts_are_those_of_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "COLUMNS", 4)
+    left, right, out, total = torch.randn(3, 5), torch.randn(10, 5), torch.empty(3, 10), torch.ones(10, 5)
+    multiply_into(out, left, right)
+    torch.testing.assert_close(out, left @ right.T)
+    add_product(total, out.T, left)
+    torch.testing.assert_close(total, 1 + out.T @ left)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "autocast", "chosen"),
+    [
+        (torch.float32, 400, False, True),
+        (torch.float32, 300, False, False),  # small: both are equally fast
+        (torch.bfloat16, 400, False, False),  # torch uses oneDNN anyway
+        (torch.float32, 400, True, False),
+    ],
+)
+def test_only_large_float32_products_on_other_processors_are_oneDNNs(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, autocast: bool, chosen: bool
+) -> None:
+    x, weight = torch.zeros(2, size, dtype=dtype), torch.zeros(size, size, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+        assert products.is_faster(x, weight) == chosen
+        monkeypatch.setattr(products, "prefers_onednn", lambda: False)
+        assert not products.is_faster(x, weight)
+
+
+def test_layers_keep_names_weights_and_copies() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
+    x, names = torch.randn(2, 3), list(model.state_dict())
+    expected = model(x)
+    use_fast_layers(model)
+    assert [type(each) for each in model] == [FastLinear, nn.ReLU, FastLinear]
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(copy.deepcopy(model)(x), expected)

@@ -1,0 +1,78 @@
+"""The plan's estimate of activations against those that a pass stores, and the number of tokens of a pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from slipstream.config.file import parse
+from slipstream.engines.native.model import LanguageModel, load_model
+from slipstream.engines.native.packing import pack
+from slipstream.engines.native.rows import Rows, placeholder, use_rows
+from slipstream.plan.engines import LearnerPlan
+from slipstream.plan.placement import learner, pass_tokens, shape_of, stored_bytes
+from slipstream.plan.plan import plan
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    size = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    size |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "intermediate_size": 160}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 80, "head_dim": 16}
+    made = {
+        "llama": LlamaForCausalLM(LlamaConfig(**size)),
+        "experts": Qwen3MoeForCausalLM(Qwen3MoeConfig(**size, **experts)),
+    }
+    folder = tmp_path_factory.mktemp("models")
+    for name, model in made.items():
+        model.save_pretrained(folder / name)
+    return {name: str(folder / name) for name in made} | {"builtin": "builtin:student", "words": "builtin:word_student"}
+
+
+def stored(lm: LanguageModel, *, half: bool) -> float:
+    """Return the bytes per token and layer that a pass over packed rows stores, without weights."""
+    rollouts = [placeholder(np.arange(40) % 30, np.arange(60) % 30, number=i) for i in range(8)]
+    (batch,) = pack(rollouts, budget=10_000, hidden=lm.model.config.hidden_size)
+    rows, storages = Rows(rollouts, batch, lm.device), dict[int, int]()
+    weights = {each.untyped_storage().data_ptr() for each in lm.model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=half):
+        rows.hidden(lm.backbone)
+    layers = [part for part in lm.backbone.modules() if isinstance(part, nn.Linear)]
+    rounded = sum(2 * part.weight.numel() for part in layers) if half else 0
+    return (sum(storages.values()) - rounded) / batch.computed / lm.model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["llama", "builtin", "words", "experts"])
+@pytest.mark.parametrize("half", [False, True])
+def test_the_estimate_is_within_a_fifth_of_what_a_pass_stores(models: dict[str, str], name: str, half: bool) -> None:
+    lm = load_model(models[name], dtype="float32", device="cpu")
+    use_rows(lm)
+    if name == "experts":
+        lm.model.set_experts_implementation("eager")
+    found, expected = stored(lm, half=half), stored_bytes(shape_of(models[name]), 2 if half else 4)
+    assert found / 1.2 < expected < found * 1.2
+
+
+def planned(**changes: object) -> LearnerPlan:
+    tree = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}, "data": {"limit": 40}}
+    tree |= {"sampler": {"max_tokens": 60, "longest": 100, "group": 2}}
+    return plan(parse(tree | {"learner": {"batch_size": 8} | changes})).engines.learner
+
+
+def test_a_pass_has_no_more_tokens_than_a_step() -> None:
+    """Eight samples of at most 100 tokens are 800; a minibatch or a rank has half of them."""
+    assert [pass_tokens(planned(**each)) for each in ({}, {"minibatches": 2}, {"ranks": 2})] == [800, 400, 400]
+    assert pass_tokens(planned(token_budget=300)) == 300
+    shape, bytes_of_all = shape_of("builtin:student"), learner(planned())["~activations"]
+    assert bytes_of_all == 800 * shape.layers * stored_bytes(shape, 4)
