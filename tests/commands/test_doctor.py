@@ -449,7 +449,7 @@ def test_weights_of_versions_before_count_where_they_are_kept() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     """What is counted is refused; activations are an estimate."""
-    findings = memory_findings(plan(config(("learner.token_budget", "10000000000"))))
+    findings = memory_findings(plan(config(("learner.token_budget", "10000000000"), ("learner.batch_size", "40000"))))
     assert not findings[-1].ok and re.search(
         r"learner: .*, and its device has .*learner.token_budget", findings[-1].detail
     )

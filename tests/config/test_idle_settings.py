@@ -115,7 +115,7 @@ WARNED = {
     "learner.warmup=3": "learner.warmup = 3 is more than updates = 2: learner.lr is never reached",
     f"{RL} reference.weight=0.1 reference.host=true": "reference.host = true does nothing on a CPU",
     'learner.offload=["optimizer"]': "learner.offload = ['optimizer'] does nothing on a CPU",
-    "learner.token_budget=100000000000": "its device has",
+    "learner.token_budget=100000000000 learner.batch_size=40000": "its device has",
     "checkpoint.minutes=0": "a run that is killed loses everything",
     "reference.weight=0.1": "drop [reference] if that is not intended",
 }
