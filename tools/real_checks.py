@@ -63,7 +63,11 @@ PARTS = (
     Part("bfloat16", HALF, same_policy(0.05)),
     Part("the whole vocabulary", DENSE, same_policy(1e-5)),
     Part("async", ("--schedule.kind", "async", "--schedule.tau", "2", *HALF)),
-    Part("speculation", ("--sampler.speculation.least", "0"), lambda numbers: numbers["sampler/drafted"] > 0),
+    Part(
+        "speculation",
+        ("--sampler.speculation.lookup", "1", "--sampler.speculation.least", "0"),
+        lambda numbers: numbers.get("sampler/drafted", 0) > 0,
+    ),
     Part("int8 rollouts", ("--sampler.quantisation", "int8"), same_policy(0.05)),
     Part("int8 rollouts and learner", ("--sampler.quantisation", "int8", "--learner.quantised", "true")),
     Part("LoRA", ("--learner.lora.rank", "8", "--learner.lr", "1e-4"), same_policy(1e-5)),
