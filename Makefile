@@ -93,7 +93,7 @@ real: $(REAL)/student
 	$(BIN)/python tools/real.py $(REAL)/teacher.gguf $(REAL)/student runs/real
 
 # Each part of a laptop run once on this model: dtypes, speculation, int8, LoRA, a kill and a resume; with VLLM_PYTHON, a Python
-# that has vLLM, its rollouts and teacher, too
+# that has vLLM and gguf, its rollouts and teacher, too
 real-checks: $(REAL)/student
 	OMP_NUM_THREADS=1 $(BIN)/python tools/real_checks.py $(REAL)/teacher.gguf $(REAL)/student $(REAL)/train.jsonl \
 		$(if $(VLLM_PYTHON),--python $(VLLM_PYTHON))

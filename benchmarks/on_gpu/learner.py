@@ -120,6 +120,7 @@ def planned(setting: Setting, config: LearnerConfig, method: Method, shape: str)
                 method=method,
                 updates=1,
                 width=setting.config(shape).hidden_size,
+                step_tokens=None,
                 export_dtype=config.dtype,
                 teachers={},
                 one_ends={},
