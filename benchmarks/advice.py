@@ -7,8 +7,8 @@
 Planted: runs of the built-in models with one thing wrong each, by a setting, or by an engine that stands around the
 real one and does what it is called. They begin without checks, which would refuse some of them. Healthy: twenty runs
 of other seeds, losses and schedules. One run at a time, a minute each on two cores; those that are in DIR already are
-read, and not made again. `--real`: the same with a real model and its student after the supervised
-start, both of `make real`. Of finished studies it is told what is said of their runs, which no rule was made by.
+read, and not made again. `--real`: the same with a real model and its student after the supervised start, both
+of `make real`. Of finished studies it is told what is said of their runs, which no rule was made by.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from slipstream.config.schema import (
     TaskConfig,
 )
 from slipstream.data.prompts import Prompts, Row
-from slipstream.errors import Stalled, WorkerDied
+from slipstream.errors import RecordsLost, Stalled, WorkerDied
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Loaded, Mode, Sampling, WeightsRef
@@ -327,6 +327,39 @@ def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> N
     held = {line["update"]: line["seconds/eval"] for line in told if "seconds/eval" in line}
     assert held == {update: pytest.approx(10.0, abs=0.5) for update in (1, 3, 5)}, "said of the update after it"
     assert [version for version, _ in seen] == [0] * 3 + [2] * 3 + [4] * 3 + [6] * 3
+
+
+def test_held_out_answers_that_are_lost_with_a_worker_are_drawn_again(tmp_path: Path) -> None:
+    """Without rewards a teacher scores them. The records of the third one are lost once, and only it is drawn again."""
+    settings = config(Async(tau=1), updates=2).model_copy(update={"eval": EvalConfig(every=2)})
+    drawn, lost = list[int](), list[int]()
+
+    class Watched(SleepSampler):
+        async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+            drawn.extend([prompt.number] if prompt.number >= 1000 else [])
+            return await super().generate(prompt, sampling, begun)
+
+    class Loses(SleepScorer):
+        async def score(self, group: Group) -> list[Handle]:
+            if (number := group[0].header.number) == 1002 and not lost:
+                lost.append(number)
+                raise RecordsLost("the machine of the answers is gone")
+            return [handle.with_header(gap=2.0 * handle.header.tokens) for handle in await super().score(group)]
+
+    made = replace(
+        engines(),
+        samplers=(Watched(lambda prompt, _: 10, step=lambda _: 0.2),),
+        scorers={"main": (Loses(lambda _: 0.1),)},
+    )
+    with RunLog(tmp_path, []) as log:
+        held_out = {"": [PROMPTS.at(number) for number in range(1000, 1003)]}
+        virtual.run(Run(settings, made, PROMPTS, log, held_out=held_out).train())
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
+    assert [(line["update"], line["samples"], line["kl"], line["kl_error"]) for line in lines] == [
+        (0, 3, 2.0, 0.0),
+        (2, 3, 2.0, 0.0),
+    ]
+    assert lost == [1002] and Counter(drawn) == {1000: 2, 1001: 2, 1002: 3}
 
 
 def test_every_held_out_set_has_its_own_cadence_and_samples(tmp_path: Path) -> None:

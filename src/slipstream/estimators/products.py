@@ -29,6 +29,8 @@ def prefers_onednn() -> bool:
     """Return True if this processor has AVX-512 and is not Intel's."""
     if not torch._C._has_mkldnn or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # a private function, which another torch may lack
+        return False
     return CPU_INFO.exists() and "GenuineIntel" not in CPU_INFO.read_text()
 
 

@@ -23,7 +23,16 @@ from slipstream.config.schema import Config
 from slipstream.data.choice import AdaptiveChoice, Choice
 from slipstream.data.prompts import Prompts
 from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
-from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
+from slipstream.errors import (
+    ConfigError,
+    NonFiniteError,
+    RecordsLost,
+    RunDirError,
+    Stalled,
+    Unhealthy,
+    WorkerDied,
+    first_line,
+)
 from slipstream.metrics import Metrics
 from slipstream.models.model_card import card
 from slipstream.pipeline.admission import Admission, AdmissionState
@@ -451,7 +460,10 @@ class Run:
             while unfinished(group):
                 group = await pipeline.samplers.call(f"held-out prompt {prompt.number}", answer)
             if not rewards:
-                group = await pipeline.scoring.scored(group, f"answers to held-out prompt {prompt.number}")
+                try:
+                    group = await pipeline.scoring.scored(group, f"answers to held-out prompt {prompt.number}")
+                except RecordsLost:  # a worker died with the answers, so they are drawn again
+                    return await generate(prompt, sampling)
             pipeline.progress.note_change()
             return list(group)
 

@@ -212,7 +212,7 @@ class Scoring:
             self.groups.end_stage(number)
             return
         groups, teacher = self.groups, self._teacher_of(number)
-        groups.responses[number] = self._with_attempts(number)
+        groups.responses[number] = self._with_attempts(groups.responses[number])
 
         async def score(worker: Worker[Scorer]) -> list[Handle]:
             with teacher.silence.waiting() if teacher.silence else nullcontext():
@@ -239,10 +239,10 @@ class Scoring:
 
     async def scored(self, group: Group, what: str) -> list[Handle]:
         """Return a group that is not trained on, with the scores of its teacher."""
-        teacher = of_teacher(self.teachers, group[0].header.teacher)
+        teacher, shown = of_teacher(self.teachers, group[0].header.teacher), self._with_attempts(group)
 
         async def score(worker: Worker[Scorer]) -> list[Handle]:
-            return gradable_members(await worker.engine.score(group))
+            return gradable_members(await worker.engine.score(shown))
 
         return await teacher.pool.call(what, score)
 
@@ -255,7 +255,7 @@ class Scoring:
             return teacher.settings.relabel == "always"
         if isinstance(teacher.pool, MovingTeacher) and teacher_versions(group) != {teacher.pool.version}:
             return True
-        attempts = [handle.header.attempts for handle in self._with_attempts(number)]
+        attempts = [handle.header.attempts for handle in self._with_attempts(group)]
         return attempts != [handle.header.attempts for handle in group]
 
     async def relabel(self, numbers: Sequence[int]) -> float:
@@ -271,7 +271,8 @@ class Scoring:
 
     async def _relabel_one(self, number: int) -> None:
         groups, teacher = self.groups, self._teacher_of(number)
-        before, shown = groups.responses[number], self._with_attempts(number)
+        before = groups.responses[number]
+        shown = self._with_attempts(before)
 
         async def relabel(worker: Worker[Relabeller]) -> list[Handle]:
             group = await worker.engine.relabel(shown)
@@ -305,10 +306,9 @@ class Scoring:
     def _teacher_of(self, number: int) -> Teacher:
         return of_teacher(self.teachers, self.groups.responses[number][0].header.teacher)
 
-    def _with_attempts(self, number: int) -> Group:
+    def _with_attempts(self, group: Group) -> Group:
         """Return a group, with the earlier attempts that its teacher's context shows attached to every response."""
-        group, shows = self.groups.responses[number], self._teacher_of(number).shows
-        if not shows:
+        if not (shows := of_teacher(self.teachers, group[0].header.teacher).shows):
             return group
         return [handle.with_header(attempts=self.memory.shown(handle.header, shows)) for handle in group]
 
