@@ -47,7 +47,7 @@ test-newer: .venv-newer/ready
 test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/pip install --quiet --disable-pip-version-check $(TORCH) transformers $(shell sed -n 's/^\([a-z][a-z_0-9-]*\)==.*/\1/p' \
-	  requirements.txt requirements-dev.txt | grep -v -e '^torch$$' -e '^ray$$' -e '^triton$$' -e '^zensical$$')
+	  requirements.txt requirements-dev.txt | grep -v -e '^torch$$' -e '^triton$$' -e '^zensical$$')
 	.venv-newest/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	.venv-newest/bin/pip list | grep -E '^(datasets|peft|torch|transformers) '
 	OMP_NUM_THREADS=1 .venv-newest/bin/pytest -W default::FutureWarning $(ESSENTIAL) $(MODELS) --ignore tests/engines/native/test_replayed_routers.py -m "$(FAST)"
