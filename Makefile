@@ -1,5 +1,5 @@
-# Everything happens in .venv, which every target makes if it is missing. `make demo` and `make test` are all one needs.
-# What needs vLLM has an environment of its own: vLLM asks for an older numpy. So have agents, which run beside all else.
+# All targets use .venv, and create it if it is missing. Most people need only `make demo` and `make test`.
+# vLLM has an environment of its own, because it asks for an older numpy. Agents have one, too.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(@D)/bin/pip install --quiet --disable-pip-version-check
@@ -29,8 +29,7 @@ check: lint
 test: .venv/ready
 	$(PYTEST) -m "$(FAST)"
 
-# What takes minutes: engines in processes of their own, on Ray or not, ranks, what hangs or is lost, the notebook, pages in
-# a browser (10 minutes)
+# Slow tests: engines in processes of their own and on Ray, ranks, faults, the notebook, pages in a browser (10 minutes)
 test-processes: .venv/ready
 	$(PYTEST) -m "$(APART)" --timeout 300
 
@@ -41,9 +40,8 @@ test-lowest: .venv-lowest/ready
 test-newer: .venv-newer/ready
 	OMP_NUM_THREADS=1 .venv-newer/bin/pytest $(ESSENTIAL) -m "$(FAST)"
 
-# Tests of models with the newest transformers, peft and datasets, and the essential tests. The environment is made anew, so
-# that it has what the index offers today (5 minutes, and the packages). The table of families with experts is that of the
-# development's transformers: newer ones add families.
+# Tests of models with the newest transformers, peft and datasets, and the essential tests (5 minutes, and the packages). The
+# environment is made anew. The table of families with experts is that of the development's transformers: newer ones add some.
 test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/pip install --quiet --disable-pip-version-check $(TORCH) transformers $(shell sed -n 's/^\([a-z][a-z_0-9-]*\)==.*/\1/p' \
@@ -66,8 +64,8 @@ docs: .venv/ready
 zoo: .venv/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo
 
-# A run cannot be lost: kills and stops of real runs of every job and over Ray, at least ten of each run's coordinator, and
-# twenty thousand faults on a virtual clock (45 minutes)
+# Fault tests: kill and stop processes of real runs of every job and over Ray, at least ten times the coordinator of each.
+# Then twenty thousand faults on a virtual clock (45 minutes)
 chaos: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fates.py 20000
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --faults 100 --updates 250
@@ -89,7 +87,7 @@ build/tokenizers/%:
 # Its answers before and after stand side by side at the end (docs/real_model.md)
 REAL := build/real
 real: $(REAL)/student
-	OMP_NUM_THREADS=1 $(BIN)/slipstream train configs/real.toml --output runs/real
+	OMP_NUM_THREADS=1 $(BIN)/slipstream train configs/real.toml --output runs/real $$($(BIN)/python tools/fastest_format.py)
 	$(BIN)/python tools/real.py $(REAL)/teacher.gguf $(REAL)/student runs/real
 
 # Each part of a laptop run once on this model: dtypes, speculation, int8, LoRA, a kill and a resume; with VLLM_PYTHON, a Python
@@ -110,7 +108,7 @@ $(REAL)/train.jsonl: tools/everyday_prompts.py | .venv/demo
 $(REAL)/student: | $(REAL)/teacher.gguf $(REAL)/train.jsonl
 	$(BIN)/python tools/leave_out_layers.py $(REAL)/teacher.gguf $@ --count 8 --prompts $(REAL)/train.jsonl
 
-# All that only a GPU can tell, in ten minutes; the results are a dated table in runs/gpu. Exit status 2 without a GPU.
+# Measurements that need a GPU, in ten minutes; the results are a dated table in runs/gpu. Exit status 2 without a GPU.
 gpu: .venv/ready
 	$(BIN)/python benchmarks/gpu.py
 
@@ -123,8 +121,8 @@ format: .venv/ready
 	$(BIN)/ruff format src tests examples benchmarks tools
 	$(BIN)/ruff check --fix src tests examples benchmarks tools
 
-# What `make demo` needs: the package with its own dependencies. Without compiling all of them, pip needs half the time. What
-# every run imports is compiled also where PYTHONDONTWRITEBYTECODE is set; if not, each start would take twice as long.
+# The package with its own dependencies, for `make demo`. pip needs half the time if it does not compile them. Modules that
+# every run imports are compiled, also where PYTHONDONTWRITEBYTECODE is set: otherwise each start takes twice as long.
 .venv/demo: requirements.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) --no-compile -c constraints.txt -r requirements.txt

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.reporting.advice.read import read
-from slipstream.reporting.advice.tree import Advice, advise
+from slipstream.reporting.advice.tree import Advice, advise, read
 from slipstream.studies.results import Sweep
 
 HERE = Path(__file__).resolve()
@@ -147,7 +147,7 @@ class Hotter(Around):
 
 
 class Shaken(Around):
-    """What it loads is not quite what was published."""
+    """Load weights that differ slightly from the published ones."""
 
     async def publish(self, weights: Any, mode: Any) -> Any:
         import torch
@@ -242,7 +242,7 @@ class Plant:
     """The answer that it must get."""
     changes: Config
     done: Callable[[Any], Any] = lambda engines: engines
-    """To the engines."""
+    """Wrapper of the engines."""
     endpoint: bool = False
     """The teacher sits behind a slow one."""
 
@@ -343,7 +343,9 @@ def behind(plant: Plant) -> Iterator[Config]:
     if not plant.endpoint:
         yield {}
         return
-    from slipstream.testing.endpoint import FakeEndpoint, model
+    sys.path.insert(0, str(HERE.parents[1] / "tests"))
+    from slipstream.testing.endpoint import model
+    from support.fake_endpoint import FakeEndpoint
 
     with FakeEndpoint(model("builtin:teacher")) as fake:
         fake.always, fake.seconds = "slow", 0.5
@@ -352,7 +354,7 @@ def behind(plant: Plant) -> Iterator[Config]:
 
 
 def train_with(done: Callable[[Any], Any], config: Config, path: Path) -> None:
-    """As `slipstream train --skip-checks` does; a run that stops by itself has said enough."""
+    """Train like `slipstream train --skip-checks`; a run that stops by itself has said enough."""
     from slipstream.config.file import parse
     from slipstream.pipeline.run import Run
     from slipstream.plan.plan import plan

@@ -25,10 +25,9 @@ from transformers import AutoTokenizer
 
 import slipstream
 from slipstream.models.resolve import model_path
-from slipstream.reporting.report.titles import estimate
+from slipstream.reporting.report.titles import mean_text
+from slipstream.statistics import SIGNIFICANT, Estimate, difference, estimate, p_value
 from slipstream.studies.results import Sweep
-from slipstream.studies.statistics import SIGNIFICANT, Estimate, difference, p_value
-from slipstream.studies.statistics import estimate as over_seeds
 from small_policy import small_policy
 
 PLAIN = "draws, not weighed"
@@ -37,7 +36,7 @@ CORRECTED = ("draws, weighed", "draws, weights capped", "draws, M2PO", REJECTING
 AGREE, UNSEEN = "agree", ("temperature 1.3",)
 """Drift is measured at the temperature of the sampler."""
 TV, CHI2, GAIN = 1e-4, 0.1, 0.003
-"""Of the conjecture: the budget, and what corrections add within it at most."""
+"""Numbers of the conjecture: the budget, and the most that corrections add within it."""
 TEXT = """# A budget of mismatch within which corrections bring nothing
 
 A conjecture of "Off-Policy Drift" (its fourth open problem) names a budget for the difference between sampler and
@@ -65,7 +64,7 @@ class Condition:
     best: str
     gain: Estimate
     repair: Estimate
-    """What engines that agree add without a correction."""
+    """Gain of engines that agree, without a correction."""
     both: Estimate
     rejected: Estimate
 
@@ -88,14 +87,14 @@ def conditions(sweep: Sweep, variation: str = "drift/tv") -> Iterator[Condition]
         if not gains:
             continue
         best = max(gains, key=lambda arm: gains[arm].mean or 0.0)
-        apart = (over_seeds(list(each[PLAIN, name].values())) for each in (tv, chi2))
+        apart = (estimate(list(each[PLAIN, name].values())) for each in (tv, chi2))
         repaired = [difference(accuracy[arm, AGREE], plain) for arm in (PLAIN, best)]
-        lost = over_seeds(list(rejected[REJECTING, name].values()))
+        lost = estimate(list(rejected[REJECTING, name].values()))
         yield Condition(name, *apart, best, gains[best], *repaired, lost)
 
 
 def verdict(gains: Mapping[str, Estimate]) -> str:
-    """Of the conjecture, by what corrections add where the budget is kept."""
+    """Return the verdict on the conjecture, by the gain of corrections where the budget is kept."""
     beyond = [Estimate(each.n, each.mean - GAIN, each.se) for each in gains.values() if each.mean is not None]
     tested = [(each, p) for each in beyond if (p := p_value(each)) is not None]
     if not tested:
@@ -118,7 +117,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 STUDENTS, EXPERTS, UPDATES = ("dense", "mixture of experts"), 8, 8
 FLIPS, ROUTER = 1e-3, "router/flips"
 APART = ("drift/tv_p95", "drift/chi2_seq", ROUTER)
-"""What the budget bounds, in the order of its bounds."""
+"""Quantities that the budget bounds, in the order of its bounds."""
 PRECISE = f"""
 ## Which precisions of rollouts keep the budget
 
@@ -180,7 +179,7 @@ def apart(student: str, precision: str, directory: Path) -> dict[str, Estimate]:
         quiet=True,
         checks=False,  # sampler and learner differ on purpose
     )
-    return {name: over_seeds([line[name] for line in run.metrics]) for name in APART if experts or name != ROUTER}
+    return {name: estimate([line[name] for line in run.metrics]) for name in APART if experts or name != ROUTER}
 
 
 def with_precisions(path: Path) -> None:
@@ -215,7 +214,7 @@ def with_study(path: Path) -> None:
         if each.within:
             within[each.name] = each.gain
         apart = [f"{found.mean:.2g}" for found in (each.tv, each.chi2)]
-        lost = estimate(each.rejected.mean, each.rejected.se, share=True)
+        lost = mean_text(each.rejected.mean, each.rejected.se, share=True)
         cells = [each.name, *apart, "yes" if each.within else "no", each.best, points(each.gain), lost]
         print(f"| {' | '.join(cells)} |")
     adds = f": within the budget the best adds {', '.join(map(points, within.values()))}" if within else ""
@@ -234,7 +233,7 @@ def main() -> None:
 
 
 def points(gain: Estimate) -> str:
-    return f"{estimate(100 * (gain.mean or 0.0), gain.se and 100 * gain.se)} points"
+    return f"{mean_text(100 * (gain.mean or 0.0), gain.se and 100 * gain.se)} points"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/canaries.py [runs]
 
-Engines are tabular (`simulation/toy`) on a virtual clock: 25 updates, two or three copies of the teacher, two samplers,
-every schedule in turn. Log-probs of teachers are rounded or noisy, by 0 to 0.05 nats, and teachers with much noise are
-configured as what has it, an endpoint.
+Engines are tabular (`tests/support/tabular_engines.py`) on a virtual clock: 25 updates, two or three copies of the
+teacher, two samplers, every schedule in turn. Log-probs of teachers are rounded or noisy, by 0 to 0.05 nats, and
+teachers with much noise are configured as what has it, an endpoint.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from slipstream.config.file import parse
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.score_checks import scored
 from slipstream.errors import Unhealthy
 from slipstream.pipeline.run import Run
-from slipstream.protocols import Engines, Graded
+from slipstream.protocols import Engines, GradingSampler
 from slipstream.records import Group, Handle
 from slipstream.run_dir.writing import RunLog
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
+from support import tabular_engines as toy
 
 VOCAB, EOS, ROWS = 6, 0, 10
 NOISE = (0.0, 1e-6, 1e-3, 0.02, 0.05)
@@ -53,7 +55,7 @@ class Noisy(toy.ToyScorer):
 
 
 def one(path: Path, seed: int) -> list[str]:
-    """What is said of a run."""
+    """Return the lines that accuse somebody in a run."""
     noise, said = NOISE[seed % len(NOISE)], list[str]()
     teacher = {"model": "t", "base_url": "http://host/v1", "tokenizer": "t"} if noise > 1e-3 else {"model": "t"}
     tree = {
@@ -69,7 +71,7 @@ def one(path: Path, seed: int) -> list[str]:
     config = parse(tree, say=lambda _: None)
     student, table = toy.random_table(VOCAB, seed=seed), toy.random_table(VOCAB, seed=seed + 1, scale=2.0)
     engines = Engines(
-        samplers=tuple(Graded(toy.ToySampler(student, seconds=0.1), toy.ToyGrader()) for _ in range(2)),
+        samplers=tuple(GradingSampler(toy.ToySampler(student, seconds=0.1), toy.ToyGrader()) for _ in range(2)),
         scorers={"main": tuple(Noisy(table, noise=noise, seed=10 * seed + i) for i in range(2 + seed % 2))},
         learner=toy.ToyLearner(student, lr=0.3, cost=lambda _: 1.0),
         close=lambda: None,

@@ -1,4 +1,4 @@
-"""What the pipeline itself costs: no-op engines on one core, and ten thousand rollout workers on a virtual clock.
+"""Cost of the pipeline itself: no-op engines on one core, and ten thousand rollout workers on a virtual clock.
 
     python benchmarks/coordinator.py [--repeats 5]
 
@@ -20,15 +20,19 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.running import CheckpointConfig, HealthConfig
+from slipstream.config.sampler import SamplerConfig
 from slipstream.config.schedule import Async
-from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Header, Prompt
 from slipstream.run_dir.writing import RunLog
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.simulation.timed_engines import SleepLearner, SleepSampler, SleepScorer
 
 PROMPTS = Prompts([Row(id="p", prompt="x")], [np.array([1], np.int32)], seed=0, shuffle=False)
 

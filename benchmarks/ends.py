@@ -1,4 +1,4 @@
-"""How the length of answers changes with a teacher that ends with another token, and with each of the two remedies.
+"""Change of the length of answers with a teacher that ends with another token, and with each of the two remedies.
 
     python benchmarks/ends.py [--updates 150] [--seeds 1]
 

@@ -30,11 +30,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.prompts import Prompts, load_rows
 from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Prompt
 
@@ -75,7 +76,7 @@ def compare_speed(args: argparse.Namespace) -> None:
     prompts = prompts_of(args.prompts)
     lm = load_model(STUDENT, dtype="float32", device="cpu")
     stop = stop_ids(load_tokenizer(STUDENT), lm.model.generation_config)
-    native = NativeSampler(lm, slots=CONCURRENT, stop_ids=stop)
+    native = NativeSampler(lm, SamplerSettings(slots=CONCURRENT), stop_ids=stop)
     command = [args.vllm_python, __file__, "--serve", "--prompts", str(args.prompts)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         versions = answer(child)
@@ -139,7 +140,7 @@ def measured(sampler: Sampler, prompts: list[Prompt], draws: int) -> dict[str, A
 
 
 def cpu_seconds() -> float:
-    """Of this process, and in vLLM's interpreter of those that it started."""
+    """Return the CPU seconds of this process, and in vLLM's interpreter of those that it started."""
     import psutil
 
     me = psutil.Process()
@@ -154,7 +155,11 @@ def serve(prompts: list[Prompt]) -> None:
     from slipstream.engines.vllm.sampler import VllmSampler
 
     stop = stop_ids(load_tokenizer(STUDENT), None)
-    sampler = VllmSampler(Settings(STUDENT, "float32", CONCURRENT, device="cpu"), stop_ids=stop, draws=MANY)
+    sampler = VllmSampler(
+        Settings(STUDENT, "float32", CONCURRENT, device="cpu"),
+        SamplerSettings(slots=CONCURRENT, draws=MANY),
+        stop_ids=stop,
+    )
     said = f"Python {platform.python_version()}, torch {torch.__version__}, vLLM {version()}, numpy {np.__version__}"
     print(json.dumps({"said": said}), flush=True)
     for line in sys.stdin:

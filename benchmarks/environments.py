@@ -1,4 +1,4 @@
-"""What an environment costs a sampler, and what asynchrony saves where tools take their time.
+"""Cost of an environment for a sampler, and time that asynchrony saves where tools are slow.
 
     python benchmarks/environments.py cost    [--turns 1 4 8] [--tokens 256] [--repeats 5]
     python benchmarks/environments.py latency [--seeds 3] [--updates 30] [--seconds 0.1]
@@ -29,9 +29,10 @@ from schedules import spread
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Episodes, Limits
-from slipstream.environments.hosts import Hosts, HostSettings
+from slipstream.environments.pool import EnvironmentPool, EnvironmentSettings
 from slipstream.metrics import throughput
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt
@@ -64,15 +65,15 @@ def make_sampler(args: argparse.Namespace, vocabulary: int) -> NativeSampler:
         max_position_embeddings=2 * (PROMPT + args.tokens),
     )
     lm = split("random", Qwen3ForCausalLM(config).eval())
-    return NativeSampler(lm, slots=GROUP * GROUPS, stop_ids=set())
+    return NativeSampler(lm, SamplerSettings(slots=GROUP * GROUPS), stop_ids=set())
 
 
 def cost(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(STUDENT)
     sampler = make_sampler(args, len(tokenizer))
-    hosts = Hosts(HostSettings(f"{HERE / 'environments.py'}:Silent", None, 4096))
-    renderer = Renderer(tokenizer, stop_ids={tokenizer.eos_token_id}, tools=hosts.ready())
+    hosts = EnvironmentPool(EnvironmentSettings(f"{HERE / 'environments.py'}:Silent", None, 4096))
+    renderer = Renderer(tokenizer, stop_ids={tokenizer.eos_token_id}, tools=hosts.schemas())
     rng = np.random.default_rng(0)
     prompts = [
         Prompt(id=str(n), number=n, tokens=rng.integers(10, len(tokenizer), PROMPT).astype(np.int32), seed=n)
@@ -119,10 +120,10 @@ def told(values: list[float], base: float) -> str:
     return f"{spread(values, '.0f'):>20} us  {statistics.median(values) / base:.2f} x"
 
 
-def cpu(hosts: Hosts) -> float:
+def cpu(hosts: EnvironmentPool) -> float:
     """Seconds of this process and of the environments' so far."""
     tick, used = os.sysconf("SC_CLK_TCK"), time.process_time()
-    for host in hosts.processes:
+    for host in hosts.children:
         fields = Path(f"/proc/{host.process.pid}/stat").read_text().rpartition(")")[2].split()
         used += (int(fields[11]) + int(fields[12])) / tick
     return used

@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.prompts import Prompts, load_rows
 from slipstream.data.tokenizers import encode_rows, load_tokenizer
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.requests import Publish
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.engines.weights import export_weights
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Episodes, Limits
-from slipstream.environments.hosts import Hosts, HostSettings
+from slipstream.environments.pool import EnvironmentPool, EnvironmentSettings
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
 
@@ -46,23 +47,23 @@ class Changing(NativeSampler):
 
 
 async def played() -> Rollout:
-    tokenizer, hosts = load_tokenizer(MODEL), Hosts(HostSettings("table", None, 4096))
+    tokenizer, hosts = load_tokenizer(MODEL), EnvironmentPool(EnvironmentSettings("table", None, 4096))
     lm, ends = load_model(MODEL, dtype="float32", device="cpu"), {tokenizer.eos_token_id}
-    sampler = Changing(lm, slots=1, stop_ids=ends)
+    sampler = Changing(lm, SamplerSettings(slots=1), stop_ids=ends)
     answer = asyncio.get_running_loop().create_future()
     weights = export_weights(lm.model, "float32", version=1)
     sampler.publish_at = Publish(weights, "keep", answer, time.perf_counter())
     limits = Limits(turns=9, calls=9, turn_tokens=None, seconds=600, step_seconds=60)
-    episodes = Episodes(sampler, Renderer(tokenizer, stop_ids=ends, tools=hosts.ready()), hosts, limits)
+    episodes = Episodes(sampler, Renderer(tokenizer, stop_ids=ends, tools=hosts.schemas()), hosts, limits)
     (handle,) = await episodes.generate(asked(tokenizer, hosts), Sampling(max_tokens=160))
     episodes.close()
     rollout: Rollout = handle.body
     return rollout
 
 
-def asked(tokenizer: Any, hosts: Hosts) -> Prompt:
+def asked(tokenizer: Any, hosts: EnvironmentPool) -> Prompt:
     rows = load_rows("builtin:table", DataConfig(), limit=QUESTION + 1)
-    tokens = encode_rows(rows, tokenizer, DataConfig(), hosts.ready())
+    tokens = encode_rows(rows, tokenizer, DataConfig(), hosts.schemas())
     return Prompts(rows, tokens, seed=0, shuffle=False).at(QUESTION)
 
 

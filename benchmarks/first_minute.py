@@ -1,4 +1,4 @@
-"""What a new user meets first: how long `slipstream --help`, the first update of `slipstream train` and
+"""A new user's first minute: the time that `slipstream --help`, the first update of `slipstream train` and
 `slipstream demo` take, and what the demo reaches.
 
 python benchmarks/first_minute.py [--repeats 3] [--no-demo]
@@ -39,7 +39,7 @@ def first_update(kind: str, scratch: Path) -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    """Of the processes that were waited for, and of those for which they waited: not of Ray's daemons."""
+    """Return the CPU seconds of child processes that ended, and of their children: not of Ray's daemons."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,4 +1,4 @@
-"""What freshness costs, and what it leaves of async's throughput. (What it saves is a study: configs/lab/fopd.toml.)
+"""Cost of freshness weights, and the rest of async's throughput. (Their benefit is a study: configs/lab/fopd.toml.)
 
     python benchmarks/freshness.py [--seeds 5] [--updates 60] [--lr 1e-3] [--tau 8] [--only sync async …]
 

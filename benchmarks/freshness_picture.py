@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from slipstream.estimators.freshness import score, weight
+from slipstream.estimators.drift import score, weight
 
 WIDTH, HEIGHT, LEFT, TOP = 300, 190, 50, 34
 COLORS = ("#1b6ca8", "#2a9d5c", "#c98a00", "#c2412d", "#7a4fa3")

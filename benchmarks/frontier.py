@@ -6,7 +6,7 @@
 A policy of softmaxes, one for each of eight states, walks through them for T steps, of eight actions each; the reward
 is one number for the whole walk, between 0 and 1. Its gradient is exact (the chance of every state at every step,
 without sampling). Walks are drawn by the policy as it was, and the gradient is estimated from them with each of the
-importance weights of `estimators/ratio.py`, less the mean reward as a baseline. Progress of a batch of n walks is
+importance weights of `estimators/correction.py`, less the mean reward as a baseline. Progress of a batch of n walks is
 
     P = a / (a + tr Var ĝ / n + ‖E ĝ − g‖²),   a = <g, E ĝ>² / ‖g‖²
 
@@ -31,15 +31,14 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from slipstream.engines.native.model import LanguageModel
-from slipstream.estimators.ratio import effective_sample_size, importance_ratio, truncate
-from slipstream.reporting.report.titles import estimate
-from slipstream.studies.statistics import Verdict, p_value, verdict
-from slipstream.studies.statistics import estimate as over_seeds
+from slipstream.estimators.correction import effective_sample_size, importance_ratio, truncate
+from slipstream.reporting.report.titles import mean_text
+from slipstream.statistics import Verdict, estimate, p_value, verdict
 from small_policy import drawn_by, gradient_of, logp_of, small_policy
 
 STATES = ACTIONS = 8
 LENGTHS, LAGS = (64, 128, 256, 512, 1024), (0.02, 0.1)
-"""Of walks; and how far every logit has moved since, as a standard deviation."""
+"""Walks, and the standard deviation by which every logit has moved since."""
 NO_WAY_BACK, LOST = "no way back", STATES - 1
 KINDS = ("all states again and again", NO_WAY_BACK)
 """Where a walk may go: everywhere at any time; or, by one wrong action, to a state that it does not leave."""
@@ -152,7 +151,7 @@ NEITHER, DIFFERS = "neither is seen to be best", "it differs by length"
 
 
 def seen(found: set[Verdict]) -> str:
-    """Who is best, from what comes out at several lengths."""
+    """Return the text about the best policy, from the verdicts at several lengths."""
     return DIFFERS if len(found) > 1 else SEEN.get(next(iter(found), "open"), NEITHER)
 
 
@@ -174,16 +173,16 @@ def table(
     print(f"| {title} | {' | '.join(f'T = {n}' for n in found)} |")
     print(f"|{' --- |' * (len(found) + 1)}")
     for name in names:
-        cells = [over_seeds([each[name] for each in seeds]) for seeds in found.values()]
-        print(f"| {name} | {' | '.join(estimate(cell.mean, cell.se, share=True) for cell in cells)} |")
+        cells = [estimate([each[name] for each in seeds]) for seeds in found.values()]
+        print(f"| {name} | {' | '.join(mean_text(cell.mean, cell.se, share=True) for cell in cells)} |")
     rivals = [[best(seeds, of) for of in (EXTREMES, between)] for seeds in found.values()]
     print(f"| best extreme | {' | '.join(extreme for extreme, _ in rivals)} |")
     print(f"| best between | {' | '.join(between for _, between in rivals)} |")
     apart = [
-        over_seeds([each[extreme] - each[between] for each in seeds])
+        estimate([each[extreme] - each[between] for each in seeds])
         for seeds, (extreme, between) in zip(found.values(), rivals, strict=True)
     ]
-    points = (estimate(100 * (each.mean or 0.0), each.se and 100 * each.se) for each in apart)
+    points = (mean_text(100 * (each.mean or 0.0), each.se and 100 * each.se) for each in apart)
     print(f"| the one less the other, by seed | {' | '.join(f'{each} points' for each in points)} |\n")
     says = seen({verdict(each, p_value(each)) for each, n in zip(apart, found, strict=True) if n >= LONG})
     print(f"From {LONG} steps on: {says}.\n")

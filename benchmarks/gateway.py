@@ -1,4 +1,4 @@
-"""What the gateway itself costs: conversations with tools through HTTP, answered by a model that computes nothing.
+"""Cost of the gateway itself: conversations with tools through HTTP, answered by a model that computes nothing.
 
     python benchmarks/gateway.py [--seconds 10] [--clients 16] [--turns 8]
     python benchmarks/gateway.py --clients 1000 --pace 1        # 1,000 sessions at once, each with one call per second
@@ -113,7 +113,7 @@ async def measure(clients: int, turns: int, seconds: float, pace: float) -> None
     said = tokenizer(SAID, add_special_tokens=False)["input_ids"]
     policy = NoModel(np.array([*said, min(ends)], np.int32))
     server = Server("student")
-    await server.started()
+    await server.start()
     prompt = Prompt(id="p", number=0, tokens=renderer.open(ASKED, TOOLS))
     limits = Limits(turns=turns, calls=turns, turn_tokens=None, seconds=2 * seconds, step_seconds=seconds)
     names = [

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.metrics import window_means
-from slipstream.reporting.report.titles import estimate
+from slipstream.reporting.report.titles import mean_text
+from slipstream.statistics import estimate
 from slipstream.studies.results import Sweep
-from slipstream.studies.statistics import estimate as over_seeds
 
 END, LOW, LASTS = 0.6, 0.9, 0.1
 """Collapse: the end is below the first share of the best, and all of the last part of the updates below the second."""
@@ -55,8 +55,8 @@ def main() -> None:
         row = f"{cell.point.x}: {cell.point.arm}" if sweep.study.sweep.conditions else cell.point.arm
         found.setdefault(row, []).append(fall([line["reward/exact"] for line in cell.run.metrics]))
     for arm, runs in found.items():
-        best, fell = (over_seeds([each[i] for each in runs]) for i in (0, 1))
-        cells = [estimate(each.mean, each.se, share=True) for each in (best, fell)]
+        best, fell = (estimate([each[i] for each in runs]) for i in (0, 1))
+        cells = [mean_text(each.mean, each.se, share=True) for each in (best, fell)]
         collapsed[arm] = sum(each[2] for each in runs)
         print(f"| {arm} | {' | '.join(cells)} | {collapsed[arm]} of {len(runs)} |")
     fell_in = [f"{count} of {len(found[arm])} ({arm})" for arm, count in collapsed.items() if count]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+import sys
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,11 +22,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from slipstream.config.file import parse
 from slipstream.metrics import throughput
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import train
-from slipstream.testing.endpoint import FakeEndpoint, table
+from support.fake_endpoint import FakeEndpoint, table
 
 VOCABULARY = 39
 ARMS: dict[str, dict[str, Any]] = {

@@ -35,14 +35,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from head import resident
 from learner_trl import Saved
-from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
-from slipstream.config.schema import DataConfig, LearnerConfig
+from slipstream.config.data import DataConfig
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.losses import ForwardKL, LossConfig, LossSpec, ReverseKL, ReverseKLMC
 from slipstream.data.prompts import Prompts, load_rows
 from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.settings import LearnerSettings, SamplerSettings, ScorerSettings
 from slipstream.estimators.logprobs import HELD
 from slipstream.models.resolve import model_path
 from slipstream.objective.distillation import TeacherHead
@@ -98,7 +100,11 @@ def make_learner(lm: LanguageModel, loss: LossConfig, threads: int, **options: A
     head = options.pop("teacher_head", None)
     heads = None if head is None else {"teacher": TeacherHead(head)}
     config = LearnerConfig(lr=LR, **options)
-    return NativeLearner(lm, method=Method(loss=loss), config=config, updates=1, threads=threads, teacher_heads=heads)
+    return NativeLearner(
+        lm,
+        LearnerSettings(method=Method(loss=loss), settings=config, updates=1, threads=threads),
+        heads=heads,
+    )
 
 
 async def one_update(
@@ -203,7 +209,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def seconds(found: dict[str, Any], clock: str | tuple[str, str], suffix: str) -> float:
-    """Of the median update; of two clocks the second adds on our side, and is taken away on TRL's."""
+    """Return the seconds of the median update; on our side the second clock is added, on TRL's subtracted."""
     names = (clock,) if isinstance(clock, str) else clock
     names = tuple("cpu" if name + suffix == "seconds_cpu" else name + suffix for name in names)
     values = np.array([found[name][WARM_UP:] for name in names])
@@ -251,7 +257,7 @@ def roll_out(args: argparse.Namespace) -> list[Rollout]:
 
     async def work() -> list[Handle]:
         lm = load_model(student, dtype="float32", device="cpu")
-        sampler = NativeSampler(lm, slots=BATCH, stop_ids=stop, threads=args.threads)
+        sampler = NativeSampler(lm, SamplerSettings(slots=BATCH, threads=args.threads), stop_ids=stop)
         jobs = [
             sampler.generate(prompt, Sampling(max_tokens=limit, draws=DRAWS))
             for prompt, limit in zip(prompts, limits, strict=True)
@@ -273,7 +279,8 @@ def contender(name: str, args: argparse.Namespace) -> dict[str, Any]:
     groups = [[handle] for handle in pickle.loads((args.scratch / "rollouts.pkl").read_bytes())]
     teacher = load_model(case["teacher"], dtype="float32", device="cpu")
     lm = load_model(case["student"], dtype="float32", device="cpu")
-    scorer = NativeScorer(teacher, cache="hidden" if name == "exact" else "sampled", threads=args.threads)
+    spec = LossSpec(cache="hidden" if name == "exact" else "sampled", formula="")
+    scorer = NativeScorer(teacher, ScorerSettings(spec=spec, vocabulary=teacher.vocab_size, threads=args.threads))
     learner = make_learner(lm, LOSSES[name, args.kl], args.threads, teacher_head=teacher.head)
     before = torch.cat([p.detach().flatten() for p in lm.model.parameters()])
     clocks = ("seconds", "cpu", "scoring", "scoring_cpu", "loss", "grad_norm")
@@ -304,7 +311,7 @@ VOCABULARY, HIDDEN, LAYERS, SAMPLES, PROMPT, RESPONSE = 151_936, 256, 4, 16, 32,
 
 
 def memory(args: argparse.Namespace) -> None:
-    """What a step holds at its peak, by parts, against N×V logits in float32 and against TRL."""
+    """Measure the peak memory of a step, by parts, against N×V logits in float32 and against TRL."""
     for seed, name in enumerate(("student", "teacher")):
         random_model(HIDDEN, LAYERS, VOCABULARY, seed=seed).save_pretrained(args.scratch / name)
     samples = synthetic(SAMPLES, PROMPT, RESPONSE, VOCABULARY, HIDDEN)

@@ -290,7 +290,7 @@ def started(model: str, ranks: int) -> dict[str, int]:
     from slipstream.objective.method import method_of
     from slipstream.plan.engines import engines_of
     from slipstream.runtimes import local
-    from slipstream.runtimes.places import places
+    from slipstream.runtimes.workers import worker_specs
 
     config = parse(
         {
@@ -315,7 +315,7 @@ def started(model: str, ranks: int) -> dict[str, int]:
                     most[name] = max(most[name], size)
 
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"
-    wanted = [each for each in places(engines_of(config, method_of(config)), load_tokenizer(model)) if each.meets]
+    wanted = [each for each in worker_specs(engines_of(config, method_of(config)), load_tokenizer(model)) if each.meets]
     thread = threading.Thread(target=watch)
     thread.start()
     with contextlib.ExitStack() as stack:

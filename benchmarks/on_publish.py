@@ -1,4 +1,4 @@
-"""What running responses cost at a publish, by `sampler.on_publish`, and how far they then are from any one student.
+"""Cost of running responses at a publish, by `sampler.on_publish`, and their distance from any one student.
 
     python benchmarks/on_publish.py [--seeds 3] [--updates 60] [--group 1]
 

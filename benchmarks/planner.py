@@ -1,4 +1,4 @@
-"""What the planner predicts against what happens: costs measured once, then six configurations, predicted and run.
+"""Predictions of the planner against reality: costs measured once, then six configurations, predicted and run.
 
     python benchmarks/planner.py [--repeats 3] [--updates 40]
 
@@ -33,10 +33,10 @@ from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.pipeline.run import Run
 from slipstream.planning.measure import measured
-from slipstream.planning.simulate import WARMUP, Forecast, Split, Work, ahead, forecast, told
+from slipstream.planning.simulate import WARMUP, Forecast, Split, Work, ahead, forecast, forecast_of
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs.start import opened, planned_on, process_launcher
-from slipstream.runtimes.places import cpu_seconds
+from slipstream.runtimes.workers import cpu_seconds
 
 ARMS: dict[str, dict[str, Any]] = {
     "sync": {"schedule": {"kind": "sync"}},
@@ -93,7 +93,7 @@ def run(wanted: Config, updates: int) -> Found:
         ):
             cpu = asyncio.run(used(Run(made.config, engines, made.prompts, log, say=lambda _: None)))
         lines = read_lines(Path(path) / "run" / "metrics.jsonl")
-    return Found(told(lines, cpu, updates=updates), fmean(seen or [0]))
+    return Found(forecast_of(lines, cpu, updates=updates), fmean(seen or [0]))
 
 
 async def used(run: Run) -> float:

@@ -1,4 +1,4 @@
-"""How long two samplers stand still while new weights come in, against copying the same bytes.
+"""Time for which two samplers stand still while new weights come in, against copying the same bytes.
 
     python benchmarks/publish.py [--megabytes 100] [--rows 8] [--prefix 256] [--repeats 9]
 
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from slipstream.engines import checksums
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.protocols import Fingerprint, Loaded, Sampler, Sampling, WeightsRef
 from slipstream.records import Prompt
@@ -121,14 +122,15 @@ def main() -> None:
     models = [student(args.megabytes, seed) for seed in range(2)]
     weights = [(export_weights(model, "float32"), fingerprint(model, "float32")) for model in models]
     print(f"{weights[0][0].body.nbytes / 1e6:.0f} MB, {args.rows} rows with prefixes of {args.prefix} per sampler")
-    samplers = [NativeSampler(split("random", model), slots=args.rows + 1, stop_ids=set()) for model in models]
+    settings = SamplerSettings(slots=args.rows + 1)
+    samplers = [NativeSampler(split("random", model), settings, stop_ids=set()) for model in models]
     rounds = asyncio.run(measure(samplers, weights, args))
     for sampler in samplers:
         sampler.close()
     report(rounds)
     exported = torch.from_numpy(weights[0][0].body)
-    for number in sorted({1, checksums.THREADS}):
-        checksums.THREADS = number
+    for number in sorted({1, checksums.CHECKSUM_THREADS}):
+        checksums.CHECKSUM_THREADS = number
         rate = exported.nbytes / 1e9 / least_time(lambda: checksums.checksum(exported))
         print(f"checksum in host memory, {number} threads: {rate:.1f} GB/s")
 

@@ -29,6 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
+from fastest_format import fastest_format
 from leave_out_layers import Answer, answers, questions
 from peers import cpu_seconds
 from real import kl, repeated, share_ended
@@ -40,8 +41,6 @@ from slipstream.run_dir.writing import read_lines
 BATCH, MAX_TOKENS, TEMPERATURE, LR = 16, 64, 0.7, 1e-4
 HELD_OUT, ANSWER = 48, 128
 """Number of held-out prompts, and maximum tokens of an answer to them."""
-START = "60"
-"""Checkpoint of `make real` after its supervised updates."""
 ARMS = {
     "sync": ("--schedule.kind", "sync", "--runtime.kind", "inline", "--runtime.threads", "2"),
     "async": ("--schedule.kind", "async", "--schedule.tau", "4", "--runtime.kind", "local", "--runtime.threads", "1"),
@@ -52,15 +51,15 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trl-python", required=True)
-    parser.add_argument("--run", type=Path, default=ROOT / "runs/real", help="run directory of `make real`")
+    parser.add_argument("--start", type=Path, default=ROOT / "runs/real/checkpoints/60", help="the first student")
     parser.add_argument("--parts", type=Path, default=ROOT / "build/real")
     parser.add_argument("--output", type=Path, default=ROOT / "build/real_clock")
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--every", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=fastest_format())
     args = parser.parse_args()
-    start, teacher = args.run / "checkpoints" / START, model_path(str(args.parts / "teacher.gguf"))
+    start, teacher = args.start, model_path(str(args.parts / "teacher.gguf"))
     saved = [{"arm": name, "update": 0, "seconds": 0.0, "cpu": 0.0, "path": str(start)} for name in ("trl", *ARMS)]
     for repeat in range(args.repeats):
         for name in ("trl", *ARMS):

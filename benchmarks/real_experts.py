@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.routers import Choices, Routers, choosing, routers_of, together
-from slipstream.estimators.ratio import importance_ratio
+from slipstream.estimators.correction import importance_ratio
 from small_policy import CHOSEN, gradient_of, logp_of, small_policy
 
 TOKENS, MODULUS, ROUNDS = 2, 3, 2
@@ -60,13 +60,13 @@ class Enumerated:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one model: squared norms by reward, as shares of that of the learner's own gradient."""
+    """Squared norms of one model by reward, as shares of that of the learner's own gradient."""
 
     own: list[float]
     replayed: list[float]
     """Against the gradient with the sampler's experts."""
     apart: list[float]
-    """Of these two gradients."""
+    """Squared norm of the difference of these two gradients."""
     truth: list[float]
     """Squared norm of the learner's own gradient."""
     changes: float

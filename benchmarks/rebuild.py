@@ -1,4 +1,4 @@
-"""What a rebuild at every publish costs the native sampler by itself.
+"""Cost of a rebuild at every publish for the native sampler.
 
     python benchmarks/rebuild.py [--group 1] [--repeats 5]
 
@@ -17,13 +17,14 @@ from dataclasses import replace
 import torch
 
 from schedules import spread
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.prompts import Prompts, load_rows
 from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.decoding import Decoder
 from slipstream.engines.native.sampling.requests import FutureResult
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.engines.weights import export_weights
 from slipstream.protocols import Sampling, WeightsRef
 from slipstream.records import Prompt
@@ -77,7 +78,7 @@ def main() -> None:
     rows = load_rows("builtin:arithmetic", split="eval", limit=SAMPLES // args.group)
     source = Prompts(rows, encode_rows(rows, tokenizer, DataConfig()), seed=0, shuffle=True)
     prompts = [source.at(number) for number in range(len(rows))]
-    sampler = Timed(lm, slots=SLOTS, stop_ids=stop_ids(tokenizer, lm.model.generation_config))
+    sampler = Timed(lm, SamplerSettings(slots=SLOTS), stop_ids=stop_ids(tokenizer, lm.model.generation_config))
     sampling, weights = Sampling(max_tokens=80, group=args.group, draws=16), export_weights(lm.model, "float32")
     found: dict[str, list[float]] = {"µs per token": [], "ms per rebuild": [], "% of it in rebuilds": []}
     for repeat in range(args.repeats + 1):  # the first one warms up

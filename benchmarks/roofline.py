@@ -1,5 +1,5 @@
-"""What stages cost on a GPU that is not here, from public figures: what a model weighs, how fast the device reads its
-memory, how fast it multiplies, and which part of either programs reach.
+"""Cost of stages on a GPU that is not here, from public figures: a model's weight, a device's speed of reading its
+memory and of multiplying, and the share of either that programs reach.
 
 The larger of reading and multiplying would be the roof of each kernel; sums are taken here, which is never faster.
 """
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost
 
 BYTES = 2
-"""Of a number in bfloat16."""
+"""Bytes of a number in bfloat16."""
 RECOMPUTED = 8 / 6
 """Forward, backward and the forward pass once more, over the first two alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """As its data sheet has it: bytes of memory, bytes per second, and dense bfloat16 operations per second."""
+    """A device by its data sheet: bytes of memory, bytes per second, and dense bfloat16 operations per second."""
 
     memory: float
     bandwidth: float
@@ -41,7 +41,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> float:
-        """Of one token."""
+        """Return the bytes of keys and values of one token."""
         return 2 * self.layers * self.kv_width * BYTES
 
 
@@ -53,12 +53,12 @@ QWEN3_30B_A3B = Model(weights=30.5e9, active=3.3e9, layers=48, kv_width=4 * 128)
 
 @dataclass(frozen=True, kw_only=True)
 class Reached:
-    """What programs make of a device: assumptions, each of which may be another one."""
+    """Shares of a device that programs reach: assumptions, each of which may be another one."""
 
     bandwidth: float = 0.7
-    """Of reading weights, keys and values while decoding."""
+    """Share of the bandwidth, for reading weights, keys and values while decoding."""
     decode: float = 0.4
-    """Of the operations while decoding."""
+    """Share of the operations while decoding."""
     prefill: float = 0.4
     score: float = 0.1
     """A teacher that gives log-probs of many tokens at every position; with few experts in each batch."""

@@ -1,4 +1,4 @@
-"""What flips of a router cost the gradient with token ratios, beside what token KL says.
+"""Cost of a router's flips for the gradient with token ratios, beside the message of token KL.
 
     python benchmarks/router.py > docs/findings/router.md
     python benchmarks/router.py --model >> docs/findings/router.md
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from frontier import ACTIONS, KINDS, LOST, NO_WAY_BACK, STATES, leads
 from real_experts import MODULUS, REWARDS, ROUNDS, Measured, Mixture
-from slipstream.reporting.report.titles import estimate
-from slipstream.studies.statistics import estimate as over_seeds
+from slipstream.reporting.report.titles import mean_text
+from slipstream.statistics import estimate
 
 EXPERTS, LENGTHS, SHARES, SIZES, KL, SEEDS = (2, 8, 32), (64, 256, 1024), (0.001, 0.01, 0.1), (0.1, 1.0), 1e-3, 5
 USUAL = 8
@@ -69,7 +69,7 @@ def gradient(pi_SA: Tensor, mu_SA: Tensor, reward_SA: Tensor, leads_SA: Tensor, 
 class Flipped:
     bias: float
     share: float
-    """Of the gradient."""
+    """Bias as a share of the gradient."""
     kl: float
     """Per token, of what drew to the policy."""
 
@@ -100,12 +100,12 @@ def sized(seed: int, length: int, share: float, kl: float, kind: str) -> float:
 
 
 def cell(values: list[float]) -> str:
-    found = over_seeds(values)
-    return estimate(found.mean, found.se, share=True)
+    found = estimate(values)
+    return mean_text(found.mean, found.se, share=True)
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of x, in a power law through the points with y above 0."""
+    """Exponent of x in a power law through the points with y above 0."""
     seen = [(math.log(x), math.log(y)) for x, y in zip(xs, ys, strict=True) if y > 0]
     return linear_regression(*zip(*seen, strict=True)).slope
 
@@ -172,7 +172,7 @@ def verdict(linear: bool, told: bool, grows: bool) -> str:
 # --- a real mixture of experts ----------------------------------------------------------------------------------------
 
 REAL_EXPERTS, REAL_LENGTHS, PARTS = (4, 8, 16, 32), (3, 6, 10), (64, 16, 4)
-"""Of the routers' choices one in so many is swapped at a time; that many draws swap each of them once."""
+"""One in so many of the routers' choices is swapped at a time; that many draws swap each of them once."""
 REAL_USUAL, REAL_LENGTH, REAL_PART, REAL_KL, REAL_SEEDS = 8, 8, 16, 1e-3, 4
 REAL_TEXT = f"""
 ## With a real mixture of experts
@@ -201,7 +201,7 @@ python benchmarks/router.py --model >> docs/findings/router.md
 
 def root(squares: Sequence[float]) -> tuple[float, float]:
     """Return the root of a mean, and its standard error; 0 if the mean is not above 0."""
-    found = over_seeds(squares)
+    found = estimate(squares)
     mean = math.sqrt(max(found.mean or 0.0, 0.0))
     return mean, (found.se or 0.0) / (2 * mean) if mean else 0.0
 
@@ -213,7 +213,7 @@ hundreds do. Replay is no closer to the gradient of the own policy than token ra
 that drew. These are expectations; what replay saves in variance is not measured here.
 """
 Row = tuple[bool, int, int, int]
-"""Whether token KL is held; experts, length, and one in how many choices is swapped."""
+"""True if token KL is held; experts, length, and one in how many choices is swapped."""
 
 
 def real(seed: int, row: Row) -> Measured:
@@ -245,7 +245,7 @@ def with_model() -> None:
             bias[row], absolute[row] = norms[0][0], root([m.own[i] * m.truth[i] for m in each])[0]
             name = f"K = {experts}, T = {length}, p = 1/{parts}{f', token KL held at {REAL_KL:g}' if held else ''}"
             numbers = f"{fmean(m.changes for m in each):.3f} | {fmean(m.kl for m in each):.1e}"
-            shares = " | ".join(estimate(*norm, share=True) for norm in norms)
+            shares = " | ".join(mean_text(*norm, share=True) for norm in norms)
             print(f"| {name} | {numbers} | {shares} | {absolute[row]:.2g} |")
         changes = [fmean(m.changes for m in found[row]) for row in of_share]
         by_changes = exponent(changes, [bias[row] for row in of_share])

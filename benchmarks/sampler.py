@@ -26,13 +26,14 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from slipstream.config.data import DataConfig
 from slipstream.config.file import parse
-from slipstream.config.schema import DataConfig
-from slipstream.config.speculation import SpeculationConfig
+from slipstream.config.sampler import SpeculationConfig
 from slipstream.data.prompts import Prompts, load_rows
 from slipstream.data.tokenizers import Tokenizer, encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.models.resolve import model_path
 from slipstream.plan.plan import plan
 from slipstream.protocols import Sampling
@@ -62,7 +63,7 @@ def main() -> None:
 
     native = load_model(args.model, dtype="float32", device="cpu")
     stop = stop_ids(tokenizer, native.model.generation_config)
-    sampler = NativeSampler(native, slots=CONCURRENT, stop_ids=stop, threads=args.threads)
+    sampler = NativeSampler(native, SamplerSettings(slots=CONCURRENT, threads=args.threads), stop_ids=stop)
     rollouts: list[Rollout] = []
 
     def run_native() -> int:
@@ -187,7 +188,11 @@ def compare_speculation(args: argparse.Namespace) -> None:
             ("copying", copier, lines, {1}),
         ):
             pair = [
-                NativeSampler(copy.deepcopy(lm), slots=slots, stop_ids=ends, threads=args.threads, speculation=each)
+                NativeSampler(
+                    copy.deepcopy(lm),
+                    SamplerSettings(slots=slots, threads=args.threads, speculation=each),
+                    stop_ids=ends,
+                )
                 for each in (None, settings)
             ]
             print_speculation(f"{name}, {slots} slots", pair, pair[1], prompts[: 8 * slots], sampling, args.repeats)

@@ -1,4 +1,4 @@
-"""What it costs to begin a program in a sandbox: behind bubblewrap, in a session of it, without isolation, by URL.
+"""Cost of the start of a program in a sandbox: behind bubblewrap, in a session of it, without isolation, by URL.
 
 python benchmarks/sandbox.py [--repeats 30]
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Ran, Sandbox, Session, run_python
-from slipstream.testing.sandbox_server import FakeSandboxFusion
+from support.sandbox_server import FakeSandboxFusion
 
 
 async def measured(name: str, call: Callable[[], Awaitable[Ran]], repeats: int) -> None:

@@ -31,13 +31,14 @@ from slipstream.config.file import parse
 from slipstream.data.prompts import load_rows
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
-from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import EvalSettings, eval_prompts, evaluation
+from slipstream.plan.engine_plans import GraderPlan
+from slipstream.plan.evaluation import EvalRequest, config_of_model, evaluation, with_options
 from slipstream.plan.plan import plan
+from slipstream.plan.prompts import eval_prompts
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import inline, local, ray
 from slipstream.runtimes.build import build_grader
-from slipstream.runtimes.places import cpu_seconds
+from slipstream.runtimes.workers import cpu_seconds
 
 CORES, BATCH, MAX_TOKENS = 2, 64, 80
 RUNTIMES = {"inline": inline, "local": local, "ray": ray}
@@ -66,7 +67,7 @@ class Found:
     stages_of_bound: float
     """The same, where only the CPU seconds of the stages count."""
     overlap: float
-    """Of all that keeps workers busy, publishes included."""
+    """Number of workers that are busy at a time, with publishes."""
     lag: float
     accuracy: float
     waits: dict[str, float]
@@ -125,17 +126,13 @@ async def timed(run: Run) -> tuple[float, dict[str, float]]:
 
 def accuracy_of(model: str, tokenizer: Any) -> float:
     rows = load_rows("builtin:arithmetic", split="eval", limit=200)
-    prompts = eval_prompts(rows, tokenizer, parse_data(), seed=0)
+    prompts = eval_prompts(rows, tokenizer, config_of_model(model))
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     try:
-        asked = EvalSettings(max_tokens=MAX_TOKENS, n=4)
-        return measure(evaluation(model, {"": prompts}, tokenizer, asked), grader)[""].avg
+        asked = EvalRequest(with_options(config_of_model(model), {"sampler.max_tokens": MAX_TOKENS}))
+        return measure(evaluation(asked, {"": prompts}, tokenizer), grader)[""].avg
     finally:
         grader.close()
-
-
-def parse_data() -> Any:
-    return parse({"student": "-", "teachers": {"main": {"model": "-"}}}).data
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from slipstream.engines.native.rows import Rows, placeholder, use_rows
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators.logprobs import logprobs_at
 from slipstream.plan.plan import plan
-from slipstream.records import ONE, Batch, total
+from slipstream.records import ONE_COUNT, Batch, total
 from slipstream.runtimes.build import build_learner, build_sampler, build_scorer
 
 PROMPTS, TOKENS, DRAWS = 8, 64, 16
@@ -95,7 +95,7 @@ async def measure(teacher: str, folder: Path, dtype: str, updates: int) -> None:
         marks.append(time.process_time())
         batch = Batch(tuple(scored), update)
         counts = total(await learner.prepare(batch))
-        await learner.accumulate(batch, ONE)
+        await learner.accumulate(batch, ONE_COUNT)
         marks.append(time.process_time())
         await learner.step(counts)
         marks.append(time.process_time())

@@ -25,7 +25,7 @@ from slipstream.studies.results import Sweep, SweepCell
 FALL, AGED = 0.7, 0.9
 ALPHAS = [i / 4 for i in range(17)]
 APART, ENOUGH = 0.5, 0.9
-"""Of the conjecture, by how much α may differ; ours, what share a law is to call rightly that separates."""
+"""Numbers of the conjecture, by how much α may differ; ours: the share that a law which separates must call rightly."""
 TEXT = """# Lag, and effective sample size
 
 A conjecture of "Off-Policy Drift" (its fifth open problem) concerns losses that keep the student near the sampler's
@@ -91,14 +91,14 @@ def told(runs: Sequence[Seen], alpha: float, bound: float) -> float:
 
 
 def best(runs: Sequence[Seen], alpha: float) -> tuple[float, float]:
-    """What the best c tells, and its logarithm."""
+    """Return the share that the best c calls rightly, and its logarithm."""
     values = sorted({log(each.lag) - alpha * log(each.ess) for each in runs})
     middles = [(a + b) / 2 for a, b in pairwise(values)]
     return max((told(runs, alpha, bound), bound) for bound in (-inf, *middles, inf))
 
 
 def unseen(runs: Sequence[Seen]) -> float:
-    """What is told of the runs of every seed by the law that is best on the others."""
+    """Return the share of every seed's runs that the law which is best on the others calls rightly."""
     calls = list[tuple[bool, bool]]()
     for seed in {each.seed for each in runs}:
         others = [each for each in runs if each.seed != seed]

@@ -26,6 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from schedules import spread
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt
 
@@ -44,7 +45,7 @@ def make_sampler(args: argparse.Namespace, slots: int) -> NativeSampler:
         head_dim=32,
         max_position_embeddings=args.prompt + args.tokens,
     )
-    return NativeSampler(split("random", Qwen3ForCausalLM(config).eval()), slots=slots, stop_ids=set())
+    return NativeSampler(split("random", Qwen3ForCausalLM(config).eval()), SamplerSettings(slots=slots), stop_ids=set())
 
 
 async def whole(sampler: NativeSampler, prompts: list[Prompt], tokens: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""How much noise more draws take out of the reverse KL on stale rollouts, and where its gradient points.
+"""Noise of the reverse KL on stale rollouts that more draws remove, and the direction of its gradient.
 
     python benchmarks/variance.py [--seeds 5] > docs/findings/variance.md
     python benchmarks/variance.py --task words --seeds 3 > docs/findings/variance_words.md
@@ -39,8 +39,8 @@ from slipstream.data import arithmetic, words
 from slipstream.estimators.divergence import dense, reverse_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.models.resolve import model_path
-from slipstream.reporting.report.titles import estimate
-from slipstream.studies.statistics import estimate as over_seeds
+from slipstream.reporting.report.titles import mean_text
+from slipstream.statistics import estimate
 
 DRAWS, BATCH = (1, 4, 16, 64), 32
 
@@ -59,7 +59,7 @@ class Task:
     redrawn: int
     ages: tuple[int, ...]
     tops: tuple[tuple[int, bool], ...]
-    """How many of the old student's best tokens, and whether one more bucket holds all others."""
+    """Number of the old student's best tokens, and whether one more bucket holds all others."""
     rows: int = 20_000
     title: str = "How much noise more draws take out, and where their gradient points"
     command: str = "python benchmarks/variance.py > docs/findings/variance.md"
@@ -118,7 +118,7 @@ class Answers:
 
     @property
     def row_P(self) -> Tensor:
-        """Of every position the answer that it is of."""
+        """Return the index of the answer to which each position belongs."""
         return self.answered.nonzero()[:, 0]
 
 
@@ -144,7 +144,7 @@ def drawn_by(model: Any, tokenizer: Any, prompts: list[str], longest: int) -> An
 
 
 def students(task: Task, seed: int, directory: Path) -> dict[int, Any]:
-    """As training on fresh rollouts leaves it, by the number of updates."""
+    """Return the students of training on fresh rollouts, by the number of updates."""
     trained = [age for age in task.ages if age]
     slipstream.train(
         {
@@ -171,7 +171,7 @@ def students(task: Task, seed: int, directory: Path) -> dict[int, Any]:
 
 
 def variances(task: Task, answers: Answers, old: Any, now: Any, teacher: Any) -> Found:
-    """Of the loss, at every M, as shares of that at M = 1."""
+    """Return the variances of the loss, at every M, as shares of that at M = 1."""
     with torch.no_grad():
         p_PV, old_PV, q_PV = (answers.logp(model) for model in (now, old, teacher))
     value_PV = mc_reverse_kl(*(x.reshape(-1, 1) for x in (p_PV, old_PV, q_PV)))[0].view_as(p_PV)
@@ -260,8 +260,8 @@ def measure(task: Task, seed: int, directory: Path) -> Found:
 
 def written(task: Task, seeds: list[Found], seconds: float, say: Callable[[str], None]) -> None:
     def at(age: int, key: tuple[str, str], *, share: bool) -> str:
-        found = over_seeds([seed[key][age] for seed in seeds])
-        return estimate(found.mean, found.se, share=share)
+        found = estimate([seed[key][age] for seed in seeds])
+        return mean_text(found.mean, found.se, share=share)
 
     def cells(key: tuple[str, str], *, share: bool) -> str:
         return " | ".join(at(age, key, share=share) for age in task.ages)

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slipstream.data.words import END, WORDS, next_words, numbered
+from slipstream.data.words import END, VOCABULARY_WORDS, next_words, numbered
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.numerics import LOG_FLOOR
 from slipstream.models.resolve import model_path
-from slipstream.reporting.report.findings_page import made
-from slipstream.reporting.report.study import compared
-from slipstream.reporting.report.titles import estimate
+from slipstream.reporting.report.study import comparison, summary_of
+from slipstream.reporting.report.titles import mean_text
+from slipstream.statistics import Estimate
 from slipstream.studies.results import Sweep, SweepCell
-from slipstream.studies.statistics import Estimate
 
 SENTENCES = 200
 HEAD = """# Finding 3 with a wide vocabulary, by exact KL
@@ -60,7 +59,7 @@ class Places:
         self.scored[:, 0] = False  # prompts have two words, so the student never says the second
         self.count = int(self.scored.sum())
         ids = tokenizer.get_vocab() | {END: tokenizer.eos_token_id}
-        language = {ids[word]: following(word, ids) for word in WORDS}
+        language = {ids[word]: following(word, ids) for word in VOCABULARY_WORDS}
         self.language_PV = torch.stack([language[token] for token in self.ids[self.scored].tolist()])
         self.teacher_PV = self.of("builtin:word_teacher")
 
@@ -82,7 +81,7 @@ class Places:
 
 def following(word: str, ids: Mapping[str, int]) -> Tensor:
     """[V], the log-probs of the language after a word."""
-    found_V = torch.full((len(WORDS) + 2,), LOG_FLOOR, dtype=torch.float64)
+    found_V = torch.full((len(VOCABULARY_WORDS) + 2,), LOG_FLOOR, dtype=torch.float64)
     for after, share in next_words(word).items():
         found_V[ids[after]] = math.log(share)
     return found_V
@@ -102,14 +101,14 @@ class ByKL(Sweep):
 
 
 def negated(found: Estimate) -> str:
-    return estimate(None if found.mean is None else -found.mean, found.se)
+    return mean_text(None if found.mean is None else -found.mean, found.se)
 
 
 def tables(sweep: ByKL) -> Iterator[str]:
     yield "| claim | claimed to be below 0 | is | p (Holm) | |\n| --- | --- | --- | --- | --- |"
     for each in sweep.claims():
-        what = compared(each).partition(": ")[2]
-        is_now = estimate(each.found.mean, each.found.se)
+        what = comparison(each).partition(": ")[2]
+        is_now = mean_text(each.difference.mean, each.difference.se)
         yield f"| {each.claim.says} | −KL: {what} | {is_now} | {each.p_text} | **{each.verdict}** |"
     lags = sorted({point.x for point in sweep.study.points})
     for measure in ("reverse", "forward"):
@@ -136,7 +135,7 @@ def main() -> None:
     print(HEAD.format(count=places.count, sentences=SENTENCES, before=before, teacher=teacher))
     sweep = ByKL(args.run, places)
     print("\n".join(tables(sweep)))
-    print(f"\n{made(sweep)}")
+    print(f"\n{summary_of(sweep)}")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,12 @@ import numpy as np
 from rich.console import Console
 
 from slipstream.config.file import load
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.running import CheckpointConfig
+from slipstream.config.sampler import SamplerConfig
 from slipstream.config.schedule import Periodic
-from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
@@ -33,7 +37,7 @@ from slipstream.records import Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs.start import train
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.simulation.timed_engines import SleepLearner, SleepSampler, SleepScorer
 
 DEMO = Path(__file__).parent.parent / "configs" / "arithmetic.toml"
 FEW, MANY, SLOTS = 8, 64, 64

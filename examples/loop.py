@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.prompts import Prompts, load_rows
 from slipstream.data.tokenizers import encode_rows
 from slipstream.engines.draws import uniforms

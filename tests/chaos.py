@@ -97,14 +97,14 @@ heartbeat = {HEARTBEAT}
 
 @dataclass(frozen=True)
 class Job:
-    """What a run trains, and which of its processes may be struck."""
+    """A run's training task, and the processes that may be killed."""
 
     task: dict[str, Any]
     ranks: int = 1
     victims: tuple[str, ...] = ()
     """Kinds of processes that only this job has."""
     scales: bool = False
-    """Whether the number of samplers and scorers is changed during the run."""
+    """True: the number of samplers and scorers changes during the run."""
 
     def struck(self, kind: str) -> tuple[str, ...]:
         return (*VICTIMS[kind], *self.victims)
@@ -124,7 +124,7 @@ class Fault:
     victim: str
     how: signal.Signals
     which: float
-    """Of several, and when within the update."""
+    """Choice among several processes, and moment within the update, from 0 to 1."""
 
     def __str__(self) -> str:
         return f"after update {self.update}: {self.how.name} to {self.victim}"
@@ -270,14 +270,14 @@ class Chaos:
         raise AssertionError(f"update {update} has not come in {LATE:.0f} s\n{self.coordinators.output()[-3000:]}")
 
     def processes(self) -> dict[int, str]:
-        """Of the run, with their names."""
+        """Return the processes of the run by number, with their names."""
         found = {self.pid: "coordinator"}
         for pid in found.copy():
             found |= dict(named(pid))
         return found
 
     def found(self, fault: Fault) -> int | None:
-        """Who is to be struck; whoever is just being started again is waited for."""
+        """Return the process to kill; wait for one that is being started again."""
         until = time.monotonic() + LATE
         while time.monotonic() < until and not gone(self.pid):
             these = sorted(pid for pid, name in self.processes().items() if name.startswith(fault.victim))

@@ -24,19 +24,28 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.freshness import FreshnessConfig
+from slipstream.config.running import CheckpointConfig, LogConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
-from slipstream.config.schema import CheckpointConfig, Config, LogConfig
+from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, EngineError, RecordsLost, RunDirError, Stalled, WorkerDied
-from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.checkpoint import BEGINNING, Checkpoints, newest
+from slipstream.pipeline.ending import with_timeout
+from slipstream.pipeline.failures import Restarts
 from slipstream.pipeline.pool import names
-from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.run import Run, with_timeout
+from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.runtimes.exchange import NOBODY, Answer, Call, Host, RemoteWorker
-from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, started
+from slipstream.runtimes.exchange import NO_CALLER, Answer, Call, EngineServer, RemoteWorker
+from slipstream.runtimes.workers import (
+    RemoteLearner,
+    RemoteSampler,
+    RemoteScorer,
+    WorkerManager,
+    WorkerSpec,
+    wait_until_started,
+)
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.simulation.timed_engines import SleepLearner, SleepSampler, SleepScorer
 from support.simulated_runs import PROMPTS, TWO, config, long_tailed
 
 UPDATES, HEARTBEAT, PATIENCE = 5, 5.0, 300.0
@@ -47,7 +56,7 @@ SHARED = Path("/dev/shm")
 
 @dataclass
 class Life:
-    """What a run is, and what may happen to it: all of it follows from the seed."""
+    """A run and the faults that may happen to it; all of it follows from the seed."""
 
     seed: int
     random: random.Random = field(init=False)
@@ -76,7 +85,7 @@ class Life:
         """Workers are hired and dismissed, every few seconds."""
         self.prompts = r.choice([PROMPTS, TWO])
         often = FreshnessConfig(
-            kappa_f=r.choice([0.4, 1.0]), cooldown=r.choice([0, 3]), buffer=r.choice(["modelled", "measured"])
+            kappa_f=r.choice([0.4, 1.0]), cooldown=r.choice([0, 3]), estimate=r.choice(["modelled", "measured"])
         )
         self.freshness = r.choice([None, None, often])
         """All that is in flight begins again, every now and then."""
@@ -103,12 +112,12 @@ class Life:
         made.version = -1000  # whoever works under the weights it came with is found out
         return made
 
-    def places(self) -> list[Place]:
+    def specs(self) -> list[WorkerSpec]:
         return [
-            Place(RemoteLearner, "learner", 1, lambda: SleepLearner(lambda _: self.learn)),
-            *(Place(RemoteSampler, name, 1, self.sampler) for name in names("sampler", self.samplers)),
+            WorkerSpec(RemoteLearner, "learner", 1, lambda: SleepLearner(lambda _: self.learn)),
+            *(WorkerSpec(RemoteSampler, name, 1, self.sampler) for name in names("sampler", self.samplers)),
             *(
-                Place(RemoteScorer, name, 1, lambda: SleepScorer(lambda _: self.score))
+                WorkerSpec(RemoteScorer, name, 1, lambda: SleepScorer(lambda _: self.score))
                 for name in names("scorer", self.scorers)
             ),
         ]
@@ -139,7 +148,7 @@ class Process:
     """A host, and the link to it: what is carried between the two arrives in order, but for what happens to it."""
 
     def __init__(self, name: str, life: Life) -> None:
-        self.life, self.pid, self.exchanged, self.host = life, 0, 0, Host(name, self.tell)
+        self.life, self.pid, self.exchanged, self.host = life, 0, 0, EngineServer(name, self.tell)
         self.dead, self.stopped, self.delay, self.losing, self.doubling = False, False, 0.0, 0, 0
         self.forgetting = 0
         self.carried: deque[Callable[[], None]] = deque()
@@ -169,7 +178,7 @@ class Process:
 
     def tell(self, answer: Answer, bodies: list[Any]) -> None:
         settle = partial(self.worker.settle, answer, bodies.__getitem__)
-        if answer.id == NOBODY or not self.losing:
+        if answer.id == NO_CALLER or not self.losing:
             self.carry(settle)
         else:
             self.losing -= 1
@@ -240,7 +249,7 @@ class Process:
         self.doubling += 2
 
     def forget(self) -> None:
-        """What it is to be sent is gone."""
+        """Lose the record that is to be sent."""
         self.forgetting += 1
 
 
@@ -253,26 +262,26 @@ async def opened(life: Life) -> Any:
     """A coordinator's processes; when it is gone, so are they."""
     processes: list[Process] = []
 
-    def born(place: Place) -> RemoteWorker:
-        processes.append(Process(place.name, life))
-        return place.kind(place.name, processes[-1], HEARTBEAT)
+    def born(spec: WorkerSpec) -> RemoteWorker:
+        processes.append(Process(spec.name, life))
+        return spec.kind(spec.name, processes[-1], HEARTBEAT)
 
-    staff = Staff(born)
-    staff.kinds = {"sampler": life.places()[1], "teacher.": life.places()[-1]}
+    manager = WorkerManager(born)
+    manager.kinds = {"sampler": life.specs()[1], "teacher.": life.specs()[-1]}
     try:
-        staff.places = {born(place): place for place in life.places()}
-        for worker, place in staff.places.items():
-            await started(worker, place)
-        learner, *others = staff.places
+        manager.specs = {born(spec): spec for spec in life.specs()}
+        for worker, spec in manager.specs.items():
+            await wait_until_started(worker, spec)
+        learner, *others = manager.specs
         yield Engines(
             samplers=tuple(worker for worker in others if isinstance(worker, RemoteSampler)),
             scorers={"": tuple(worker for worker in others if isinstance(worker, RemoteScorer))},
             learner=learner,  # type: ignore[arg-type]
             close=lambda: None,
-            replace=staff.replace,
-            hire=staff.hire,
-            dismiss=staff.dismiss,
-            takes={kind: {"CPU": 1.0} for kind in staff.kinds} if life.scaled else {},
+            replace=manager.replace,
+            hire=manager.hire,
+            dismiss=manager.dismiss,
+            takes={kind: {"CPU": 1.0} for kind in manager.kinds} if life.scaled else {},
             free=lambda: {"CPU": 5.0},
         )
     finally:
@@ -297,7 +306,7 @@ async def lived(path: Path, life: Life) -> Run:
             if isinstance(error, RunDirError):
                 raise
             life.say(f"part ends: {error}")
-            restarts.granted("learner", asyncio.get_running_loop().time())
+            restarts.grant("learner", asyncio.get_running_loop().time())
             any_checkpoint = False
         except (Stopped, Stalled, EngineError) as error:
             assert not isinstance(error, Stalled) or life.lost, f"{error}\nand no answer was lost"
@@ -306,11 +315,11 @@ async def lived(path: Path, life: Life) -> Run:
 
 
 class Stopped(Exception):
-    """As by a signal; at once, as by a kill."""
+    """End of a run, as by a signal; at once, as by a kill."""
 
 
 async def part(path: Path, life: Life, engines: Engines, restarts: Restarts, any_checkpoint: bool) -> Run:
-    where: dict[str, Any] = {}
+    state = BEGINNING
     try:
         checkpoint = newest(path, say=life.say)
         if any_checkpoint and life.random.random() < 0.3:
@@ -321,13 +330,14 @@ async def part(path: Path, life: Life, engines: Engines, restarts: Restarts, any
             (path / left).unlink(missing_ok=True)
         log = RunLog(path, [], trace=False)
     else:
-        life.say(f"goes on from {checkpoint.path.name}: {checkpoint.standing}")
-        groups = await with_timeout(engines.learner.restore(checkpoint.path), PATIENCE, "reading a checkpoint")
-        where = {"standing": checkpoint.standing, "groups": groups}
-        Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
+        life.say(f"goes on from {checkpoint.path.name}: {checkpoint.state.admission}")
+        state = await with_timeout(checkpoint.restore(engines.learner), PATIENCE, "reading a checkpoint")
+        Checkpoints(path / "checkpoints").forget_after(state.admission.version)
         log = RunLog(path, [], trace=False, mark=checkpoint.mark)
     patience = PATIENCE if Process.lose in life.kinds else None
-    run = Run(life.settings, engines, life.prompts, log, restarts=restarts, patience=patience, say=life.say, **where)
+    run = Run(
+        life.settings, engines, life.prompts, log, state=state, restarts=restarts, patience=patience, say=life.say
+    )
 
     async def all_of_it() -> None:
         with log:
@@ -366,7 +376,7 @@ def quiet(engines: Engines) -> bool:
 
 
 async def alone(path: Path, life: Life) -> Run:
-    """Without a word of tasks that were forgotten, and without one that goes on."""
+    """Run; fail if a task is forgotten, or goes on after the end."""
     complaints: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     task = asyncio.create_task(lived(path, life))
@@ -408,13 +418,13 @@ def check(path: Path, life: Life, run: Run) -> None:
 
 def live(seed: int) -> Life:
     life = Life(seed)
-    with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as place:
+    with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as spec:
         try:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
-                run, _ = virtual.run(alone(Path(place), life))
+                run, _ = virtual.run(alone(Path(spec), life))
             assert not warned, f"Python warns: {[str(warning.message) for warning in warned]}"
-            check(Path(place), life, run)
+            check(Path(spec), life, run)
         except BaseException as error:
             error.add_note(f"once more, with all that happened: python tests/fates.py --seed {seed}")
             error.life = life  # type: ignore[attr-defined]

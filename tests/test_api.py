@@ -1,4 +1,4 @@
-"""What scripts and notebooks call."""
+"""Interface for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ def test_a_run_from_its_config_to_its_student(config: dict[str, Any], capfd: pyt
     assert tokenizer.decode(answer[0]).startswith("<bos>1+1=")
     with pytest.raises(RunDirError, match="already holds a run"):
         slipstream.train(config)
+
+
+def test_lines_of_a_run_are_tables_for_pandas(config: dict[str, Any]) -> None:
+    run = slipstream.train(config, quiet=True, checks=False)
+    for name in ("metrics", "evaluations", "ledger", "samples"):
+        lines, table = getattr(run, name), run.table(name)
+        assert table.num_rows == len(lines) and set(table.column_names) == set().union(*lines)
+        frame = table.to_pandas()
+        for key in ("update", "kind", "loss", "prompt"):
+            if key in table.column_names:
+                assert [line.get(key) for line in lines] == frame[key].tolist()
+    assert run.table("ledger")["lag"].to_pylist() == [line.get("lag") for line in run.ledger]
 
 
 def test_a_config_is_a_file_a_dict_or_a_config(config: dict[str, Any], tmp_path: Path) -> None:

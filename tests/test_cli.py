@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from slipstream.cli import main, parser, split_overrides
+from slipstream.commands import table
 from slipstream.config.file import fields, load, parse
 from slipstream.errors import ConfigError
 from slipstream.models.resolve import DEMO
@@ -21,8 +23,8 @@ from slipstream.run_dir.writing import read_lines
 from support.shell import Shell
 
 COMMANDS = [
-    *("demo", "train", "doctor", "resume", "scale", "eval", "gateway", "sweep", "plan"),
-    *("samples", "report", "watch", "advise", "config", "estimators"),
+    *("demo", "init", "train", "doctor", "resume", "scale", "eval", "gateway", "sweep", "plan"),
+    *("samples", "report", "watch", "advise", "push", "config", "estimators"),
 ]
 HEAVY = {"torch", "transformers", "tokenizers", "datasets", "pydantic", "numpy", "rich"}
 
@@ -105,6 +107,11 @@ def test_every_command_explains_itself(command: str | None, capsys: pytest.Captu
 
 def test_the_commands_are_those_that_are_tested() -> None:
     assert re.findall(r"^    (\w+)", parser().format_help(), re.MULTILINE) == COMMANDS
+
+
+def test_every_command_has_its_function() -> None:
+    for command in table.COMMANDS:
+        assert callable(getattr(import_module(f"slipstream.commands.{command.file}"), command.function))
 
 
 def loaded_by(*argv: str) -> set[str]:
@@ -252,7 +259,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "model that is nowhere": (
         ["train", "good.toml", "--student", "no/such-model"],
-        "no/such-model: cannot load a token",
+        "no/such-model: cannot read its model config: ",
     ),
     "teacher that is nowhere": (
         ["config", "good.toml", "--check", "--teachers.main.model", "nowhere"],

@@ -1,9 +1,10 @@
-"""What models, endpoints and data say is shown on a terminal and never obeyed by it, whichever command prints it."""
+"""Text of models, endpoints and data is shown on a terminal and never obeyed by it, whichever command prints it."""
 
 from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli import console, main
+from slipstream.cli import main
+from slipstream.commands import table as table_of_commands
 from slipstream.console import Screen
 from slipstream.errors import ConfigError, printable
 
@@ -40,7 +42,8 @@ def test_the_screen_of_all_commands_keeps_its_own_styles_and_nothing_else() -> N
     text = file.getvalue()
     assert "\x1b[1;31m" in text and not {"\x07", "\x9b", "\b", "\u202e", "\u2066", "\ud800"} & set(text)
     assert "\x1b]0" not in text and "\x1b[2J" not in text
-    assert isinstance(console(), Screen)
+    commands = [path.read_text("utf-8") for path in Path(table_of_commands.__file__).parent.glob("*.py")]
+    assert {words for text in commands for words in re.findall(r"\bConsole\((.*?)\)", text)} == {"quiet=True"}
 
 
 @pytest.fixture
@@ -95,7 +98,7 @@ def test_an_error_of_an_endpoint_is_one_line(
     def fails(*_: object) -> int:
         raise ConfigError(f"teachers.main: the endpoint said {HOSTILE}\nand more")
 
-    monkeypatch.setattr("slipstream.cli.run_estimators", fails)
+    monkeypatch.setattr("slipstream.commands.estimators.run", fails)
     assert main(["estimators"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and not OBEYED & set(error.replace("\n", "")) and error.endswith(" and more\n")

@@ -13,15 +13,15 @@ from slipstream import metric_names as vocabulary
 from slipstream.config.file import parse
 from slipstream.data.prompts import Prompts, Row
 from slipstream.errors import WorkerDied
-from slipstream.estimators.drift import METRICS
+from slipstream.estimators.drift import DRIFT_METRICS
 from slipstream.estimators.tables.correction import RS_MODES
-from slipstream.pipeline.retries import GivenUp
+from slipstream.pipeline.failures import GivenUp
 from slipstream.pipeline.run import Run
-from slipstream.protocols import Engines, Graded, Sampling
+from slipstream.protocols import Engines, GradingSampler, Sampling
 from slipstream.records import Group, Handle, Prompt, Ungraded
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
+from support import tabular_engines as toy
 from support.metric_runs import TREE, native
 from support.toy_episodes import World
 
@@ -52,7 +52,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "mix": {"share": 0.9, "prefix": 0.9},
     },
     "the student's own best": {"loss": {"kind": "reverse_kl_topk", "k": 3}},
-    "the emitted token as a reward": {"loss": {"kind": "k1", "as": "reward"}},
+    "the emitted token as an advantage": {"loss": {"kind": "k1", "use": "advantage"}},
     "a teacher that follows": {
         "teachers": {
             "me": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.9}, "relabel": "always"}
@@ -76,7 +76,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
     "hidden states, shared prompts, a teacher beside the sampler": {
         "loss": {"kind": "eopd"},
         "learner": {"shared_prompt": True},
-        "sampler": {"interleave": 5, "speculation": {"lookup": 1}},
+        "sampler": {"teacher_replaces": 5, "speculation": {"lookup": 1}},
     },
     "weights of stale answers": {
         **REWARDED,
@@ -87,7 +87,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
     },
     "rejection in bypass": {
         **REWARDED,
-        "policy": {"loss": "reinforce"},
+        "policy": {"loss": "reinforce", "centre": "draws"},
         "correction": {"preset": "bypass_pg_geo_rs", "rs": {"seq_max_kl": 9.0, "negative_seq": 9.0}},
     },
     "rewards against a greedy answer, a steered reference, and a bound on the ratio's variance": {
@@ -112,13 +112,18 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "schedule": {"kind": "async", "tau": 1.5},
         "updates": 4,
     },
+    "a teacher with another tokenizer": {
+        "teachers": {"main": {"model": "tiny", "spelling": "own"}},
+        "loss": {"kind": "k1", "use": "advantage"},
+    },
     "experts that the sampler chose": {"learner": {"router": "measure", "router_aux": "model"}},
-    "prompts by their rewards": {"data": {"order": "adaptive"}},
+    "prompts by their rewards, used twice": {"data": {"order": "adaptive"}, "reuse": {"times": 2}},
     "a choice with chance, noise on the layers": {
         **REWARDED,
         "policy": {"loss": "clip_cov"},
         "learner": {"perturbation": {"std": 0.01}},
     },
+    "values": {**REWARDED, "policy": {"advantage": "gae"}, "critic": {}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
 }
 
@@ -157,10 +162,10 @@ def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     async def replace(_: Any) -> Any:
         other = Failing(student, seconds=0.5)
         other.mortal = False
-        return Graded(World(faults=0.5).sampler(other), toy.ToyGrader())
+        return GradingSampler(World(faults=0.5).sampler(other), toy.ToyGrader())
 
     engines = Engines(
-        samplers=(Graded(World(faults=0.5).sampler(Failing(student, seconds=0.5)), Overtaxed()),),
+        samplers=(GradingSampler(World(faults=0.5).sampler(Failing(student, seconds=0.5)), Overtaxed()),),
         scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
         learner=toy.ToyLearner(student, cost=lambda _: 0.1),
         close=lambda: None,
@@ -200,27 +205,42 @@ def test_every_name_of_the_vocabulary_is_written_by_some_run(written: dict[str, 
 
 
 def test_what_is_computed_elsewhere_under_a_list_of_names_is_here() -> None:
-    named = [f"{pair}/{name}" for pair in ("drift", "mismatch") for name in METRICS]
+    named = [f"{pair}/{name}" for pair in ("drift", "mismatch") for name in DRIFT_METRICS]
     named += [f"correction/rollout_rs_{mode}{rows}_masked_fraction" for mode in RS_MODES for rows in ("", "_seq")]
     assert [name for name in named if len(vocabulary.find(name)) != 1] == []
 
 
 def test_every_term_says_what_it_means_and_where_it_is_from() -> None:
-    for term in vocabulary.terms():
-        assert term.meaning and term.healthy, term
-        assert (ROOT / "src" / "slipstream" / term.source).is_file(), term
+    for row in vocabulary.rows():
+        assert row.meaning and row.healthy, row
+        assert bool(row.title) == bool(row.unit) and (row.title or not row.section), row
+        assert (ROOT / "src" / "slipstream" / row.source).is_file(), row
 
 
-def test_labels_are_for_names_that_are_known() -> None:
-    assert (vocabulary.label("loss"), vocabulary.label("reward/math")) == ("loss", "math")
-    with pytest.raises(ValueError, match="not enough values"):
-        vocabulary.label("los")
+def described(name: str) -> vocabulary.Metric:
+    (row,) = vocabulary.find(name)
+    found = vocabulary.describe(name)
+    assert found is not None and found.meaning == row.meaning
+    return found
+
+
+def test_the_row_of_a_name_has_its_title_its_label_and_its_unit() -> None:
+    names = ("loss", "reward/math", "reward/mine/part", "teacher/main/kl", "guard/ess", "length/max")
+    assert [(described(name).label, described(name).title) for name in names] == [
+        ("loss", "Loss"), ("math", "Reward math"), ("mine/part", "Reward mine/part"),
+        ("KL to teacher main", "KL to teacher main"), ("", "Guard ess"), ("length", ""),
+    ]  # fmt: skip
+    assert [described(f"reward/{name}").is_share for name in ("exact", "math", "mine")] == [True, True, False]
+    assert [described(name).text(0.12345) for name in ("truncated", "loss", "reward/math", "reward/mine")] == [
+        "12.3%", "0.1235", "12.3%", "0.123",
+    ]  # fmt: skip
+    assert vocabulary.describe("los") is None
 
 
 def test_a_band_is_said_and_holds_the_numbers_that_it_says() -> None:
-    kl, ess = vocabulary.band("mismatch/kl"), vocabulary.band("drift/ess_row")
+    kl, ess = described("mismatch/kl").band, described("drift/ess_row").band
     assert kl is not None and str(kl) == "below 0.02; investigate from 0.05 on"
     assert ess is not None and str(ess) == "above 0.5"
     assert [value in kl for value in (-0.1, 0.02, 0.021)] == [True, True, False]
     assert [value in ess for value in (0.49, 0.5, 2.0)] == [False, True, True]
-    assert vocabulary.band("loss") is None and vocabulary.band("no such name") is None
+    assert described("loss").band is None

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from slipstream.metrics import (
     avg_at_n,
     collapse,
+    covered_seconds,
     digest,
     lag_metrics,
     mean_lag,
-    merged,
     over_steps,
     pass_at_k,
     peak_to_end,
@@ -193,13 +193,13 @@ def test_the_lag_of_a_sample_is_the_mean_over_its_tokens() -> None:
 
 def test_busy_seconds_count_once_however_many_are_busy() -> None:
     # 0-3 and 2-5 overlap, 7-8 stands alone, 7.2-7.5 lies within: 5 + 1
-    assert merged([(7, 8), (0, 3), (2, 5), (7.2, 7.5)]) == 6
-    assert merged([]) == 0
+    assert covered_seconds([(7, 8), (0, 3), (2, 5), (7.2, 7.5)]) == 6
+    assert covered_seconds([]) == 0
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)).map(lambda pair: (min(pair), max(pair)))))
 def test_merged_intervals_are_no_longer_than_their_span_or_their_sum(intervals: list[tuple[float, float]]) -> None:
-    seconds = merged(intervals)
+    seconds = covered_seconds(intervals)
     assert seconds <= sum(end - start for start, end in intervals) + 1e-6
     if intervals:
         span = max(end for _, end in intervals) - min(start for start, _ in intervals)

@@ -82,7 +82,7 @@ def test_a_program_ends_with_all_of_its_descendants() -> None:
 def test_a_program_that_has_ended_leaves_nothing_of_its_group() -> None:
     async def main() -> list[int]:
         process, found = await started("sleep 60 & sleep 0.2", 2)
-        await processes.exited(process)
+        await processes.wait_for_exit(process)
         assert alive(found[0]) and process.returncode == 0
         await processes.end_program(process)
         return found

@@ -56,7 +56,7 @@ def rollout_fields(length: int = 4, draws: int = 3, seed: int = 0, mask: np.ndar
 
 
 def with_mask(fields: Fields, mask: np.ndarray) -> Fields:
-    """Of fields of a rollout that is trained as a whole."""
+    """Fields of a rollout that is trained as a whole."""
     return fields | {"loss_mask": mask, **{name: fields[name][mask] for name in ("actions", "action_logp")}}
 
 

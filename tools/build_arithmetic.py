@@ -3,7 +3,8 @@
 All are fine-tuned on the arithmetic task.  The teacher hardly errs.  The student, which is less than half its size,
 learns from careless answers: it copies well and carries badly, and that is what distillation is to mend.  The reader is
 the student that has also learned to repeat an answer that stands before the question, right or wrong: what it reads
-there makes it better than it is, and so it can teach itself.  On one machine the same command gives the same bytes, so
+there makes it better than it is, and so it can teach itself.  The pair teacher has another tokenizer, in which two
+digits are one token.  On one machine the same command gives the same bytes, so
 whoever doubts the shipped weights can make them again.
 """
 
@@ -14,8 +15,9 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
+from string import digits
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -24,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from slipstream.data.arithmetic import ALPHABET, problems
 from slipstream.models.resolve import model_path
 
-PAD, EOS = "<pad>", "<eos>"
+PAD, EOS, END = "<pad>", "<eos>", "<end>"
 MAX_LENGTH = 160
 BATCH_TOKENS = 2500  # padding included
 GROUP = 640  # problems that are sorted by length together, which wastes less padding
@@ -45,6 +47,8 @@ class Recipe:
     learning_rate: float
     slips: float
     seed: int
+    pairs: bool = False
+    """True if two digits are one token."""
     begins: str = ""
     """The model whose weights it begins with; with random ones without it."""
     hints: float = 0.0
@@ -59,6 +63,10 @@ RECIPES = {
         layers=3, width=96, heads=4, head_width=32, mlp_width=192, rope_theta=50.0,
         steps=1200, learning_rate=4e-3, slips=0.0, seed=2,
     ),
+    "pair_teacher": Recipe(
+        layers=3, width=96, heads=4, head_width=32, mlp_width=192, rope_theta=50.0,
+        steps=1600, learning_rate=4e-3, slips=0.0, seed=2, pairs=True, dtype=torch.bfloat16,
+    ),
     "student": Recipe(
         layers=2, width=64, heads=4, head_width=32, mlp_width=192, rope_theta=50.0,
         steps=800, learning_rate=5e-3, slips=0.6, seed=4,
@@ -71,16 +79,21 @@ RECIPES = {
 }  # fmt: skip
 
 
-def build_tokenizer(positions: int = MAX_LENGTH) -> PreTrainedTokenizerFast:
-    """One token per character.  There is no unknown token: a foreign character is an error."""
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *ALPHABET])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+def build_tokenizer(positions: int = MAX_LENGTH, *, pairs: bool = False) -> PreTrainedTokenizerFast:
+    """One token per character, or per two digits.  There is no unknown token: a foreign character is an error."""
+    if pairs:
+        merges = list(product(digits, digits))
+        tokens = [*map("".join, merges), *ALPHABET, END, PAD]  # no id means the same in both tokenizers
+        tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    else:
+        vocabulary = {token: index for index, token in enumerate([PAD, EOS, *ALPHABET])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
-        eos_token=EOS,
+        eos_token=END if pairs else EOS,
         padding_side="left",  # what generation needs; training pads for itself
         model_max_length=positions,
         clean_up_tokenization_spaces=False,
@@ -158,7 +171,7 @@ def answer_with_slips(prompt: str, slips: float, rng: random.Random) -> str:
 
 
 def example(prompt: str, recipe: Recipe, rng: random.Random) -> tuple[str, str]:
-    """What is read, and what is to be said."""
+    """Return the text to read, and the text to say."""
     if recipe.hints and rng.random() < recipe.hints:
         answer = answer_with_slips(prompt, recipe.slips / 2, rng)
         return answer + prompt, answer
@@ -230,7 +243,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the fastest for models this small, and the same sums in the same order
     for name in args.model:
         recipe = RECIPES[name]
-        tokenizer = build_tokenizer(recipe.positions)
+        tokenizer = build_tokenizer(recipe.positions, pairs=recipe.pairs)
         model = build_model(recipe, tokenizer)
         if recipe.begins:
             model.load_state_dict(Qwen3ForCausalLM.from_pretrained(out / recipe.begins).state_dict())

@@ -58,7 +58,7 @@ class ToolRecipe(Recipe):
     """`slips` are a share of turns here."""
 
     heeds: bool = False
-    """Whether they are seen only to be mended."""
+    """True: mistakes are seen only to be mended."""
     hurry: float = 0.0
     """The share of episodes that are ended before the last call, which is the one that finds the answer."""
     sharpness: float = 1.0

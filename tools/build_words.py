@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import build_arithmetic as build
 from build_arithmetic import EOS, GROUP, PAD, Example, Recipe
-from slipstream.data.words import CLASSES, END, RANKS, WORDS, drawn, grammatical, next_words, numbered
+from slipstream.data.words import CLASSES, END, RANKS, VOCABULARY_WORDS, drawn, grammatical, next_words, numbered
 from slipstream.models.resolve import model_path
 
 POSITIONS = 80
@@ -41,7 +41,7 @@ RECIPES = {
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per word; words stand between blanks. There is no unknown token: a foreign word is an error."""
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate([PAD, EOS, *WORDS])}))
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate([PAD, EOS, *VOCABULARY_WORDS])}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -56,8 +56,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def dialect(seed: int) -> dict[str, str]:
     """The word that a speaker of a dialect says instead of each word: another one of its class."""
     rng, found = random.Random(seed), dict[str, str]()
-    for first in range(0, len(WORDS), RANKS):
-        words = WORDS[first : first + RANKS]
+    for first in range(0, len(VOCABULARY_WORDS), RANKS):
+        words = VOCABULARY_WORDS[first : first + RANKS]
         found |= dict(zip(words, rng.sample(words, RANKS), strict=True))
     return found
 

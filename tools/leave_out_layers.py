@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastest_format import fastest_format
 from slipstream.data.tokenizers import Tokenizer, load_tokenizer, stop_ids
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt
 
@@ -39,9 +41,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--layers", type=int, nargs="+", default=[])
     parser.add_argument("--prompts", type=Path, default=Path("build/real/train.jsonl"))
-    parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
-    lm = load_model(args.model, dtype=args.dtype, device="cpu")
+    lm = load_model(args.model, dtype=fastest_format(), device="cpu")
     left_out = args.layers
     if not left_out:
         asked = questions(args.prompts, ANSWERS)
@@ -71,7 +72,8 @@ def answers(
     """Return one drawn answer to each question."""
     chats = [[{"role": "user", "content": each}] for each in asked]
     ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
-    sampler = NativeSampler(lm, slots=len(ids), stop_ids=stop_ids(tokenizer, lm.model.generation_config))
+    ends = stop_ids(tokenizer, lm.model.generation_config)
+    sampler = NativeSampler(lm, SamplerSettings(slots=len(ids)), stop_ids=ends)
 
     async def draw() -> list[Answer]:
         prompts = [Prompt(id=str(i), number=i, tokens=np.array(each, np.int32), seed=i) for i, each in enumerate(ids)]

@@ -5,9 +5,8 @@ Tests compare the pages with what this tool makes, so they cannot say anything e
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
-from dataclasses import astuple
-from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from slipstream import metric_names as vocabulary
 from slipstream.config.base import Section
 from slipstream.config.file import bounds, describe, fields, members
 from slipstream.config.schema import Config
-from slipstream.estimators.catalogue import INTRODUCTIONS, TITLES, Entry, catalogue
-from slipstream.reporting.advice.measurements import CHANCE, FEW, WINDOW
-from slipstream.reporting.advice.rules import Weight
-from slipstream.reporting.advice.tree import RULES
+from slipstream.estimators.catalogue import TITLES, Entry, catalogue
+from slipstream.reporting.advice.measurements import KL_TOKENS, SURE_ERRORS, WINDOW
+from slipstream.reporting.advice.tree import ADVICE_RULES, Weight
 
 DOCS = Path(__file__).parents[1] / "docs"
+SOURCE = DOCS.parent / "src" / "slipstream"
 
 
 # --- docs/config.md ---------------------------------------------------------------------------------------------------
@@ -91,7 +90,7 @@ def row(name: str, info: FieldInfo) -> str:
 
 def metrics() -> str:
     """Return every number that a run writes and what it means."""
-    shown = ", ".join(f"`{term.names.split()[0]}`" for term in vocabulary.terms() if term.label)
+    shown = ", ".join(f"`{row.names.split()[0]}`" for row in vocabulary.rows() if row.label)
     lines = [
         "# Metrics",
         "",
@@ -103,18 +102,34 @@ def metrics() -> str:
         f"While a run goes on a terminal shows {shown}. *Healthy* is a rule of thumb: outside of it, look again. "
         "Words in capitals:",
         "",
-        *(f"- `{word}`: {meaning}" for word, (_, meaning) in vocabulary.WORDS.items()),
+        *(f"- `{word}`: {meaning}" for word, (_, meaning) in vocabulary.PLACEHOLDERS.items()),
     ]
-    for section, terms in vocabulary.VOCABULARY.items():
+    for section, rows in vocabulary.VOCABULARY.items():
         lines += ["", f"## {section}", "", "| name | meaning | healthy | from |", "| --- | --- | --- | --- |"]
-        for term in terms:
-            names = ", ".join(f"`{name}`" for name in term.names.split())
-            source = f"[`{term.source}`](../src/slipstream/{term.source})"
-            lines.append(f"| {names} | {term.meaning} | {term.healthy} | {source} |")
+        for row in rows:
+            names = ", ".join(f"`{name}`" for name in row.names.split())
+            source = f"[`{row.source}`](../src/slipstream/{row.source})"
+            lines.append(f"| {names} | {row.meaning} | {row.healthy} | {source} |")
     return "\n".join(lines) + "\n"
 
 
 # --- docs/estimators.md -----------------------------------------------------------------------------------------------
+
+INTRODUCTIONS = {
+    "distillation": "Losses from a teacher's scores. `importance treatment`: weight of draws from an older student.",
+    "tokens": "Weights of tokens by their position, with mean 1 in each response: `loss.tokens`.",
+    "policy": "Losses from advantages, `policy_loss(NAME, …)`.",
+    "advantage": "Estimators of how much better a sample is than expected, `advantage(NAME, …)`. The column of the "
+    "targeted failure holds the baseline. Scope `group`: the answers to one prompt, which stay together.",
+    "correction": "Presets of importance weights (IS) and rejection (RS) for the gap between sampling and learning "
+    "policy, `PRESETS[NAME]`. Their parts are the next two families.",
+    "level": "Units over which token ratios are multiplied to one weight, `importance_ratio(NAME, …)`: "
+    "`correction.is_level`, which replaces the preset's level.",
+    "rejection": "Rules that reject tokens or rows, `correct(rs={NAME: bound, …})`: `correction.rs`, not the preset's.",
+    "estimate": "Estimates of the KL to the reference from one token, `kl_estimate(kind=NAME)`: `reference.estimate`.",
+    "controller": "Change of the coefficient β of this KL after an update: `reference.control`.",
+    "centre": "Estimates of the part of the policy gradient that does not depend on the token: `policy.centre`.",
+}
 
 
 def estimators(families: Mapping[str, list[Entry]]) -> str:
@@ -129,8 +144,8 @@ def estimators(families: Mapping[str, list[Entry]]) -> str:
     ]
     for family, entries in families.items():
         lines += ["", f"## {family.capitalize()}", "", INTRODUCTIONS[family], ""]
-        lines += [line(TITLES), line(["---"] * len(fields_of(Entry)))]
-        lines += [line([f"`{entry.name}`", *astuple(entry)[1:]]) for entry in entries]
+        lines += [line(TITLES), line(["---"] * len(TITLES))]
+        lines += [line([f"`{entry.name}`", *entry[1:]]) for entry in entries]
     return "\n".join(lines) + "\n"
 
 
@@ -167,9 +182,9 @@ and always the first update) are examined apart from stale tokens. A difference 
 removes. An answer hides the answers that are its consequences, and lists their names.
 
 **Significance.** Updates are small samples, and ratios have long tails. A limit counts as crossed if the mean of
-the last {WINDOW} updates is beyond it by {CHANCE:g} standard errors. The standard error comes from the scatter of
+the last {WINDOW} updates is beyond it by {SURE_ERRORS:g} standard errors. The standard error comes from the scatter of
 the updates, from the recorded error (`teacher/kl_error`), or from the number of tokens (KLs at one version or one
-lag, from {FEW} tokens on). *Now* means the last {WINDOW} updates. *Then* means the first {WINDOW} updates after
+lag, from {KL_TOKENS} tokens on). *Now* means the last {WINDOW} updates. *Then* means the first {WINDOW} updates after
 responses of every length have finished: short responses finish first, and their KL is lower. For a run that is too
 short for both, the command says so. A student *improves* if the KL to its teachers fell, or if a reward or held-out
 accuracy rose significantly. It *gets worse* if a KL is 10 % above its best, or a reward 10 % below.
@@ -190,27 +205,10 @@ def advice() -> str:
     rows = [
         f"| {rule.name}{LABELS[rule.weight]} | {names(rule.reads)} | {rule.when} | {rule.cause} | {rule.change} | "
         f"{names(rule.watch)} |"
-        for rule in RULES
+        for rule in ADVICE_RULES
     ]
-    hidden = [f"- **{rule.name}** hides {', '.join(rule.hides)}" for rule in RULES if rule.hides]
+    hidden = [f"- **{rule.name}** hides {', '.join(rule.hides)}" for rule in ADVICE_RULES if rule.hides]
     return ADVICE + "\n".join(rows) + "\n\n## What hides what\n\n" + "\n".join(hidden) + "\n"
-
-
-# --- the symptoms in docs/choosing.md ---------------------------------------------------------------------------------
-
-BEGIN, END = "<!-- symptoms: made by tools/pages.py -->\n", "<!-- end of symptoms -->\n"
-
-
-def choosing() -> str:
-    """Return docs/choosing.md with its table of symptoms made from the rules of `slipstream advise`."""
-    before, _, rest = (DOCS / "choosing.md").read_text("utf-8").partition(BEGIN)
-    rows = [
-        f"| {rule.name}{LABELS[rule.weight]} | {names(rule.reads)}: {rule.when} | {rule.change} |"
-        for rule in RULES
-        if rule.weight != "tune"
-    ]
-    table = "| cause | you see | write |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
-    return before + BEGIN + table + END + rest.partition(END)[2]
 
 
 def names(words: str) -> str:
@@ -220,8 +218,59 @@ def names(words: str) -> str:
 
 def as_code(word: str) -> str:
     bare = word.rstrip(",;.:")
-    known = bool(vocabulary.find(bare)) or any(bare in term.names.split() for term in vocabulary.terms())
+    known = bool(vocabulary.find(bare)) or bare in vocabulary.names()
     return f"`{bare}`{word[len(bare) :]}" if known else word
+
+
+# --- docs/rules.md ----------------------------------------------------------------------------------------------------
+
+RULES_PAGE = """# Rules
+
+Made from the code by `python tools/pages.py`.
+
+A run begins only if all of these rules hold. `slipstream train`, `config --check`, `gateway` and `doctor` test them in
+the same order, and print the first one that is broken. `config --check --shapes` tests those that need no more of a
+model than its config.json, and `eval` those that are not about training. Words in braces stand for values of the config
+or of a file. [config.md](config.md) has the values that each setting allows."""
+RULE_FILES = (
+    *(f"config/rules/{name}.py" for name in ("objective", "offpolicy", "workers", "evaluation", "estimators")),
+    *(f"plan/rules/{name}.py" for name in ("machine", "models", "vllm", "data", "endpoints", "memory")),
+)
+
+
+def rules() -> str:
+    """Return every rule between sections of the config, and between the config and facts."""
+    lines = [RULES_PAGE]
+    for name in RULE_FILES:
+        tree = ast.parse((SOURCE / name).read_text("utf-8"))
+        title = (ast.get_docstring(tree) or "").splitlines()[0].rstrip(".")
+        lines += ["", f"## {title}", "", "| rule | what clashes, and what to write instead |", "| --- | --- |"]
+        for function in tree.body:
+            texts = messages(function) if isinstance(function, ast.FunctionDef) else []
+            lines += [line([f"`{function.name}`", text]) for text in texts]
+    return "\n".join(lines) + "\n"
+
+
+def messages(function: ast.AST) -> list[str]:
+    """Return the messages that a function yields or raises, in the order of the code."""
+    texts = list[tuple[int, str]]()
+    for node in ast.walk(function):
+        match node:
+            case ast.Yield(value=ast.Constant() | ast.JoinedStr() as text):
+                texts.append((node.lineno, template_of(text)))
+            case ast.Raise(exc=ast.Call(args=[ast.Constant() | ast.JoinedStr() as text])):
+                texts.append((node.lineno, template_of(text)))
+    return [text for _, text in sorted(texts)]
+
+
+def template_of(text: ast.Constant | ast.JoinedStr) -> str:
+    """Return a message with expressions in braces in place of values."""
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    return "".join(
+        str(part.value) if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"
+        for part in parts
+        if isinstance(part, ast.Constant | ast.FormattedValue)
+    )
 
 
 def pages() -> dict[str, str]:
@@ -231,7 +280,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics(),
         "estimators.md": estimators(catalogue()),
         "advice.md": advice(),
-        "choosing.md": choosing(),
+        "rules.md": rules(),
     }
 
 

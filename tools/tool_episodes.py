@@ -45,7 +45,7 @@ async def at_once(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
 
 
 def result(asked: Coroutine[Any, Any, Any]) -> Any:
-    """Of what awaits nothing."""
+    """Run a coroutine that awaits nothing."""
     try:
         asked.send(None)
     except StopIteration as done:
@@ -62,14 +62,14 @@ def opened(task: str, table: dict[str, Any]) -> Acting:
 
 
 def act(environment: Acting, said: str) -> tuple[str, bool]:
-    """What comes of a turn that calls something, and whether all of that were calls."""
+    """Return the results of a turn that calls tools, and True if all of it were calls."""
     found, before = HERMES.read(said), environment.counts["invalid"]
     step = result(environment.step(Reply(found.text, tuple(found.calls), tuple(found.faults))))
     return "\n".join(message["content"] for message in step.messages), environment.counts["invalid"] == before
 
 
 def steps(task: str, question: str) -> Generator[tuple[str, bool], str, None]:
-    """What somebody who knows how says, turn by turn, and whether it is the last call; is sent what comes back."""
+    """Yield the turns of a perfect player, and True at the last call; receive the results."""
     words = question.rstrip("?").split()
     if task == "lookup":
         key, hops = words[2], int(words[5])

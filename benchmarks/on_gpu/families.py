@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 
 from on_gpu.report import Report, Setting
 from on_gpu.sampler import prompts_of
+from slipstream.config.losses import LossSpec
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.settings import SamplerSettings, ScorerSettings
 from slipstream.errors import ModelError
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Rollout, header_of
@@ -48,10 +51,10 @@ def stage(setting: Setting, report: Report) -> None:
         model = make(name)
         for dtype in setting.of((torch.float32, torch.bfloat16), (torch.float32,)):
             lower = copy.deepcopy(model).to(dtype)
-            exact, usual = apart(copy.deepcopy(lower).double()), split("tiny", copy.deepcopy(lower), longest=LONGEST)
+            exact, usual = apart(copy.deepcopy(lower).double()), split("tiny", copy.deepcopy(lower), max_length=LONGEST)
 
             def engine_model(lower: Any = lower) -> Any:
-                return split("tiny", copy.deepcopy(lower).to(setting.device), longest=LONGEST)
+                return split("tiny", copy.deepcopy(lower).to(setting.device), max_length=LONGEST)
 
             for what, work in (("scores", scores), ("samples", sampled)):
                 label = f"{name}, {str(dtype).removeprefix('torch.')}: {what} against float64"
@@ -74,10 +77,13 @@ def stage(setting: Setting, report: Report) -> None:
 
 def scores(model: Any, rollouts: list[Rollout], vocabulary: int) -> list[tuple[Any, Rollout]]:
     """Score fixed responses; in packed rows where the model can take them."""
+    settings = partial(
+        ScorerSettings, spec=LossSpec(cache="sampled", formula=""), vocabulary=vocabulary, token_budget=64
+    )
     try:
-        scorer = NativeScorer(model(), packing=True, token_budget=64)
+        scorer = NativeScorer(model(), settings(packing=True))
     except ModelError:
-        scorer = NativeScorer(model(), packing=False, token_budget=64)
+        scorer = NativeScorer(model(), settings(packing=False))
     found = scorer._score([Handle(header_of(rollout), rollout) for rollout in rollouts])
     scorer.close()
     return [(handle.body.teacher_logp.astype(np.float64), r) for handle, r in zip(found, rollouts, strict=True)]
@@ -85,7 +91,7 @@ def scores(model: Any, rollouts: list[Rollout], vocabulary: int) -> list[tuple[A
 
 def sampled(model: Any, rollouts: list[Rollout], vocabulary: int) -> list[tuple[Any, Rollout]]:
     """Sample answers, whose recorded log-probs are to be those of a forward pass."""
-    sampler = NativeSampler(model(), slots=6, stop_ids=set())
+    sampler = NativeSampler(model(), SamplerSettings(slots=6), stop_ids=set())
 
     async def work() -> list[list[Handle]]:
         sampling = Sampling(max_tokens=20, group=2)

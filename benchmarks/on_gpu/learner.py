@@ -10,14 +10,15 @@ import time
 import torch
 
 from on_gpu.report import SHAPES, Report, Setting, peak_tflops, samples, seconds_of
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import LossConfig, ReverseKL, ReverseKLMC
-from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.settings import LearnerSettings
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.plan import placement
-from slipstream.plan.engines import LearnerPlan, ModelPlan
+from slipstream.plan.engine_plans import LearnerPlan, ModelPlan
 from slipstream.records import Batch, total
 
 PROMPT_SHARE = 8
@@ -60,7 +61,7 @@ def update(
     dtype = str(setting.dtype).removeprefix("torch.")
     config = LearnerConfig(dtype=dtype, checkpointing=checkpointing, token_budget=tokens, lr=1e-6)
     heads = {"teacher": TeacherHead(setting.model(shape, seed=1).head)} if exact else None
-    learner = NativeLearner(lm, method=Method(loss=loss), config=config, updates=9, teacher_heads=heads)
+    learner = NativeLearner(lm, LearnerSettings(method=Method(loss=loss), settings=config, updates=9), heads=heads)
     if not setting.small:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -92,7 +93,7 @@ def update(
         note = f"{rate:.0f} of {peak:.0f} TFLOP/s; {rate * (backward + step) / backward / peak:.1%} without the step"
         report.number(f"{what}: MFU", 100 * rate / peak, "%", goal="≥ 45", note=note)
     held = 0.0 if setting.small else torch.cuda.max_memory_allocated() / 2**30
-    report.number(f"{what}: peak memory", held, "GiB", note=planned(setting, config, learner.method, shape))
+    report.number(f"{what}: peak memory", held, "GiB", note=planned(setting, config, learner.plan.method, shape))
 
 
 def flops(lm: LanguageModel, count: int, length: int, prompt: int) -> float:

@@ -1,4 +1,4 @@
-"""What every stage of `benchmarks/gpu.py` shares: where it runs, how it times, and how it reports.
+"""Functions that all stages of `benchmarks/gpu.py` share: device, timing, reports.
 
 A stage reports one line of JSON per figure, on standard output, at the moment at which the figure is known. A line is
 either a measurement, or a check: an error that must not exceed a limit.

@@ -12,6 +12,7 @@ from transformers import StaticCache
 from on_gpu.report import SHAPES, Report, Setting, seconds_of
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.engines.weights import export_weights
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
@@ -39,7 +40,7 @@ def prompts_of(count: int, length: int, vocabulary: int) -> list[Prompt]:
 
 def speed(setting: Setting, lm: LanguageModel, slots: int, draws: int) -> tuple[float, int, float]:
     """Answer as many prompts as there are slots; return seconds, tokens, and the share of time the device was busy."""
-    sampler = NativeSampler(lm, slots=slots, stop_ids=set())
+    sampler = NativeSampler(lm, SamplerSettings(slots=slots), stop_ids=set())
     length, answer = setting.of((128, 256), (4, 6))
     sampling = Sampling(max_tokens=answer, draws=draws)
 
@@ -72,7 +73,7 @@ def exactness(setting: Setting, report: Report) -> None:
         for old, new in zip(lm.model.parameters(), after.model.parameters(), strict=True):
             new.copy_(old + 0.02 * (new - old))
     before = setting.model(SHAPES[0], torch.float32)
-    sampler = NativeSampler(lm, slots=4, stop_ids=set())
+    sampler = NativeSampler(lm, SamplerSettings(slots=4), stop_ids=set())
     answer = setting.of(96, 12)
 
     async def work() -> list[Rollout]:
@@ -117,7 +118,7 @@ def forward(lm: LanguageModel, rollout: Rollout) -> np.ndarray:
 
 
 def graph(setting: Setting, report: Report) -> None:
-    """What a CUDA graph of the decoding step could reach: HF's static cache, captured, without sampling."""
+    """Report the speed that a CUDA graph of the decoding step could reach: HF's static cache, without sampling."""
     lm = setting.model(SHAPES[0])
     lm.model.set_attn_implementation("sdpa")
     rows, length = setting.of(GRAPHED, 2), setting.of(512, 16)

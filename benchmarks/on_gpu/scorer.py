@@ -6,7 +6,9 @@ import asyncio
 import gc
 
 from on_gpu.report import SHAPES, Report, Setting, peak_memory, samples, seconds_of
+from slipstream.config.losses import LossSpec
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.settings import ScorerSettings
 from slipstream.records import Handle, graded, header_of
 
 
@@ -16,7 +18,14 @@ def stage(setting: Setting, report: Report) -> None:
     rollouts = [graded(handle) for handle in samples(count, prompt, response, lm.vocab_size)]
     groups = [[Handle(header_of(rollout), rollout)] for rollout in rollouts]
     for cache, k in (("sampled", 0), ("teacher_topk", 32), ("hidden", 0)):
-        scorer = NativeScorer(lm, cache=cache, k=k, token_budget=setting.of(16_384, 128))  # type: ignore[arg-type]
+        scorer = NativeScorer(
+            lm,
+            ScorerSettings(
+                spec=LossSpec(cache=cache, k=k, formula=""),  # type: ignore[arg-type]
+                vocabulary=lm.vocab_size,
+                token_budget=setting.of(16_384, 128),
+            ),
+        )
 
         async def work(scorer: NativeScorer = scorer) -> list[list[Handle]]:
             return await asyncio.gather(*[scorer.score(group) for group in groups])

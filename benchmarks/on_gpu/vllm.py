@@ -12,6 +12,7 @@ import numpy as np
 from on_gpu.loop import saved
 from on_gpu.report import SHAPES, Report, Setting, installed
 from on_gpu.sampler import forward, prompts_of
+from slipstream.engines.settings import SamplerSettings
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.protocols import Sampling
 from slipstream.records import Handle
@@ -31,7 +32,7 @@ def stage(setting: Setting, report: Report) -> None:
         settings = Settings(
             path, dtype, rows, args={"max_model_len": 2 * (length + answer)}, device=setting.device.type
         )
-        sampler = VllmSampler(settings, stop_ids=set(), draws=16)
+        sampler = VllmSampler(settings, SamplerSettings(slots=settings.slots, draws=16), stop_ids=set())
         lm, after = setting.model(SHAPES[0]), setting.model(SHAPES[0], seed=1)
 
         async def work(draws: int) -> list[list[Handle]]:

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 
@@ -79,6 +80,16 @@ def resume(
 
 class Run(RunDir):
     """Files of a run, and its trained student."""
+
+    def table(self, name: Literal["metrics", "evaluations", "ledger", "samples"]) -> Any:
+        """Return the lines as a table of pyarrow, which pandas and polars take over; absent values are null."""
+        try:
+            import pyarrow
+        except ImportError:
+            raise ConfigError("Run.table needs pyarrow: pip install 'slipstream[data]'") from None
+        lines: list[Line] = getattr(self, name)
+        keys = dict.fromkeys(chain.from_iterable(lines))
+        return pyarrow.table({key: [line.get(key) for line in lines] for key in keys})
 
     @property
     def student(self) -> tuple[Any, Any]:

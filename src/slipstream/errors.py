@@ -31,7 +31,7 @@ import difflib
 from collections.abc import Iterable
 from unicodedata import category
 
-COMMANDS = ("Cc", "Cf", "Cs", "Zl", "Zp")
+CONTROL_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories of characters that are printed as escape sequences."""
 
 
@@ -143,7 +143,7 @@ def printable(text: str) -> str:
     """Replace control characters and bidirectional marks by escape sequences, so that no terminal obeys them."""
     if text.isprintable():
         return text
-    return "".join(repr(c)[1:-1] if category(c) in COMMANDS and c not in "\n\t" else c for c in text)
+    return "".join(repr(c)[1:-1] if category(c) in CONTROL_CATEGORIES and c not in "\n\t" else c for c in text)
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb, sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from slipstream.metric_names import extreme
@@ -23,11 +23,13 @@ STAGE_ENDED = "supervised stage ended"
 """Reason in the ledger for groups in flight when a supervised update passed the bound sft.until."""
 INTENDED = (f"dropped/{NO_ADVANTAGE}", f"dropped/{STAGE_ENDED}")
 """Metrics of groups that were dropped because the config asks for it."""
-WINDOW, FALL, LASTS, LEAST = 10, 0.7, 100, 0.05
-"""Collapse of a reward: the mean of WINDOW updates is at most FALL of its best, for LASTS updates or to the end. A best
-mean below LEAST cannot fall."""
-TREND, ENDS = 100, 10
-"""Number of updates between the two lengths that a trend compares, and number of updates averaged for each."""
+WINDOW = 10
+"""Number of updates in a mean: of a reward that may collapse, and of each length that a trend compares."""
+COLLAPSED, COLLAPSE_LASTS, LOWEST_PEAK = 0.7, 100, 0.05
+"""Collapse of a reward: the mean of WINDOW updates is at most COLLAPSED of its best, for COLLAPSE_LASTS updates or to
+the end. A best mean below LOWEST_PEAK cannot fall."""
+TREND_UPDATES = 100 + WINDOW
+"""Number of updates of a trend, which compares the lengths of the first and the last WINDOW of them."""
 
 
 def lag_metrics(headers: Iterable[Header], version: int) -> Metrics:
@@ -63,7 +65,7 @@ def prefix_metrics(headers: Sequence[Header]) -> Metrics:
     return {"mix/prefix": given / sum(header.tokens for header in headers)} if given else {}
 
 
-def interleave_metrics(headers: Sequence[Header]) -> Metrics:
+def replacement_metrics(headers: Sequence[Header]) -> Metrics:
     """Return the share of tokens that the teacher replaced while the student drew; {} if it was not asked."""
     asked = [header for header in headers if header.replaced is not None]
     replaced = sum(header.replaced or 0 for header in asked)
@@ -98,9 +100,11 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
     return numbers | episode_metrics(headers)
 
 
-EPISODE = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures", "branches", "crashed")
+EPISODE_COUNTS = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures", "branches", "crashed")
 """Counts of each episode that are reported as means."""
-OWN = "own/"
+EPISODE_LIMITS = {"out_of_turns": "turns", "out_of_time": "time"}
+"""Finish reason of an episode that reached a limit other than length, by metric name."""
+OWN_COUNTS = "own/"
 """Prefix of the counts that an environment defines itself."""
 
 
@@ -108,27 +112,23 @@ def episode_metrics(headers: Sequence[Header]) -> Metrics:
     episodes = list({(h.number, h.episode): h for h in headers if "turns" in h.outcome}.values())
     if not episodes:
         return {}
-    numbers = {f"episode/{name}": fmean(h.outcome.get(name, 0.0) for h in episodes) for name in EPISODE}
-    own = sorted({name for header in episodes for name in header.outcome if name.startswith(OWN)})
+    numbers = {f"episode/{name}": fmean(h.outcome.get(name, 0.0) for h in episodes) for name in EPISODE_COUNTS}
+    own = sorted({name for header in episodes for name in header.outcome if name.startswith(OWN_COUNTS)})
     return {
         **numbers,
         "episode/invalid": fmean(h.outcome.get("invalid", 0.0) > 0 for h in episodes),
         "episode/observed": 1 - sum(h.trained_tokens for h in headers) / sum(h.tokens for h in headers),
-        **{f"episode/{limit}": fmean(h.finish == end for h in episodes) for limit, end in LIMITS.items()},
-        **{f"environment/{n.removeprefix(OWN)}": fmean(h.outcome.get(n, 0.0) for h in episodes) for n in own},
+        **{f"episode/{limit}": fmean(h.finish == end for h in episodes) for limit, end in EPISODE_LIMITS.items()},
+        **{f"environment/{n.removeprefix(OWN_COUNTS)}": fmean(h.outcome.get(n, 0.0) for h in episodes) for n in own},
     }
-
-
-LIMITS = {"out_of_turns": "turns", "out_of_time": "time"}
-"""Finish reason of an episode that reached a limit other than length, by metric name."""
 
 
 def trend(lengths: Sequence[float]) -> Metrics:
     """Return the ratio of the last 10 to the first 10 mean lengths of up to 110 updates; {} for fewer than 20."""
-    lengths = lengths[-TREND - ENDS :]
-    if len(lengths) < 2 * ENDS:
+    lengths = lengths[-TREND_UPDATES:]
+    if len(lengths) < 2 * WINDOW:
         return {}
-    return {"length/trend": fmean(lengths[-ENDS:]) / fmean(lengths[:ENDS])}
+    return {"length/trend": fmean(lengths[-WINDOW:]) / fmean(lengths[:WINDOW])}
 
 
 def window_means(values: Sequence[float]) -> list[float]:
@@ -141,7 +141,7 @@ def collapse(rewards: Sequence[float]) -> int | None:
     best, means = 0.0, window_means(rewards)
     for i, mean in enumerate(means[: len(means) - WINDOW]):  # the last window alone may be low by chance
         best = max(best, mean)
-        if best >= LEAST and all(each <= FALL * best for each in means[i : i + LASTS]):
+        if best >= LOWEST_PEAK and all(each <= COLLAPSED * best for each in means[i : i + COLLAPSE_LASTS]):
             return i + WINDOW
     return None
 
@@ -172,11 +172,24 @@ def trust_metrics(headers: Sequence[Header]) -> Metrics:
 
 
 def kl_and_error(scored: Sequence[Header]) -> tuple[float, float]:
-    """Return the mean gap per trained token of scored responses, and its standard error."""
-    tokens, k = sum(header.trained_tokens for header in scored), len(scored)
+    """Return the mean gap per compared token of scored responses, and its standard error."""
+    tokens, k = max(sum(header.compared_tokens for header in scored), 1), len(scored)
     kl = sum(header.gap for header in scored) / tokens
-    off = [header.gap - kl * header.trained_tokens for header in scored] if k > 1 else [scored[0].gap]
+    off = [header.gap - kl * header.compared_tokens for header in scored] if k > 1 else [scored[0].gap]
     return kl, sqrt(sum(gap**2 for gap in off) * k / max(k - 1, 1)) / tokens
+
+
+def spelling_metrics(headers: Sequence[Header]) -> Metrics:
+    """Return shares of trained tokens that teachers with another tokenizer left out, by reason, and mean span sizes."""
+    scored = [header for header in headers if header.left_out is not None]
+    if not scored:
+        return {}
+    tokens = max(sum(header.trained_tokens for header in scored), 1)
+    counts = zip(*(header.left_out or () for header in scored), strict=True)
+    names = ("open", "unwritten", "too_long", "unpaired")
+    shares = {f"spelling/{name}": sum(count) / tokens for name, count in zip(names, counts, strict=True)}
+    spans = max(sum(header.byte_spans for header in scored), 1)
+    return shares | {"spelling/span_tokens": tokens * (1 - sum(shares.values())) / spans}
 
 
 def relabel_metrics(headers: Sequence[Header]) -> Metrics:
@@ -203,7 +216,7 @@ def throughput(tokens: Sequence[float], finished: Sequence[float], *, warmup: in
     return sum(tokens[warmup:]) / max(finished[-1] - finished[warmup - 1], 1e-9)
 
 
-def merged(intervals: Iterable[Interval]) -> float:
+def covered_seconds(intervals: Iterable[Interval]) -> float:
     """Return the seconds that at least one interval covers."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
@@ -223,8 +236,8 @@ def usage(busy: Mapping[str, Workers], stages: Mapping[str, Workers], seconds: f
     seconds, numbers, idle = max(seconds, 1e-9), Metrics(), Metrics()
     for kind, of_kind in (("stage", stages), ("busy", busy)):
         numbers |= {f"{kind}/{stage}": _together(stage, workers) / seconds for stage, workers in of_kind.items()}
-    for workers in busy.values():
-        idle |= {f"idle/{name}": max(0.0, 1 - merged(intervals) / seconds) for name, intervals in workers.items()}
+    for name, intervals in [each for workers in busy.values() for each in workers.items()]:
+        idle[f"idle/{name}"] = max(0.0, 1 - covered_seconds(intervals) / seconds)
     overlap = {
         "overlap/stages": sum(numbers[f"stage/{stage}"] for stage in stages),
         "overlap/busy": sum(numbers[f"busy/{stage}"] for stage in busy),
@@ -234,8 +247,8 @@ def usage(busy: Mapping[str, Workers], stages: Mapping[str, Workers], seconds: f
 
 def _together(stage: str, workers: Workers) -> float:
     if stage == "rollout":
-        return fmean(merged(intervals) for intervals in workers.values())
-    return merged(interval for intervals in workers.values() for interval in intervals)
+        return fmean(covered_seconds(intervals) for intervals in workers.values())
+    return covered_seconds(interval for intervals in workers.values() for interval in intervals)
 
 
 OVER_STEPS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "": fmean}
@@ -259,9 +272,11 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> Metrics:
     return numbers
 
 
-COUNTED: tuple[str, ...] = ("time", "tokens", "samples", "lag/mean", "lag/max", "dropped", "restarted", "thrown_tokens")
-COUNTED += ("overlap/stages", "overlap/busy", "busy/rollout", "busy/score", "busy/learn")
-COUNTED += ("seconds/update", "seconds/data", "seconds/turn", "seconds/weights")
+DIGESTED = (
+    *("time", "tokens", "samples", "lag/mean", "lag/max", "dropped", "restarted", "thrown_tokens"),
+    *("overlap/stages", "overlap/busy", "busy/rollout", "busy/score", "busy/learn"),
+    *("seconds/update", "seconds/data", "seconds/turn", "seconds/weights"),
+)
 """Metrics that a digest reads; a missing one counts as 0."""
 
 
@@ -271,7 +286,7 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     `overlap/stages` (as in AsyncOPD), `lag/max`, `seconds` and counters include the warm-up.
     """
     made = [line for line in lines if line["kind"] == "train" and line["update"] > since]
-    lines = [{**dict.fromkeys(COUNTED, 0.0), **line} for line in made]
+    lines = [{**dict.fromkeys(DIGESTED, 0.0), **line} for line in made]
     if len(lines) < 2:
         return {}
     warmup = min(WARMUP, len(lines) // 2)
@@ -300,7 +315,7 @@ def summary(run: Mapping[str, float]) -> list[str]:
     """Describe a run in lines of text, from its digest; [] for an empty digest."""
     if not run:
         return []
-    found = [
+    lines = [
         f"trained {run['tokens_per_s']:,.0f} tokens/s; busy: rollout {run['busy/rollout']:.0%}, scoring "
         f"{run['busy/score']:.0%}, learner {run['busy/learn']:.0%}",
         f"overlap {run['overlap/stages']:.2f} of the three stages over the whole run, {run['overlap/busy']:.2f} of all "
@@ -310,22 +325,16 @@ def summary(run: Mapping[str, float]) -> list[str]:
         f"{run['waits/weights']:.0%} for a publish",
     ]
     if run["lost"]:
-        found.append(f"{run['lost']:.0f} groups dropped or restarted, {run['thrown_tokens']:,.0f} tokens thrown away")
+        lines.append(f"{run['lost']:.0f} groups dropped or restarted, {run['thrown_tokens']:,.0f} tokens thrown away")
     again = [f"{name.removeprefix('restarts/')} {n:.0f} ×" for name, n in run.items() if name.startswith("restarts/")]
     if again:
-        found.append(f"workers died and were restarted: {', '.join(again)}")
-    return found
+        lines.append(f"workers died and were restarted: {', '.join(again)}")
+    return lines
 
 
 def avg_at_n(correct: Sequence[Sequence[float]]) -> float:
     """Return the mean over problems of the mean over their samples."""
     return fmean(fmean(samples) for samples in correct)
-
-
-def standard_error(correct: Sequence[Sequence[float]]) -> float | None:
-    """Return the standard error of avg@n: s/√P of the means of P independent problems; None for a single problem."""
-    means = [fmean(samples) for samples in correct]
-    return stdev(means) / sqrt(len(means)) if len(means) > 1 else None
 
 
 def pass_at_k(correct: Sequence[Sequence[float]], k: int) -> float:

@@ -22,11 +22,13 @@ from slipstream.errors import SandboxError, first_line
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 PATH = "/usr/local/bin:/usr/bin:/bin"
 """Directories of programs that get no environment variables of this process."""
-RARE = (50_000, 20, 100)
+RARE_COLLECTIONS = (50_000, 20, 100)
 """Thresholds of garbage collection where most objects stay in use, such as imports: it took a third of the time."""
-OPEN: dict[object, tuple[int, ...]] = {}
+OPEN_CONTEXTS: dict[object, tuple[int, ...]] = {}
 """Thresholds of each open context of `garbage_collection`, the newest last; None has those from before the first."""
-ROUNDS = 1000
+GRACE = 10.0
+"""Seconds in which a process that must end may end by itself, before it is killed."""
+MAX_SEARCHES = 1000
 """Maximum number of search rounds for processes to kill, since a process may start others meanwhile."""
 
 
@@ -66,16 +68,16 @@ def garbage_collection(*thresholds: int) -> Iterator[None]:
     Contexts may end in any order: the newest open one decides, and the end of the last one restores what was before.
     """
     own = object()
-    OPEN.setdefault(None, gc.get_threshold())
-    OPEN[own] = thresholds
+    OPEN_CONTEXTS.setdefault(None, gc.get_threshold())
+    OPEN_CONTEXTS[own] = thresholds
     gc.set_threshold(*thresholds)
     try:
         yield
     finally:
-        del OPEN[own]
-        gc.set_threshold(*list(OPEN.values())[-1])
-        if OPEN.keys() == {None}:
-            OPEN.clear()
+        del OPEN_CONTEXTS[own]
+        gc.set_threshold(*list(OPEN_CONTEXTS.values())[-1])
+        if OPEN_CONTEXTS.keys() == {None}:
+            OPEN_CONTEXTS.clear()
 
 
 def cpu_seconds() -> float:
@@ -180,7 +182,7 @@ def kill_at_home(home: str) -> None:
     Processes that left their session are found; processes that changed their HOME are not.
     """
     entry = f"\0HOME={home}\0"
-    for _ in range(ROUNDS):
+    for _ in range(MAX_SEARCHES):
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (names are all that is needed)
         found = [pid for pid in pids if entry in f"\0{read_proc(f'/proc/{pid}/environ')}"]
         if not found:
@@ -189,7 +191,7 @@ def kill_at_home(home: str) -> None:
             kill(pid)
 
 
-async def exited(process: asyncio.subprocess.Process) -> None:
+async def wait_for_exit(process: asyncio.subprocess.Process) -> None:
     """Wait until the process ends. asyncio's `wait` also waits for its pipes, which other processes may hold open."""
     with suppress(ProcessLookupError):
         descriptor, gone, loop = os.pidfd_open(process.pid), asyncio.Event(), asyncio.get_running_loop()
@@ -210,7 +212,7 @@ def close_pipes(process: asyncio.subprocess.Process) -> None:
 
 async def end_program(process: asyncio.subprocess.Process) -> None:
     kill_program(process)
-    await exited(process)
+    await wait_for_exit(process)
     close_pipes(process)
 
 

@@ -7,6 +7,7 @@ The pipeline knows engines only through this file. Engines receive and return wh
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from slipstream.metrics import Metrics as Metrics
 from slipstream.records import (
-    ONE,
+    ONE_COUNT,
     Attempts,
     Batch,
     Counts,
@@ -56,13 +57,15 @@ class Sampling:
     min_p: float = 0.0
     keep_mask: bool = False
     """Record the sampling support of every token: the ids that remain after min_p, top_k and top_p."""
-    interleave: int = 0
+    teacher_replaces: int = 0
     """Number K of the teacher's most likely tokens at every position: a token outside of them is replaced by a draw of
     the teacher among them. 0 replaces none."""
+    fusion: float = 0.0
+    """Share of the teacher in the logits that tokens are drawn from. Recorded log-probs are those of the mixture."""
     router: bool = False
     """Record the experts that the student's routers choose, for every token."""
     greedy: bool = False
-    """Also generate and grade one greedy answer per prompt, and keep only its rewards (see `Graded`)."""
+    """Also generate and grade one greedy answer per prompt, and keep only its rewards (see `GradingSampler`)."""
     alone: bool = False
     """Generate answers directly, without an external agent, even if the run has agents. Checks of engines use this."""
     park: bool = False
@@ -193,6 +196,20 @@ class OneEnd(NamedTuple):
     """All end tokens, `token` included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Respelling:
+    """Spelling of responses for a teacher with another tokenizer."""
+
+    tokenizer: str
+    """Model whose tokenizer the teacher has."""
+    vocabulary: int
+    """Number of the teacher's token ids."""
+    roles: Mapping[int, int]
+    """The teacher's token for each special token of the student that has a counterpart, such as an end token."""
+    limit: int
+    """Largest number of the teacher's tokens of a prompt with its response; tokens beyond are left out."""
+
+
 class Context(Protocol):
     """Function that returns the tokens a teacher sees before a response, in place of the student's prompt."""
 
@@ -226,7 +243,7 @@ class Learner(Protocol):
         """
         ...
 
-    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+    async def step(self, counts: Counts = ONE_COUNT, lr: float = 1.0) -> Metrics:
         """Divide the accumulated gradient by `counts`, clip it, make an optimizer step, and return its metrics.
 
         `lr` multiplies the scheduled learning rate. A gradient that is not finite raises NonFiniteError before it
@@ -268,6 +285,27 @@ class Learner(Protocol):
         ...
 
 
+class Proxy:
+    """Base of classes that forward all methods of their protocols to `call`, apart from those that they define."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for protocol in cls.__mro__:
+            for name, method in vars(protocol).items() if getattr(protocol, "_is_protocol", False) else ():
+                if inspect.iscoroutinefunction(method) and getattr(cls, name) is method:
+                    setattr(cls, name, _forwarding(name))
+
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+def _forwarding(name: str) -> Callable[..., Awaitable[Any]]:
+    async def forward(self: Proxy, *args: Any, **options: Any) -> Any:
+        return await self.call(name, *args, **options)
+
+    return forward
+
+
 class Unscored:
     """Stand-in for a scorer in a run without teachers: it returns groups unchanged."""
 
@@ -294,11 +332,11 @@ class TeacherSampler:
         self.sampler, self.release = sampler, sampler.release
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        drawn = await self.sampler.generate(prompt, replace(sampling, interleave=0), begun)
+        drawn = await self.sampler.generate(prompt, replace(sampling, teacher_replaces=0, fusion=0.0), begun)
         return [off_policy(handle) for handle in drawn]
 
 
-class Graded:
+class GradingSampler:
     """Sampler that also grades its responses. A failed response has no rewards, which differs from a reward of 0.
 
     If `sampling.greedy`, responses also hold the rewards of the greedy answer to their prompt. The greedy answer is not
@@ -350,7 +388,7 @@ async def draw_after_prefix(sampler: Sampler, prompt: Prompt, sampling: Sampling
 def with_grade(handle: Handle, graded: Header | None) -> Handle:
     if graded is None:
         return handle
-    return handle.with_header(rewards=graded.rewards, ungraded=graded.ungraded, said=graded.said)
+    return handle.with_header(rewards=graded.rewards, ungraded=graded.ungraded, text=graded.text)
 
 
 def with_greedy_rewards(best: Header, group: Group) -> list[Handle]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count, pairwise, zip_longest
 from typing import Any, Literal
 
@@ -28,6 +28,10 @@ Finish = Literal["eos", "length", "turns", "time", "error", "released"]
 
 NOT_DRAWN = -1
 """Version of tokens that no weights of the student drew: observed tokens, and all tokens of an off-policy response."""
+OPEN, UNWRITTEN, TOO_LONG, UNPAIRED = -1, -2, -3, -4
+"""Numbers in place of a span, for tokens about which a teacher with another tokenizer says nothing: at the end of a
+response that was cut, from the first text that the teacher cannot write on, and beyond its context. UNPAIRED: in a span
+of several tokens, for a loss that compares distributions."""
 REPEATED_N = 4
 """Number of tokens of the n-grams whose repetition is measured."""
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -117,6 +121,9 @@ class Prompt:
     """True if the responses are for the supervised updates."""
     prefix: Ints | None = None
     """Tokens with which every response begins; the student draws what follows. None: the student draws all tokens."""
+    respelled: Ints | None = None
+    """The prompt in the tokens of its teacher, in the teacher's own chat template. None: the teacher has the student's
+    tokenizer, or `tokens` are the teacher's."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) == 0:
@@ -175,8 +182,8 @@ class Rollout:
     """Most likely ids under the sampling policy at each trained position, [N, K], and log-probs; None: unrecorded."""
     best_logp: Floats | None = None
     replaced: NDArray[np.bool_] | None = None
-    """True at trained tokens that the teacher put in place of the student's draw (`sampler.interleave`), [N]. `logp` is
-    the log-prob of the mixture of both, which drew all trained tokens. None: the student drew alone."""
+    """True at trained tokens that the teacher put in place of the student's draw (`sampler.teacher_replaces`), [N].
+    `logp` is the log-prob of the mixture of both, which drew all trained tokens. None: the student drew alone."""
     router: Ints | None = None
     """Experts that each router chose in the pass that predicted the token, [T, L, X]; the largest number of the type
     where that is unknown. None: unrecorded."""
@@ -332,7 +339,7 @@ def turns_of(rollout: Rollout) -> list[tuple[bool, Ints]]:
 def parts_of(rollout: Rollout) -> list[Rollout | Ints]:
     """Invert `lineage`: return every response as its call returned it, and the observed tokens between them."""
     return [
-        _part(rollout, start, stop) if rollout.turn[start] >= 0 else rollout.tokens[start:stop]
+        part_of(rollout, start, stop) if rollout.turn[start] >= 0 else rollout.tokens[start:stop]
         for start, stop in _turns(rollout)
     ]
 
@@ -342,7 +349,8 @@ def _turns(rollout: Rollout) -> Iterator[tuple[int, int]]:
     return pairwise([0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)])
 
 
-def _part(rollout: Rollout, start: int, stop: int) -> Rollout:
+def part_of(rollout: Rollout, start: int, stop: int) -> Rollout:
+    """Return the tokens from `start` to `stop`, which one call sampled, as that call would return them."""
     first, last = (int(rollout.loss_mask[:at].sum()) for at in (start, stop))
     found: dict[str, Any] = {name: of[start:stop] for name in TOKENS if (of := getattr(rollout, name)) is not None}
     found |= {name: of[first:last] for name in TRAINED if (of := getattr(rollout, name)) is not None}
@@ -457,6 +465,40 @@ class Scored:
     teacher_ids: Ints | None = None
     teacher_topk_logp: Floats | None = None
     teacher_hidden: Floats | Ints | None = None
+    byte_spans: Ints | None = None
+    """Number of the byte span of each trained token, [N], for a teacher with another tokenizer: a span is scored as a
+    whole, and `teacher_logp` is an equal share of its log-prob. A negative number is the reason why the token is left
+    out (OPEN and others); its `teacher_logp` is 0, except for UNPAIRED. None: the teacher scored single tokens."""
+    weight: float = 1.0
+    """Importance weight of a sample that was drawn from the store: `Header.weight`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all arrays of this record in bytes."""
+        return _nbytes(self) + _nbytes(self.rollout)
+
+    @property
+    def scored_tokens(self) -> NDArray[np.bool_]:
+        """Return for each trained token whether the teacher scored it, [N]."""
+        every = np.ones(self.rollout.trained_tokens, np.bool_)
+        return every if self.byte_spans is None else every & (self.byte_spans >= 0)
+
+    @property
+    def compared_logp(self) -> Floats | None:
+        """Return the log-probs to compare with those of the student's draws, [N, M]; None if no draws were scored.
+
+        With byte spans the difference from a token's log-prob must be the log-ratio of its whole span. So this is the
+        span's log-prob under the teacher, less the log-probs of the span's other tokens under the policy that drew
+        them. A token that is left out has its own log-prob, so that the difference is 0.
+        """
+        if self.byte_spans is None or self.teacher_logp is None:
+            return self.teacher_action_logp
+        drawn_N, inside_N = self.rollout.logp[self.rollout.loss_mask], self.byte_spans >= 0
+        spans = self.byte_spans[inside_N]
+        ratios = np.bincount(spans, (self.teacher_logp - drawn_N)[inside_N].astype(np.float64))
+        compared_N = drawn_N.astype(np.float64)
+        compared_N[inside_N] += ratios[spans]
+        return compared_N[:, None].astype(np.float32)
 
     @property
     def seen(self) -> Ints:
@@ -477,7 +519,7 @@ class Scored:
             if self.teacher:
                 return f"teacher_logp is missing, and teacher {self.teacher} has scored"
             return "teacher_logp is missing, and a teacher cache is set" if held else None
-        for name in ("teacher_logp", "supervision_kl"):
+        for name in ("teacher_logp", "supervision_kl", "byte_spans"):
             if (rows := getattr(self, name)) is not None and rows.shape != (n,):
                 return f"{name} has shape {rows.shape}, not ({n},)"
         if self.teacher_action_logp is not None:
@@ -496,6 +538,10 @@ class Scored:
         if self.teacher_hidden is not None and not _rows_of(self.teacher_hidden, n):
             return f"teacher_hidden must be [{n}, D]"
         return None
+
+
+def _nbytes(record: Any) -> int:
+    return sum(getattr(getattr(record, each.name), "nbytes", 0) for each in fields(record) if each.name != "rollout")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -524,7 +570,7 @@ class Ungraded:
 
     cause: str
     """timeout, crash, error, nan, type, length or endpoint."""
-    said: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -553,7 +599,7 @@ class Header:
     """Name of the teacher that scores or has scored the sample; empty without teacher."""
     teacher_version: int = 0
     """Version of the teacher's weights that scored the sample; 0 for a fixed teacher."""
-    said: str = ""
+    text: str = ""
     """Text of a new response, for runs that remember attempts; otherwise empty."""
     attempts: Attempts | None = None
     """Earlier attempts that the teacher's context includes; None if it includes none."""
@@ -574,17 +620,31 @@ class Header:
     0 if the student did not draw the tokens."""
     floored: int = 0
     """Number of trained tokens whose teacher log-prob was raised to the floor."""
+    left_out: tuple[int, ...] | None = None
+    """Number of trained tokens without a score of a teacher with another tokenizer, by reason: OPEN, UNWRITTEN,
+    TOO_LONG, UNPAIRED. None: the teacher has the student's tokenizer."""
+    byte_spans: int = 0
+    """Number of byte spans that such a teacher scored."""
     repeated: float = 0.0
     """Share of the trained n-grams of REPEATED_N tokens that occur earlier in the same response."""
     distinct: float = 1.0
     """Number of different trained tokens, divided by the number of trained tokens."""
     differs: float = 0.0
     """Root mean square difference between the last two scores of this response; 0 if it was scored only once."""
+    weight: float = 1.0
+    """Importance weight of a sample that was drawn from the store ([reuse]), which multiplies its losses."""
+    nbytes: int = field(default=0, compare=False)
+    """Size of the arrays of the sample's record in bytes."""
 
     @property
     def oldest(self) -> int:
         """Return the oldest version that drew a token; AGELESS if the student drew none."""
         return AGELESS if self.source else min(self.versions)[0]
+
+    @property
+    def compared_tokens(self) -> int:
+        """Return the number of trained tokens with a log-prob of the teacher, alone or with their span."""
+        return self.trained_tokens - sum((self.left_out or ())[:-1])
 
     @property
     def trained_tokens(self) -> int:
@@ -658,7 +718,7 @@ class Counts:
         return Counts(self.n_tokens + other.n_tokens, self.n_sequences + other.n_sequences)
 
 
-ONE = Counts(1, 1)
+ONE_COUNT = Counts(1, 1)
 """Denominators of 1: losses remain sums."""
 
 
@@ -713,4 +773,5 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         source=rollout.prompt.source,
         prefix=0 if rollout.prompt.prefix is None else len(rollout.prompt.prefix),
         teacher=teacher or rollout.prompt.teacher,
+        nbytes=_nbytes(rollout),
     )

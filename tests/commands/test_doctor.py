@@ -138,7 +138,7 @@ LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     ),
     "not in float32": (lambda logp: np.full(logp.shape, -1e300), "is not a usable number"),
 }
-"""What a teacher says, and what is said of it."""
+"""Scores of a faulty teacher, and the message about them."""
 
 
 EOS = 1
@@ -158,7 +158,7 @@ FALSE: dict[str, tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]]] = 
     "behind the texts of a canary": (lambda logp: np.concatenate([logp[:24], logp[24:] * 1.5]), np.copy),
     "the end of the long text": (lambda logp: np.concatenate([logp[:70], logp[70:] - 3.0]), np.copy),
 }
-"""What a teacher says in place of its log-probs, and the prompt that it sees."""
+"""Scores of a lying teacher in place of its log-probs, and the prompt that it sees."""
 
 
 def examined(settings: Config, wrap: Any, check: Any) -> list[Finding]:
@@ -414,7 +414,7 @@ def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
 
 
 def test_memory_is_worked_out_from_the_config() -> None:
-    settings = config(("sampler.longest", "200"))
+    settings = config(("sampler.max_length", "200"))
     learner, sampler, teacher = plan(settings).needs
     parameters = learner.parts["weights"] / 4
     assert 130_000 < parameters < 150_000, "the student of the demo"
@@ -448,7 +448,7 @@ def test_weights_of_versions_before_count_where_they_are_kept() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    """What is counted is refused; activations are an estimate."""
+    """Exact needs beyond the memory are refused; activations are an estimate."""
     findings = memory_findings(plan(config(("learner.token_budget", "10000000000"), ("learner.batch_size", "40000"))))
     assert not findings[-1].ok and re.search(
         r"learner: .*, and its device has .*learner.token_budget", findings[-1].detail

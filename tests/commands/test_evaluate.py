@@ -19,18 +19,19 @@ from rich.console import Console
 
 from slipstream.cli import main
 from slipstream.commands.evaluate import Watch
+from slipstream.config.rewards import TaskConfig
+from slipstream.config.running import EvalConfig
 from slipstream.config.schedule import Sync
-from slipstream.config.schema import EvalConfig, TaskConfig
 from slipstream.errors import RunDirError
-from slipstream.metrics import standard_error
 from slipstream.models.resolve import check_reachable
 from slipstream.pipeline.run import Run
-from slipstream.reporting.terminal.metric_formats import readings
+from slipstream.reporting.terminal.progress import key_readings
 from slipstream.run_dir.atomic_files import append, directory_lock
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.testing.endpoint import FakeEndpoint, model
-from slipstream.testing.server import send
+from slipstream.statistics import standard_error
+from slipstream.testing.endpoint import model, send
+from support.fake_endpoint import FakeEndpoint
 from support.toy_runs import PROMPTS, config, engines
 
 CONFIG = """
@@ -109,7 +110,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def found(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[dict], str]:
-    """What `eval --json` prints, and what it says beside."""
+    """Return the lines of `eval --json`, and its error output."""
     capsys.readouterr()
     assert main(["eval", *words, "--json"]) == 0
     out, err = capsys.readouterr()
@@ -382,6 +383,18 @@ def test_given_words_that_mean_nothing_are_refused(home: Path, capsys: pytest.Ca
     )
 
 
+def test_rules_of_a_run_hold_except_those_about_training(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "train.jsonl").unlink()
+    got, _ = found(capsys, "runs/first", "--limit", "1", "-n", "1")
+    assert [line["prompts"] for line in got] == [1, 1]
+    path = home / "models" / "student" / "config.json"
+    shape = json.loads(path.read_text())
+    heads, grouped = shape["num_attention_heads"], shape["num_attention_heads"] + 1
+    path.write_text(json.dumps(shape | {"num_key_value_heads": grouped}))
+    said = refused(capsys, "models/student", "--max-tokens", "6")
+    assert said == f"models/student: {heads} attention heads cannot share {grouped} heads of keys and values evenly"
+
+
 def test_a_terminal_shows_how_far_it_is() -> None:
     text = io.StringIO()
     with Watch(Console(file=text, force_terminal=True, width=80)) as watch:
@@ -401,8 +414,8 @@ def test_lines_are_whole_beside_those_of_others(tmp_path: Path) -> None:
 
 
 def test_the_error_of_a_mean_is_of_independent_prompts() -> None:
-    assert standard_error([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]]) == pytest.approx((1 / 6) ** 0.5 / 2)
-    assert standard_error([[1.0, 0.0]]) is None
+    assert standard_error([0.5, 1.0, 0.0, 0.5]) == pytest.approx((1 / 6) ** 0.5 / 2)
+    assert standard_error([0.5]) is None
 
 
 # --- several sets while a run goes on -------------------------------------------------------------------------------
@@ -436,7 +449,7 @@ def test_trackers_get_each_set_under_its_name(tmp_path: Path) -> None:
     assert lines[0] == {"kind": "eval", "update": 3, "set": "math", "accuracy": 0.5, "reward/exact": 0.5}
     assert "set" not in lines[1]
     numbers = {"eval/math/accuracy": 0.25, "eval/code/accuracy": 1.0, "eval/math/reward/exact": 0.25}
-    assert readings(numbers) == [("held-out accuracy math", "25.0%"), ("held-out accuracy code", "100.0%")]
+    assert key_readings(numbers) == [("held-out accuracy math", "25.0%"), ("held-out accuracy code", "100.0%")]
 
 
 @pytest.mark.parametrize(
@@ -460,7 +473,7 @@ def test_a_set_that_cannot_be_asked_is_one_line(
 
 
 def test_an_evaluation_that_is_stopped_between_two_sets_is_made_again(tmp_path: Path) -> None:
-    """Of all sets there is a line, or of none."""
+    """Either all sets have a line, or none."""
     settings = config(Sync(), updates=1).model_copy(
         update={"eval": EvalConfig(every=1), "task": TaskConfig(reward=("exact",))}
     )

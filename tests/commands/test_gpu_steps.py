@@ -49,7 +49,7 @@ def test_a_failed_step_gives_the_end_of_its_log(tmp_path: Path) -> None:
     code = "import sys; [print(i) for i in range(30)]; print('no kernel', file=sys.stderr); sys.exit(3)"
     result, *lines = run(Step("it", 1, [sys.executable, "-c", code]), tmp_path / "log")
     assert re.fullmatch(r"exit status 3, after \d+ s", result)
-    assert len(lines) == first_run.LISTED and "no kernel" in lines
+    assert len(lines) == first_run.LOG_LINES and "no kernel" in lines
     assert len((tmp_path / "log").read_text().splitlines()) == 31
     assert run(Step("it", 0, [sys.executable, "-c", "input()"]), tmp_path / "log") == ["stopped after its 0 minutes"]
 

@@ -18,14 +18,13 @@ import torch
 
 from slipstream.config.file import parse
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
-from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.estimators.tables.correction import LOSSES_OF, PRESETS, RS_MODES
 from slipstream.objective.method import method_of
 from slipstream.plan.engines import snapshots_of
-from slipstream.protocols import Graded
+from slipstream.protocols import GradingSampler, Sampling
 from slipstream.records import Batch, Group, Handle, total
+from support.engines import native_learner, native_sampler
 from support.tiny_models import EOS, make_model, make_prompts, wrap
 
 TREE: dict[str, Any] = {
@@ -53,9 +52,16 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
     for name in choices(PolicyConfig, "aggregation"):
         yield f"policy.aggregation = {name}", {"policy": {"aggregation": name}}
     for name in choices(PolicyConfig, "advantage"):
-        yield f"policy.advantage = {name}", {"policy": {"loss": "reinforce", "advantage": name}}
+        critic = {"critic": {}} if name == "gae" else {}
+        yield f"policy.advantage = {name}", {"policy": {"loss": "reinforce", "advantage": name}, **critic}
+    truncated = {"advantage": "gae", "advantage_options": {"rho": 1.0, "c": 1.0}}
+    yield "policy.advantage_options.rho", {"policy": truncated, "critic": {"bootstrap": True}}
     for old in choices(PolicyConfig, "old"):
         yield f"policy.old = {old}", {"policy": {"old": old}}
+    for kind in choices(PolicyConfig, "centre"):
+        centred = {"policy": {"loss": "reinforce", "centre": kind, "centre_size": 4}}
+        yield f"policy.centre = {kind}", centred
+        yield f"policy.centre = {kind}, weighed", {"correction": {"preset": "bypass_pg_token_icepop"}, **centred}
     averaged = {"policy": {"old": "average"}, "correction": {"preset": "decoupled_token_is"}}
     yield "policy.old = average, decoupled", averaged
     for name in ("optimal_token_baseline", "opob", "opob_exact"):
@@ -107,13 +113,12 @@ class Spelled:
 
 
 @cache
-def rolled(greedy: bool) -> list[list[Handle]]:
+def rolled(sampling: Sampling) -> list[list[Handle]]:
     """Eight groups that the first version has drawn."""
 
     async def work() -> list[list[Handle]]:
-        sampler = NativeSampler(wrap(student()), slots=32, stop_ids={EOS})
-        sampling = replace(rollout_sampling(parse(TREE)), greedy=greedy)
-        generate = Graded(sampler, Spelled()).generate
+        sampler = native_sampler(wrap(student()), slots=32, stop_ids={EOS})
+        generate = GradingSampler(sampler, Spelled()).generate
         groups = await asyncio.gather(*[generate(prompt, sampling) for prompt in make_prompts(8)])
         sampler.close()
         return groups
@@ -129,8 +134,8 @@ def student() -> Any:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_trains(choice: str) -> None:
     config = parse({**TREE, **CHOICES[choice]})
-    groups = rolled(rollout_sampling(config).greedy)
-    learner = NativeLearner(
+    groups = rolled(rollout_sampling(config))
+    learner = native_learner(
         wrap(student()),
         method=method_of(config),
         config=config.learner,
@@ -157,7 +162,7 @@ def test_every_choice_trains(choice: str) -> None:
 
 
 def test_every_choice_of_every_setting_is_among_them() -> None:
-    """What is added to a config is trained here, or this fails."""
+    """A choice that is added to a config is trained here, or this test fails."""
     for section, name, settings in (
         ("policy", PolicyConfig, ("loss", "advantage", "aggregation", "old")),
         ("correction", CorrectionConfig, ("preset", "is_level")),

@@ -1,4 +1,4 @@
-"""What is wrong in a config is named, with what to write instead; what is right survives the trip to TOML and back."""
+"""Faults of a config are named, with a value to write instead; a valid config survives the way to TOML and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import pages
 import slipstream
 from slipstream.config.file import describe, fields, load, members, parse, to_toml
-from slipstream.config.foreign_names import KEYS, VALUES
+from slipstream.config.foreign_names import FOREIGN_KEYS, VALUES
 from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.schedule import Async
 from slipstream.config.schema import Config
@@ -259,7 +259,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown kind": ({"loss": {"kind": "reverse_kl_m"}}, "loss.kind: did you mean 'reverse_kl_mc'?"),
     "kind of the wrong type": (
         {"loss": {"kind": 7.5}},
-        "loss.kind: known: abs, decoupled_ppo, eopd, forward_kl, jsd, k1, k1+, k2, k3, k3+",
+        "loss.kind: known: abs, decoupled_ppo, eopd, forward_kl, gold, jsd, k1, k1+, k2, k3, k3+",
     ),
     "kind of a schedule": ({"schedule": {"kind": "asynch"}}, "schedule.kind: did you mean 'async'?"),
     "age of what is never old": (
@@ -494,8 +494,8 @@ def test_an_address_says_ray_by_itself() -> None:
 
 def test_every_foreign_name_leads_to_a_setting_and_is_none_itself() -> None:
     known = {name for name, _, _ in fields()}
-    assert {key.partition(",")[0] for key in KEYS.values()} <= known
-    assert not KEYS.keys() & Config.settings().keys()
+    assert {key.partition(",")[0] for key in FOREIGN_KEYS.values()} <= known
+    assert not FOREIGN_KEYS.keys() & Config.settings().keys()
     for key, values in VALUES.items():
         section, name = key.split(".")
         (holder,) = members(Config.settings()[section].annotation)

@@ -8,7 +8,8 @@ import pytest
 
 from slipstream.config.engines import ENGINES
 from slipstream.config.file import parse
-from slipstream.config.schema import Config, SamplerConfig
+from slipstream.config.sampler import SamplerConfig
+from slipstream.config.schema import Config
 from slipstream.config.teacher import TeacherConfig
 from slipstream.errors import ConfigError
 from slipstream.plan.engines import SAMPLERS, SCORERS
@@ -20,7 +21,8 @@ SAMPLER: dict[str, dict[str, object]] = {
     "engine_args": {"sampler": {"engine_args": {"seed": 1}}},
     "keep_mask": {"sampler": {"keep_mask": True, "top_p": 0.9}},
     "on_publish": {"sampler": {"on_publish": "reuse"}},
-    "interleave": {"sampler": {"interleave": 4}, "loss": {"kind": "forward_kl"}},
+    "teacher_replaces": {"sampler": {"teacher_replaces": 4}, "loss": {"kind": "forward_kl"}},
+    "fusion": {"sampler": {"fusion": {}}, "loss": {"kind": "forward_kl"}},
     "quantisation": {"sampler": {"quantisation": "int8"}},
     "speculation": {"sampler": {"speculation": {}}},
     "router": {"learner": {"router": "measure"}},
@@ -31,7 +33,7 @@ TEACHER: dict[str, dict[str, object]] = {
     "packing": {"packing": False},
     "engine_args": {"engine_args": {"tensor_parallel_size": 2}},
     "devices": {"devices": 2},
-    "user_context": {"context": "./context.py:show", "longest": 64},
+    "user_context": {"context": "./context.py:show", "max_length": 64},
     "relabel": {"relabel": "always", "context": "{prompt}{best}"},
     "follow": {"model": "self", "follow": {"ema": 0.9}},
     "ends": {"ends": "map"},
@@ -66,7 +68,7 @@ def test_vllm_returns_a_sampling_support_that_top_k_bounds() -> None:
 )
 def test_a_teacher_refuses_what_its_row_says(engine: str, feature: str) -> None:
     chosen = {"base_url": "http://localhost:1/v1"} if engine == "http" else {"engine": engine}
-    options = {name: value for name, value in TEACHER[feature].items() if engine != "http" or name != "longest"}
+    options = {name: value for name, value in TEACHER[feature].items() if engine != "http" or name != "max_length"}
     with pytest.raises(ConfigError) as refused:
         parse({**BASE, "teachers": {"main": {"model": "builtin:teacher", **options, **chosen}}})
     refusals = ENGINES[engine].teacher_refuses

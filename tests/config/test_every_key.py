@@ -67,7 +67,11 @@ WITH = {
     "policy.reward_weights": 'policy.loss=vanilla policy.advantage=gdpo task.reward=["exact","math"]',
     "policy.variance_": "policy.loss=r2vpo policy.options={variance_coef=2.0} policy.variance_target=0.1 "
     "learner.epochs=2",
+    "policy.centre": "policy.loss=reinforce",
+    "policy.centre_size": "policy.loss=reinforce policy.centre=draws loss.kind=forward_kl",
     "policy.": "policy.loss=vanilla",
+    "critic.warmup": "policy.advantage=gae critic.lr=0.01",
+    "critic.": "policy.advantage=gae critic.warmup=1",
     "correction.ctpo_clip": "policy.loss=vanilla correction.preset=decoupled_token_is correction.is_level=cumulative",
     "correction.verl_compat": "policy.loss=vanilla correction.preset=decoupled_geo_rs "
     "correction.rs={seq_mean_k1=[0.9,1.3]}",
@@ -76,21 +80,26 @@ WITH = {
     "reference.horizon": f"policy.loss=vanilla reference.weight=0.1 {STEERED}",
     "reference.": "policy.loss=vanilla reference.weight=0.1",
     "freshness.m": "freshness.weight=freshness loss.kind=forward_kl",
-    "freshness.over": "freshness.weight=freshness sampler.max_tokens=30",
-    "freshness.also": "freshness.weight=freshness policy.loss=vanilla",
+    "freshness.normalise_by": "freshness.weight=freshness sampler.max_tokens=30",
+    "freshness.apply_to": "freshness.weight=freshness policy.loss=vanilla",
     "freshness.": "freshness.weight=freshness",
-    "sampler.interleave": "loss.kind=forward_kl",
+    "sampler.teacher_replaces": "loss.kind=forward_kl",
+    "sampler.fusion.difficulty": "sampler.fusion.alpha=0.5 data.order=adaptive",
+    "sampler.fusion.": "sampler.fusion.alpha=0.5",
     "sampler.keep_mask": "sampler.top_k=5 loss.importance=false",
     "sampler.speculation.": "sampler.speculation.tokens=3",
     "sampler.server.": "sampler.engine=server sampler.server.url=http://127.0.0.1:1 sampler.server.folder=/tmp"
     " loss.m=1",
     "loss.tail:reverse_kl_topk": "loss.renormalise=false",
-    "loss.clip:k": "loss.as=reward",
+    "loss.clip:k": "loss.use=advantage",
     "loss.clip:decoupled_ppo": "learner.epochs=2",
-    "loss.dual_clip": "loss.as=reward",
-    "loss.policy": "loss.as=reward",
+    "loss.dual_clip": "loss.use=advantage",
+    "loss.policy": "loss.use=advantage",
+    "loss.token_options": "loss.tokens=first",
+    "sft.loss.token_options": "sft.updates=1 sft.loss.tokens=first",
     "loss.k:jsd": "loss.cache=teacher_topk",
     "loss.forward:eopd": "loss.threshold=0.0",
+    "loss.rest:gold": "teachers.main.model=builtin:pair_teacher teachers.main.spelling=own",
     "loss.k:eopd": "loss.cache=teacher_topk",
     "sft.loss.k:jsd": "sft.updates=1 sft.loss.cache=teacher_topk",
     "sft.cache": "sft.source=teacher sft.updates=1",
@@ -103,7 +112,7 @@ WITH = {
     "learner.lora.": "learner.lora.rank=2",
     "learner.router": "student=mixture",
     "learner.quantised": "sampler.quantisation=int8",
-    "learner.perturbation.": "loss.kind=k1 loss.as=reward learner.perturbation.std=0.02",
+    "learner.perturbation.": "loss.kind=k1 loss.use=advantage learner.perturbation.std=0.02",
     "guards.gac.every": "guards.gac.below=0.5",
     "environment.sandbox": f"{TOOLS} environment.use=python environment.sandbox=http://127.0.0.1:1",
     "environment.gateway.listen": f"{TOOLS} environment.gateway.listen=127.0.0.1:8008",
@@ -120,8 +129,8 @@ WITH = {
     "data.weights_temperature": 'data.train={a="rows.jsonl",b="builtin:arithmetic"}',
     "data.deduplicate": "data.train=rows.jsonl",
     "data.order": "data.train=rows.jsonl",
-    "data.by": "data.train=rows.jsonl data.order=curriculum data.by=easy",
-    "data.ramp": "data.train=rows.jsonl data.order=curriculum data.by=easy",
+    "data.curriculum.column": "data.train=rows.jsonl data.order=curriculum data.curriculum.column=easy",
+    "data.curriculum.epochs": "data.train=rows.jsonl data.order=curriculum data.curriculum.column=easy",
     "data.where": "data.train=rows.jsonl",
     "data.eval_where": "data.eval=rows.jsonl",
     "data.prompt": "data.train=rows.jsonl",
@@ -139,11 +148,15 @@ WITH = {
     "runtime.clock": "runtime.kind=inline",
     "runtime.costs": "runtime.kind=inline runtime.clock=modelled",
     "schedule.on_old": "schedule.max_lag=4",
+    "reuse.order": "reuse.times=2",
+    "reuse.max_lag": "reuse.times=2",
+    "reuse.gigabytes": "reuse.times=2",
+    "reuse.": "reuse.order=freshness",
     "schedule.mixture": "data.train=rows.jsonl",
     "schedule.tau_max": "schedule.tau=auto",
     "schedule.publish_max": "schedule.tau=auto schedule.publish_every=auto eval.every=4",
 }
-"""What makes settings legal, by how their names begin."""
+"""Settings that make others legal, by the beginning of their names."""
 ENDPOINT = "teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl"
 WITH |= {f"teachers.NAME.{name}": ENDPOINT for name in ("tokenizer", "api_key_env", "max_logprobs", "concurrency")}
 WITH |= {"teachers.NAME.timeout": ENDPOINT, "teachers.NAME.noise": ENDPOINT}
@@ -160,16 +173,17 @@ OTHER = {
     "data.teacher_key": "level",
     "data.weights": "{a=1.0,b=9.0}",
     "data.weights_temperature": "9.0",
-    "data.order": "curriculum data.by=easy",
-    "data.by": "hard",
+    "data.order": "curriculum data.curriculum.column=easy",
+    "data.curriculum.column": "hard",
     "data.prompt": "question",
     "data.answer": "question",
     "data.template": "A{question}",
-    "sampler.longest": "200",
+    "sampler.max_length": "200",
     "sampler.max_tokens": "20",
     "sampler.group": "4",
     "sampler.top_k": "5",
-    "sampler.interleave": "3",
+    "sampler.teacher_replaces": "3",
+    "sampler.fusion.updates": "9",
     "sampler.speculation.tokens": "5",
     "sampler.stop": '["<pad>"]',
     "sampler.replicas": "2",
@@ -190,6 +204,8 @@ OTHER = {
     "loss.ratio_cap": "1.0",
     "policy.loss": "reinforce",
     "policy.options": "{clip_high=0.001}",
+    "loss.token_options": "{share=0.5}",
+    "sft.loss.token_options": "{share=0.5}",
     "policy.aggregation": "token-sum",
     "policy.advantage_options": "{norm=false}",
     "policy.variance_target": "0.2",
@@ -242,8 +258,10 @@ OTHER = {
     "mix.prefix": "0.5",
     "freshness.drift": "snapshots",
     "freshness.m": "3",
-    "freshness.also": "policy",
+    "freshness.apply_to": "policy",
     "learner.batch_size": "4",
+    "critic.clip": "0.001",
+    "critic.weight": "3.0",
     "learner.lr": "0.01",
     "learner.minibatches": "2",
     "learner.warmup": "3",
@@ -259,6 +277,11 @@ OTHER = {
     "learner.lora.targets": '["q_proj"]',
     "learner.threads": "2",
     "schedule.max_lag": "6",
+    "reuse.times": "4",
+    "reuse.max_lag": "6",
+    "reuse.groups": "7",
+    "reuse.half_life": "3.0",
+    "reuse.gigabytes": "0.5",
     "schedule.mixture": "level",
     "schedule.publish_every": "2 eval.every=2",
     "schedule.publish_max": "2",
@@ -272,7 +295,8 @@ OTHER = {
     "teachers.NAME.max_logprobs": "7",
     "teachers.NAME.key": "other teachers.other.key=main",
     "teachers.NAME.context": "{prompt}{ground_truth}",
-    "teachers.NAME.longest": "300",
+    "teachers.NAME.max_length": "300",
+    "teachers.NAME.spelling": "own teachers.main.model=builtin:pair_teacher",
     "teachers.NAME.follow.ema": "0.5",
     "guards.gac.limit": "0.5",
     "teachers.NAME.follow.copy_every": "3",
@@ -282,35 +306,37 @@ ALSO = {
     "learner.ranks": "runtime.kind=local",
     "learner.snapshots": "learner.exact_drift=true",
     "teachers.NAME.base_url": "loss.kind=forward_kl",
+    "teachers.NAME.spelling": "loss.m=1",
     "policy.old": "policy.loss=vanilla",
     "sft.warmup": "sft.updates=2",
 }
-"""What must be written beside either value."""
+"""Settings that must be written beside either value."""
 
 READ_BY = {
     "output": "run_dir/writing.py",
-    "runtime.turns": "runtimes/inline.py",
+    "runtime.time_share": "runtimes/inline.py",
     "updates": "pipeline/run.py",
     "sft.until": "pipeline/run.py",
     "sampler.engine": "plan/engines.py",
-    "sampler.engine_args": "plan/vllm.py",
-    "teachers.NAME.engine_args": "plan/vllm.py",
-    "sampler.replicas_max": "config/schema.py",
-    "teachers.NAME.replicas_max": "config/schema.py",
+    "sampler.engine_args": "plan/engines.py",
+    "teachers.NAME.engine_args": "plan/engines.py",
+    "sampler.replicas_max": "config/sections.py",
+    "teachers.NAME.replicas_max": "config/sections.py",
     "teachers.NAME.noise": "config/teacher.py",
     "teachers.NAME.engine": "plan/engines.py",
-    "teachers.NAME.tokenizer": "plan/teachers.py",
+    "teachers.NAME.tokenizer": "plan/facts.py",
     "data.chat": "data/tokenizers.py",
     "data.system_prompt": "data/tokenizers.py",
     "data.template_args": "data/tokenizers.py",
-    "data.adapt": "pipeline/run.py",
-    "data.half_life": "pipeline/run.py",
-    "data.floor": "pipeline/run.py",
-    "data.too_long": "plan/plan.py",
-    "policy.refill": "config/schema.py",
-    "policy.drop_alike": "objective/method.py",
+    "data.adaptive.weight_by": "pipeline/run.py",
+    "data.adaptive.half_life": "pipeline/run.py",
+    "data.adaptive.uniform_share": "pipeline/run.py",
+    "data.too_long": "plan/prompts.py",
+    "policy.refill": "config/sections.py",
+    "policy.drop_alike": "objective/constants.py",
     "policy.old_decay": "objective/method.py",
-    "eval.every": "pipeline/run.py",
+    "eval.every": "pipeline/evaluate.py",
+    "policy.centre_size": "engines/sampling_options.py",
     "checkpoint.every": "pipeline/run.py",
     "checkpoint.minutes": "pipeline/run.py",
     "checkpoint.keep": "pipeline/run.py",
@@ -337,17 +363,21 @@ READ_BY = {
     "guards.gac.below": "pipeline/control/guards.py",
     "guards.gac.factor": "pipeline/control/guards.py",
     "teachers.NAME.recheck": "pipeline/stages.py",
+    "sampler.fusion.alpha": "config/sampler.py",
+    "sampler.fusion.updates": "config/sampler.py",
+    "sampler.fusion.difficulty": "pipeline/run.py",
     "freshness.beta": "objective/sample_weights.py",
     "freshness.refresh": "pipeline/control/buffer_refresh.py",
-    "freshness.every": "pipeline/control/buffer_refresh.py",
+    "freshness.refresh_every": "pipeline/control/buffer_refresh.py",
     "freshness.kappa_f": "pipeline/control/buffer_refresh.py",
     "freshness.kappa_roll": "pipeline/control/buffer_refresh.py",
     "freshness.kappa_sup": "pipeline/control/buffer_refresh.py",
     "freshness.cooldown": "pipeline/control/buffer_refresh.py",
-    "freshness.buffer": "pipeline/control/buffer_refresh.py",
+    "freshness.estimate": "pipeline/control/buffer_refresh.py",
     "freshness.measure": "pipeline/control/buffer_refresh.py",
-    "log.to": "run_dir/writing.py",
-    "log.project": "run_dir/writing.py",
+    "log.to": "run_dir/trackers.py",
+    "log.project": "run_dir/trackers.py",
+    "log.listen": "run_dir/trackers.py",
     "log.samples": "pipeline/run.py",
     "log.trace": "run_dir/writing.py",
     "schedule.drift": "pipeline/steering.py",
@@ -357,9 +387,9 @@ READ_BY = {
     "runtime.heartbeat": "runtimes/local.py",
     "runtime.restarts": "runs/start.py",
 }
-"""Whoever reads what is of the run and not of its engines, or needs what is not installed everywhere."""
+"""Files that read settings of the run, not of its engines, or settings that need packages beside the usual ones."""
 REFUSED = {"learner.dropout", "sft.loss.weight"}
-"""What does nothing with this student, or alone."""
+"""Settings without effect on this student, or alone."""
 
 
 def choices(info: FieldInfo) -> tuple[Any, ...]:
@@ -422,7 +452,7 @@ def seen(made: Plan) -> list[Any]:
         replace(method, loss=None, policy=None, reference=None, freshness=None),  # type: ignore[arg-type]
         made.sampling,
         [eval_sampling(config, name) for name in config.data.held_out],
-        schedule_of(config.schedule, config.groups_per_update),
+        schedule_of(config.schedule, config.groups_per_update, config.reuse),
         [(p.tokens.tolist(), p.seed, p.teacher, p.ground_truth) for p in chain(prompts, *made.held_out.values())],
         [made.prompts.source(number) for number in range(30)],
         made.prompts.digest,
@@ -496,7 +526,7 @@ def graded(group: Sequence[Handle]) -> list[Handle]:
 
 
 def reads(path: str, name: str) -> bool:
-    """Whether a file has `….section.key`, or that of the section itself `self.key`."""
+    """Return True if a file has `….section.key`, or `self.key` in the section itself."""
     section, _, key = (
         name.replace("teachers.NAME.recheck", "teacher.settings.recheck")
         .replace("teachers.NAME", "teacher")
@@ -505,7 +535,7 @@ def reads(path: str, name: str) -> bool:
     )
     tree = ast.parse((SOURCE / path).read_text("utf-8"))
     found = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return any(each.endswith((f"{section or 'config'}.{key}", f"self.{key}")) for each in found)
+    return any(each.endswith((f"{section or 'config'}.{key}", f"self.{key}", f"self.settings.{key}")) for each in found)
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,11 @@ SHORT = {
     "runtime.kind": "inline",
     "runtime.device": "cpu",
 }
-SHORTER = {"warm_start": {"sft.updates": "2", "sft.warmup": "1"}}
+SHORTER = {"warm_start": {"sft.updates": "2", "sft.warmup": "1"}, "lookup_critic": {"critic.warmup": "1"}}
 TELLS = {
     "arithmetic": {"distill/loss", "distill/ratio", "drift/kl"},
     "forward_kl": {"distill/loss", "drift/kl"},
+    "other_tokenizer": {"distill/loss", "teacher/kl", "spelling/open", "spelling/span_tokens"},
     "fopd": {"distill/loss", "freshness/f", "freshness/anchor", "freshness/buffer_f", "freshness/refreshes"},
     "fopd_self": {"freshness/f", "freshness/sup", "freshness/sup_coverage", "teacher/self/version"},
     "grpo_opd": {"distill/loss", "policy/loss", "policy/reward", "policy/clip_fraction", "saved/prompt"},
@@ -34,6 +35,7 @@ TELLS = {
     "periodic_grpo": {"policy/loss", "reference/kl", "drift/kl/lag_0", "saved/prompt"},
     "tools": {"distill/loss", "reward/exact", "episode/calls", "episode/invalid"},
     "lookup": {"distill/loss", "reward/exact", "episode/calls", "episode/invalid"},
+    "lookup_critic": {"policy/loss", "critic/loss", "critic/clip_fraction", "episode/calls"},
     "self_privileged": {"distill/loss", "teacher/kl"},
     "self_best": {"distill/loss", "reward/exact", "teacher/kl"},
     "warm_start": {"distill/loss", "sft"},
@@ -59,7 +61,7 @@ STAND_INS = {
     "learner.compute_dtype": "float32",
     "learner.lr": "1e-3",
 }
-"""What lets an example do without a download."""
+"""Settings that replace downloads in an example."""
 
 
 def test_every_example_is_tried_or_needs_a_download() -> None:

@@ -93,15 +93,21 @@ REFUSED = {
     "learner.lora.rank=100000": "learner.lora.rank = 100000 is more than the width of any of these layers of built",
     "runtime.device=cpu:7": "runtime.device = 'cpu:7': all CPUs are one device: write \"cpu\"",
     "learner.batch_size=1000000000": "samples in flight, which need at least 4,768.4 GiB; this machine has",
-    "freshness.every=5": 'every is for refresh = "fixed": write that, or drop it',
+    "freshness.refresh_every=5": 'refresh_every is for refresh = "fixed": write that, or drop it',
     "freshness.refresh=never freshness.kappa_f=0.2": 'kappa_f is for refresh = "adaptive": write that, or drop it',
-    "freshness.refresh=fixed freshness.buffer=measured": 'buffer is for refresh = "adaptive": write that, or drop it',
+    "freshness.refresh=fixed freshness.estimate=measured": (
+        'estimate is for refresh = "adaptive": write that, or drop it'
+    ),
     "freshness.refresh=never freshness.measure=5": 'measure is for refresh = "adaptive": write that, or drop it',
-    "policy.loss=vanilla freshness.weight=equal freshness.also=policy": 'also = "policy" does nothing with weight =',
+    "policy.loss=vanilla freshness.weight=equal freshness.apply_to=policy": (
+        'apply_to = "policy" does nothing with weight ='
+    ),
     "freshness.weight=lag freshness.threshold=0.1": 'threshold is for weight = "freshness": write that, or drop it',
     "freshness.weight=equal freshness.anchor=0 freshness.refresh=never": "leave nothing to do: drop [freshness], or",
-    "freshness.also=policy": 'freshness.also = "policy" weighs a policy loss, and there is none',
-    f"{RL} freshness.anchor=0.2": "[freshness] weighs the distillation loss, and loss.weight = 0: write freshness.also",
+    "freshness.apply_to=policy": 'freshness.apply_to = "policy" weighs a policy loss, and there is none',
+    f"{RL} freshness.anchor=0.2": (
+        "[freshness] weighs the distillation loss, and loss.weight = 0: write freshness.apply_to"
+    ),
     "freshness.drift=snapshots learner.snapshots=0": "learner.snapshots = 0 keeps none: drop learner.snapshots",
     "freshness.m=4": 'freshness.m does nothing: loss.kind = "reverse_kl_mc" has draws of its own',
     "loss.kind=forward_kl freshness.m=4 freshness.drift=snapshots freshness.anchor=0": (
@@ -122,7 +128,7 @@ WARNED = {
 NOTED = {
     "loss.clip=0.2 schedule.kind=sync": f"loss.clip {NOTHING}",
     "loss.ratio_cap=2.0 schedule.tau=0": f"loss.ratio_cap {NOTHING}",
-    "loss.kind=k1 loss.as=reward loss.dual_clip=4.0 schedule.kind=periodic": f"loss.dual_clip {NOTHING}",
+    "loss.kind=k1 loss.use=advantage loss.dual_clip=4.0 schedule.kind=periodic": f"loss.dual_clip {NOTHING}",
     f"{RL} policy.options={{clip_high=0.3}} schedule.kind=sync": f"policy.options.clip_high {NOTHING}",
     "freshness.anchor=0.2 schedule.kind=sync": "[freshness] has almost no effect: every update trains on answers of",
     "freshness.anchor=0.2": "freshness: no teacher scores answers again (relabel), so that supervision drift is",
@@ -141,7 +147,7 @@ QUIET = [
     "learner.dtype=float64 learner.compute_dtype=float64",
     f"{TWO} teachers.other.weight=0",
 ]
-"""What does something, or was not asked for."""
+"""Settings that have an effect, or that nobody wrote."""
 
 
 @pytest.fixture
@@ -234,8 +240,8 @@ def test_check_counts_gpus_as_train_does(
     short = "3 GPUs are needed (learner 1, sampler 1, teacher main 1), there are 1"
     assert main([*check, "auto"]) == 0
     assert f"# running on CPU: {short}; see runtime.kind" in capsys.readouterr().out
-    monkeypatch.setattr("slipstream.plan.plan.check_device", lambda config: None)
-    monkeypatch.setattr("slipstream.plan.plan.check_room", lambda plan: [])
+    monkeypatch.setattr("slipstream.engines.native.model.pick_device", lambda device, where: None)
+    monkeypatch.setattr("slipstream.plan.rules.memory.check_room", lambda plan: [])
     monkeypatch.setattr("slipstream.plan.placement.needs", lambda plan: [])
     assert main([*check, "cuda"]) == 2
     assert f"runtime.device = 'cuda': {short}; lower" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.config.data import DataConfig
 from slipstream.config.offpolicy import MixConfig
-from slipstream.config.schema import DataConfig
 from slipstream.data.given import Limits, answers_of, read_trajectories
 from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.prompts import Row, load_rows

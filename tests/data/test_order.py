@@ -56,16 +56,18 @@ def test_temperature_makes_shares_more_equal() -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.sampled_from([0.3, 1.0, 2.0, 2.5]), st.integers())
-def test_a_curriculum_goes_from_easy_to_hard_and_then_through_epochs(levels: list[int], ramp: float, seed: int) -> None:
-    order, rows = Epochs(range(len(levels)), seed=seed, difficulty=levels, ramp=ramp), len(levels)
-    length = max(round(ramp * rows), 1)
+def test_a_curriculum_goes_from_easy_to_hard_and_then_through_epochs(
+    levels: list[int], epochs: float, seed: int
+) -> None:
+    order, rows = Epochs(range(len(levels)), seed=seed, difficulty=levels, curriculum_epochs=epochs), len(levels)
+    length = max(round(epochs * rows), 1)
     first = [order.at(number) for number in range(length)]
     assert all(levels[a] <= levels[b] for a, b in pairwise(first))
     times = Counter(first)
     assert all(length // rows <= times[row] <= -(-length // rows) for row in range(rows)), "each as often as others"
     for begin in (length, length + rows):
         assert sorted(order.at(number) for number in range(begin, begin + rows)) == list(range(rows))
-    again = Epochs(range(rows), seed=seed, difficulty=levels, ramp=ramp)
+    again = Epochs(range(rows), seed=seed, difficulty=levels, curriculum_epochs=epochs)
     assert [again.at(number) for number in reversed(range(length))][::-1] == first
 
 
@@ -85,7 +87,9 @@ def table(rows: int, sources: int = 1) -> Prompts:
 
 
 def choice(prompts: Prompts, **settings: Any) -> AdaptiveChoice:
-    return AdaptiveChoice(prompts, **{"by": "reward", "reward": "r", "half_life": 20.0, "floor": 0.1} | settings)
+    return AdaptiveChoice(
+        prompts, **{"weight_by": "reward", "reward": "r", "half_life": 20.0, "uniform_share": 0.1} | settings
+    )
 
 
 def group(number: int, *rewards: float, gap: float = 0.0) -> list[Handle]:
@@ -138,9 +142,9 @@ def test_pass_rates_are_discounted_and_return_to_one_half() -> None:
 
 
 def test_prompts_that_are_sometimes_right_are_drawn_more_often_and_none_starves() -> None:
-    """Row 0 is answered right half of the time, rows 1 to 9 always: weights ¼ and nearly 0. The floor is ¼, so each of
+    """Row 0 is answered right half of the time, rows 1 to 9 always: weights ¼ and nearly 0. The share is ¼, so each of
     the others is drawn within 40 draws on average, where 0.25/10 is its least probability."""
-    chooser, found = choice(table(10), floor=0.25, half_life=1e6), Counter[int]()
+    chooser, found = choice(table(10), uniform_share=0.25, half_life=1e6), Counter[int]()
     gaps, last = list[int](), dict[int, int]()
     for number in range(4000):
         drawn = row(chooser, number)
@@ -154,11 +158,11 @@ def test_prompts_that_are_sometimes_right_are_drawn_more_often_and_none_starves(
     assert np.mean(gaps) <= 40
 
 
-def test_every_row_has_at_least_its_part_of_the_floor() -> None:
-    """Weights 1 and 0, 0, 0: probabilities are floor/4 + 1 − floor, and floor/4."""
+def test_every_row_has_at_least_its_part_of_the_uniform_share() -> None:
+    """Weights 1 and 0, 0, 0: probabilities are u/4 + 1 − u, and u/4, for u = `uniform_share`."""
     found = Counter[int]()
     for number in range(8000):
-        chooser = choice(table(4), floor=0.4)
+        chooser = choice(table(4), uniform_share=0.4)
         chooser.weights = np.array([1.0, 0.0, 0.0, 0.0])
         found[row(chooser, number)] += 1
     error = 4 * np.sqrt(0.1 * 0.9 / 8000)
@@ -200,7 +204,7 @@ def test_the_order_in_which_groups_end_changes_nothing(ends: list[int], rewards:
 
 @pytest.mark.parametrize("by", ["reward", "kl"])
 def test_a_saved_choice_goes_on_exactly(by: str) -> None:
-    whole = choice(table(20, sources=2), by=by)
+    whole = choice(table(20, sources=2), weight_by=by)
     for number in range(12):
         row(whole, number)
     for number in range(9):
@@ -208,7 +212,7 @@ def test_a_saved_choice_goes_on_exactly(by: str) -> None:
         if number == 4:
             whole.update(range(5, 12))
     saved = json.loads(json.dumps(whole.state))
-    again = choice(table(20, sources=2), by=by, before=saved)
+    again = choice(table(20, sources=2), weight_by=by, before=saved)
     for chooser in (whole, again):
         chooser.update({10, 11})
     assert whole.weights.tolist() == again.weights.tolist() and whole.state == again.state
@@ -218,7 +222,7 @@ def test_a_saved_choice_goes_on_exactly(by: str) -> None:
 
 def test_by_kl_prompts_far_from_the_teacher_come_more_often() -> None:
     """KL per token 0.5 of row a and 0.1 of row b, two answers each: with the mean, 0.3, as one more answer."""
-    chooser = choice(table(2), by="kl", half_life=1e9)
+    chooser = choice(table(2), weight_by="kl", half_life=1e9)
     assert chooser.weights.tolist() == [1.0, 1.0]
     first, second = answered(chooser, 0, 0.0, 0.0, gap=2.0), answered(chooser, 1, 0.0, 0.0, gap=0.4)
     if first != second:

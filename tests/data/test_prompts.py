@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.config.schema import DataConfig
+from slipstream import children
+from slipstream.config.data import DataConfig
 from slipstream.data import arithmetic
 from slipstream.data.prompts import Prompts, Row, load_rows
 from slipstream.data.teacher_context import check_function
@@ -443,7 +444,7 @@ def test_an_unknown_builtin_model_is_named_with_the_nearest_one() -> None:
 
 
 class Generation:
-    """What a model's generation_config.json says."""
+    """Content of a model's generation_config.json."""
 
     def __init__(self, eos_token_id: int | list[int] | None) -> None:
         self.eos_token_id = eos_token_id
@@ -713,7 +714,7 @@ def deaf(text):
 def test_a_reward_that_hears_no_alarm_is_ended_with_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grading, "GRACE", 0.5)
+    monkeypatch.setattr(grading, "REPORT_TIME", 0.5)
     spec = own(tmp_path, "deaf", DEAF)
     found = grade_all(PoolGrader((spec,), decode, timeout=1.0), group_of(["0", "1", "2"], None))
     late = Ungraded("timeout", f"{spec} took more than 1 s (task.timeout) and did not stop")
@@ -731,8 +732,8 @@ def test_a_grading_process_that_is_killed_while_it_has_nothing_to_do_costs_nothi
 
     async def run() -> list[Handle]:
         await grader.grade(group_of(["1"], 1))
-        grader.processes[0].process.kill()
-        grader.processes[0].process.wait()
+        grader.processes.children[0].process.kill()
+        grader.processes.children[0].process.wait()
         return await grader.grade(group_of(["1"], 1))
 
     (found,) = asyncio.run(run())
@@ -744,9 +745,9 @@ def test_a_grading_process_that_is_killed_while_it_has_nothing_to_do_costs_nothi
 def test_a_grading_process_that_is_lost_while_it_starts_costs_nothing(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grading, "STARTED", 6.0)
+    monkeypatch.setattr(children, "STARTED", 6.0)
     grader = PoolGrader(("exact",), decode)
-    os.kill(grader.processes[0].process.pid, how)
+    os.kill(grader.processes.children[0].process.pid, how)
     assert grade_all(grader, group_of(["1"], 1)) == [[{"exact": 1.0}]]
 
 
@@ -762,7 +763,7 @@ def test_grading_processes_that_cannot_start_end_the_run(tmp_path: Path) -> None
 def test_imports_that_take_too_long_name_their_setting(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grading, "STARTED", 2.0)
+    monkeypatch.setattr(children, "STARTED", 2.0)
     spec = own(tmp_path, "slow", "import time\ntime.sleep(600)\ndef slow(prompt): return prompt")
     with pytest.raises(ConfigError, match=f"^{setting} = '.*own.py:slow': its imports take more than 2 s$"):
         check_function("main", spec, graded=True) if "context" in setting else needs((spec,))
@@ -782,9 +783,9 @@ def test_a_cancelled_call_leaves_the_pool_whole() -> None:
                 await task
         return await grader.grade(group_of(["1", "2"], 1))
 
-    (process,) = grader.processes
+    (process,) = grader.processes.children
     graded = asyncio.run(run())
-    assert grader.processes == [process]
+    assert grader.processes.children == [process]
     grader.close()
     assert [handle.header.rewards for handle in graded] == [{"exact": 1.0}, {"exact": 0.0}]
 
@@ -818,7 +819,7 @@ KILLED = """
 import os, signal
 from slipstream.rewards.grading import PoolGrader
 
-process = PoolGrader(("{reward}",), str).processes[0]
+process = PoolGrader(("{reward}",), str).processes.children[0]
 process.ready()
 if {busy}:
     process.connection.send([None])

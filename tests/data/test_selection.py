@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.data.prompts import Row, load_rows
-from slipstream.data.selection import COMMON, WORDS, difficulties, fitting, overlap_of, without_copies
+from slipstream.data.selection import COMMON, FILTER_WORDS, difficulties, fitting, overlap_of, without_copies
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Ints
 
@@ -92,11 +92,13 @@ def test_difficulties_are_numbers_and_differ() -> None:
 
     assert found(1, 2.5, "3") == [1.0, 2.5, 3.0]
     for wrong in (None, True, "easy", float("nan"), [1]):
-        with pytest.raises(DataError, match=r"f:1: 'a.b' is .*, and data.by needs a number"):
+        with pytest.raises(DataError, match=r"f:1: 'a.b' is .*, and data.curriculum.column needs a number"):
             found(1, wrong)
-    with pytest.raises(ConfigError, match=r"data.by = 'a.b' does nothing: every row has 2 there; name another column"):
+    with pytest.raises(
+        ConfigError, match=r"data.curriculum.column = 'a.b' does nothing: every row has 2 there; name another column"
+    ):
         found(2, "2")
-    with pytest.raises(DataError, match=r"r: has no 'level' \(data.by\)"):
+    with pytest.raises(DataError, match=r"r: has no 'level' \(data.curriculum.column\)"):
         difficulties([Row("r", "x")], "level")
 
 
@@ -114,7 +116,7 @@ def test_held_out_prompts_overlap_if_equal_or_with_thirteen_words_in_a_row() -> 
     held = rows("1 + 2", story(2), story(3), "Other, Words!", "1 + 1")
 
     found = overlap_of(train, ids(*(str(r.prompt) for r in train)), held, ids(*(str(r.prompt) for r in held)))
-    assert WORDS == 13
+    assert FILTER_WORDS == 13
     assert found == ({4: 0}, {1: 1}), "story(2) has d … p; story(3) has twelve words in a row"
     assert overlap_of(train, ids("a", "b", "c"), held[2:4], ids("d", "e")) == ({}, {})
 

@@ -16,13 +16,14 @@ import pytest
 from rich.console import Console
 
 from slipstream.cli import main
+from slipstream.commands.config import prompt_preview, shortened
+from slipstream.config.data import DataConfig
 from slipstream.config.file import load
-from slipstream.config.schema import DataConfig
 from slipstream.data.layouts import (
     DEEPMATH,
     GSM8K,
     OPENAI,
-    PLAIN,
+    PLAIN_LAYOUT,
     PROBLEM,
     TRL,
     VERL,
@@ -33,8 +34,8 @@ from slipstream.data.layouts import (
 from slipstream.data.prompts import Row, load_rows
 from slipstream.data.tokenizers import encode_rows
 from slipstream.errors import ConfigError, DataError
-from slipstream.plan.evaluation import graded_rows
-from slipstream.plan.plan import plan, prompt_preview, shortened
+from slipstream.plan.plan import plan
+from slipstream.plan.prompts import graded_rows
 from slipstream.rewards.functions import exact, math, unfit
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start as launch
@@ -50,7 +51,7 @@ def lines(*rows: Any) -> bytes:
 
 
 def written(path: Path, content: bytes | list[dict[str, Any]]) -> str:
-    """As a file of the kind that its name says."""
+    """Write a file of the kind that its name says."""
     if path.suffix == ".parquet" and isinstance(content, list):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
     else:
@@ -201,26 +202,26 @@ def test_a_table_that_was_saved_alone_has_no_splits(tmp_path: Path, monkeypatch:
 LAYOUTS = [
     ([MATH], GSM8K),
     ([{**MATH, "answer": "none"}, MATH], GSM8K),
-    ([{**MATH, "answer": "7"}], PLAIN),
-    ([{**MATH, "prompt": "x"}], PLAIN),
+    ([{**MATH, "answer": "7"}], PLAIN_LAYOUT),
+    ([{**MATH, "prompt": "x"}], PLAIN_LAYOUT),
     ([DEEP], DEEPMATH),
     ([{"problem": "a", "answer": "7", "solution": "b"}], PROBLEM),
-    ([{"problem": "a", "answer": "7", "prompt": "b"}], PLAIN),
-    ([{"problem": "a", "answer": "7", "question": "b"}], PLAIN),
+    ([{"problem": "a", "answer": "7", "prompt": "b"}], PLAIN_LAYOUT),
+    ([{"problem": "a", "answer": "7", "question": "b"}], PLAIN_LAYOUT),
     ([VERL_ROW], VERL),
-    ([{**VERL_ROW, "reward_model": "path"}], PLAIN),
-    ([{**VERL_ROW, "answer": "7"}], PLAIN),
+    ([{**VERL_ROW, "reward_model": "path"}], PLAIN_LAYOUT),
+    ([{**VERL_ROW, "answer": "7"}], PLAIN_LAYOUT),
     ([{"prompt": "a", "completion": "b"}], TRL),
     ([{"prompt": [USER], "completion": [SAID]}], TRL),
-    ([{"prompt": "a"}], PLAIN),
+    ([{"prompt": "a"}], PLAIN_LAYOUT),
     ([{"messages": [USER, SAID]}], OPENAI),
     ([{"messages": [USER], "tools": []}], OPENAI),
-    ([{"messages": [USER], "answer": 1}], PLAIN),
-    ([{"prompt": None, "messages": [USER]}], PLAIN),
-    ([{"text": "a"}], PLAIN),
+    ([{"messages": [USER], "answer": 1}], PLAIN_LAYOUT),
+    ([{"prompt": None, "messages": [USER]}], PLAIN_LAYOUT),
+    ([{"text": "a"}], PLAIN_LAYOUT),
     (["no object", MATH], GSM8K),
-    ([["no object"]], PLAIN),
-    ([], PLAIN),
+    ([["no object"]], PLAIN_LAYOUT),
+    ([], PLAIN_LAYOUT),
 ]
 
 

@@ -16,7 +16,17 @@ import words_kl as study
 from build_words import RECIPES, build_tokenizer, dialect, example, quality
 from slipstream.data.prompts import load_rows
 from slipstream.data.tokenizers import check_same_vocabulary, load_tokenizer
-from slipstream.data.words import CLASS_OF, CLASSES, END, RANKS, WORDS, grammatical, next_words, numbered, sentence
+from slipstream.data.words import (
+    CLASS_OF,
+    CLASSES,
+    END,
+    RANKS,
+    VOCABULARY_WORDS,
+    grammatical,
+    next_words,
+    numbered,
+    sentence,
+)
 from slipstream.errors import DataError
 from slipstream.models.resolve import model_path
 
@@ -26,14 +36,14 @@ HARMONIC = sum(1 / rank for rank in range(1, 129))
 
 def word(kind: int, rank: int) -> str:
     """The word of a class (from 0) and a rank (from 1)."""
-    return WORDS[kind * 128 + rank - 1]
+    return VOCABULARY_WORDS[kind * 128 + rank - 1]
 
 
 # --- the language -----------------------------------------------------------------------------------------------------
 
 
 def test_words_are_different_and_their_next_words_have_the_written_probabilities() -> None:
-    assert len(set(WORDS)) == CLASSES * RANKS == 2048 and all(each.isalpha() for each in WORDS)
+    assert len(set(VOCABULARY_WORDS)) == CLASSES * RANKS == 2048 and all(each.isalpha() for each in VOCABULARY_WORDS)
     assert len(next_words(word(0, 5))) == 3 * 128 and len(next_words(word(3, 5))) == 3 * 128 + 1
     # after class 0 come classes 1, 3 and 8; class 15 is the last of four, and 15 + 1, + 3, + 8 are 0, 2 and 7
     assert next_words(word(0, 128))[word(3, 4)] == pytest.approx(0.3 / 4 / HARMONIC)
@@ -104,7 +114,7 @@ def test_the_models_have_the_words_as_tokens() -> None:
         tokenizer = load_tokenizer(name)
         check_same_vocabulary(tokenizer, built, names=(name, name))
         assert len(tokenizer) == 2050 and tokenizer.model_max_length == built.model_max_length
-        text = " ".join(WORDS[5:900:100])
+        text = " ".join(VOCABULARY_WORDS[5:900:100])
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     size = sum(path.stat().st_size for name in MODELS for path in Path(model_path(name)).iterdir())
     assert size < 600_000
@@ -113,7 +123,9 @@ def test_the_models_have_the_words_as_tokens() -> None:
 def test_the_dialect_keeps_classes_and_slips_are_as_frequent_as_written() -> None:
     recipe = RECIPES["word_student"]
     says = dialect(recipe.seed)
-    assert sorted(says.values()) == sorted(WORDS) and all(CLASS_OF[a] == CLASS_OF[b] for a, b in says.items())
+    assert sorted(says.values()) == sorted(VOCABULARY_WORDS) and all(
+        CLASS_OF[a] == CLASS_OF[b] for a, b in says.items()
+    )
     kept = total = 0
     for index in range(400):
         truth, words = " ".join(numbered("train", index)).split(), example(index, recipe, says)

@@ -1,4 +1,4 @@
-"""What a checksum is, that devices and threads agree on it, and which changes it shows."""
+"""Checksums: their definition, the agreement of devices and threads, and the changes that they show."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from slipstream.engines import checksums as module
 from slipstream.engines.checksums import (
+    BLOCK_WORDS,
     LOWER,
-    PIECE,
+    PIECE_BLOCKS,
     UPPER,
-    WORDS,
     checksum,
     raw,
     sums_in_memory,
@@ -42,7 +42,7 @@ def test_a_checksum_is_the_hash_of_two_sums_for_each_block() -> None:
 
 
 @given(
-    st.integers(0, 3 * 8 * WORDS),
+    st.integers(0, 3 * 8 * BLOCK_WORDS),
     st.integers(0, 9),
     st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
 )
@@ -51,14 +51,14 @@ def test_devices_and_host_memory_have_the_same_sums(size: int, start: int, dtype
     tensor = random(size + start, dtype)[start:]  # also where words are not aligned
     sums = sums_in_memory(raw(tensor))
     np.testing.assert_array_equal(sums_on_device(tensor), sums)
-    assert len(sums) == -(-size * dtype.itemsize // (8 * WORDS))
+    assert len(sums) == -(-size * dtype.itemsize // (8 * BLOCK_WORDS))
 
 
 def test_threads_and_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = random(4 * WORDS * (PIECE + 1) + 3)
+    weight = random(4 * BLOCK_WORDS * (PIECE_BLOCKS + 1) + 3)
     expected = checksum(weight), checksum(weight, torch.float32)
-    monkeypatch.setattr(module, "PIECE", 3)
-    monkeypatch.setattr(module, "MOVED", 7)
+    monkeypatch.setattr(module, "PIECE_BLOCKS", 3)
+    monkeypatch.setattr(module, "MOVED_BLOCKS", 7)
     assert (checksum(weight), checksum(weight, torch.float32)) == expected
     turned = random(33 * 65).view(33, 65).T
     assert checksum(turned) == checksum(turned.contiguous()) != checksum(turned.T)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from slipstream.engines.server.api import Served, ServerEndpoint, served_name
-from slipstream.engines.server.completions import CompletionsSampler
+from slipstream.engines.server.sampler import CompletionsSampler
 from slipstream.errors import EngineError
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
-from slipstream.testing.endpoint import FakeEndpoint, table
+from support.fake_endpoint import FakeEndpoint, table
 
 VOCAB, END = 8, 5
 LOGQ_VV = np.log(np.full((VOCAB, VOCAB), 0.02) + 0.84 * np.roll(np.eye(VOCAB), 1, axis=1))

@@ -29,27 +29,32 @@ import slipstream
 from slipstream.config.file import parse, to_toml
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines import score_checks as trust
-from slipstream.engines.http import breaker, client, scorer
-from slipstream.engines.http.answers import WrongAnswer, read
-from slipstream.engines.http.breaker import LIMIT, Breaker, Unavailable
+from slipstream.engines.http import client, scorer
 from slipstream.engines.http.check import Requirements, check
-from slipstream.engines.http.client import Client, Endpoint, key_from_environment, retry_after
-from slipstream.engines.http.scorer import HttpScorer
+from slipstream.engines.http.client import (
+    OUTAGE_FAILURES,
+    Breaker,
+    Client,
+    Endpoint,
+    Unavailable,
+    key_from_environment,
+    retry_after,
+)
+from slipstream.engines.http.scorer import HttpScorer, WrongAnswer, read
 from slipstream.engines.native.model import split
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError, EndpointError, EngineError, NoContext, Stalled
-from slipstream.pipeline import retries as tries
-from slipstream.pipeline import watchdog as silence
+from slipstream.pipeline import failures
 from slipstream.pipeline.run import Run
-from slipstream.plan.plan import freshness_notes
-from slipstream.protocols import Engines, Graded, Sampling
+from slipstream.plan.facts import Facts
+from slipstream.plan.notes import freshness_notes
+from slipstream.protocols import Engines, GradingSampler, Sampling
 from slipstream.records import Attempts, Handle, Prompt, Rollout, Scored, header_of
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.testing.endpoint import FakeEndpoint, Fault, model, prompt_logprobs, table
-from slipstream.testing.server import send
+from slipstream.testing.endpoint import model, prompt_logprobs, send
+from support import tabular_engines as toy
+from support.engines import http_scorer, native_sampler, native_scorer
+from support.fake_endpoint import FakeEndpoint, Fault, table
 from support.tiny_models import EOS, VOCAB, make_model, make_prompts, masked, uniform, wrap
 
 T = TypeVar("T")
@@ -68,9 +73,9 @@ def run(work: Awaitable[T]) -> T:
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, in milliseconds."""
-    monkeypatch.setattr(client, "PAUSES", (0.005, 0.01, 0.02))
-    monkeypatch.setattr(breaker, "PAUSES", (0.02, 0.1))
-    monkeypatch.setattr(breaker, "SPREAD", 0.01)
+    monkeypatch.setattr(client, "REQUEST_PAUSES", (0.005, 0.01, 0.02))
+    monkeypatch.setattr(client, "PROBE_PAUSES", (0.02, 0.1))
+    monkeypatch.setattr(client, "PROBE_SPREAD", 0.01)
 
 
 @pytest.fixture
@@ -92,7 +97,7 @@ async def toy_group(group: int = 2, number: int = 0) -> list[Handle]:
 
 def score(fake: FakeEndpoint, *, groups: int = 1, k: int = 0, **changes: Any) -> list[Handle]:
     async def work() -> list[Handle]:
-        scorer = HttpScorer(endpoint(fake, **changes), k=k)
+        scorer = http_scorer(endpoint(fake, **changes), k=k)
         made = [await toy_group(number=number) for number in range(groups)]
         return [
             handle for scored in await asyncio.gather(*[scorer.score(group) for group in made]) for handle in scored
@@ -110,14 +115,14 @@ def test_an_endpoint_scores_as_the_model_itself_does(cache: Any, k: int, tmp_pat
     teacher.save_pretrained(tmp_path)
 
     async def work(url: str) -> list[list[Handle]]:
-        sampler = NativeSampler(wrap(make_model(seed=0)), slots=16, stop_ids={EOS})
+        sampler = native_sampler(wrap(make_model(seed=0)), slots=16, stop_ids={EOS})
         groups = [await sampler.generate(p, Sampling(max_tokens=12, group=2, draws=1)) for p in make_prompts(4)]
         sampler.close()
         for group in groups[:2]:  # some tokens were observed: nothing is said of them
             seen = [masked(h.body, np.arange(len(h.body.tokens)) % 3 != 1) for h in group]
             group[:] = [Handle(header_of(rollout), rollout) for rollout in seen]
-        native = NativeScorer(split("tiny", teacher), cache=cache, k=max(k, 1), name="main")
-        remote = HttpScorer(Endpoint("main", url, "teacher"), k=k)
+        native = native_scorer(split("tiny", teacher), cache=cache, k=max(k, 1), name="main")
+        remote = http_scorer(Endpoint("main", url, "teacher"), k=k)
         both = [[handle for group in groups for handle in await each.score(group)] for each in (native, remote)]
         native.close()
         return both
@@ -137,7 +142,7 @@ def test_an_endpoint_scores_as_the_model_itself_does(cache: Any, k: int, tmp_pat
 
 
 def test_the_emitted_token_comes_besides_the_best_also_where_it_is_not_among_them(fake: FakeEndpoint) -> None:
-    """Of 6 tokens 2 are asked for: some emitted tokens are among those, some are not."""
+    """The endpoint returns 2 of 6 tokens: some emitted tokens are among them, some are not."""
     handles = score(fake, groups=4, k=2)
     logq_VV, inside = TEACHER.log_softmax(-1), set[bool]()
     for scored in (handle.body for handle in handles):
@@ -172,7 +177,7 @@ def test_asked_again_it_has_moved_by_no_more_than_over_the_vocabulary(k: int, fa
         return Handle(replace(handle.header, attempts=Attempts(last=last)), handle.body)
 
     async def work() -> tuple[list[Handle], list[Handle]]:
-        scorer = HttpScorer(endpoint(fake), k=k, context=Behind())
+        scorer = http_scorer(endpoint(fake), k=k, context=Behind())
         first = await scorer.score([showing(each, "a") for each in await toy_group(3)])
         asked = [showing(first[0], "aa"), showing(first[1], "a"), showing(first[2], "none")]
         return first, await scorer.relabel(asked)
@@ -217,7 +222,8 @@ def test_a_teacher_at_an_endpoint_is_asked_again_where_attempts_have_moved(tmp_p
         }
         said = list[str]()
         lines = slipstream.train(config, quiet=True, checks=False).metrics
-        assert freshness_notes(parse(config, say=said.append)) == [
+        made = parse(config, say=said.append)
+        assert list(freshness_notes(made, Facts(made))) == [
             "freshness: supervision drift of teachers.main is a lower bound, as its endpoint scores 4 tokens only"
         ]
     again = [line for line in lines if line.get("teacher/relabelled")]
@@ -230,7 +236,7 @@ def test_rewards_travel_and_requests_hold_token_ids(fake: FakeEndpoint) -> None:
     async def work() -> list[Handle]:
         group = await toy_group()
         graded = await toy.ToyGrader().grade(group)
-        return await HttpScorer(endpoint(fake)).score(graded)
+        return await http_scorer(endpoint(fake)).score(graded)
 
     handles = run(work())
     assert [handle.header.index for handle in handles] == [0, 1]
@@ -318,10 +324,10 @@ def test_an_answer_without_end_is_not_held(fake: FakeEndpoint) -> None:
 
 
 def test_more_is_read_where_more_was_asked_for(monkeypatch: pytest.MonkeyPatch, fake: FakeEndpoint) -> None:
-    """As much as 256 bytes for each log-prob of each token."""
-    monkeypatch.setattr(client, "SPARE", 0)
+    """The answer has as much as 256 bytes for each log-prob of each token."""
+    monkeypatch.setattr(client, "SPARE_BYTES", 0)
     assert len(score(fake, k=5)) == 2
-    monkeypatch.setattr(scorer, "ENTRY", 1)
+    monkeypatch.setattr(scorer, "ENTRY_BYTES", 1)
     with pytest.raises(EndpointError, match="sends more than 0 MiB"):
         score(fake, k=5)
 
@@ -354,7 +360,7 @@ def test_such_an_endpoint_is_refused_before_a_run(fault: Fault, fake: FakeEndpoi
 
 def test_a_token_that_the_student_does_not_have_is_named(fake: FakeEndpoint) -> None:
     async def work() -> None:
-        await HttpScorer(endpoint(fake), k=TOY, vocabulary=TOY - 1).score(await toy_group())
+        await http_scorer(endpoint(fake), k=TOY, vocabulary=TOY - 1).score(await toy_group())
 
     with pytest.raises(EndpointError, match="has token 5 among its best, which the student does not have: use"):
         run(work())
@@ -389,7 +395,7 @@ def test_a_cancelled_call_leaves_nothing_behind(fake: FakeEndpoint) -> None:
     fake.always, fake.seconds = "slow", 0.1
 
     async def work() -> list[Handle]:
-        scorer = HttpScorer(endpoint(fake, concurrency=1))
+        scorer = http_scorer(endpoint(fake, concurrency=1))
         call = asyncio.create_task(scorer.score(await toy_group()))
         await asyncio.sleep(0.05)
         call.cancel()
@@ -413,7 +419,7 @@ def test_the_server_says_when_to_come_back_and_all_calls_wait_for_it(fake: FakeE
         asks, loop = Client(endpoint(fake)), asyncio.get_running_loop()
         await asks.ask("GET", "/models")
         began = loop.time()
-        scorer = HttpScorer(endpoint(fake))
+        scorer = http_scorer(endpoint(fake))
         scorer.client = asks
         first = asyncio.create_task(scorer.score(await toy_group(1)))
         while not fake.requests:
@@ -437,7 +443,7 @@ def test_retry_after_may_be_a_date() -> None:
     assert retry_after("Wed, 21 Oct 99999 07:28:00 GMT") == 0
 
 
-# --- the breaker ------------------------------------------------------------------------------------------------------
+# --- the breaker -----------------------------------------------------------------------------------------------------
 
 
 async def ask(gate: Breaker, fault: Unavailable | None = None) -> None:
@@ -448,7 +454,7 @@ async def ask(gate: Breaker, fault: Unavailable | None = None) -> None:
 
 
 async def trip(gate: Breaker) -> None:
-    for _ in range(LIMIT):
+    for _ in range(OUTAGE_FAILURES):
         with pytest.raises(Unavailable):
             await ask(gate, Unavailable("is broken"))
 
@@ -479,7 +485,7 @@ def test_while_it_is_down_one_call_goes_to_see_and_the_others_wait() -> None:
         return [tried, len(went), gate.failures]
 
     monkey = pytest.MonkeyPatch()
-    monkey.setattr(breaker, "SPREAD", 0.0)
+    monkey.setattr(client, "PROBE_SPREAD", 0.0)
     (tried, went, failures), _ = virtual.run(work())
     monkey.undo()
     assert 2 <= tried <= 5, "after pauses of 20, 40, 80 and then 100 ms"
@@ -504,16 +510,16 @@ def test_whoever_waits_too_long_hears_what_is_wrong() -> None:
             await asyncio.sleep(1e6)
 
     _, seconds = virtual.run(work())
-    assert breaker.OUTAGE <= seconds < breaker.OUTAGE + 1
+    assert client.MAX_OUTAGE <= seconds < client.MAX_OUTAGE + 1
 
 
 def test_too_many_requests_are_no_outage_and_neither_is_a_wrong_answer() -> None:
     async def work() -> None:
         gate = Breaker("teacher main at URL")
-        for _ in range(LIMIT + 1):
+        for _ in range(OUTAGE_FAILURES + 1):
             with pytest.raises(Unavailable):
                 await ask(gate, Unavailable("is busy", down=False))
-        for _ in range(LIMIT - 1):
+        for _ in range(OUTAGE_FAILURES - 1):
             with pytest.raises(Unavailable):
                 await ask(gate, Unavailable("is broken"))
         with pytest.raises(EndpointError):
@@ -546,8 +552,8 @@ def train(path: Path, fake: FakeEndpoint, *, patience: float | None = None, said
     )
     student = toy.random_table(TOY, seed=0)
     engines = Engines(
-        samplers=(Graded(toy.ToySampler(student), toy.ToyGrader()),),
-        scorers={"main": (HttpScorer(endpoint(fake, timeout=2.0, concurrency=4)),)},
+        samplers=(GradingSampler(toy.ToySampler(student), toy.ToyGrader()),),
+        scorers={"main": (http_scorer(endpoint(fake, timeout=2.0, concurrency=4)),)},
         learner=toy.ToyLearner(student),
         close=lambda: None,
     )
@@ -570,20 +576,20 @@ def test_a_run_goes_through_passing_faults_and_loses_nothing(tmp_path: Path, fak
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "PAUSES", (0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(failures, "GROUP_PAUSES", (0.01, 0.01, 0.01, 0.01))
 
 
 def test_an_outage_costs_time_and_no_group(
     tmp_path: Path, fake: FakeEndpoint, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as it takes for one group to use up all tries but the last, whichever groups meet it."""
+    """Calls fail until one group has used all tries but the last, whichever groups are hit."""
     score_first, calls = HttpScorer.score, 0
 
     async def score(self: HttpScorer, group: Any) -> list[Handle]:
         nonlocal calls
         calls += 1
         if calls == 6:
-            fake.faults.extend(["broken"] * len(tries.PAUSES))
+            fake.faults.extend(["broken"] * len(failures.GROUP_PAUSES))
         return await score_first(self, group)
 
     monkeypatch.setattr(HttpScorer, "score", score)
@@ -596,7 +602,7 @@ def test_an_outage_costs_time_and_no_group(
 def test_a_teacher_that_stays_down_stops_the_run_by_its_name(
     tmp_path: Path, fake: FakeEndpoint, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "OUTAGE", 0.1)
+    monkeypatch.setattr(client, "MAX_OUTAGE", 0.1)
     fake.always, said = "broken", list[str]()
     with pytest.raises(EngineError, match=f"scoring failed .* teacher main at {fake.url} .*answers 500") as caught:
         train(tmp_path, fake, said=said)
@@ -612,7 +618,7 @@ def test_a_teacher_that_stays_down_stops_the_run_by_its_name(
 def test_a_teacher_that_does_not_answer_is_named_long_before_anything_is_given_up(
     tmp_path: Path, fake: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "FIRST", 0.05)
+    monkeypatch.setattr(failures, "FIRST_WARNING", 0.05)
     fake.seconds, said = 0.3, list[str]()
     fake.tell("slow", "slow", "slow", "slow")
     made = train(tmp_path, fake, said=said)
@@ -637,7 +643,7 @@ def test_one_bad_answer_costs_one_response_of_a_run_and_the_ledger_says_why(tmp_
 def test_what_a_stalled_run_prints_names_the_teacher_that_is_down(
     tmp_path: Path, fake: FakeEndpoint, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "PAUSES", (60.0, 60.0))  # on a busy machine probes would use up the tries first
+    monkeypatch.setattr(client, "PROBE_PAUSES", (60.0, 60.0))  # on a busy machine probes would use up the tries first
     fake.always = "broken"
     with pytest.raises(Stalled, match=r"nothing has moved for 1 s") as caught:
         train(tmp_path, fake, patience=1.0)
@@ -720,7 +726,7 @@ def test_the_saved_config_holds_the_name_of_the_variable_only(monkeypatch: pytes
 
 # --- before a run -----------------------------------------------------------------------------------------------------
 
-NEED = Requirements(tokens=[1, 2, 3], highest=TOY - 1, longest=100)
+NEED = Requirements(tokens=[1, 2, 3], highest=TOY - 1, max_length=100)
 
 
 def checked(fake: FakeEndpoint, need: Requirements = NEED, **changes: Any) -> str:
@@ -760,7 +766,7 @@ def test_a_server_that_returns_fewer_log_probs_is_used_and_that_is_said(fake: Fa
 
 
 def test_an_endpoint_that_can_is_found_so_in_a_few_tiny_requests(fake: FakeEndpoint) -> None:
-    need = Requirements(tokens=[1, 2, 3], highest=TOY - 1, longest=100, k=5)
+    need = Requirements(tokens=[1, 2, 3], highest=TOY - 1, max_length=100, k=5)
     assert checked(fake, need) == f"teacher main at {fake.url} serves teacher, context 4096"
     assert [(r["prompt"], r["prompt_logprobs"]) for r in fake.requests] == [
         ([1, 2, 3], 0),
@@ -779,7 +785,7 @@ CANNOT = {
         "teachers.main.model = 'qwen': http://.* does not serve it; write one of its models: 'teacher'",
     ),
     "short context": (
-        refusing(need=Requirements([1, 2], 3, longest=4096)),
+        refusing(need=Requirements([1, 2], 3, max_length=4096)),
         r"teachers.main: .* context of 4096, but prompt \+ sampler.max_tokens \+ 1 are up to 4097: lower "
         r"sampler.max_tokens, shorten the prompts, or start the server with --max-model-len 4097",
     ),

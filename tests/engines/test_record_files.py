@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engines.record_files import ARRAYS, REST, read_groups, write_groups
+from slipstream.engines.record_files import GROUP_ARRAYS, GROUP_REST, read_groups, write_groups
 from slipstream.errors import RunDirError
 from slipstream.records import Handle, Prompt, Rollout, SamplingSupport, Scored, header_of, one_turn
 
@@ -144,5 +144,5 @@ def test_what_json_does_not_hold_is_refused_in_one_line(tmp_path: Path, value: A
 
 def test_no_file_is_a_pickle(tmp_path: Path) -> None:
     write_groups(tmp_path, [])
-    assert {path.name for path in tmp_path.iterdir()} == {ARRAYS, REST}
+    assert {path.name for path in tmp_path.iterdir()} == {GROUP_ARRAYS, GROUP_REST}
     assert read_groups(tmp_path) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.engines.rollout_cache import RolloutCache
+from slipstream.engines.record_files import RolloutCache
 from slipstream.protocols import Sampling
 from slipstream.records import Group, Handle, Prompt, SamplingSupport, header_of, one_turn
 

@@ -15,40 +15,41 @@ import pytest
 from rich.console import Console
 
 from slipstream.config.file import parse
-from slipstream.config.schema import HealthConfig
+from slipstream.config.running import HealthConfig
 from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.score_checks import FLOOR, rms_difference, scored
 from slipstream.errors import EngineError, NonFiniteError, RunDirError, SlipstreamError, Unhealthy
 from slipstream.metrics import trust_metrics
 from slipstream.pipeline.admission import AdmissionState
-from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.checkpoint import Checkpoints, RunState, newest
+from slipstream.pipeline.control.actions import Stop
 from slipstream.pipeline.control.health import (
     Health,
     History,
     Line,
     Trouble,
     dead,
-    examined,
     exploding,
+    find_troubles,
     idle,
     negative_kl,
     repeating,
     still_reward,
     unusable_scores,
 )
+from slipstream.pipeline.failures import ResponseWatch
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import is_rechecked
-from slipstream.pipeline.watchdog import ResponseWatch
-from slipstream.protocols import Engines, Graded, Scorer
+from slipstream.protocols import Engines, GradingSampler, Scorer
 from slipstream.records import Group, Handle, Scored, header_of
 from slipstream.reporting.terminal.watch import Watched
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs.start import print_resume_command
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
+from support import tabular_engines as toy
 from support.tiny_models import make_prompts, masked, uniform
 
 V = 6
@@ -257,7 +258,7 @@ def test_a_run_that_only_looks_odd_goes_on(case: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 30])
 def test_a_sound_run_is_found_sound_however_short(length: int) -> None:
-    assert list(examined(run_of(lambda n: {}, sound=length, then=0), HEALTH)) == []
+    assert list(find_troubles(run_of(lambda n: {}, sound=length, then=0), HEALTH)) == []
 
 
 def test_a_run_that_goes_on_is_compared_with_its_own_beginning() -> None:
@@ -265,24 +266,22 @@ def test_a_run_that_goes_on_is_compared_with_its_own_beginning() -> None:
     sound = list(run_of(lambda n: {}, sound=10, then=0).recent)
     dying = [SOUND | {"student/entropy": 0.2, "length/mean": 30.0, "teacher/kl": 2.0}] * 4
     dead_now = SOUND | {"student/entropy": 0.04, "teacher/kl": 2.0}
-    health = Health(HEALTH, say=lambda _: None)
+    health = Health(HEALTH)
     health.recall([*sound, *dying])
-    with pytest.raises(Unhealthy, match=r"the entropy fell from 1 to 0\.04"):
-        for _ in range(HEALTH.updates):
-            health.look(dead_now)
+    actions = [action for _ in range(HEALTH.updates) for action in health.on_update(dead_now)]
+    assert isinstance(actions[-1], Stop) and "the entropy fell from 1 to 0.04" in actions[-1].message
     assert list(health.first) == sound[: HEALTH.updates]
 
 
 def test_a_finding_that_stopped_a_run_does_not_stop_it_again_by_the_same_updates() -> None:
     """Scores that could not be used, and a teacher that was mended before the run went on."""
     failing = run_of(lambda n: {"teacher/invalid": 8.0})
-    again = Health(HEALTH, say=lambda _: None)
+    again = Health(HEALTH)
     again.recall(failing.recent)
-    again.look(SOUND)
+    assert again.on_update(SOUND) == []
     assert list(again.first) == list(failing.first) and len(again.recent) == 1
-    with pytest.raises(Unhealthy, match="scores could not be used"):
-        for _ in range(10):
-            again.look(SOUND | {"teacher/invalid": 8.0})
+    actions = [action for _ in range(10) for action in again.on_update(SOUND | {"teacher/invalid": 8.0})]
+    assert isinstance(actions[-1], Stop) and "scores could not be used" in actions[-1].message
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------
@@ -322,7 +321,7 @@ def train(path: Path, *scorers: Scorer, said: list[str] | None = None, learner: 
     )
     student = toy.random_table(V, seed=0)
     engines = Engines(
-        samplers=(Graded(toy.ToySampler(student), toy.ToyGrader()),),
+        samplers=(GradingSampler(toy.ToySampler(student), toy.ToyGrader()),),
         scorers={"main": scorers},
         learner=learner or toy.ToyLearner(student, lr=0.1),
         close=lambda: None,
@@ -354,7 +353,9 @@ def test_a_teacher_that_begins_to_say_zero_stops_the_run_and_the_last_good_check
     reasons = [entry.get("reason") for entry in read_lines(tmp_path / "ledger.jsonl")]
     assert set(reasons) == {None} and len(reasons) == 8 * stopped, "a synchronous run has nothing in flight then"
     proof = HealthConfig().updates
-    assert newest(tmp_path, proof=proof).standing.version == 9, "resume agrees with the line that stopped the run"
+    assert newest(tmp_path, proof=proof).state.admission.version == 9, (
+        "resume agrees with the line that stopped the run"
+    )
     said = io.StringIO()
     print_resume_command(tmp_path, RunDir(tmp_path).config, Console(file=said, width=200))
     assert said.getvalue() == f"stopped; saved after update 9; continue with: slipstream resume {tmp_path}\n"
@@ -366,8 +367,8 @@ def test_a_run_that_has_gone_on_and_saves_is_no_longer_of_one_that_went_wrong(tm
     learner = toy.ToyLearner(toy.random_table(V, seed=0))
 
     async def save(update: int, *, suspect: bool = False) -> None:
-        standing = AdmissionState(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
-        await checkpoints.save(learner, standing, (), {"time": 0.0}, stopping=suspect, suspect=suspect)
+        state = RunState(AdmissionState(version=update))
+        await checkpoints.save(learner, state, {"time": 0.0}, stopping=suspect, suspect=suspect)
 
     async def all_of_it() -> None:
         for update in (5, 6, 7, 8):
@@ -476,7 +477,7 @@ def test_a_run_does_not_go_on_from_the_weights_that_an_update_destroyed(tmp_path
     with pytest.raises(NonFiniteError, match=said):
         train(tmp_path, toy.ToyScorer(TEACHER), learner=learner, checkpoint={"every": every, "keep": 2})
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"5", "6.suspect"}
-    assert newest(tmp_path).standing.version == 5
+    assert newest(tmp_path).state.admission.version == 5
     with pytest.raises(RunDirError, match=r"6.suspect was saved when the run went wrong.*--from with one of .*5$"):
         newest(tmp_path, 6)
     Checkpoints(tmp_path / "checkpoints").forget_after(0)
@@ -488,12 +489,12 @@ def test_a_checkpoint_whose_place_a_killed_run_was_about_to_fill_is_there_again(
     """The kill came between the two renames: the old one had given up its name, the new one had not got it."""
     train(tmp_path, toy.ToyScorer(TEACHER), checkpoint={"every": 3, "keep": 9})
     made = tmp_path / "checkpoints"
-    last = newest(tmp_path).standing.version
+    last = newest(tmp_path).state.admission.version
     (made / str(last)).rename(made / f"{last}.old.tmp")
     for odd in ("²", "٣", "007", "1.old.tmp.txt"):
         (made / odd).mkdir()
     (made / "99").touch()
-    assert newest(tmp_path).standing.version == last
+    assert newest(tmp_path).state.admission.version == last
     Checkpoints(made).forget_after(0)
     assert not Checkpoints(made).existing() and (made / "007").is_dir()
 
@@ -503,8 +504,8 @@ def test_old_checkpoints_go_but_the_last_that_has_proven_sound(tmp_path: Path) -
         checkpoints = Checkpoints(tmp_path / f"{every} {keep} {proof}", every=every, keep=keep, proof=proof)
         learner = toy.ToyLearner(toy.random_table(V, seed=0))
         for update in range(every, 13, every):
-            standing = AdmissionState(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
-            await checkpoints.save(learner, standing, (), {"time": 0.0})
+            state = RunState(AdmissionState(version=update))
+            await checkpoints.save(learner, state, {"time": 0.0})
         return checkpoints.existing()
 
     assert asyncio.run(saved(1, 2, 0)) == [11, 12]

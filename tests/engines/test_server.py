@@ -20,7 +20,7 @@ from slipstream.cli import main
 from slipstream.commands.doctor import doctor
 from slipstream.config.file import parse, to_toml
 from slipstream.config.schema import Config
-from slipstream.engines.http import breaker, client
+from slipstream.engines.http import client
 from slipstream.engines.native.model import load_model
 from slipstream.engines.server import sampler as served
 from slipstream.engines.server.api import ServerEndpoint, ServerSettings
@@ -33,7 +33,7 @@ from slipstream.protocols import Mode, Sampling, WeightsRef
 from slipstream.records import Floats, Handle, Prompt
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import train
-from slipstream.testing.rollout_server import FakeRolloutServer, Fault
+from support.rollout_server import FakeRolloutServer, Fault
 
 APIS: list[Any] = ["vllm", "sglang"]
 STUDENT, EOS = "builtin:student", 1
@@ -41,11 +41,11 @@ STUDENT, EOS = "builtin:student", 1
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSES", (0.005, 0.01, 0.02))
-    monkeypatch.setattr(breaker, "PAUSES", (0.02, 0.1))
-    monkeypatch.setattr(breaker, "SPREAD", 0.01)
-    monkeypatch.setattr(served, "AGAIN", 0.005)
-    monkeypatch.setattr(served, "PAUSES", (0.01, 0.02, 0.05))
+    monkeypatch.setattr(client, "REQUEST_PAUSES", (0.005, 0.01, 0.02))
+    monkeypatch.setattr(client, "PROBE_PAUSES", (0.02, 0.1))
+    monkeypatch.setattr(client, "PROBE_SPREAD", 0.01)
+    monkeypatch.setattr(served.ServerSampler, "abort_interval", 0.005)
+    monkeypatch.setattr(served, "PUBLISH_PAUSES", (0.01, 0.02, 0.05))
 
 
 @pytest.fixture(params=APIS)

@@ -12,13 +12,12 @@ import torch
 from torch.distributed import HashStore
 from transformers import LlamaConfig
 
-from slipstream.config.schema import LoraConfig
-from slipstream.engines.native.learning.dropout import prepare
-from slipstream.engines.native.lora import called_layers, with_adapters
-from slipstream.engines.native.model import LanguageModel
+from slipstream.config.learner import LoraConfig
+from slipstream.engines.native.learning.student import prepare
+from slipstream.engines.native.model import LanguageModel, called_layers, with_adapters
+from slipstream.engines.native.ranks import SharedObjects
 from slipstream.engines.native.rows import use_rows
 from slipstream.engines.quantisation import compute_rounded
-from slipstream.engines.shared_objects import SharedObjects
 from support.tiny_experts import MIXTURES, make_mixture
 from support.tiny_models import CONFIGS, SHAPE, make_model, wrap
 

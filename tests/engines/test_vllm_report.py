@@ -1,4 +1,4 @@
-"""What is told of a log of vLLM's processes, and which of them are kept."""
+"""Reports from the logs of vLLM's processes, and the logs that are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from slipstream.engines.vllm.report import Report
+from slipstream.engines.vllm.core import Report
 
 LOGS = {
     "the innermost error, whatever others made of it": (

@@ -1,4 +1,4 @@
-"""What a fingerprint is of, family by family, and that one wrong number in any of it shows."""
+"""Fingerprints cover weights family by family, and one wrong number in any of them shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agents are given: a workspace that goes into the sandbox and comes back, and their commands."""
+"""Tools of agents: a workspace that goes into the sandbox and comes back, and their commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.agents.mini import DONE, Sandboxed
+from slipstream.agents.mini import SUBMISSION_MARK, Sandboxed
 from slipstream.agents.workspace import put, take, unpack, within
 from slipstream.environments.gateway.agent_processes import Agent
 from slipstream.errors import ConfigError, SandboxError
@@ -41,7 +41,7 @@ def workspace(tmp_path: Path) -> Path:
 
 
 def contents(place: Path) -> dict[str, Any]:
-    """Of every file what is in it and whether it is a program, of every link where it leads."""
+    """Return the content of every file and whether it is a program, and the target of every link."""
 
     def of(each: Path) -> Any:
         if each.is_symlink():
@@ -137,7 +137,7 @@ def test_links_stay_within() -> None:
 
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
-    """What mini-swe-agent knows an end by."""
+    """Exception by which mini-swe-agent recognises an end."""
     found = type("Submitted", (Exception,), {})
     module = ModuleType("minisweagent.exceptions")
     module.Submitted = found  # type: ignore[attr-defined]
@@ -163,11 +163,11 @@ def test_commands_share_a_workspace_and_nothing_else_until_one_submits(
     assert ran("pwd; echo [$X]; id -u; echo new > new", "a") == ("/work/a\n[]\n65534\n", 0, "")
     assert ran("ls; cat new", "/work/a") == ("b\nnew\nrun.sh\nup\nnew\n", 0, "")
     assert ran("sleep 60", by=hasty) == ("", -1, "the command was stopped after 1 s")
-    assert ran(f"echo x; echo {DONE}")[0] == f"x\n{DONE}\n"
-    assert ran(f"echo {DONE}; exit 1")[1] == 1
+    assert ran(f"echo x; echo {SUBMISSION_MARK}")[0] == f"x\n{SUBMISSION_MARK}\n"
+    assert ran(f"echo {SUBMISSION_MARK}; exit 1")[1] == 1
     assert not (workspace / "a" / "new").exists()
     with pytest.raises(submitted) as told:
-        there.execute({"command": f"echo {DONE}; echo all; echo of it"})
+        there.execute({"command": f"echo {SUBMISSION_MARK}; echo all; echo of it"})
     (message,) = told.value.args
     assert message["role"] == "exit" and message["extra"]["exit_status"] == "Submitted"
     assert message["content"] == message["extra"]["submission"] == "all\nof it\n"

@@ -27,14 +27,14 @@ import slipstream
 from slipstream.cli import main
 from slipstream.config.file import load, parse
 from slipstream.environments.episodes import Limits
-from slipstream.environments.gateway.agent_processes import Agent, Programs, filled
+from slipstream.environments.gateway.agent_processes import Agent, Programs, fill
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.server import Server
 from slipstream.errors import ConfigError
-from slipstream.plan.engines import EnvironmentPlan, GatewayPlan
+from slipstream.plan.engine_plans import EnvironmentPlan, GatewayPlan
 from slipstream.plan.environment import check_agent
 from slipstream.plan.plan import fast_checks
-from slipstream.protocols import Graded, Sampling
+from slipstream.protocols import GradingSampler, Sampling
 from slipstream.records import Handle, Prompt, handed_over, unfinished
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import announce_gateway
@@ -212,7 +212,7 @@ def test_what_an_agent_is_told_and_what_it_is_not(tmp_path: Path, monkeypatch: p
         (group,) = played(made, asked())
         assert {handle.header.outcome["reward"] for handle in group} == {1.0}, group[0].header.cause
     assert [each.name for each in (tmp_path / "given").iterdir()] == ["bug.py"]
-    assert filled("a {b} {c} {b}", {"b": "{c}", "c": "d"}) == "a {c} d {c}"
+    assert fill("a {b} {c} {b}", {"b": "{c}", "c": "d"}) == "a {c} d {c}"
 
 
 FAILS = {
@@ -255,7 +255,7 @@ def test_the_work_of_an_agent_that_ran_out_of_time_is_verified(tmp_path: Path) -
 
 @pytest.mark.parametrize("how", ["fails", "dies"])
 def test_an_agent_with_a_judge_that_fails_after_a_turn_is_judged_at_once(tmp_path: Path, how: str) -> None:
-    """What the student runs can make its agent fail: a second try would be a way to leave out bad episodes."""
+    """Programs of the student can make its agent fail: a second try would be a way to leave out bad episodes."""
     judge = "import os; open(os.environ['SLIPSTREAM_VERDICT'], 'w').write('0')"
     with agents(tmp_path, policy := Babble(), verify=judge) as made:
         ((handle,),) = played(made, asked(how), sampling=replace(SAMPLING, group=1))
@@ -325,7 +325,7 @@ def test_who_cancels_ends_agents_and_what_is_handed_over_keeps_what_is_complete(
 def test_an_agent_that_waits_for_an_episode_that_never_comes_back_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.environments.gateway.agents.KEPT", 1.0)
+    monkeypatch.setattr("slipstream.environments.gateway.agents.RELEASED_SECONDS", 1.0)
     mark = f"mark-{os.getpid()}-k"
 
     async def work(made: Agents) -> None:
@@ -347,7 +347,7 @@ def test_an_episode_is_graded_once_by_the_lineage_that_was_the_last(tmp_path: Pa
             return [Handle(replace(h.header, rewards={"length": float(h.header.tokens)}), h.body) for h in group]
 
     async def work(made: Agents) -> list[Handle]:
-        return await Graded(made, Lengths()).generate(asked(), SAMPLING)
+        return await GradingSampler(made, Lengths()).generate(asked(), SAMPLING)
 
     with agents(tmp_path) as made:
         group = asyncio.run(work(made))
@@ -433,7 +433,7 @@ def test_an_agent_that_is_not_there_is_missed_before_a_run(given: dict[str, Any]
 
 
 def test_the_server_is_an_extra_that_is_missed_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.plan.plan.find_spec", lambda name: None)
+    monkeypatch.setattr("slipstream.plan.facts.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"environment.gateway needs uvicorn: pip install 'slipstream\["):
         fast_checks(load(written(tmp_path)))
 

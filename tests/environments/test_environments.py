@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from slipstream.environments import Call, Reply, Start
-from slipstream.environments.forms import Acting, kind_of, shortened
-from slipstream.environments.hosts import Episode, Hosts, HostSettings, schemas
+from slipstream.environments.forms import Acting, kind_of, shorten
+from slipstream.environments.pool import EnvironmentPool, EnvironmentSettings, Episode, schemas
 from slipstream.errors import ConfigError, EnvironmentFailed
 
 GIVEN = {"id": "a", "prompt": "?", "ground_truth": 4, "meta": {"k": 2}, "data_source": "x", "seed": 5}
@@ -72,15 +72,15 @@ def call(name: str, **arguments: Any) -> Reply:
 
 
 @contextmanager
-def hosts(spec: str, processes: int = 1, shown: int = 200) -> Iterator[Hosts]:
-    made = Hosts(HostSettings(spec, None, shown), processes)
+def hosts(spec: str, processes: int = 1, shown: int = 200) -> Iterator[EnvironmentPool]:
+    made = EnvironmentPool(EnvironmentSettings(spec, None, shown), processes)
     try:
         yield made
     finally:
         made.close()
 
 
-async def opened(made: Hosts, *, alone: bool = False) -> Episode:
+async def opened(made: EnvironmentPool, *, alone: bool = False) -> Episode:
     """An environment that has started."""
     episode = made.place(alone=alone)
     try:
@@ -93,7 +93,7 @@ async def opened(made: Hosts, *, alone: bool = False) -> Episode:
 
 
 def test_tools_are_told_as_their_types_and_docstrings_say(adder: str) -> None:
-    add, wait, fail = schemas(HostSettings(adder, None, 200))
+    add, wait, fail = schemas(EnvironmentSettings(adder, None, 200))
     assert add == {
         "type": "function",
         "function": {
@@ -110,7 +110,7 @@ def test_tools_are_told_as_their_types_and_docstrings_say(adder: str) -> None:
 
 
 def test_episodes_that_begin_together_wait_together_for_a_process(adder: str) -> None:
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         episodes = await asyncio.gather(*(opened(made) for _ in range(16)))
         steps = await asyncio.gather(*(episode.step(call("add", a=3)) for episode in episodes))
         assert {step.messages[0]["content"] for step in steps} == {"6"}
@@ -120,7 +120,7 @@ def test_episodes_that_begin_together_wait_together_for_a_process(adder: str) ->
 
 
 def test_an_episode_with_tools_from_its_start_to_its_reward(adder: str) -> None:
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         episode = await opened(made)
         step = await episode.step(call("add", a=3))
         assert step.messages == ({"role": "tool", "content": "6", "name": "add"},) and not step.done
@@ -162,20 +162,20 @@ async def plainly(method: Any, **given: Any) -> Any:
 
 
 def test_an_observation_is_no_longer_than_it_may_be(adder: str) -> None:
-    async def main(made: Hosts) -> str:
+    async def main(made: EnvironmentPool) -> str:
         episode = await opened(made)
         return str((await episode.step(call("fail", how="flood"))).messages[0]["content"])
 
     with hosts(adder) as made:
         assert len(asyncio.run(main(made))) < 260
-    assert shortened("abcdefghi", 3) == "ab\n… (6 characters left out)\ni" and shortened("abc", 3) == "abc"
+    assert shorten("abcdefghi", 3) == "ab\n… (6 characters left out)\ni" and shorten("abc", 3) == "abc"
 
 
 @pytest.mark.parametrize("how", ["exit", "sleep", "spin"])
 def test_what_crashes_or_hangs_takes_no_other_environment_for_good(adder: str, how: str) -> None:
     """Those beside one that hangs go on; those beside one that crashes are told, and a new host takes the next."""
 
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         bad, good = await opened(made), await opened(made)
         step = asyncio.create_task(bad.step(call("fail", how=how)))
         await asyncio.wait([step], timeout=0.3 if how != "exit" else 20)
@@ -192,16 +192,16 @@ def test_what_crashes_or_hangs_takes_no_other_environment_for_good(adder: str, h
 
     with hosts(adder) as made:
         asyncio.run(main(made))
-        pids = [host.process.pid for host in made.processes]
+        pids = [host.process.pid for host in made.children]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_a_host_with_what_hangs_takes_nothing_new_and_ends_with_the_last(
     adder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.environments.hosts.LEAVES", 0.2)
+    monkeypatch.setattr("slipstream.environments.pool.ABANDON_TIMEOUT", 0.2)
 
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         bad, good = await opened(made), await opened(made)
         old = bad.host
         step = asyncio.create_task(bad.step(call("fail", how="sleep")))
@@ -244,7 +244,7 @@ def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
     """
     spec = written(tmp_path, source, "Guess")
 
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         episode = await opened(made)
         assert (await episode.step(Reply("3"))).messages == ({"role": "tool", "content": "wrong"},)
         assert (await episode.step(Reply("5"))).messages == ({"role": "user", "content": "again"},)
@@ -254,7 +254,7 @@ def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
         assert await episode.close() == {"reward": 0.25}
 
     with hosts(spec) as made:
-        assert made.ready() == [{"type": "function", "function": {"name": "guess"}}]
+        assert made.schemas() == [{"type": "function", "function": {"name": "guess"}}]
         asyncio.run(main(made))
 
 
@@ -290,7 +290,7 @@ def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
 def test_a_class_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, source: str, line: str) -> None:
     spec = written(tmp_path, source, "A")
     with pytest.raises(ConfigError) as error:
-        schemas(HostSettings(spec, None, 200))
+        schemas(EnvironmentSettings(spec, None, 200))
     assert str(error.value).startswith(f"environment.use = {spec!r}: ") and line in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -322,7 +322,7 @@ def test_methods_that_cannot_work_are_refused_before_anything_starts(tmp_path: P
     source = f"{TYPED}\nclass A:\n    {lines}"
     spec = written(tmp_path, source, "A")
     with pytest.raises(ConfigError) as error:
-        schemas(HostSettings(spec, None, 200))
+        schemas(EnvironmentSettings(spec, None, 200))
     assert str(error.value).startswith(f"environment.use = {spec!r}: {line}") and "\n" not in str(error.value)
 
 
@@ -364,7 +364,7 @@ class Pair(NamedTuple):
     ],
 )
 def test_methods_that_may_work_are_not(tmp_path: Path, lines: str) -> None:
-    schemas(HostSettings(written(tmp_path, f"{TYPED}\nclass A:\n    {lines}", "A"), None, 200))
+    schemas(EnvironmentSettings(written(tmp_path, f"{TYPED}\nclass A:\n    {lines}", "A"), None, 200))
 
 
 STEPS = {
@@ -393,7 +393,7 @@ def test_what_an_environment_must_not_return_is_its_failure_and_names_class_and_
     tools = "class Tools:\n    def f(self):\n        'F.'\n        return {1, 2}"
     returned = "Tools.f returned set {1, 2}: return a text, or what JSON holds"
 
-    async def main(made: Hosts, replies: dict[Reply, str], close: str) -> None:
+    async def main(made: EnvironmentPool, replies: dict[Reply, str], close: str) -> None:
         episode = await opened(made)
         for reply, line in replies.items():
             with pytest.raises(EnvironmentFailed) as error:
@@ -404,14 +404,14 @@ def test_what_an_environment_must_not_return_is_its_failure_and_names_class_and_
                 await episode.close()
         episode.drop()
 
-    async def all_of_them(made: Hosts) -> None:
+    async def all_of_them(made: EnvironmentPool) -> None:
         for text, line in STEPS.items():
             await main(made, {Reply(text): line}, "Odd.close returned str 'much', which is not a number")
 
     with hosts(written(tmp_path, source, "Odd")) as made:
         asyncio.run(all_of_them(made))
 
-    async def of_tools(made: Hosts) -> None:
+    async def of_tools(made: EnvironmentPool) -> None:
         episode = await opened(made)
         with pytest.raises(EnvironmentFailed) as error:
             await episode.step(call("f"))
@@ -455,9 +455,9 @@ SLOW = """
 
 @pytest.mark.parametrize("name", ["Slow", "Sleeper"])
 def test_closing_ends_a_step_that_is_at_work_or_waits_for_it(tmp_path: Path, name: str) -> None:
-    """What is on the loop is cancelled; a thread cannot be, and nothing else of the environment runs beside it."""
+    """A coroutine on the loop is cancelled; a thread cannot be, and nothing else of the environment runs beside it."""
 
-    async def main(made: Hosts) -> dict[str, float]:
+    async def main(made: EnvironmentPool) -> dict[str, float]:
         episode = await opened(made)
         step = asyncio.create_task(episode.step(Reply("")))
         await asyncio.wait([step], timeout=0.2)
@@ -473,9 +473,9 @@ def test_closing_ends_a_step_that_is_at_work_or_waits_for_it(tmp_path: Path, nam
 def test_an_environment_whose_close_hangs_behind_a_step_takes_its_process_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.environments.hosts.LEAVES", 0.2)
+    monkeypatch.setattr("slipstream.environments.pool.ABANDON_TIMEOUT", 0.2)
 
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         episode = await opened(made)
         step = asyncio.create_task(episode.step(Reply("")))
         await asyncio.wait([step], timeout=0.1)
@@ -485,7 +485,7 @@ def test_an_environment_whose_close_hangs_behind_a_step_takes_its_process_with_i
                 await episode.close()
         episode.drop()
         await asyncio.gather(*made.leaving)
-        assert episode.host.ended and episode.host not in made.processes
+        assert episode.host.ended and episode.host not in made.children
 
     with hosts(written(tmp_path, SLOW, "Stuck")) as made:
         asyncio.run(main(made))
@@ -512,7 +512,7 @@ def test_what_start_returns_is_the_first_observation(tmp_path: Path, code: str) 
         OPENINGS[code],
     )
 
-    async def main(made: Hosts) -> Any:
+    async def main(made: EnvironmentPool) -> Any:
         episode = made.place()
         await episode.ready()
         return await episode.start(GIVEN)
@@ -538,11 +538,11 @@ def test_tools_may_be_asked_for_when_a_run_starts(tmp_path: Path, kind: str) -> 
             def step(self, reply):
                 pass
     """
-    found = schemas(HostSettings(written(tmp_path, source, "A"), None, 200))
+    found = schemas(EnvironmentSettings(written(tmp_path, source, "A"), None, 200))
     assert found == [{"type": "function", "function": {"name": "A"}}]
     broken = written(tmp_path, source.replace("return [", "raise ValueError('no server') #"), "A")
     with pytest.raises(ConfigError, match="a list of JSON schemas: ValueError: no server .*:5"):
-        schemas(HostSettings(broken, None, 200))
+        schemas(EnvironmentSettings(broken, None, 200))
 
 
 SCOPES = """
@@ -578,7 +578,7 @@ SCOPES = """
 
 
 def test_libraries_whose_scopes_belong_to_a_task_work_from_start_to_close(tmp_path: Path) -> None:
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         for cancelled in (False, True):
             episode = await opened(made)
             assert (await episode.step(Reply("a"))).messages[0]["content"] == "a"
@@ -594,7 +594,7 @@ def test_libraries_whose_scopes_belong_to_a_task_work_from_start_to_close(tmp_pa
 
 
 def test_a_background_task_that_fails_between_two_steps_fails_its_environment_only(tmp_path: Path) -> None:
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         other, episode = await opened(made), await opened(made)
         await episode.step(Reply("fail"))
         await other.step(Reply("a"))
@@ -604,7 +604,7 @@ def test_a_background_task_that_fails_between_two_steps_fails_its_environment_on
         episode.drop()
         assert await other.close() == {"reward": 1.0}
         await asyncio.gather(*made.leaving)
-        assert other.host in made.processes and not other.host.live
+        assert other.host in made.children and not other.host.live
 
     with hosts(written(tmp_path, SCOPES, "Server")) as made:
         asyncio.run(main(made))
@@ -628,22 +628,22 @@ def test_a_host_that_is_killed_while_it_starts_is_started_once_more(tmp_path: Pa
     starts = tmp_path / "starts"
     starts.write_text("")
     spec = written(tmp_path, KILLED.format(starts=str(starts), times=1), "A")
-    assert [tool["function"]["name"] for tool in schemas(HostSettings(spec, None, 200))] == ["f"]
+    assert [tool["function"]["name"] for tool in schemas(EnvironmentSettings(spec, None, 200))] == ["f"]
     assert starts.read_text() == "xx"
     starts.write_text("")
     spec = written(tmp_path, KILLED.format(starts=str(starts), times=2), "A")
     with pytest.raises(ConfigError, match=r"its process ends during the import \(killed by SIGKILL\)"):
-        schemas(HostSettings(spec, None, 200))
+        schemas(EnvironmentSettings(spec, None, 200))
     assert starts.read_text() == "xx"
 
 
 def test_a_host_ends_with_whoever_started_it(adder: str) -> None:
     program = f"""
         import asyncio, os, signal
-        from slipstream.environments.hosts import Hosts, HostSettings
-        made = Hosts(HostSettings({adder!r}, None, 200))
-        made.ready()
-        print(made.processes[0].process.pid, flush=True)
+        from slipstream.environments.pool import EnvironmentPool, EnvironmentSettings
+        made = EnvironmentPool(EnvironmentSettings({adder!r}, None, 200))
+        made.schemas()
+        print(made.children[0].process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     import subprocess
@@ -676,7 +676,7 @@ def test_what_only_the_users_file_knows_stays_there(tmp_path: Path) -> None:
     """
     spec = written(tmp_path, source, "Shop")
 
-    async def main(made: Hosts, *replies: Reply) -> list[Any]:
+    async def main(made: EnvironmentPool, *replies: Reply) -> list[Any]:
         episodes = [await opened(made) for _ in replies]
         asked = [episode.step(reply) for episode, reply in zip(episodes, replies, strict=True)]
         return await asyncio.gather(*asked, return_exceptions=True)
@@ -685,19 +685,19 @@ def test_what_only_the_users_file_knows_stays_there(tmp_path: Path) -> None:
         (step,) = asyncio.run(main(made, call("price", item="a")))
         assert [type(value) for value in step.messages[0].values()] == [str] * 3
     with hosts(spec.replace(":Shop", ":Talks")) as made:
-        assert made.ready() == [{"type": "function", "function": {"name": "price"}}]
+        assert made.schemas() == [{"type": "function", "function": {"name": "price"}}]
         odd, step = asyncio.run(main(made, Reply("odd"), Reply("")))
         assert step.messages == ({"role": "tool", "content": "8", "more": "x"},)
         assert str(odd).startswith("step raised TypeError: Object of type object is not JSON serializable")
 
 
 def test_a_host_that_cannot_start_again_leaves_nothing_open(adder: str) -> None:
-    async def main(made: Hosts) -> None:
+    async def main(made: EnvironmentPool) -> None:
         await (await opened(made)).close()
         Path(adder.partition(":")[0]).unlink()
         for _ in range(2):
-            made.processes[0].kill()
-            made.processes[0].process.wait()
+            made.children[0].kill()
+            made.children[0].process.wait()
             with pytest.raises(EnvironmentFailed, match="there is no file"):
                 await opened(made)
             await asyncio.gather(*made.leaving)

@@ -15,17 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights
 from slipstream.estimators.tables.correction import PRESETS
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, total
-from slipstream.simulation import toy
+from support import tabular_engines as toy
+from support.engines import native_learner, native_scorer
 from support.tiny_models import EOS, VOCAB, ByHand, littered, make_model, make_prompts, stitched, wrap
 
 SCRIPT = ((4, 3), (1, 5), (6, 1), (3, 2))
@@ -99,7 +98,7 @@ def test_what_is_recorded_is_what_the_learner_says_of_the_stitched_row() -> None
     """Calls that prefill what was observed, and one packed pass over it all; three episodes beside one another."""
     model = make_model("phi")
     samples = [Scored(rollout=episode.rollout) for episode in play([model])]
-    learner = NativeLearner(wrap(model), method=Method(loss=ReverseKLMC(m=2)), config=LearnerConfig(), updates=1)
+    learner = native_learner(wrap(model), method=Method(loss=ReverseKLMC(m=2)), config=LearnerConfig(), updates=1)
     for sample, logp_T in zip(samples, learner.passes.log_probs(samples), strict=True):
         mask = sample.rollout.loss_mask
         assert 0 < mask.sum() < len(mask) and set(sample.rollout.turn[mask]) == {0, 1, 2, 3}
@@ -220,8 +219,8 @@ def test_what_was_observed_leaves_no_trace(name: str, cut: dict[str, Any]) -> No
             handles.append(Handle(header_of(rollout), rollout))
 
         async def work(handles: list[Handle] = handles) -> Any:
-            scorer = NativeScorer(wrap(teacher))
-            learner = NativeLearner(
+            scorer = native_scorer(wrap(teacher))
+            learner = native_learner(
                 wrap(model),
                 method=Method(rewards={"exact": 1.0}, **METHODS[name]),
                 config=LearnerConfig(token_budget=60),

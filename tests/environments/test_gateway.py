@@ -10,9 +10,9 @@ import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,33 +31,12 @@ from slipstream.environments.gateway.server import Server
 from slipstream.environments.gateway.sessions import Refused, Session
 from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt, Rollout, derive_seed, unfinished
-from slipstream.simulation import toy
-from support.gateways import LOOK, VOCABULARY, Babble, post, renderer
+from support import tabular_engines as toy
+from support.gateways import ASKED, LIMITS, LOOK, PROMPT, RENDERER, VOCABULARY, Babble, post, sent, serving
 from support.toy_episodes import WIDE, Numbers, World
 
 TOKEN = {"authorization": "Bearer the token"}
-ASKED = {"messages": [{"role": "user", "content": "And?"}]}
-LIMITS = Limits(turns=1000, calls=1000, turn_tokens=None, seconds=60.0, step_seconds=10.0)
 FEW = replace(LIMITS, turns=9, turn_tokens=4)
-RENDERER = renderer("qwen")
-PROMPT = Prompt(id="p", number=5, tokens=RENDERER.open(ASKED["messages"]), seed=3)
-
-
-@asynccontextmanager
-async def serving(policy: Any = None, *, limits: Limits = LIMITS) -> AsyncIterator[tuple[Server, Session, str]]:
-    said: list[str] = []
-    made = Server("student", say=said.append)
-    await made.started()
-    session = Session(policy or Babble(), RENDERER, PROMPT, Sampling(max_tokens=4000), 0, limits, VOCABULARY)
-    try:
-        yield made, session, made.base_url(made.open(session)).removesuffix("/v1")
-    finally:
-        made.close()
-        await asyncio.sleep(0)
-
-
-async def sent(url: str, body: Any, **given: Any) -> tuple[int, Any]:
-    return await asyncio.to_thread(lambda: post(url, body, **given))
 
 
 def chat(url: str) -> str:
@@ -74,7 +53,7 @@ def test_a_connection_that_an_agent_keeps_open_is_closed_with_the_event_loop() -
     made = Server("student", say=lambda line: None)
 
     async def main() -> socket.socket:
-        await made.started()
+        await made.start()
         client = socket.create_connection(made.socket.getsockname())
         while not made.listening.server_state.connections:  # type: ignore[union-attr]
             await asyncio.sleep(0)
@@ -93,8 +72,8 @@ def test_full_garbage_collections_are_rare_while_a_server_runs() -> None:
 
     async def main() -> None:
         async with serving() as (made, _, url):
-            assert gc.get_threshold() == server.COLLECTIONS
-            await made.started()
+            assert gc.get_threshold() == server.SERVER_COLLECTIONS
+            await made.start()
             assert (await sent(chat(url), ASKED))[0] == 200
         assert gc.get_threshold() == before
 
@@ -160,11 +139,27 @@ def test_how_to_draw_is_not_the_agents_to_say_and_a_person_is_told_once(capsys: 
     )
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_the_student_chooses_its_tools_though_an_agent_asks_for_one(choice: Any, capsys: Any) -> None:
+    async def main() -> None:
+        async with serving() as (made, _, url):
+            made.say, body = server.tell, ASKED | {"tools": [LOOK]}
+            answers = [await sent(chat(url), body | {"tool_choice": each}) for each in (choice, choice)]
+        async with serving() as (_, _, url):
+            free = [await sent(chat(url), body) for _ in range(2)]
+        assert answers == free and answers[0][0] == 200
+
+    asyncio.run(main())
+    assert capsys.readouterr().err == (
+        "gateway: an agent sends tool_choice, which is ignored: the student decides whether it calls a tool, and which "
+        "one\n"
+    )
+
+
 UNSERVED: dict[str, Any] = {
     "n": 2,
     "logprobs": True,
     "top_logprobs": 3,
-    "stop": ["\n"],
     "stop_token_ids": [5],
     "response_format": {"type": "json_object"},
     "repetition_penalty": 1.1,
@@ -209,7 +204,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         name: (ASKED | {name: value}, f"{name}: {json.dumps(value)} is not supported; ")
         for name, value in UNSERVED.items()
     },
-    "a choice": (ASKED | {"tool_choice": "required"}, 'tool_choice: must be "auto" or "none"'),
+    "an empty stop": (ASKED | {"stop": ["end", ""]}, "stop: must be text or a list of texts, none of them empty"),
+    "a stop that is no text": (ASKED | {"stop": [3]}, "stop: must be text or a list of texts, none of them empty"),
     "a tool": (ASKED | {"tools": [{"function": {}}]}, "tools[0]: must be a function with a name"),
     "no tokens": (ASKED | {"max_tokens": 0}, "max_tokens: must be a number of tokens, at least 1"),
 }
@@ -230,7 +226,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(name: str) -> None:
 
 
 def test_what_asks_for_nothing_or_changes_nothing_is_served() -> None:
-    """As mini-swe-agent, verifiers and clients of OpenAI send it."""
+    """Requests in the form in which mini-swe-agent, verifiers and OpenAI's clients send them."""
     harmless = {
         "n": 1,
         "logprobs": False,
@@ -271,7 +267,8 @@ def test_what_asks_for_nothing_or_changes_nothing_is_served() -> None:
 
 
 def test_paths_that_are_not_there_are_told_what_is() -> None:
-    served = "POST /sessions/{session}/v1/chat/completions; POST /sessions/{session}/inference/v1/generate; "
+    paths = "v1/chat/completions", "v1/responses", "v1/messages", "inference/v1/generate"
+    served = "".join(f"POST /sessions/{{session}}/{path}; " for path in paths)
 
     async def main() -> None:
         async with serving() as (made, _, url):
@@ -323,7 +320,7 @@ def test_pages_of_browsers_and_names_of_other_machines_are_refused() -> None:
 
 
 def test_a_message_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an agent's history that has grown too long is: the agent stops, and the session is at its limit."""
+    """Act like an agent whose history has grown too long: it stops, and the session is at its limit."""
 
     def never(*_: Any) -> Any:
         raise AssertionError("it was tokenised")
@@ -343,7 +340,9 @@ def test_a_message_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch
                     {"messages": [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "?"}]},
                     {"messages": [{"role": "tool", "name": "x" * (most + 1), "content": "?"}]},
                     ASKED | {"tools": [LOOK | {"more": "x" * most}]},
-                    {"messages": [{"role": "user", "content": "x" * (server.ROUND + 6 * most)}]},  # not even read
+                    {
+                        "messages": [{"role": "user", "content": "x" * (server.MAX_OVERHEAD + 6 * most)}]
+                    },  # not even read
                 )
             ):
                 session.stopped = None
@@ -355,7 +354,7 @@ def test_a_message_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch
 
 
 def test_a_body_that_is_too_large_is_refused_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY", 1000)
+    monkeypatch.setattr(server, "MAX_BODY", 1000)
 
     async def main() -> None:
         async with serving() as (made, _, url):
@@ -419,7 +418,7 @@ def test_limits_are_bad_requests_also_where_a_stream_was_asked_for() -> None:
 
 
 def raw(made: Server, *parts: bytes, wait: float = 0.0) -> bytes:
-    """What comes back, up to the end."""
+    """Return the answer up to its end."""
     host, port = made.socket.getsockname()
     with socket.create_connection((host, port), timeout=20) as connected:
         for part in parts:
@@ -448,16 +447,24 @@ FIELDS = [
     "token_ids",
     "sampling_params",
     "model",
+    "input",
+    "instructions",
+    "text",
+    "system",
+    "stop_sequences",
 ]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=240, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=4),
     st.lists(
-        st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), JUNK | st.just("user")), max_size=3
+        st.dictionaries(
+            st.sampled_from(["role", "content", "tool_calls", "name", "type", "output"]), JUNK | st.just("user")
+        ),
+        max_size=3,
     ),
-    st.sampled_from(["v1/chat/completions", "inference/v1/generate"]),
+    st.sampled_from(["v1/chat/completions", "v1/responses", "v1/messages", "inference/v1/generate"]),
 )
 def test_no_request_is_answered_by_a_defect(given: Any, messages: Any, path: str) -> None:
     async def main() -> None:
@@ -467,7 +474,7 @@ def test_no_request_is_answered_by_a_defect(given: Any, messages: Any, path: str
         try:
             async with httpx2.AsyncClient(transport=app, base_url="http://localhost") as client:
                 url = f"/sessions/{made.open(session)}/{path}"
-                for body in (given, ASKED | given, given | {"messages": messages}):
+                for body in (given, ASKED | given, given | {"messages": messages, "input": messages}):
                     answer = await client.post(url, content=json.dumps(body).encode())
                     assert answer.status_code == 200 or (400 <= answer.status_code < 500 and answer.json()["error"])
         finally:
@@ -477,7 +484,7 @@ def test_no_request_is_answered_by_a_defect(given: Any, messages: Any, path: str
 
 
 def test_who_is_slow_or_speaks_no_http_is_told_and_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "ARRIVES", 0.5)
+    monkeypatch.setattr(web, "BODY_TIMEOUT", 0.5)
 
     async def main() -> None:
         async with serving() as (made, _, url):
@@ -497,7 +504,7 @@ def test_who_is_slow_or_speaks_no_http_is_told_and_cut_off(monkeypatch: pytest.M
 
 
 def test_connections_that_say_nothing_keep_nobody_from_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "CONNECTIONS", 3)
+    monkeypatch.setattr(web, "MAX_CONNECTIONS", 3)
 
     async def main() -> None:
         async with serving(policy := Babble()) as (made, session, url):
@@ -519,7 +526,7 @@ def test_connections_that_say_nothing_keep_nobody_from_a_place(monkeypatch: pyte
 
 def test_a_burst_of_connections_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are accepted in one step of the event loop. Idle ones that were answered go first, then the oldest silent."""
-    monkeypatch.setattr(web, "CONNECTIONS", 4)
+    monkeypatch.setattr(web, "MAX_CONNECTIONS", 4)
 
     async def main() -> None:
         async with serving(policy := Babble()) as (made, session, url):
@@ -545,7 +552,7 @@ def test_a_burst_of_connections_stays_within_the_limit(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("ends", ["fails", "session", "server"])
 def test_a_stream_whose_client_has_gone_ends_in_silence(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STREAM", 0.01)
+    monkeypatch.setattr(server, "KEEP_ALIVE_INTERVAL", 0.01)
 
     class Failing(Babble):
         async def generate(self, *given: Any) -> Any:
@@ -642,7 +649,7 @@ def test_equal_requests_are_as_many_answers_unless_one_says_that_it_is_a_retry(n
 
 
 def test_a_stream_says_that_it_waits_and_parallel_calls_are_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STREAM", 0.01)
+    monkeypatch.setattr(server, "KEEP_ALIVE_INTERVAL", 0.01)
 
     async def main() -> None:
         async with serving(Babble(gap=0.2)) as (_, session, url):
@@ -692,7 +699,7 @@ TOY = Prompt(id="p", number=7, tokens=np.array([1, 2], np.int32), seed=derive_se
 
 
 def shown(said: Sequence[int], turn: int) -> str:
-    """As `turns.Room` answers."""
+    """Answer as `turns.Room` does."""
     return f"{1 + sum(said) % 5} {2 + turn % 3}"
 
 
@@ -786,7 +793,7 @@ def through(plays: Callable[[str, int], None], sampling: Sampling, turns: int, m
 
 @pytest.mark.parametrize(("turns", "tokens", "most"), [(3, 40, 9), (9, 13, 9), (9, 40, 2)])
 def test_a_loop_here_chat_and_tokens_make_the_same_records(turns: int, tokens: int, most: int) -> None:
-    """To the end of a task, of an episode's tokens, and of its turns."""
+    """Go on to the end of a task, of an episode's tokens, and of its turns."""
     sampling = Sampling(max_tokens=tokens, group=3, draws=4, top_p=0.9, keep_mask=True)
     policy: Any = toy.ToySampler(TABLE)
     policy.version = 3
@@ -819,7 +826,7 @@ def test_who_is_handed_over_goes_on_here_and_begins_again_elsewhere(
     here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut at any token: the records are those of an episode that was never interrupted."""
-    monkeypatch.setattr("slipstream.environments.gateway.external_agents.POLL", 0.1)
+    monkeypatch.setattr("slipstream.environments.gateway.external_agents.MAX_POLL", 0.1)
     sampling = Sampling(max_tokens=40, group=3, draws=4)
     expected = through(by_chat, sampling, 3, 9)
     policies = list[Any]()
@@ -967,7 +974,7 @@ def test_an_episode_goes_to_the_next_request_if_its_client_has_left(ready: bool)
 
 
 def test_a_request_without_an_episode_is_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.environments.gateway.external_agents.POLL", 0.01)
+    monkeypatch.setattr("slipstream.environments.gateway.external_agents.MAX_POLL", 0.01)
 
     async def main() -> Any:
         try:
@@ -976,7 +983,7 @@ def test_a_request_without_an_episode_is_told_when_to_come_back(monkeypatch: pyt
             return web.error_response(error)
 
     answer = asyncio.run(main())
-    assert answer.status == 503 and (b"retry-after", b"1") in web.HEADERS[503]
+    assert answer.status == 503 and (b"retry-after", b"1") in web.HEADERS_BY_STATUS[503]
 
 
 def test_guests_that_never_close_never_call_or_share_a_session() -> None:

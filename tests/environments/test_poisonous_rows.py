@@ -14,14 +14,14 @@ import pytest
 
 import slipstream
 from slipstream.environments import Reply
-from slipstream.environments.episodes import TRIES, Episodes, Limits
-from slipstream.environments.hosts import APART, Episode, HostProcess, Hosts, HostSettings
+from slipstream.environments.episodes import EPISODE_TRIES, Episodes, Limits
+from slipstream.environments.pool import MAX_SUSPECTS, EnvironmentPool, EnvironmentProcess, EnvironmentSettings, Episode
 from slipstream.errors import EngineError, EnvironmentFailed, Suspected
-from slipstream.pipeline.retries import DOWN, GivenUp, Retries
+from slipstream.pipeline.failures import MAX_FAILED_TRIES, GivenUp, Retries
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, derive_seed
 from slipstream.run_dir.writing import read_lines
-from slipstream.simulation import toy
+from support import tabular_engines as toy
 from support.toy_episodes import Numbers
 from support.toy_runs import VOCAB
 
@@ -68,15 +68,15 @@ def spec(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[HostProcess]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[EnvironmentProcess]:
     """All processes that were started, in their order."""
-    found, init = list[HostProcess](), HostProcess.__init__
+    found, init = list[EnvironmentProcess](), EnvironmentProcess.__init__
 
-    def noted(self: HostProcess, wanted: HostSettings) -> None:
+    def noted(self: EnvironmentProcess, wanted: EnvironmentSettings) -> None:
         found.append(self)
         init(self, wanted)
 
-    monkeypatch.setattr(HostProcess, "__init__", noted)
+    monkeypatch.setattr(EnvironmentProcess, "__init__", noted)
     return found
 
 
@@ -87,7 +87,7 @@ def prompt(number: int, how: str) -> Prompt:
 
 @contextmanager
 def episodes(spec: str, processes: int) -> Iterator[Episodes]:
-    hosts = Hosts(HostSettings(spec, None, 200), processes)
+    hosts = EnvironmentPool(EnvironmentSettings(spec, None, 200), processes)
     made = Episodes(toy.ToySampler(toy.random_table(VOCAB, seed=0)), Numbers(), hosts, LIMITS)
     try:
         yield made
@@ -106,7 +106,7 @@ def played(made: Episodes, prompts: list[Prompt]) -> list[list[Handle]]:
     ("hows", "processes"), [(("", "start", "later", ""), 1), (("exit", "kill", "segfault", "close"), 2)]
 )
 def test_exactly_the_rows_that_end_their_process_are_left_out(
-    spec: str, started: list[HostProcess], hows: tuple[str, ...], processes: int
+    spec: str, started: list[EnvironmentProcess], hows: tuple[str, ...], processes: int
 ) -> None:
     """Play all at once: the other rows give what they give alone, and few processes are started."""
     with episodes(spec, processes) as made:
@@ -117,26 +117,26 @@ def test_exactly_the_rows_that_end_their_process_are_left_out(
         for handle, innocent in zip(group, other, strict=True):
             if how:
                 assert "ended its process: " in handle.header.cause and "failed/crash" in handle.header.outcome
-                assert handle.header.outcome["failures"] == TRIES
+                assert handle.header.outcome["failures"] == EPISODE_TRIES
             else:
                 np.testing.assert_array_equal(handle.body.tokens, innocent.body.tokens)
                 assert handle.header.outcome["failures"] == 0 and handle.header.outcome["reward"] == 1.0
     culprits = 2 * sum(map(bool, hows))
     deaths = 2 * culprits  # of shared processes: each makes suspects of some of these, for good at the second
-    assert len(started) <= processes + deaths * (1 + 8) + TRIES * culprits
+    assert len(started) <= processes + deaths * (1 + 8) + EPISODE_TRIES * culprits
 
 
-def test_one_such_row_among_many_costs_few_processes(spec: str, started: list[HostProcess]) -> None:
+def test_one_such_row_among_many_costs_few_processes(spec: str, started: list[EnvironmentProcess]) -> None:
     with episodes(spec, 1) as made:
         found = played(made, [prompt(number, "exit" if number == 3 else "") for number in range(8)])
         assert [number for number, group in enumerate(found) if group[0].header.finish == "error"] == [3]
-        assert {handle.header.outcome["failures"] for handle in found[3]} == {float(TRIES)}
-        assert not made.environments.apart  # type: ignore[attr-defined]
-    assert len(started) <= 1 + 2 * (1 + 16) + 2 * TRIES
+        assert {handle.header.outcome["failures"] for handle in found[3]} == {float(EPISODE_TRIES)}
+        assert not made.environments.suspects  # type: ignore[attr-defined]
+    assert len(started) <= 1 + 2 * (1 + 16) + 2 * EPISODE_TRIES
 
 
 def test_who_was_idle_when_the_process_ended_is_told_apart_from_who_was_at_work(spec: str) -> None:
-    async def work(hosts: Hosts) -> None:
+    async def work(hosts: EnvironmentPool) -> None:
         culprit, innocent, _ = [await opened(hosts, how) for how in ("exit", "", "")]
         with pytest.raises(Suspected, match="exit status 5") as died:
             await culprit.step(Reply(""))
@@ -150,21 +150,21 @@ def test_who_was_idle_when_the_process_ended_is_told_apart_from_who_was_at_work(
             await alone.step(Reply(""))
         assert not isinstance(proven.value, Suspected)
 
-    hosts = Hosts(HostSettings(spec, None, 200))
+    hosts = EnvironmentPool(EnvironmentSettings(spec, None, 200))
     try:
         asyncio.run(work(hosts))
     finally:
         hosts.close()
 
 
-def test_suspects_wait_for_a_process_and_leave_none_behind(spec: str, started: list[HostProcess]) -> None:
-    async def play(hosts: Hosts) -> None:
+def test_suspects_wait_for_a_process_and_leave_none_behind(spec: str, started: list[EnvironmentProcess]) -> None:
+    async def play(hosts: EnvironmentPool) -> None:
         episode = await opened(hosts, "", alone=True)
-        assert len(episode.host.live) == 1 and len(hosts.apart) <= APART
+        assert len(episode.host.live) == 1 and len(hosts.suspects) <= MAX_SUSPECTS
         await episode.close()
 
-    async def work(hosts: Hosts) -> None:
-        first = [await opened(hosts, "", alone=True) for _ in range(APART)]
+    async def work(hosts: EnvironmentPool) -> None:
+        first = [await opened(hosts, "", alone=True) for _ in range(MAX_SUSPECTS)]
         last = hosts.place(alone=True)
         waits = asyncio.create_task(last.ready())
         await asyncio.sleep(0)
@@ -175,19 +175,19 @@ def test_suspects_wait_for_a_process_and_leave_none_behind(spec: str, started: l
         for episode in first:
             await episode.close()
         await rest
-        assert not hosts.apart
+        assert not hosts.suspects
 
-    hosts = Hosts(HostSettings(spec, None, 200))
+    hosts = EnvironmentPool(EnvironmentSettings(spec, None, 200))
     try:
         asyncio.run(work(hosts))
     finally:
         hosts.close()
-    assert len(started) == 1 + APART + 3
+    assert len(started) == 1 + MAX_SUSPECTS + 3
     assert not any(Path(f"/proc/{host.process.pid}").exists() for host in started)
 
 
 def test_who_is_cancelled_while_its_process_starts_leaves_nothing_there(spec: str) -> None:
-    async def work(hosts: Hosts) -> None:
+    async def work(hosts: EnvironmentPool) -> None:
         for alone in (False, True):
             episode = hosts.place(alone=alone)
             waits = asyncio.create_task(episode.ready())
@@ -196,17 +196,17 @@ def test_who_is_cancelled_while_its_process_starts_leaves_nothing_there(spec: st
             await asyncio.wait([waits])
             episode.drop()
             await asyncio.gather(*hosts.leaving)
-            assert not episode.host.live and not hosts.apart and not hosts.retired
+            assert not episode.host.live and not hosts.suspects and not hosts.retired
         await (await opened(hosts, "")).close()
 
-    hosts = Hosts(HostSettings(spec, None, 200))
+    hosts = EnvironmentPool(EnvironmentSettings(spec, None, 200))
     try:
         asyncio.run(work(hosts))
     finally:
         hosts.close()
 
 
-async def opened(hosts: Hosts, how: str, *, alone: bool = False) -> Episode:
+async def opened(hosts: EnvironmentPool, how: str, *, alone: bool = False) -> Episode:
     episode = hosts.place(alone=alone)
     await episode.ready()
     given = {"id": "a", "prompt": "", "ground_truth": 1, "meta": {"how": how}, "data_source": "x", "seed": 0}
@@ -218,7 +218,7 @@ async def opened(hosts: Hosts, how: str, *, alone: bool = False) -> Episode:
 
 
 def test_calls_that_began_before_a_success_do_not_say_that_the_stage_is_down() -> None:
-    """Of calls that begin together those that fail may all end last."""
+    """Calls begin together, and the failing ones among them may all end last."""
 
     async def work() -> None:
         tries, held = Retries("rollout"), asyncio.Event()
@@ -231,14 +231,14 @@ def test_calls_that_began_before_a_success_do_not_say_that_the_stage_is_down() -
         async def fine() -> None:
             pass
 
-        late = [asyncio.create_task(tries.call(lambda: fail(True))) for _ in range(3 * DOWN)]
+        late = [asyncio.create_task(tries.call(lambda: fail(True))) for _ in range(3 * MAX_FAILED_TRIES)]
         await asyncio.sleep(0)
         await tries.call(fine)
         held.set()
         found = await asyncio.gather(*late, return_exceptions=True)
         assert {type(each) for each in found} == {GivenUp}
-        for n in range(DOWN):
-            with pytest.raises(GivenUp if n < DOWN - 1 else EngineError):
+        for n in range(MAX_FAILED_TRIES):
+            with pytest.raises(GivenUp if n < MAX_FAILED_TRIES - 1 else EngineError):
                 await tries.call(lambda: fail(False))
 
     asyncio.run(work())

@@ -1,4 +1,4 @@
-"""What was sampled stays the ids that it was; what follows is the template's, and what tools say controls nothing."""
+"""Sampled ids stay as they are; the template writes everything else, and the text of tools controls nothing."""
 
 from __future__ import annotations
 

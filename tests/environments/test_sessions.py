@@ -19,7 +19,7 @@ from slipstream.environments import Message
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.branches import History, history_of
-from slipstream.environments.gateway.chat_json import chat_of, completion, dumped
+from slipstream.environments.gateway.chat_json import chat_of, completion, dump_json
 from slipstream.environments.gateway.sessions import Answer, Failed, Refused, Session
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
@@ -50,15 +50,17 @@ def session_of(policy: Any, *, limits: Limits = WIDE, sampling: Sampling = MUCH,
 async def asked(
     session: Session, messages: Sequence[Message], tools: Any = (), again: bool = False, **rest: Any
 ) -> Answer:
-    """As a server does: everything goes through JSON."""
-    body = dumped({"messages": list(messages), "tools": list(tools), **rest})
+    """Send everything through JSON, as a server does."""
+    body = dump_json({"messages": list(messages), "tools": list(tools), **rest})
     chat = chat_of(body)
-    return await session.answered(body, again, lambda: session.chat(chat.messages, chat.tools, chat.most))
+    return await session.answer_once(
+        body, again, lambda: session.chat(chat.messages, chat.tools, chat.most, chat.stops)
+    )
 
 
 def told(answer: Answer) -> Message:
-    """What a client gets, and sends back."""
-    chat = chat_of(dumped({"messages": [user("?")]}))
+    """Return the message that a client gets, and sends back."""
+    chat = chat_of(dump_json({"messages": [user("?")]}))
     message: Message = json.loads(completion(answer, chat))["choices"][0]["message"]
     return message
 
@@ -90,7 +92,7 @@ def check(policy: Babble, rows: Sequence[Rollout]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31))
 def test_every_call_is_a_prefix_of_a_lineage_and_no_token_is_trained_twice(seed: int) -> None:
-    """Of random trees of calls: gone on with, forked, edited, with other tools, by subagents, several at a time."""
+    """Random trees of calls: continued, forked, edited, with other tools, by subagents, several at a time."""
     rng, policy = random.Random(seed), Babble(gap=1e-4)
 
     async def main() -> list[Rollout]:
@@ -255,7 +257,7 @@ def test_what_is_kept_of_the_latest_request_changes_nothing(requests: list[list[
     known: Sequence[Any] = ()
     before = History()
     for sent, tooled in zip(requests, with_tools, strict=False):
-        body = dumped({"messages": [*sent, user("?")], "tools": [LOOK] * tooled})
+        body = dump_json({"messages": [*sent, user("?")], "tools": [LOOK] * tooled})
         chat, alone = chat_of(body, known), chat_of(body)
         assert json.dumps(chat.messages) == json.dumps(alone.messages)
         known, before = chat.known, history_of(chat.messages, chat.tools, before)
@@ -375,6 +377,39 @@ def test_limits_are_told_in_the_word_at_which_agents_stop() -> None:
         assert all(len(row.prompt.tokens) + len(row.tokens) <= session.max_tokens for row in rows)
 
     ran(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "stops", "text", "stop"),
+    [
+        ("I look.\nObservation: a door", "Observation:", "I look.", "Observation:"),
+        ("I look.\nObservation: a door", ["door", "tion"], "I look.\nObserva", "tion"),
+        ("<think>an Observation: in thought</think>I look.", ["Observation:"], "I look.", ""),
+        ("nothing of the kind", ["Observation:"], "nothing of the kind", ""),
+        ("Observation: first", ["Observation:"], "", "Observation:"),
+    ],
+)
+def test_a_turn_ends_with_the_token_that_completes_a_stop_sequence(said: str, stops: Any, text: str, stop: str) -> None:
+    async def main() -> None:
+        policy = Babble()
+        policy.says = [said]
+        session = session_of(policy)
+        answer = await asked(session, [user("And?")], stop=stops)
+        assert (answer.text, answer.stop, answer.finish) == (text, stop, "stop")
+        ((_, drawn),) = policy.calls
+        if stop:
+            assert stop in qwen().visible(answer.ids) and stop not in qwen().visible(answer.ids[:-1])
+        np.testing.assert_array_equal(answer.ids, drawn[: len(answer.ids)])
+        assert (len(answer.ids) < len(drawn)) == bool(stop)
+        again = await asked(session, [user("And?"), told(answer), user("go on")])
+        assert again.finish in ("stop", "tool_calls")
+        rows = session.rollouts("eos", 4, {})
+        assert len(rows) == (2 if stop else 1), "text without the stop sequence is another conversation"
+        np.testing.assert_array_equal(
+            np.sort(rows[0].logp[rows[0].loss_mask])[::-1], -1e-6 * (1 + np.arange(rows[0].loss_mask.sum()))
+        )
+
+    asyncio.run(main())
 
 
 def test_a_sampler_that_fails_is_told_to_the_run_and_not_to_the_agent() -> None:

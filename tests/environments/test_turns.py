@@ -13,11 +13,11 @@ import torch
 
 from slipstream.engines.draws import process
 from slipstream.pipeline.run import Run
-from slipstream.protocols import Engines, Graded, Sampling, TensorSpec, WeightsRef
+from slipstream.protocols import Engines, GradingSampler, Sampling, TensorSpec, WeightsRef
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, parts_of, unfinished
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
+from support import tabular_engines as toy
 from support.toy_episodes import WIDE, Numbers, World
 from support.toy_runs import PROMPTS, VOCAB, config
 
@@ -267,7 +267,7 @@ def trained(path: Any, schedule: Any, world: World, **sizes: Any) -> tuple[toy.T
         update={"sampler": settings.sampler.model_copy(update={"max_tokens": FULL.max_tokens})}
     )
     made = Engines(
-        samplers=(Graded(world.sampler(toy.ToySampler(student, seconds=0.3)), toy.ToyGrader()),),
+        samplers=(GradingSampler(world.sampler(toy.ToySampler(student, seconds=0.3)), toy.ToyGrader()),),
         scorers={"": (toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: 0.5),)},
         learner=toy.ToyLearner(student, cost=lambda _: 1.0),
         close=lambda: None,

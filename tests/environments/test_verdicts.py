@@ -18,8 +18,7 @@ from slipstream.config.environment import GatewayConfig
 from slipstream.environments.gateway import judging
 from slipstream.environments.gateway.agent_processes import Agent, Programs
 from slipstream.errors import ConfigError, EnvironmentFailed
-from slipstream.plan.engines import agent_of
-from slipstream.plan.environment import check_agent
+from slipstream.plan.environment import agent_of, check_agent
 from slipstream.rewards.functions import LARGEST_REWARD, MOST_REWARDS, Unusable, rewards_of
 from support.sandboxes import NO_BUBBLEWRAP
 
@@ -67,7 +66,7 @@ class Place:
         walled: bool = True,
         step_seconds: float = 120.0,
     ) -> dict[str, float]:
-        """What an agent of this Python code gets. Without words of `verify`, unit tests judge; None is no judge."""
+        """Rewards of an agent made of this Python code. Without `verify`, unit tests judge; None is no judge."""
 
         async def play() -> dict[str, float]:
             made = Agent(
@@ -80,7 +79,7 @@ class Place:
             row = {"prompt": "Mend it.", "ground_truth": SECRET, "meta": {}}
             try:
                 async with programs.playing(row, "http://127.0.0.1:1/sessions/x/v1", "x") as player:
-                    assert await player.ended() == ""
+                    assert await player.wait_for_end() == ""
                     return await player.rewards()
             finally:
                 programs.close()
@@ -94,7 +93,7 @@ class Place:
                 (self.path / "gateway").unlink()
 
     def judged(self, code: str, **options: Any) -> dict[str, float]:
-        """What an agent gets whose work a program of this Python code judges."""
+        """Rewards of an agent whose work a program of this Python code judges."""
         (self.path / "own.py").write_text(dedent(code))
         return self.rewards("", (sys.executable, str(self.path / "own.py")), **options)
 
@@ -472,6 +471,6 @@ def test_a_workspace_that_is_too_large_to_be_judged_is_refused_before_a_run(plac
     agent = Agent(command=("cat",), workspace=str(place.path / "given"), verify=("cat",))
     check_agent(agent)
     with (place.path / "given" / "large").open("wb") as file:
-        file.truncate(judging.LARGEST)
+        file.truncate(judging.MAX_WORKSPACE_BYTES)
     with pytest.raises(ConfigError, match=r"workspace = '.*/given': it has more than 256 MiB or 50000 files"):
         check_agent(agent)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.estimators.advantage import advantage
-from slipstream.estimators.advantage.grouping import whiten
+from slipstream.estimators.advantage import advantage, whiten
 from slipstream.estimators.tables.advantage import ADVANTAGES
 
 # --- six tokens by hand -----------------------------------------------------------------------------------------------
@@ -72,6 +71,13 @@ LITERAL: dict[str, tuple[str, dict[str, Any], list[float]]] = {
     "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", {}, whitened(by_row(-1.5, 1.5, 2))),
     # from the back: 0.5, −1.5 + 0.5/2, 1 − 1.25/2
     "reinforce_plus_plus": ("reinforce_plus_plus", {"gamma": 0.5}, whitened([0.375, -1.25, 0.5, 3, 1, 2])),
+    # from the back: 0.5 + 1/2 − 0, −1.5 + 0 − 2 + 1/4, 1 + 2/2 − 1 − 3.25/4; 3 − 1; 2 − 1, 0 + 1/2 − 0.5 + 1/4
+    "gae": (
+        "gae",
+        {"values": six([1, 2, 0, 1, 0.5, 1], NAN), "bootstrap": per_row(1, 0, 0), "turns": six([0] * 6, -1)}
+        | {"gamma": 0.5, "lam": 0.5, "normalised": False},
+        [0.1875, -3.25, 1, 2, 0.25, 1],
+    ),
     # reward-to-go 0, −1, 0.5 and 3 and 2, 2
     "remax": ("remax", {"greedy_rewards": per_row(1, 1, 0.5)}, [-1, -2, -0.5, 2, 1.5, 1.5]),
     # w = 1 − 2π + Σπ² = 0.5 and 0.75: B_1 = (0·0.5 + 3·0.75)/1.25 = 1.8; afterwards the first row is alone
@@ -186,7 +192,9 @@ def test_mistakes_are_named() -> None:
 def test_the_table_is_complete_enough_to_make_docs_from() -> None:
     for name, estimator in ADVANTAGES.items():
         documentation = estimator.function.__doc__ or ""
-        assert estimator.baseline and "(" in documentation.splitlines()[0] and "Use this advantage " in documentation, (
-            name
-        )
-    assert ADVANTAGES["remax"].options.keys() == {"greedy_rewards"}
+        assert (
+            "Baseline: " in documentation
+            and "(" in documentation.splitlines()[0]
+            and "Use this advantage " in documentation
+        ), name
+    assert ADVANTAGES["remax"].columns == {"greedy_rewards": "greedy_rewards"}

@@ -1,4 +1,4 @@
-"""What advantages have in common: masks, rejected rows, order, declared scope, tool output, degenerate groups."""
+"""Laws of all advantages: masks, rejected rows, order, declared scope, tool output, degenerate groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.estimators.advantage import advantage
 from slipstream.estimators.tables.advantage import ADVANTAGES
 
-WHITENED = {"gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+WHITENED = {"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
 def random_batch(seed: int, b: int = 8, t: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,6 +37,8 @@ def needs(name: str, rewards: Tensor, seed: int) -> dict[str, Any]:
             return {"weights": draw_B, "grad_norm_squared": draw_B.flip(0) + 0.1}
         case "gdpo":
             return {"components": {"a": draw_B, "b": draw_B.flip(0)}, "component_weights": {"a": 3.0}}
+        case "gae":
+            return {"values": draw_BT, "bootstrap": draw_B, "turns": torch.zeros_like(draw_BT), "gamma": 0.9}
         case "remax":
             return {"greedy_rewards": draw_B}
         case "reinforce_plus_plus":
@@ -97,7 +99,7 @@ def test_declared_scope_is_what_an_estimator_looks_at(name: str) -> None:
     assert (by_group, by_row) == expected[ADVANTAGES[name].scope]
 
 
-@pytest.mark.parametrize("name", ["reinforce_plus_plus", "remax", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae", "remax", "optimal_token_baseline"])
 @given(seed=st.integers(0, 10_000))
 def test_tool_output_between_tokens_changes_nothing(name: str, seed: int) -> None:
     """Masked columns put in anywhere; the optimal token baseline has to be told that turns are not aligned."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.estimators.aggregate import aggregate
+from slipstream.estimators.numerics import aggregate
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "fixtures" / "verl_vectors.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if case["fn"] == "aggregate"]

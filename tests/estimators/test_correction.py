@@ -15,18 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.correction import Correction, correct
+from slipstream.estimators.numerics import aggregate
 from slipstream.estimators.tables.correction import (
+    DISTILLATION_RATIOS,
+    PART_SCOPES,
     PRESETS,
-    RATIO_TO_BEHAVIOR,
-    RATIO_TO_OLD,
     RS_MODES,
-    SCOPE,
     CorrectionPreset,
     check_combination,
 )
-from slipstream.estimators.tables.policy import ALIASES, LOSSES
+from slipstream.estimators.tables.policy import POLICY_ALIASES, POLICY_LOSSES, Ratio, find_loss
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "fixtures" / "verl_vectors.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if case["fn"] == "correct"]
@@ -53,7 +52,7 @@ def batch(seed: int, rows: int = 6, width: int = 4) -> tuple[Tensor, Tensor, Ten
 
 
 def evidence(mask: Tensor) -> dict[str, Tensor]:
-    """What some modes need besides log-probs."""
+    """Return the inputs that some modes need besides log-probs."""
     generator = torch.Generator().manual_seed(7)
     shape = mask.shape
     return {
@@ -342,11 +341,11 @@ BY_PART = {
 }
 
 
-@pytest.mark.parametrize("part", sorted(SCOPE))
+@pytest.mark.parametrize("part", sorted(PART_SCOPES))
 def test_scope_is_what_it_says(part: str) -> None:
     """Token scope survives every cut, row scope every cut between rows, batch scope none; and no less."""
     preset = BY_PART[part]
-    assert preset.scope == SCOPE[part]
+    assert preset.scope == PART_SCOPES[part]
     between_rows = all(unchanged(preset, cut, dim=0) for cut in (1, 2, 4))
     inside_rows = all(unchanged(preset, cut, dim=1) for cut in (1, 2, 3))
     assert (between_rows, inside_rows) == {"token": (True, True), "row": (True, False), "batch": (False, False)}[
@@ -471,23 +470,39 @@ def test_a_preset_is_correct_with_its_settings(name: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "scatter"), [(16, 0.01), (1000, 0.01), (1000, 0.05), (10_000, 0.05)])
 def test_the_geometric_presets_are_for_long_answers(tokens: int, scatter: float) -> None:
-    """Of rows whose log-ratios scatter by σ around 0 they keep erf(0.001·√(T/2)/σ): 31, 99.8, 47 and 95 %."""
+    """Rows whose log-ratios scatter by σ around 0 are kept with erf(0.001·√(T/2)/σ): 31, 99.8, 47 and 95 %."""
     noise = torch.randn(400, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rollout = torch.full_like(noise, -3)
     kept = PRESETS["decoupled_geo_rs"].apply(rollout + scatter * noise, rollout, torch.ones_like(noise)).mask[:, 0]
     assert kept.mean().item() == pytest.approx(math.erf(0.001 * math.sqrt(tokens / 2) / scatter), abs=0.06)
 
 
+WITH_RATIO_TO_OLD = sorted(
+    {"geo_mean", *(name for name, row in POLICY_LOSSES.items() if row.ratio == "old")} - {"m2po"}
+)
+WITH_RATIO_TO_BEHAVIOR = sorted({*DISTILLATION_RATIOS, "a3po"})
+
+
+def ratio_of(loss: str) -> Ratio:
+    """Return the ratio of a distillation loss, or of a policy loss whose name no distillation loss has."""
+    return (
+        find_loss(loss).ratio
+        if loss in {*POLICY_LOSSES, *POLICY_ALIASES} - {*DISTILLATION_RATIOS}
+        else DISTILLATION_RATIOS.get(loss, "none")
+    )
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_goes_with_the_loss_it_is_meant_for(name: str) -> None:
-    check_combination("reinforce" if PRESETS[name].loss == "reinforce" else "vanilla", PRESETS[name])
+    loss = "reinforce" if PRESETS[name].loss == "reinforce" else "vanilla"
+    check_combination(loss, PRESETS[name], ratio=ratio_of(loss))
 
 
 @pytest.mark.parametrize(
     ("loss", "preset", "message"),
     [
-        *((loss, CorrectionPreset("bypass", "token"), "twice.*is_level='token'") for loss in sorted(RATIO_TO_OLD)),
-        *((loss, PRESETS["decoupled_seq_is"], "twice.*rejection.*may stay") for loss in sorted(RATIO_TO_BEHAVIOR)),
+        *((loss, CorrectionPreset("bypass", "token"), "twice.*is_level='token'") for loss in WITH_RATIO_TO_OLD),
+        *((loss, PRESETS["decoupled_seq_is"], "twice.*rejection.*may stay") for loss in WITH_RATIO_TO_BEHAVIOR),
         ("vanilla", PRESETS["bypass_pg_is"], "meant for loss reinforce or gpg, not vanilla"),
         ("gspo", PRESETS["bypass_ppo_clip"], "meant for loss vanilla, not gspo"),
         ("vanilla", CorrectionPreset("decoupled"), "decoupled mode with loss vanilla corrects nothing"),
@@ -499,7 +514,7 @@ def test_corrections_that_count_twice_or_do_nothing_are_refused(
     loss: str, preset: CorrectionPreset, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_combination(loss, preset)
+        check_combination(loss, preset, ratio=ratio_of(loss))
 
 
 @pytest.mark.parametrize(
@@ -517,11 +532,19 @@ def test_corrections_that_count_twice_or_do_nothing_are_refused(
     ],
 )
 def test_corrections_that_count_once_are_accepted(loss: str, preset: CorrectionPreset) -> None:
-    check_combination(loss, preset)
+    check_combination(loss, preset, ratio=ratio_of(loss))
 
 
 def test_every_policy_loss_is_known_to_hold_a_ratio_or_not() -> None:
-    assert {*LOSSES, *ALIASES} - RATIO_TO_OLD - RATIO_TO_BEHAVIOR == {"reinforce", "gpg", "dro"}
+    ratios = {name: row.ratio for name, row in POLICY_LOSSES.items() if row.ratio != "old"}
+    assert ratios == {
+        "reinforce": "none",
+        "gpg": "none",
+        "dro": "penalty",
+        "decoupled_ppo": "behavior",
+        "a3po": "behavior",
+    }
+    assert find_loss("m2po").ratio == "old", "unlike the distillation loss of this name"
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.divergence import dense, forward_kl_topk, kl_estimate, reverse_kl_topk
-from slipstream.estimators.freshness import rollout_kl_from_cache
+from slipstream.estimators.drift import rollout_kl_from_cache
 from slipstream.estimators.surrogate import decoupled_ppo, mc_reverse_kl
 from support.m2po import m2po
 

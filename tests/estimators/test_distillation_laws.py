@@ -1,11 +1,10 @@
-"""What holds for every distillation estimator: order, cuts, masks, numerics, rest, and what the catalogue says."""
+"""Laws of all distillation estimators: order, cuts, masks, numerics, and the text of the catalogue."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import astuple
 from types import ModuleType
 from typing import Any, get_args
 
@@ -15,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.config.losses import LOSSES
+from slipstream.config.losses import DISTILLATION_LOSSES
 from slipstream.estimators import divergence, surrogate
-from slipstream.estimators.aggregate import aggregate
+from slipstream.estimators.catalogue import catalogue
 from slipstream.estimators.divergence import KL_KINDS, dense, forward_kl_topk, kl_estimate, reverse_kl_topk
-from slipstream.estimators.freshness import rollout_kl_from_cache
-from slipstream.estimators.numerics import zeroed
+from slipstream.estimators.drift import rollout_kl_from_cache
+from slipstream.estimators.numerics import aggregate, zeroed
 from slipstream.estimators.options import formula
 from slipstream.estimators.surrogate import decoupled_ppo, m2po_mask, mc_reverse_kl
-from slipstream.estimators.tables.distillation import DISTILLATION
 from slipstream.scope import Scope
 from support.m2po import m2po
 
@@ -246,11 +244,11 @@ def test_every_formula_is_of_a_loss_that_a_config_can_choose() -> None:
     variants: dict[str, list[dict[str, Any]]] = {
         "forward_kl": [{}, {"cache": "hidden"}],
         "jsd": [{}, {"cache": "teacher_topk"}],
-        "k1": [{"as": "reward"}],
+        "k1": [{"use": "advantage"}],
     }
     asked = [
         row.model_validate({"kind": name} | changes).spec
-        for name, row in LOSSES.items()
+        for name, row in DISTILLATION_LOSSES.items()
         for changes in variants.get(name, [{}])
     ]
     chosen = {spec.formula for spec in asked} | {spec.chooses for spec in asked if spec.chooses}
@@ -259,7 +257,7 @@ def test_every_formula_is_of_a_loss_that_a_config_can_choose() -> None:
         *(f"divergence.{name}" for name in ("clamped", "raised")),
         *(f"surrogate.{name}" for name in ("clip_bounds", "second_moment_mask")),
     }
-    assert (chosen - {"kl.kl_as_reward"}) | helpers == public_losses(divergence) | public_losses(surrogate)
+    assert chosen | helpers == public_losses(divergence) | public_losses(surrogate)
     for spec in asked:
         takes = list(inspect.signature(formula(spec.formula)).parameters.values())
         assert all(each.kind is each.POSITIONAL_OR_KEYWORD for each in takes[: len(spec.takes)])
@@ -267,8 +265,8 @@ def test_every_formula_is_of_a_loss_that_a_config_can_choose() -> None:
 
 
 def test_every_loss_has_a_description_of_one_line_each() -> None:
-    assert set(KL_KINDS) < set(LOSSES) and LOSSES.keys() == DISTILLATION.keys()
-    for name, row in LOSSES.items():
-        assert row.scope in get_args(Scope)
-        assert all(value and "\n" not in value for value in astuple(DISTILLATION[name]))
-    assert {name for name, row in LOSSES.items() if row.scope != "token"} == {"m2po"}
+    entries = catalogue()["distillation"]
+    assert set(KL_KINDS) < set(DISTILLATION_LOSSES) and list(DISTILLATION_LOSSES) == [entry.name for entry in entries]
+    assert all(text and "\n" not in text for entry in entries for text in entry)
+    assert all(row.scope in get_args(Scope) for row in DISTILLATION_LOSSES.values())
+    assert {name for name, row in DISTILLATION_LOSSES.items() if row.scope != "token"} == {"m2po"}

@@ -21,7 +21,9 @@ from slipstream.estimators.divergence import (
     overlap_ratio,
     overlap_token_advantage,
     raised,
+    ranked,
     reverse_kl_topk,
+    shared_and_ranked,
     support_mass,
     with_tail,
 )
@@ -260,3 +262,40 @@ def test_clamps_of_verl_do_nothing_unless_asked_for() -> None:
     assert clamped(x) is x and raised(x) is x
     assert clamped(x, loss_max_clamp=3).tolist() == [-3, -2, 3]
     assert raised(x, log_prob_min_clamp=-10).tolist() == [-10, -2, 4]
+
+
+def test_a_clamp_gives_no_probability_to_tokens_that_the_teacher_lacks() -> None:
+    x = torch.tensor([-torch.inf, -30.0, -2.0])
+    assert raised(x, log_prob_min_clamp=-10).tolist() == [-10, -10, -2]
+    assert raised(x, log_prob_min_clamp=-10, absent=True).tolist() == [-torch.inf, -10, -2]
+
+
+def test_two_vocabularies_are_compared_by_rank() -> None:
+    """p = ½ ¼ ¼ and q = ¾ ⅛ ⅛ 0: |½ − ¾| + |¼ − ⅛| + |¼ − ⅛| + 0 = ½; the gradient by log p is p times the sign."""
+    logp = double([[0.25, 0.5, 0.25]]).log().requires_grad_()
+    logq = double([[0.125, 0.75, 0.125, 1e-300]]).log()
+    loss = ranked(logp, logq)
+    torch.testing.assert_close(loss, double([0.5]))
+    (slope,) = torch.autograd.grad(loss.sum(), logp)
+    torch.testing.assert_close(slope, double([[0.25, -0.5, 0.25]]))
+    torch.testing.assert_close(ranked(logq, logp.detach()), loss.detach())
+
+
+def test_shared_tokens_are_compared_exactly_and_others_by_rank() -> None:
+    """Tokens 0 and 2 are shared; the student has ½ on its own token 1, the teacher ¼ and ⅛ on two of its own.
+
+    p = ¼, q = ½ and p = ¼, q = ⅛, β = ½: m = ⅜ and 3/16. Half of ½ ln 4/3 + ¼ ln 2/3 + ⅛ ln 2/3 + ¼ ln 4/3.
+    By rank |½ − ¼| + |0 − ⅛| = ⅜.
+    """
+    logp = double([[0.25, 0.5, 0.25]]).log().requires_grad_()
+    logq = double([[0.5, 0.0, 0.125, 0.125, 0.25]]).log()
+    exact = 0.5 * (0.75 * (2 * LN2 - LN3) + 0.375 * (LN2 - LN3))
+    torch.testing.assert_close(shared_and_ranked(logp, logq), (exact + 0.375)[None])
+    torch.testing.assert_close(shared_and_ranked(logp, logq, rest=2.0), (exact + 0.75)[None])
+    (slope,) = torch.autograd.grad(shared_and_ranked(logp, logq).sum(), logp)
+    assert slope.isfinite().all() and slope[0, 1] == 0.5, "less of the token that the teacher does not have"
+    same = double([[0.25, 0.5, 0.25]]).log()
+    other = double([[0.5, 0.25, 0.25]]).log()
+    torch.testing.assert_close(shared_and_ranked(same, other, beta=0.3), dense(same, other, kind="jsd", beta=0.3))
+    with pytest.raises(ValueError, match="beta must be above 0"):
+        shared_and_ranked(same, other, beta=1.0)

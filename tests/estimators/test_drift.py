@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.estimators.drift import METRICS, gradient_noise, offpolicy_metrics
+from slipstream.estimators.drift import DRIFT_METRICS, gradient_noise, offpolicy_metrics
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "fixtures" / "verl_vectors.json").read_text())
 
@@ -33,7 +33,7 @@ def test_as_verl_where_it_has_the_metric() -> None:
     """verl adds 1e-8 to its counts, which shows in the ninth digit."""
     (case,) = [case for case in GOLDEN["cases"] if case["fn"] == "offpolicy_metrics"]
     found = offpolicy_metrics(golden("logp_old"), golden("logp_rollout"), golden("mask"))
-    assert tuple(sorted(found)) == tuple(sorted(METRICS))
+    assert tuple(sorted(found)) == tuple(sorted(DRIFT_METRICS))
     for name, value in case["out"].items():
         assert found[name] == pytest.approx(value, abs=1e-8), name
 
@@ -167,7 +167,7 @@ def test_buckets_without_tokens_are_left_out() -> None:
 
 
 def test_nothing_valid_is_all_zeros() -> None:
-    assert offpolicy_metrics(OLD, ROLLOUT, torch.zeros(2, 2)) == dict.fromkeys(METRICS, 0.0)
+    assert offpolicy_metrics(OLD, ROLLOUT, torch.zeros(2, 2)) == dict.fromkeys(DRIFT_METRICS, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

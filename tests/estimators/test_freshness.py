@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.estimators.divergence import dense
-from slipstream.estimators.freshness import (
-    aligned_mean,
-    rollout_kl_from_cache,
-    score,
-    weight,
-)
+from slipstream.estimators.drift import aligned_mean, rollout_kl_from_cache, score, weight
 
 LN2 = math.log(2)
 kl = st.floats(0, 50)

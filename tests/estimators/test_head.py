@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.engines.native.model import split
 from slipstream.errors import ModelError
 from slipstream.estimators.logprobs import logprobs_at
-from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.tiles import Head
 from support.tiny_models import make_model
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.estimators.control import adaptive_beta, ascended
+from slipstream.estimators.auxiliary import kl_loss, kl_reward
 from slipstream.estimators.divergence import kl_estimate
-from slipstream.estimators.kl import kl_loss, kl_reward
+from slipstream.objective.coefficients import adaptive_beta, ascended
 
 V = 5
 

@@ -41,7 +41,7 @@ def dense(
 
 
 BENDS = [{}, {"scale": 0.0625}, {"cap": 2.0}, {"scale": 3.0, "cap": 1.5}]
-"""What models do to the head's products: nothing, a scale (Cohere, Granite), a soft cap (Gemma), both."""
+"""Changes that models make to the head's products: none, a scale (Cohere, Granite), a soft cap (Gemma), both."""
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 20, 60, 1000])
@@ -210,7 +210,7 @@ def test_gradients_of_low_precision_weights_are_summed_in_float32(fused: bool) -
 
 
 def test_a_bias_of_minus_infinity_is_probability_zero() -> None:
-    """As padded vocabularies have it."""
+    """Tokens beyond the vocabulary, as padded vocabularies have them."""
     hidden, weight, _, ids = make()
     bias = torch.zeros(V, dtype=torch.float64)
     bias[V - 1] = -torch.inf

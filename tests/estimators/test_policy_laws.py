@@ -1,4 +1,4 @@
-"""What policy losses have in common: masks, order, the plain gradient at r = 1, declared scope, finite everywhere."""
+"""Laws of all policy losses: masks, order, the plain gradient at r = 1, declared scope, finite everywhere."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from slipstream.estimators.policy import policy_loss, prepare
 from slipstream.estimators.policy.token import Tokens
-from slipstream.estimators.tables.policy import LOSSES, scope_of
+from slipstream.estimators.tables.policy import POLICY_LOSSES, scope_of
 
 PULLING = {"dro", "kl_cov", "r2vpo", "quatro", "oapl"}
-BATCH = [name for name in LOSSES if LOSSES[name].scope == "batch"]
+BATCH = [name for name in POLICY_LOSSES if POLICY_LOSSES[name].scope == "batch"]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -40,7 +40,7 @@ def random_batch(seed: int, *, stale: float = 0.3, b: int = 4, t: int = 6) -> tu
 
 
 def needs(name: str, old: Tensor) -> dict[str, Any]:
-    """What a method cannot do without; chance taken out of clip_cov; choices that choose something."""
+    """Return the options that a method needs; clip_cov without chance; choices that have an effect."""
     match name:
         case "clip_cov":
             return {"generator": seeded(), "cov_low": 0.01, "cov_high": 50.0, "cov_fraction": 1.0}
@@ -70,7 +70,7 @@ def part(hyper: dict[str, Any], at: Any) -> dict[str, Any]:
     return {k: v[at if v.ndim == 2 else of_rows] if isinstance(v, Tensor) else v for k, v in hyper.items()}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @given(seed=st.integers(0, 10_000))
 def test_masked_positions_hold_anything_and_get_no_gradient(name: str, seed: int) -> None:
     logp, old, advantages, mask = random_batch(seed)
@@ -90,7 +90,7 @@ def test_masked_positions_hold_anything_and_get_no_gradient(name: str, seed: int
     assert all(torch.equal(metrics[key], clean_metrics[key]) for key in metrics)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @given(seed=st.integers(0, 10_000))
 def test_the_order_of_rows_does_not_matter(name: str, seed: int) -> None:
     logp, old, advantages, mask = random_batch(seed)
@@ -103,13 +103,13 @@ def test_the_order_of_rows_does_not_matter(name: str, seed: int) -> None:
     torch.testing.assert_close(gradient(shuffled, logp), gradient(loss, logp))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_at_ratio_one_every_method_is_the_plain_policy_gradient(name: str) -> None:
     """One advantage per row, which gspo and gmpo need; clip_cov leaves out nothing that has a covariance under 1."""
     _, old, advantages, mask = random_batch(7)
     advantages = advantages[:, :1].expand_as(old) / 10
     logp = old.clone().requires_grad_()
-    hyper = {} if LOSSES[name].scope == "batch" else needs(name, old)
+    hyper = {} if POLICY_LOSSES[name].scope == "batch" else needs(name, old)
     if name in ("clip_cov", "decoupled_ppo"):
         hyper = {"generator": seeded()} if name == "clip_cov" else {"proximal_logp": old}
     if name == "topr":
@@ -134,7 +134,7 @@ def test_gspo_token_is_gspo_where_a_row_has_one_advantage(seed: int) -> None:
     torch.testing.assert_close(gradient(one, logp), gradient(other, logp))
 
 
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - PULLING))  # which pull back to the old policy too
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - PULLING))  # which pull back to the old policy too
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(name: str, sign: float) -> None:
     """Rows of one token each, their ratios from e^−40 to e^40: no numeric bound silences a token or turns it round."""
@@ -150,7 +150,7 @@ def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(na
         "st_ppo": {"turns": torch.zeros_like(logp, dtype=torch.int64)},
         "espo": {"entropy": torch.full_like(logp, 0.5)},
     }.get(name, {})
-    loss, acted = LOSSES[name].loss(Tokens(logp, old, advantages, mask != 0), **hyper)
+    loss, acted = POLICY_LOSSES[name].loss(Tokens(logp, old, advantages, mask != 0), **hyper)
     slope = gradient(loss.sum(), logp)
     assert (slope * sign <= 0).all()
     faded = (logp > 3) if name in ("sapo", "vespo") else nobody  # the sigmoid is flat there, and exp(−W) is 0
@@ -162,7 +162,9 @@ def test_espo_rounds_its_share_up_and_no_further(share: float, tokens: int, unce
     """A part has equal weight: each of its tokens has n / (number of parts · size of the part)."""
     ones, parts = torch.ones(1, tokens), 1 + (tokens > uncertain)
     entropy = torch.linspace(1, 0, tokens)[None]
-    loss, _ = LOSSES["espo"].loss(Tokens(0 * ones, 0 * ones, -ones, ones != 0), entropy=entropy, espo_share=share)
+    loss, _ = POLICY_LOSSES["espo"].loss(
+        Tokens(0 * ones, 0 * ones, -ones, ones != 0), entropy=entropy, espo_share=share
+    )
     expected = torch.full((tokens,), tokens / parts / max(tokens - uncertain, 1))
     expected[:uncertain] = tokens / parts / uncertain
     torch.testing.assert_close(loss[0], expected)
@@ -210,7 +212,7 @@ def test_r2vpo_without_its_penalty_is_the_plain_ratio_and_with_it_the_variance_c
 
 @given(seed=st.integers(0, 10_000), radius=st.sampled_from([1e-4, 1e-3]))
 def test_quatro_has_its_minimum_at_the_edge_of_the_trust_region(seed: int, radius: float) -> None:
-    """Of all answers to a prompt with probabilities μ: no slope at π ∝ μ·exp(A/λ), whose KL is the radius."""
+    """All answers to a prompt with probabilities μ: no slope at π ∝ μ·exp(A/λ), whose KL is the radius."""
     g = seeded(seed)
     old = torch.rand(1, 7, generator=g, dtype=torch.float64).log_softmax(-1)
     advantage = torch.randn(1, 7, generator=g, dtype=torch.float64)
@@ -218,7 +220,7 @@ def test_quatro_has_its_minimum_at_the_edge_of_the_trust_region(seed: int, radiu
     spread = (old.exp() * advantage.square()).sum().sqrt().expand_as(old)
     logits = (old + advantage * (2 * radius) ** 0.5 / spread).requires_grad_()
     logp = logits.log_softmax(-1)
-    loss, _ = LOSSES["quatro"].loss(
+    loss, _ = POLICY_LOSSES["quatro"].loss(
         Tokens(logp, old, advantage, torch.ones_like(old) != 0), spread=spread, radius=radius
     )
     kl = (logp.exp() * (logp - old)).sum().item()
@@ -264,14 +266,14 @@ def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_declared_scope_is_what_a_method_looks_at(name: str) -> None:
     """Token scope may be cut anywhere, row scope between rows, batch scope nowhere unless its choice is frozen."""
     aggs = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
     by_rows = all(same(in_two(name, ROW_CUT, agg, {}), whole(name, agg)) for agg in aggs)
     by_columns = same(in_two(name, COLUMN_CUT, "token-mean", {}), whole(name, "token-mean"))
     assert (by_rows, by_columns) == {"token": (True, True), "row": (True, False), "batch": (False, False)}[
-        LOSSES[name].scope
+        POLICY_LOSSES[name].scope
     ]
 
 
@@ -293,7 +295,7 @@ def test_scope_with_aggregation() -> None:
 # --- edges --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_impossible_and_certain_tokens_stay_finite(name: str, dtype: torch.dtype) -> None:
     edge = torch.tensor([-math.inf, -1e4, -50.0, -1e-9, 0.0])
@@ -310,7 +312,7 @@ def test_impossible_and_certain_tokens_stay_finite(name: str, dtype: torch.dtype
         assert all(value.isfinite() for value in metrics.values())
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_batch_without_tokens_is_zero(name: str) -> None:
     logp, old, advantages, mask = random_batch(1)
     logp.requires_grad_()
@@ -337,7 +339,9 @@ def test_st_ppo_gives_a_turn_the_geometric_mean_of_its_ratios_as_its_mean_weight
 
 
 @pytest.mark.parametrize("outlier", [300.0, -300.0])
-@pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name].scope == "row" and name not in PULLING])
+@pytest.mark.parametrize(
+    "name", [name for name in POLICY_LOSSES if POLICY_LOSSES[name].scope == "row" and name not in PULLING]
+)
 def test_one_outlier_counts_as_e_20_in_the_ratio_of_its_row(name: str, outlier: float) -> None:
     """Bounded before any mean or sum: then a log-ratio of 300 does to the other tokens what one of 20 does."""
     others, slopes = math.copysign(1, -outlier) * torch.linspace(0.1, 0.9, 39, dtype=torch.float64), []

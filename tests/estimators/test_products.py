@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 def by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose oneDNN on every processor, and for matrices of every size."""
     monkeypatch.setattr(products, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(products, "LARGE", 1)
+    monkeypatch.setattr(products, "MIN_WEIGHT_SIZE", 1)
 
 
 @pytest.mark.usefixtures("by_onednn")
@@ -41,7 +41,7 @@ def test_a_layer_has_the_values_and_gradients_of_torch(shape: tuple[int, ...], b
 
 @pytest.mark.usefixtures("by_onednn")
 def test_products_in_parts_are_those_of_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "COLUMNS", 4)
+    monkeypatch.setattr(products, "PRODUCT_COLUMNS", 4)
     left, right, out, total = torch.randn(3, 5), torch.randn(10, 5), torch.empty(3, 10), torch.ones(10, 5)
     multiply_into(out, left, right)
     torch.testing.assert_close(out, left @ right.T)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.estimators.ratio import (
+from slipstream.estimators.correction import (
     effective_sample_size,
     importance_ratio,
     normaliser,
@@ -19,7 +19,7 @@ from slipstream.estimators.ratio import (
     truncate,
     weight_metrics,
 )
-from slipstream.estimators.tables.correction import ONE_PER_ROW, SCOPE, Unit
+from slipstream.estimators.tables.correction import ONE_PER_ROW, PART_SCOPES, Unit
 
 UNITS: tuple[Unit, ...] = get_args(Unit)
 
@@ -181,7 +181,7 @@ def test_scope_is_what_it_says(unit: Unit) -> None:
         return torch.cat([importance_ratio(unit, x, m, turns=t) for x, m, t in zip(*parts, strict=True)], dim)
 
     torch.testing.assert_close(cut(0), whole)
-    assert torch.allclose(cut(1), whole) == (SCOPE[unit] == "token")
+    assert torch.allclose(cut(1), whole) == (PART_SCOPES[unit] == "token")
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -230,10 +230,13 @@ def test_weight_metrics_by_hand() -> None:
         "rollout_is_mean": pytest.approx(mean),
         "rollout_is_std": pytest.approx(sqrt(variance)),
         "rollout_is_min": 0.25,
+        "rollout_is_p99": 2.0,
         "rollout_is_max": 2.0,
         "rollout_is_ratio_fraction_high": 2 / 4,
         "rollout_is_ratio_fraction_low": 1 / 4,
     }
+    hundred = torch.arange(1.0, 101.0)[None]
+    assert weight_metrics(hundred, hundred, hundred, threshold=2.0, over_rows=False)["rollout_is_p99"] == 99
     of_rows = weight_metrics(ratio, truncate(ratio, 2.0), mask, threshold=2.0, over_rows=True)
     assert of_rows["rollout_is_ratio_fraction_high"] == 1 and of_rows["rollout_is_ratio_fraction_low"] == 0.5
 

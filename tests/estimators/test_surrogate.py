@@ -172,7 +172,7 @@ def test_m2po_on_six_tokens(budget: float, kept: list[int], left: float, missed:
 
 
 def test_m2po_leaves_invalid_draws_out_of_mask_mean_and_loss() -> None:
-    """Without the second token the mean is 3/5 L², within the budget: the fifth stays. NaN there has no effect."""
+    """If the second token is left out, the mean is 3/5 L², within the budget: the fifth stays. NaN has no effect."""
     logp, old, logq = (x.clone() for x in (DRIFTED, OLD, LIKED))
     for x in (logp, old, logq):
         x[1] = torch.nan

@@ -21,7 +21,7 @@ from slipstream.estimators.logprobs.tiles import Bend
 def test_fold_and_gradient_by_parts_are_softmax_and_its_gradient(
     part: int, entropy: bool, bend: Bend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "PART", part)
+    monkeypatch.setattr(tiles, "PART_LOGITS", part)
     torch.manual_seed(0)
     tile, bias = torch.randn(4, 11, dtype=torch.float64).requires_grad_(), torch.randn(11, dtype=torch.float64)
     weights, upstream = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
@@ -74,7 +74,7 @@ def compare_with_triton() -> None:
     from slipstream.estimators import logprobs
     from slipstream.estimators.logprobs import tiles_triton
 
-    tiles_triton.BLOCK = 16  # several blocks, the last one not full
+    tiles_triton.TRITON_BLOCK = 16  # several blocks, the last one not full
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(5, 8), torch.randn(37, 8), torch.randn(37)
     ids = torch.randint(0, 37, (5, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +17,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.config.freshness import FreshnessConfig
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
-from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.estimators.freshness import rollout_kl_from_cache, score
+from slipstream.estimators.drift import rollout_kl_from_cache, score
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
-from slipstream.pipeline.control.buffer_refresh import DRIFT, Buffer, Curve, Level
+from slipstream.pipeline.control.buffer_refresh import DRIFT_BY_LAG, Buffer, Curve, Level
 from slipstream.protocols import SampleFreshness
-from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
+from slipstream.records import ONE_COUNT, Batch, Handle, Scored, header_of, total
 from slipstream.run_dir.writing import read_lines
 from support import toy_runs
+from support.engines import native_learner
 from support.loss_formulas import (
     CHOSEN,
     FORMULAS,
@@ -55,17 +57,19 @@ ARMS = {
     "fixed refresh": {"weight": "equal", "anchor": 0.0, "refresh": "fixed"},
     "without lag": {"lag": False},
     "not normalised": {"normalise": "off"},
-    "variance kept": {"normalise": "variance", "over": "samples"},
+    "variance kept": {"normalise": "variance", "normalise_by": "samples"},
     "common": {"weight": "common", "normalise": "off"},
-    "over samples": {"over": "samples", "anchor": 1.0},
+    "over samples": {"normalise_by": "samples", "anchor": 1.0},
     "supervision moved": {"beta": 1.5},
-    "supervision moved, over samples": {"beta": 1.5, "over": "samples"},
+    "supervision moved, over samples": {"beta": 1.5, "normalise_by": "samples"},
 }
 
 
 def stale(groups: Sequence[Sequence[Handle]], *, asked_again: bool = False) -> list[list[Handle]]:
-    """As if tokens were of several versions: every response of others, some of two. And as if their teacher had been
-    asked again, and said otherwise, where that can be compared."""
+    """Return records of several versions: every response of others, some of two.
+
+    Their teacher was asked again, and gave other scores, where these can be compared.
+    """
     found, rng = [], np.random.default_rng(0)
     for number, group in enumerate(groups):
         handles = []
@@ -95,7 +99,7 @@ def moved(name: str = "phi") -> PreTrainedModel:
 
 def learner_of(model: PreTrainedModel, loss: LossConfig, fresh: FreshnessConfig | None, **more: Any) -> NativeLearner:
     config = LearnerConfig(batch_size=8, dtype="float64", lr=0.01, clip_norm=1e9, token_budget=64)
-    return NativeLearner(
+    return native_learner(
         wrap(model),
         method=Method(loss=loss, max_tokens=9, freshness=fresh, **more),
         config=config,
@@ -124,7 +128,7 @@ def written_out(
         drift = fresh.alpha * math.sqrt(float(kl_T.detach().mean())) + fresh.beta * math.sqrt(sup)
         f = math.exp(-drift) / ((lag if fresh.lag else 0) + 1)
         w = {"lag": 1 / (lag + 1), "equal": 1.0}.get(fresh.weight, max(0.0, f - fresh.threshold))
-        mean = torch.sum if fresh.over == "tokens" else torch.mean
+        mean = torch.sum if fresh.normalise_by == "tokens" else torch.mean
         parts.append((1.0 if fresh.weight == "common" else w) * (mean(loss_T) + fresh.anchor * mean(kl_T)))
         weights.append(w)
     mean_weight = sum(weights) / len(weights)
@@ -132,13 +136,13 @@ def written_out(
     divisor = {"off": 1.0, "mean": mean_weight, "variance": math.sqrt(mean_square)}[fresh.normalise]
     if fresh.weight == "common":
         divisor = 1 / mean_weight
-    return torch.stack(parts).sum() / divisor / (sum(n) if fresh.over == "tokens" else len(samples)), weights
+    return torch.stack(parts).sum() / divisor / (sum(n) if fresh.normalise_by == "tokens" else len(samples)), weights
 
 
 def gradients_of_steps(learner: NativeLearner) -> list[Tensor]:
     """A list to which every optimizer step of this learner adds the gradient that it is made with."""
     found = list[Tensor]()
-    learner.optimizer.register_step_pre_hook(lambda *_: found.append(grads_of(learner.lm.model).clone()))
+    learner.steps.optimizer.register_step_pre_hook(lambda *_: found.append(grads_of(learner.lm.model).clone()))
     return found
 
 
@@ -150,7 +154,7 @@ def gradients_of_steps(learner: NativeLearner) -> list[Tensor]:
     + [("reverse_kl_mc", "supervision moved", 1.0), ("jsd", "supervision moved, over samples", 1.0)],
 )
 def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, arm: str, temperature: float) -> None:
-    """Of stale versions mixed, at arrival and one step later, where samples are worth what they are then."""
+    """Stale versions are mixed, at arrival and one step later, and samples get the weights of that moment."""
     loss, fresh = chosen(kind, CHOSEN[kind][0] | {"temperature": temperature}), FreshnessConfig(**ARMS[arm])
     teacher = teacher_of(torch.float64)
     groups = stale(groups_for(loss, "phi", torch.float64), asked_again="moved" in arm)
@@ -216,12 +220,12 @@ def step_gradient(
 
     async def work() -> Tensor:
         learner = learner_of(moved(), loss or ReverseKLMC(m=3), fresh, **method)
-        learner.config = learner.passes.config = learner.config.model_copy(update=config or {})
+        learner.config = learner.passes.config = learner.steps.config = learner.config.model_copy(update=config or {})
         found, batch = gradients_of_steps(learner), Batch(tuple(groups), UPDATE)
         counts = total(await learner.prepare(batch))
         for part in [Batch((group,), UPDATE) for group in groups] if parts else [batch]:
-            await learner.accumulate(part, ONE if parts else counts)
-        await learner.step(counts if parts else ONE)
+            await learner.accumulate(part, ONE_COUNT if parts else counts)
+        await learner.step(counts if parts else ONE_COUNT)
         learner.close()
         return found[0]
 
@@ -232,10 +236,10 @@ BY_LAG = FreshnessConfig(weight="lag", anchor=0.0, refresh="never")
 RL = {"policy": PolicyConfig(loss="reinforce", advantage="rloo"), "rewards": {"exact": 1.0}}
 
 
-@pytest.mark.parametrize("over", ["tokens", "samples"])
-def test_how_a_batch_is_cut_changes_no_weight(over: str) -> None:
+@pytest.mark.parametrize("unit", ["tokens", "samples"])
+def test_how_a_batch_is_cut_changes_no_weight(unit: str) -> None:
     """Micro-batches of one sample, or groups that come one after the other and are scaled at the step."""
-    groups, fresh = stale(groups_for(ReverseKLMC(m=3), "phi", torch.float64)), FreshnessConfig(over=over)
+    groups, fresh = stale(groups_for(ReverseKLMC(m=3), "phi", torch.float64)), FreshnessConfig(normalise_by=unit)
     whole = step_gradient(groups, fresh, config={"token_budget": 4096})
     assert whole.abs().max() > 0
     for found in (
@@ -259,7 +263,7 @@ def test_equal_weights_leave_the_gradient_and_its_limit_as_they_are(lag: int) ->
 def test_a_policy_loss_is_weighed_where_it_is_asked_for(policy: str) -> None:
     loss, how = ReverseKLMC(m=3, weight=0.0), PolicyConfig(loss=policy, advantage="rloo")
     groups = stale(groups_for(loss, "phi", torch.float64))
-    also = BY_LAG.model_copy(update={"also": ("policy",)})
+    also = BY_LAG.model_copy(update={"apply_to": ("policy",)})
     plain, unmoved, weighed = (
         step_gradient(groups, fresh, loss=loss, policy=how, rewards={"exact": 1.0}) for fresh in (None, BY_LAG, also)
     )
@@ -285,7 +289,7 @@ def test_a_part_of_the_loss_that_is_not_weighed_is_not_scaled() -> None:
 def test_where_every_weight_is_zero_nothing_is_learned_and_nothing_is_nan() -> None:
     groups = [[_of_lag(h, 5) for h in group] for group in groups_for(ReverseKLMC(m=3), "phi", torch.float64)]
     for method in ({}, RL | {"loss": ReverseKLMC(m=3)}):
-        fresh = FreshnessConfig(threshold=0.9, also="policy" if method else ())
+        fresh = FreshnessConfig(threshold=0.9, apply_to="policy" if method else ())
 
         async def work(fresh: FreshnessConfig = fresh, method: dict[str, Any] = method) -> None:
             learner = learner_of(moved(), fresh=fresh, **{"loss": ReverseKLMC(m=3)} | method)
@@ -343,7 +347,7 @@ def test_drift_from_the_cache_comes_near_that_by_snapshots(m: int) -> None:
 
     async def weighed(fresh: FreshnessConfig) -> list[SampleFreshness]:
         learner = learner_of(make_model("phi", seed=0, dtype=torch.float64), loss, fresh)
-        learner.snapshots.keep = 1
+        learner.weights.snapshots.keep = 1
         await learner.export()  # version 0, which drew
         with torch.no_grad():
             for p, q in zip(learner.lm.model.parameters(), moved().parameters(), strict=True):
@@ -396,15 +400,15 @@ def test_the_curve_goes_through_what_was_seen_and_in_straight_lines_between() ->
 
 
 def buffer_of(**settings: Any) -> Buffer:
-    return Buffer(FreshnessConfig(**settings), steps=1, last={}, say=lambda _: None)
+    return Buffer(FreshnessConfig(**settings), steps=1, last={})
 
 
 def test_the_model_of_a_buffer_has_the_formula_of_the_estimator() -> None:
     buffer = buffer_of(alpha=1.5)
-    buffer.look([_worth(lag=2, roll=0.3), _worth(lag=2, roll=0.5)])
+    buffer.measure([_worth(lag=2, roll=0.3), _worth(lag=2, roll=0.5)])
     (handle,) = [_of_lag(groups_for(ReverseKLMC(m=3), "phi", torch.float64)[0][0], 2)]
-    assert buffer.modelled([handle.header], UPDATE - 1).f == pytest.approx(float(score(2, 0.4, 0.0, alpha=1.5)))
-    assert buffer.modelled([], 3) == Level()
+    assert buffer.predict([handle.header], UPDATE - 1).f == pytest.approx(float(score(2, 0.4, 0.0, alpha=1.5)))
+    assert buffer.predict([], 3) == Level()
 
 
 def _worth(**given: Any) -> SampleFreshness:
@@ -421,23 +425,22 @@ def _worth(**given: Any) -> SampleFreshness:
         ({}, Level(1.0, 1, 0.4), True),
         ({"kappa_f": 0.5}, Level(0.4, 1, 1), True),
         ({"refresh": "never"}, Level(0.0, 0, 0), False),
-        ({"refresh": "fixed", "every": 12}, Level(0.0, 0, 0), False),
-        ({"refresh": "fixed", "every": 11}, Level(1.0, 1, 1), True),
+        ({"refresh": "fixed", "refresh_every": 12}, Level(0.0, 0, 0), False),
+        ({"refresh": "fixed", "refresh_every": 11}, Level(1.0, 1, 1), True),
     ],
 )
 def test_a_refresh_is_due_when_it_is(settings: dict[str, Any], level: Level, due: bool) -> None:
-    assert bool(buffer_of(**settings).why(level, 11)) == due
+    assert bool(buffer_of(**settings).on_update(level.metrics | {"version": 11.0})) == due
 
 
 def test_between_two_refreshes_there_are_so_many_optimizer_steps() -> None:
-    said = list[str]()
-    buffer = Buffer(FreshnessConfig(cooldown=6), steps=2, last={}, say=said.append)
-    buffer.done(4, groups=3, tokens=50, why="mean freshness 0.01")
-    assert said == ["refresh after update 4: 3 groups begin again, mean freshness 0.01"]
-    assert [bool(buffer.why(Level(0.0), update)) for update in (5, 6, 7)] == [False, False, True]
-    again = Buffer(FreshnessConfig(cooldown=6), steps=2, last=buffer.metrics | {f"{DRIFT}3": 0.2}, say=print)
+    lines = [Level(0.0).metrics | {"version": float(update)} for update in (5, 6, 7)]
+    buffer = Buffer(FreshnessConfig(cooldown=6), steps=2, last={})
+    buffer.record_refresh(4, tokens=50)
+    assert [bool(buffer.on_update(line)) for line in lines] == [False, False, True]
+    again = Buffer(FreshnessConfig(cooldown=6), steps=2, last=buffer.metrics | {f"{DRIFT_BY_LAG}3": 0.2})
     assert again.metrics == buffer.metrics and again.curve(3) == 0.2
-    assert [bool(again.why(Level(0.0), update)) for update in (5, 6, 7)] == [False, False, True]
+    assert [bool(again.on_update(line)) for line in lines] == [False, False, True]
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -462,18 +465,20 @@ def test_with_everything_off_a_run_is_the_plain_one(tmp_path: Path, schedule: An
 
 
 @pytest.mark.parametrize(
-    "settings", [OFTEN, FreshnessConfig(refresh="fixed", every=2), FreshnessConfig(buffer="measured")]
+    "settings", [OFTEN, FreshnessConfig(refresh="fixed", refresh_every=2), FreshnessConfig(estimate="measured")]
 )
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: str(schedule.kind))
 def test_whatever_begins_anew_is_trained_on_once_and_in_time(
-    tmp_path: Path, schedule: Any, settings: FreshnessConfig
+    tmp_path: Path, schedule: Any, settings: FreshnessConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toy_runs.go(tmp_path / "run", schedule, freshness=settings)
     assert toy_runs.ends(tmp_path / "run") == list(range(8 * 3))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     ledger = list(read_lines(tmp_path / "run" / "ledger.jsonl"))
     refreshes = lines[-1]["freshness/refreshes"]
-    if settings.buffer == "modelled" and schedule.kind in ("step_off", "replay", "async"):
+    told = re.findall(r"refresh after update (\d+): \d+ groups begin again, (.+)", capsys.readouterr().out)
+    assert len(told) == refreshes and all(int(update) <= 8 and why for update, why in told)
+    if settings.estimate == "modelled" and schedule.kind in ("step_off", "replay", "async"):
         assert refreshes > 0 and lines[-1]["restarted"] > 0
         assert lines[-1]["freshness/refreshed_tokens"] == lines[-1]["thrown_tokens"] > 0
     if schedule.kind in ("sync", "periodic"):

@@ -18,26 +18,25 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
-from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.learning.snapshots import OLD
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators import policy
 from slipstream.estimators.advantage import advantage
-from slipstream.estimators.aggregate import aggregate
+from slipstream.estimators.auxiliary import kl_loss, kl_reward
 from slipstream.estimators.drift import offpolicy_metrics
-from slipstream.estimators.kl import kl_loss, kl_reward
+from slipstream.estimators.numerics import aggregate
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.estimators.tables.correction import PRESETS, CorrectionPreset, Unit
-from slipstream.estimators.tables.policy import LOSSES
-from slipstream.objective.frozen import Evidence, freeze
+from slipstream.estimators.tables.policy import POLICY_LOSSES
+from slipstream.objective.columns import OLD, SampleInputs
+from slipstream.objective.constants import compute_constants, explained_variance
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
-from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total
+from slipstream.records import ONE_COUNT, Batch, Counts, Handle, Scored, derive_seed, header_of, total
+from support.engines import native_learner, native_sampler, native_scorer
 from support.tiny_models import EOS, littered, logits_of, make_model, make_prompts, masked, masked_sample, wrap
 
 T = TypeVar("T")
@@ -53,7 +52,7 @@ def run(work: Awaitable[T]) -> T:
 
 
 class Update(NamedTuple):
-    """What a learner makes of one batch."""
+    """Results of a learner for one batch."""
 
     counts: Counts
     tokens: dict[str, int]
@@ -71,7 +70,7 @@ class Case:
     teacher: PreTrainedModel
     groups: list[list[Handle]]
     updates: dict[str, Update] = field(default_factory=dict)
-    """What `update` found with the groups as they are, by the name of the method."""
+    """Numbers that `update` found with the groups as they are, by the name of the method."""
 
     @property
     def samples(self) -> list[Scored]:
@@ -106,11 +105,11 @@ def case() -> Case:
     teacher = make_model("phi", seed=9, dtype=DTYPE)
 
     async def work() -> list[list[Handle]]:
-        sampler = NativeSampler(wrap(versions[0]), slots=16, stop_ids={EOS})
-        sampling = Sampling(max_tokens=12, group=3, draws=2, temperature=TEMPERATURE)
+        sampler = native_sampler(wrap(versions[0]), slots=16, stop_ids={EOS})
+        sampling = Sampling(max_tokens=12, group=3, draws=2, best=5, temperature=TEMPERATURE)
         rolled = await asyncio.gather(*[sampler.generate(p, sampling) for p in make_prompts(5)])
         sampler.close()
-        scorer = NativeScorer(wrap(teacher))
+        scorer = native_scorer(wrap(teacher))
         scored = [await scorer.score([aged(handle, versions) for handle in group]) for group in rolled]
         scorer.close()
         return scored
@@ -129,15 +128,19 @@ def aged(handle: Handle, versions: list[PreTrainedModel]) -> Handle:
     rewards |= {"greedy_exact": float(number % 2), "greedy_math": 0.25}
     turn = (np.arange(n) >= n // 3).astype(np.int32)
     made_by, logp, actions = np.zeros(n, np.int64), rollout.logp.copy(), rollout.action_logp.copy()
+    assert rollout.best_ids is not None and rollout.best_logp is not None
+    best = rollout.best_logp.copy()
     if (number + index) % 2:
         made_by[n // 2 :] = 1
         dense = log_probs(versions[1], rollout, TEMPERATURE).detach()
         logp[n // 2 :] = dense[torch.arange(n), torch.from_numpy(rollout.tokens).long()].numpy()[n // 2 :]
         actions[n // 2 :] = dense.gather(1, torch.from_numpy(rollout.actions).long()).numpy()[n // 2 :]
         actions[:, 0] = logp
+        best[n // 2 :] = dense.gather(1, torch.from_numpy(rollout.best_ids).long()).numpy()[n // 2 :]
     mask = rollout.loss_mask.copy()
     mask[1:3] = (number, index) != (2, 1)
-    rollout = replace(rollout, versions=made_by, logp=logp, action_logp=actions, rewards=rewards, turn=turn)
+    drawn = {"logp": logp, "action_logp": actions, "best_logp": best}
+    rollout = replace(rollout, versions=made_by, rewards=rewards, turn=turn, **drawn)
     rollout = masked(rollout, mask)
     return Handle(header_of(rollout), rollout)
 
@@ -216,6 +219,8 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
                 {"generator": torch.Generator().manual_seed(derive_seed(0, "choice", 3))} if name == "clip_cov" else {}
             )
             extra["chosen"], _ = policy.prepare(name, by_version[2], old, advantages, kept, **chooser)
+        if method.policy.centre:
+            extra["centre"] = centre_of(case, method, logits)
         part, _ = policy_loss(
             *(name, logp, old, advantages, kept),
             weights=weights,
@@ -238,10 +243,59 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
             at = (logits_TV / method.loss.temperature).log_softmax(-1)[trained].gather(1, ids)
             behavior = torch.from_numpy(sample.rollout.action_logp).double()
             loss_N, _ = mc_reverse_kl(at, behavior, torch.from_numpy(sample.teacher_action_logp).double())
+            loss_N = loss_N * weights_by_hand(sample, method)
             rows.append(torch.zeros(len(trained), dtype=DTYPE).index_put((trained,), loss_N))
         part = aggregate(pad_sequence(rows, batch_first=True), kept, "token-mean", n_tokens=counts["n_tokens"])
         loss = loss + method.loss.weight * part
     return loss, kept
+
+
+def centre_of(case: Case, method: Method, logits: list[Tensor]) -> Tensor:
+    """Return Σ_v q_v w_v·log p_v at every token; the weights are those of version 2, before the gradient."""
+    assert method.policy is not None
+    bound, rows = method.correction.is_threshold, list[Tensor]()
+
+    def weight(ratio: Tensor) -> Tensor:
+        if method.correction.is_level is None:
+            return torch.ones_like(ratio)
+        if isinstance(bound, tuple):
+            return ratio * ((ratio >= bound[0]) & (ratio <= bound[1]))
+        return torch.minimum(ratio, torch.tensor(bound, dtype=DTYPE))
+
+    for sample, now_TV, before_TV in zip(case.samples, logits, case.log_probs(2), strict=True):
+        logp_TV, row_T = (now_TV / TEMPERATURE).log_softmax(-1), list[Tensor]()
+        ids_of = sample.rollout.actions if method.policy.centre == "draws" else sample.rollout.best_ids
+        q_of = sample.rollout.action_logp if method.policy.centre == "draws" else sample.rollout.best_logp
+        trained = sample.rollout.loss_mask.nonzero()[0].tolist()
+        for t in range(len(logp_TV)):
+            if t not in trained:
+                row_T.append(torch.zeros((), dtype=DTYPE))
+                continue
+            ids = torch.from_numpy(ids_of[trained.index(t)]).long()
+            q, p = torch.from_numpy(q_of[trained.index(t)]).double().exp(), before_TV[t][ids].exp()
+            if method.policy.centre == "draws":
+                row_T.append((weight(p[1] / q[1])) * logp_TV[t][ids[1]])
+            else:
+                tail = (1 - q.sum()) / (1 - p.sum())
+                row_T.append(((q * weight(p / q) - tail * weight(1 / tail) * p) * logp_TV[t][ids]).sum())
+        rows.append(torch.stack(row_T))
+    return pad_sequence(rows, batch_first=True)
+
+
+def weights_by_hand(sample: Scored, method: Method) -> Tensor:
+    """Return the weights of the trained tokens, by the formulas of `loss.tokens` written out."""
+    n = sample.rollout.trained_tokens
+    weights_N = torch.ones(n, dtype=DTYPE)
+    if method.loss.tokens == "first":
+        weights_N[math.ceil(0.3 * n) :] = 0
+    if method.loss.tokens == "iw_opd":
+        gap_N = sample.rollout.logp[sample.rollout.loss_mask] - sample.teacher_logp
+        weights_N = torch.tensor([math.exp(-0.5 * max(0.0, float(gap_N[:t].sum()))) for t in range(n)], dtype=DTYPE)
+    if method.loss.tokens.startswith("tcod"):
+        turn_N = sample.rollout.turn[sample.rollout.loss_mask]
+        early_N = turn_N < 1 if method.loss.tokens == "tcod_f2b" else turn_N > sample.rollout.turn.max() - 1
+        weights_N = torch.from_numpy(early_N).to(DTYPE)
+    return weights_N / (weights_N.mean() or 1.0)
 
 
 def reward_of(sample: Scored, method: Method, prefix: str = "") -> float:
@@ -249,7 +303,7 @@ def reward_of(sample: Scored, method: Method, prefix: str = "") -> float:
 
 
 def evidence(case: Case, method: Method, current: Tensor, kept: Tensor, weights: Tensor | None) -> dict[str, Any]:
-    """What advantages need beside rewards; for OPOB the gradient of every row's weighted log-prob is really taken."""
+    """Return the inputs of advantages besides rewards; for OPOB every row's gradient is really computed."""
     samples = case.samples
     full = case.log_probs(2)
     match method.policy and method.policy.advantage:
@@ -276,7 +330,7 @@ def evidence(case: Case, method: Method, current: Tensor, kept: Tensor, weights:
 
 def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
     """At version 2, with the snapshots of 0 and 1, as if it had made two updates."""
-    learner = NativeLearner(
+    learner = native_learner(
         wrap(case.versions[0]),
         method=method,
         config=LearnerConfig(dtype="float64", **config),
@@ -290,8 +344,8 @@ def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
         if version < 2:
             run(learner.export())
             if method.keeps_old:
-                learner.snapshots.take(OLD)
-        learner.update = learner.made = version + (version < 2)
+                learner.weights.snapshots.take(OLD)
+        learner.now.number = learner.made = version + (version < 2)
     return learner
 
 
@@ -303,7 +357,7 @@ def update(case: Case, method: Method, groups: Sequence[Sequence[Handle]], **con
         counts = total(await learner.prepare(batch))
         await learner.accumulate(batch, counts)
         gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
-        loss = learner.sums["loss"].item()
+        loss = learner.measurements.sums["loss"].item()
         return Update(counts, dict(learner.passes.tokens), loss, gradients, await learner.step())
 
     try:
@@ -346,7 +400,7 @@ METHODS = {
     "distillation and reference": method(SOME, reference=ReferenceConfig(weight=0.1)),
     "distillation apart and reference": method(APART, reference=ReferenceConfig(weight=0.1)),
 }
-for name in LOSSES:
+for name in POLICY_LOSSES:
     METHODS[f"{name} on rewards"] = replace(method(), policy=PolicyConfig(loss=name))
 for name in ("vanilla", "gspo", "m2po", "reinforce"):
     for preset in ("decoupled_token_is", "decoupled_geo_rs_seq_tis", "decoupled_token_icepop"):
@@ -413,6 +467,24 @@ METHODS |= {
         )
         for kind in ("k1", "abs", "k2", "k3")
     },
+    **{
+        f"centred by {kind}, {name}": replace(method(loss, preset), policy=PolicyConfig(centre=kind, **options))
+        for kind in ("draws", "top_k")
+        for name, loss, preset, options in (
+            ("alone", NOTHING, "disabled", {"loss": "reinforce"}),
+            ("weighed", NOTHING, "bypass_pg_token_icepop", {"loss": "reinforce"}),
+            ("beside distillation", SOME, "bypass_pg_token_icepop", {"loss": "gpg"}),
+            ("beside distillation apart", APART, "disabled", {"loss": "reinforce"}),
+            ("means of rows", NOTHING, "disabled", {"loss": "reinforce", "aggregation": "seq-mean-token-mean"}),
+        )
+    },
+    **{
+        f"tokens by {tokens}, {preset}": method(
+            SOME.model_copy(update={"tokens": tokens, "token_options": options}), preset
+        )
+        for tokens, options in (("first", {}), ("iw_opd", {"rate": 0.5}), ("tcod_f2b", {}), ("tcod_b2f", {}))
+        for preset in ("disabled", "decoupled_k3_rs")
+    },
     "unnormalised": replace(method(), policy=PolicyConfig(advantage_options={"norm": False})),
 }
 
@@ -436,7 +508,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(case: Case, nam
 
 
 LITTERED = {
-    **{name: METHODS[name] for name in METHODS if name in LOSSES or " on rewards" in name},
+    **{name: METHODS[name] for name in METHODS if name in POLICY_LOSSES or " on rewards" in name},
     **{name: METHODS[name] for name in ("everything", "two temperatures by row", "reference in the reward")},
     "drift and regions": replace(
         method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": 0.05})
@@ -484,6 +556,7 @@ IN_BRANCHES = [
     for name, each in METHODS.items()
     if each.policy is None or each.policy.loss != "clip_cov"
     if name not in ("weights by turn, bypass", "st_ppo on rewards", "OTB by position")
+    and not name.startswith("tokens by tcod")
 ]
 """All but those by turn, since a branch is a call of its own, and methods that draw or compare by position."""
 
@@ -535,7 +608,7 @@ def test_a_decoupled_correction_measures_the_engines_apart_from_staleness(case: 
     """Sampler and learner are the same code here: at its own version, a token has the same log-prob in both."""
     learner = make_learner(case, replace(method(preset="decoupled_token_is"), policy=PolicyConfig()))
     run(learner.prepare(Batch(tuple(case.groups), 3)))
-    ((_, noted),) = learner.notes
+    ((_, noted),) = learner.measurements.notes
     assert noted["mismatch/k3_kl"] < 1e-20 and noted["old_logp_missing"] == 0
     assert noted["correction/rollout_is_mean"] == pytest.approx(1.0)
 
@@ -547,7 +620,11 @@ def test_a_turn_is_one_unit_and_several_are_several(case: Case) -> None:
         by_level = replace(PRESETS["bypass_pg_is"], is_level=level, is_threshold=1e9)
         learner = make_learner(case, replace(method(correction=by_level), policy=PolicyConfig(loss="reinforce")))
         run(learner.prepare(Batch(tuple(groups), 3)))
-        return {key: each.weight_T[each.mask_T] for key, each in learner.frozen.items() if each.weight_T is not None}
+        return {
+            key: each.columns["weights"][each.mask_T]
+            for key, each in learner.now.constants.items()
+            if "weights" in each.columns
+        }
 
     def in_one_turn(handle: Handle) -> Handle:
         rollout = handle.body.rollout
@@ -590,7 +667,7 @@ def test_bad_answers_that_the_policy_has_left_are_rejected_in_both_modes(case: C
         rejecting = replace(PRESETS[preset], rs={"negative_seq": bound})
         learner = make_learner(case, replace(method(), policy=PolicyConfig(loss=loss), correction=rejecting))
         counts = run(learner.prepare(Batch(tuple(case.groups), 3)))
-        kept = torch.tensor([bool(learner.frozen[key].mask_T.any()) for key in learner.samples])
+        kept = torch.tensor([bool(learner.now.constants[key].mask_T.any()) for key in learner.now.samples])
         assert torch.equal(kept, expected), preset
         assert total(counts).n_sequences == expected.sum()
 
@@ -608,17 +685,19 @@ def test_rows_beyond_the_trust_region_are_rejected_by_their_exact_kl(case: Case)
     )
     learner = make_learner(case, by_kl, token_budget=60)
     run(learner.prepare(Batch(tuple(case.groups), 3)))
-    kept = [bool(learner.frozen[key].mask_T.any()) for key in learner.samples]
+    kept = [bool(learner.now.constants[key].mask_T.any()) for key in learner.now.samples]
     assert kept == [each <= bound for each in worst] and 0 < sum(kept) < len(kept)
-    ((_, noted),) = learner.notes
+    ((_, noted),) = learner.measurements.notes
     assert noted["kl_missing"] == 0
 
     learner = make_learner(case, by_kl)
-    del learner.snapshots.held[0]
+    del learner.weights.snapshots.weights[0]
     run(learner.prepare(Batch(tuple(case.groups), 3)))
-    assert not any(each.mask_T.any() for each in learner.frozen.values()), "version 0 drew the beginning of every row"
+    assert not any(each.mask_T.any() for each in learner.now.constants.values()), (
+        "version 0 drew the beginning of every row"
+    )
     gone = sum(int((s.rollout.loss_mask & (s.rollout.versions == 0)).sum()) for s in samples)
-    ((_, noted),) = learner.notes
+    ((_, noted),) = learner.measurements.notes
     assert noted["kl_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in samples) > 0
 
 
@@ -635,34 +714,33 @@ def test_toprs_sign_is_that_of_the_advantage_as_used(
 ) -> None:
     logp, mask = torch.full((3,), -1.0, dtype=DTYPE), torch.ones(3, dtype=torch.bool)
     batch = [
-        Evidence(
+        SampleInputs(
             group=0,
             episode=i,
             rewards={"exact": reward},
             mask_T=mask,
-            turn_T=torch.zeros_like(mask, dtype=torch.int64),
             behavior_T=logp,
-            reference_T=logp - 1 + near,
+            columns={"reference": logp - 1 + near},
         )
         for i, (reward, near) in enumerate(zip(rewards, reference or [1.0, 1.0], strict=True))
     ]
     of_reward = ReferenceConfig(weight=0.5, into="reward") if reference else None
     topr = replace(method(reference=of_reward), policy=PolicyConfig(loss="topr"))
-    frozen, _ = freeze(batch, topr, update=1)
-    assert [each.positive for each in frozen] == positive
+    frozen, _ = compute_constants(batch, topr, update=1)
+    assert [bool(each.columns["positive"]) for each in frozen] == positive
 
 
 def test_tokens_whose_version_is_gone_are_corrected_by_what_drew_them_and_counted(case: Case) -> None:
     learner = make_learner(case, replace(method(preset="decoupled_token_is"), policy=PolicyConfig()))
-    del learner.snapshots.held[0]
+    del learner.weights.snapshots.weights[0]
     run(learner.prepare(Batch(tuple(case.groups), 3)))
     gone = sum(int((s.rollout.loss_mask & (s.rollout.versions == 0)).sum()) for s in case.samples)
-    ((_, noted),) = learner.notes
+    ((_, noted),) = learner.measurements.notes
     assert noted["old_logp_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in case.samples) > 0
     for sample in case.samples:
-        frozen = learner.frozen[sample.rollout.prompt.number, sample.rollout.index]
+        frozen = learner.now.constants[sample.rollout.prompt.number, sample.rollout.index]
         zero = torch.from_numpy((sample.rollout.versions == 0) & sample.rollout.loss_mask)
-        assert torch.equal(frozen.old_T[zero], torch.from_numpy(sample.rollout.logp).double()[zero])
+        assert torch.equal(frozen.columns["old"][zero], torch.from_numpy(sample.rollout.logp).double()[zero])
 
 
 def test_the_ring_keeps_the_newest_versions_and_the_reference_stays(case: Case) -> None:
@@ -670,7 +748,7 @@ def test_the_ring_keeps_the_newest_versions_and_the_reference_stays(case: Case) 
     for version in range(3, 7):
         learner.made = version
         run(learner.export())
-    assert set(learner.snapshots.held) == {5, 6, "reference"}
+    assert set(learner.weights.snapshots.weights) == {5, 6, "reference"}
 
 
 @pytest.mark.parametrize("cut", [1, 2])
@@ -682,16 +760,16 @@ def test_what_was_frozen_stays_through_minibatches_and_epochs(case: Case, cut: i
 
     async def work() -> list[float]:
         counts, norms = await learner.prepare(batch), []
-        first = dict(learner.frozen)
+        first = dict(learner.now.constants)
         for _ in range(2):
             left = list(counts)
             for part in batch.parts(cut):
                 of_part, left = total(left[: len(part.groups)]), left[len(part.groups) :]
                 expected = dense_part(case, method, learner, part, of_part)
                 await learner.accumulate(part, of_part)
-                assert learner.sums["loss"].item() == pytest.approx(expected, rel=1e-8, abs=1e-12)
+                assert learner.measurements.sums["loss"].item() == pytest.approx(expected, rel=1e-8, abs=1e-12)
                 norms.append((await learner.step())["grad_norm"])
-        assert learner.frozen == first
+        assert learner.now.constants == first
         return norms
 
     norms = run(work())
@@ -700,19 +778,16 @@ def test_what_was_frozen_stays_through_minibatches_and_epochs(case: Case, cut: i
 
 def dense_part(case: Case, method: Method, learner: NativeLearner, part: Batch, counts: Counts) -> float:
     samples = [handle.body for handle in part.handles]
-    frozen = [learner.frozen[s.rollout.prompt.number, s.rollout.index] for s in samples]
+    frozen = [learner.now.constants[s.rollout.prompt.number, s.rollout.index] for s in samples]
     model = copy.deepcopy(learner.lm.model)
     model.set_attn_implementation("sdpa")
     assert method.policy is not None
     loss, _ = policy_loss(
         method.policy.loss,
         emitted(logits_of(model, samples), samples),
-        *(
-            pad_sequence([getattr(each, name) for each in frozen], batch_first=True)
-            for name in ("old_T", "advantage_T")
-        ),
+        *(pad_sequence([each.columns[name] for each in frozen], batch_first=True) for name in ("old", "advantages")),
         pad_sequence([each.mask_T for each in frozen], batch_first=True),
-        weights=pad_sequence([each.weight_T for each in frozen if each.weight_T is not None], batch_first=True),
+        weights=pad_sequence([each.columns["weights"] for each in frozen], batch_first=True),
         n_tokens=counts.n_tokens,
         n_sequences=counts.n_sequences,
     )
@@ -731,7 +806,7 @@ def test_parts_that_do_not_know_the_whole_add_up_to_it(case: Case, name: str) ->
         for group in reversed(case.groups):
             part = Batch((group,), 3)
             counts += await parts.prepare(part)
-            await parts.accumulate(part, ONE)
+            await parts.accumulate(part, ONE_COUNT)
         return await whole.step(), await parts.step(total(counts))
 
     one, other = run(work())
@@ -746,7 +821,7 @@ def test_half_precision_products_leave_the_weights_whole(case: Case) -> None:
         await learner.accumulate(batch, total(await learner.prepare(batch)))
 
     for config in (LearnerConfig(), LearnerConfig(compute_dtype="bfloat16")):
-        learner = NativeLearner(wrap(make_model("qwen3", seed=3)), method=method(SOME), config=config, updates=3)
+        learner = native_learner(wrap(make_model("qwen3", seed=3)), method=method(SOME), config=config, updates=3)
         run(work(learner))
         parameters = list(learner.lm.model.parameters())
         assert all(
@@ -759,7 +834,7 @@ def test_half_precision_products_leave_the_weights_whole(case: Case) -> None:
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> None:
-    from slipstream.engines.native.learning.optimizer import make_optimizer
+    from slipstream.engines.native.learning.step import make_optimizer
 
     config = {"lr": 1e-2, "weight_decay": 0.1, "dtype": "float64"}
     start = torch.randn(5, 7, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
@@ -783,7 +858,7 @@ def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> Non
 
 
 def test_a_transposed_weight_goes_on_with_moments_of_a_checkpoint_which_are_contiguous() -> None:
-    from slipstream.engines.native.learning.optimizer import make_optimizer
+    from slipstream.engines.native.learning.step import make_optimizer
 
     config, generator = LearnerConfig(lr=1e-2, dtype="float64"), torch.Generator().manual_seed(1)
     start = torch.randn(5, 7, dtype=DTYPE, generator=generator)
@@ -805,7 +880,7 @@ def test_a_transposed_weight_goes_on_with_moments_of_a_checkpoint_which_are_cont
 
 @pytest.mark.parametrize("moments", ["float32", "float64"])
 def test_the_measured_step_is_the_change_of_the_weights(moments: str) -> None:
-    from slipstream.engines.native.learning.optimizer import make_optimizer, squared_step
+    from slipstream.engines.native.learning.step import make_optimizer, squared_step
 
     lr, generator = 1e-2, torch.Generator().manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(shape, dtype=DTYPE, generator=generator)) for shape in ((5, 7), (3,))]
@@ -834,7 +909,7 @@ def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> Non
             here = torch.from_numpy(rollout.loss_mask & (rollout.versions == version))
             kl += float((now.exp() * (now - old)).sum(-1)[here].sum())
             tokens += int(here.sum())
-    ((_, noted),) = learner.notes
+    ((_, noted),) = learner.measurements.notes
     assert noted["drift/rollout_kl"] == pytest.approx(kl / tokens, rel=1e-9)
     assert noted["drift/rollout_kl_coverage"] == 1.0
 
@@ -848,7 +923,7 @@ def test_the_trust_region_and_exact_drift_make_their_passes_once(case: Case) -> 
         learner = make_learner(case, given, **config)
         run(learner.prepare(Batch(tuple(case.groups), 3)))
         computed.append(learner.passes.tokens["computed"])
-        noted.append({name: value for _, part in learner.notes for name, value in part.items()})
+        noted.append({name: value for _, part in learner.measurements.notes for name, value in part.items()})
         learner.close()
     region, drift, both = computed
     plain = make_learner(case, replace(by_kl, correction=PRESETS["bypass_ppo_clip_geo_rs"]))
@@ -861,15 +936,24 @@ def test_the_trust_region_and_exact_drift_make_their_passes_once(case: Case) -> 
 
 def test_rewards_of_samples_that_nobody_trains_on_are_in_no_mean() -> None:
     logp, some = torch.full((3,), -1.0, dtype=DTYPE), torch.tensor([True, True, False])
-    turn = torch.zeros(3, dtype=torch.int64)
     batch = [
-        Evidence(group=0, episode=i, rewards={"exact": reward}, mask_T=mask, turn_T=turn, behavior_T=logp)
+        SampleInputs(group=0, episode=i, rewards={"exact": reward}, mask_T=mask, behavior_T=logp)
         for i, (reward, mask) in enumerate(((1.0, some), (0.0, some), (100.0, some & False)))
     ]
-    _, metrics = freeze(batch, replace(method(), policy=PolicyConfig()), update=1)
+    _, metrics = compute_constants(batch, replace(method(), policy=PolicyConfig()), update=1)
     assert metrics["policy/reward"] == 0.5 and metrics["policy/rows_moved"] == 1.0
-    _, metrics = freeze(batch[2:], replace(method(), policy=PolicyConfig()), update=1)
+    _, metrics = compute_constants(batch[2:], replace(method(), policy=PolicyConfig()), update=1)
     assert metrics["policy/reward"] == metrics["policy/rows_moved"] == 0.0
+
+
+def test_the_prompt_explains_the_variance_between_groups() -> None:
+    """Groups {0, 1} and {1, 1}: two thirds of the variance are within the first; equal rewards have none."""
+    groups = torch.tensor([0, 0, 1, 1])
+    rewards = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=DTYPE)
+    assert explained_variance(rewards, groups) == pytest.approx(1 - 0.5 / 0.75)
+    assert explained_variance(torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=DTYPE), groups) == 1.0
+    assert explained_variance(torch.full((4,), 0.1, dtype=DTYPE), groups) is None
+    assert explained_variance(rewards[:0], groups[:0]) is None
 
 
 def graded_alike(group: list[Handle]) -> list[Handle]:
@@ -901,12 +985,11 @@ def test_alike_means_the_sum_of_rewards_or_each_of_them_for_gdpo() -> None:
     logp, mask = torch.full((3,), -1.0, dtype=DTYPE), torch.ones(3, dtype=torch.bool)
     rewards = [(0, 1.0, 0.0), (0, 0.0, 1.0), (1, 0.5, 0.5), (1, 0.5, 0.5), (2, 1.0, 0.0), (2, 0.0, 0.0), (3, 1.0, 1.0)]
     batch = [
-        Evidence(
+        SampleInputs(
             group=group,
             episode=i,
             rewards={"exact": exact, "math": math},
             mask_T=mask,
-            turn_T=torch.zeros(3, dtype=torch.int64),
             behavior_T=logp,
         )
         for i, (group, exact, math) in enumerate(rewards)
@@ -917,7 +1000,9 @@ def test_alike_means_the_sum_of_rewards_or_each_of_them_for_gdpo() -> None:
         ("gdpo", [True] * 2 + [False] * 2 + [True] * 2 + [False]),
     ):
         policy = PolicyConfig(advantage=advantage_name, drop_alike=True)  # type: ignore[arg-type]
-        frozen, metrics = freeze(batch, replace(method(), rewards={"exact": 1.0, "math": 1.0}, policy=policy), update=1)
+        frozen, metrics = compute_constants(
+            batch, replace(method(), rewards={"exact": 1.0, "math": 1.0}, policy=policy), update=1
+        )
         assert [bool(each.mask_T.any()) for each in frozen] == [*left, True]
         assert metrics["policy/rows_moved"] == pytest.approx(2 / 7), "of all rows, as without the setting"
 
@@ -962,7 +1047,9 @@ def test_an_update_of_which_nothing_is_left_leaves_no_trace(case: Case) -> None:
         before = [p.detach().clone() for p in learner.lm.model.parameters()]
         none = Batch(tuple(case.groups), 4)
         await learner.prepare(none)
-        learner.frozen = {key: replace(each, mask_T=each.mask_T & False) for key, each in learner.frozen.items()}
+        learner.now.constants = {
+            key: replace(each, mask_T=each.mask_T & False) for key, each in learner.now.constants.items()
+        }
         await learner.accumulate(none, Counts(0, 0))
         assert (await learner.step())["grad_norm"] == 0
         assert all(torch.equal(a, b) for a, b in zip(before, learner.lm.model.parameters(), strict=True))
@@ -980,9 +1067,27 @@ def test_a_stop_between_gradient_and_step_is_resumed_from_the_update_before(case
         await again.restore(tmp_path)
         assert again.made == 2
         await again.export()
-        assert max(version for version in again.snapshots.held if isinstance(version, int)) == 2
+        assert max(version for version in again.weights.snapshots.weights if isinstance(version, int)) == 2
         await again.prepare(Batch(tuple(case.groups), 3))
 
     run(work())
-    for key, one in first.frozen.items():
-        assert one.old_T is not None and torch.equal(one.old_T, again.frozen[key].old_T)
+    for key, one in first.now.constants.items():
+        assert torch.equal(one.columns["old"], again.now.constants[key].columns["old"])
+
+
+@pytest.mark.parametrize(
+    "name", ["distillation apart and reference", "vanilla on rewards", "gspo, decoupled_token_icepop"]
+)
+def test_the_weight_of_a_stored_sample_multiplies_its_losses(case: Case, name: str) -> None:
+    """Gradients are linear in the weight; counts do not change."""
+    chosen = replace(METHODS[name], reference=None)
+
+    def weighted(weight: float) -> Update:
+        first, *rest = case.groups
+        return update(case, chosen, [[handle.with_header(weight=weight) for handle in first], *rest], token_budget=90)
+
+    none, half, whole = (weighted(weight) for weight in (0.0, 0.5, 1.0))
+    assert none.counts == whole.counts
+    for at_0, at_half, at_1 in zip(none.gradients, half.gradients, whole.gradients, strict=True):
+        torch.testing.assert_close(at_half, (at_0 + at_1) / 2)
+    assert any(not torch.allclose(a, b) for a, b in zip(none.gradients, whole.gradients, strict=True))

@@ -19,15 +19,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream.config.file import parse
-from slipstream.config.losses import LOSSES, DistillationLoss
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.losses import DISTILLATION_LOSSES, DistillationLoss
 from slipstream.config.objective import PolicyConfig
-from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.records import Batch, total
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import resume, train
+from support.engines import native_learner
 from support.loss_formulas import (
     CHOSEN,
     FORMULAS,
@@ -42,11 +43,12 @@ from support.loss_formulas import (
 )
 from support.tiny_models import make_model, wrap
 
+OTHER_TOKENIZER = {"model": "builtin:pair_teacher", "spelling": "own"}
 ROWS = [(kind, options) for kind, variants in CHOSEN.items() for options in variants]
 
 
 def test_every_row_of_the_table_is_here() -> None:
-    assert set(CHOSEN) == set(LOSSES)
+    assert set(CHOSEN) == set(DISTILLATION_LOSSES)
 
 
 # --- the formulas, written out ----------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ def learner_of(
     config = LearnerConfig(batch_size=8, dtype="float64", lr=0.01, clip_norm=1e9, token_budget=64)
     heads = {"teacher": TeacherHead(wrap(teacher).head)} if loss.spec.cache == "hidden" else None
     method = Method(loss=loss, max_tokens=9, **changes)
-    return NativeLearner(wrap(model), method=method, config=config, updates=3, teacher_heads=heads)
+    return native_learner(wrap(model), method=method, config=config, updates=3, teacher_heads=heads)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +128,14 @@ def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
     beside = {"policy": PolicyConfig(loss="gspo"), "rewards": {"exact": 1.0}} if path == "by row" else {}
 
     async def work() -> list[dict[str, float]]:
-        learner = NativeLearner(
+        learner = native_learner(
             wrap(make_model()),
             method=Method(loss=loss, max_tokens=9, **beside),
             config=LearnerConfig(batch_size=8, lr=0.01),
             updates=2,
             teacher_heads={"teacher": TeacherHead(wrap(teacher).head)} if loss.spec.cache == "hidden" else None,
         )
-        assert learner.objective.single_pass == (path == "fused")
+        assert learner.phase.objective.single_pass == (path == "fused")
         metrics, prints = [], [(await learner.export())[1]]
         for update in (1, 2):
             batch = Batch(tuple(groups), update)
@@ -157,14 +159,14 @@ def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
 @pytest.mark.parametrize(
     ("kind", "options", "line"),
     [
-        ("k1", {}, 'kind = "k1" as a loss has no teacher in its gradient: write as = "reward"'),
-        ("k2", {"clip": 0.2}, 'clip is for as = "reward"'),
-        ("k3", {"dual_clip": 4.0}, 'dual_clip is for as = "reward"'),
-        ("k2", {"policy": "cispo"}, 'policy is for as = "reward"'),
-        ("k2", {"as": "reward", "policy": "sapo", "clip": 0.1}, 'policy = "sapo" has no clip: drop clip'),
-        ("k2", {"as": "reward", "policy": "cispo", "dual_clip": 4.0}, 'policy = "cispo" has no dual clip'),
+        ("k1", {}, 'kind = "k1" as a loss has no teacher in its gradient: write use = "advantage"'),
+        ("k2", {"clip": 0.2}, 'clip is for use = "advantage"'),
+        ("k3", {"dual_clip": 4.0}, 'dual_clip is for use = "advantage"'),
+        ("k2", {"policy": "cispo"}, 'policy is for use = "advantage"'),
+        ("k2", {"use": "advantage", "policy": "sapo", "clip": 0.1}, 'policy = "sapo" has no clip: drop clip'),
+        ("k2", {"use": "advantage", "policy": "cispo", "dual_clip": 4.0}, 'policy = "cispo" has no dual clip'),
         ("reverse_kl_topk", {"tail": True}, "write renormalise = false"),
-        ("forward_kl", {"as": "reward"}, "Extra inputs are not permitted"),
+        ("forward_kl", {"use": "advantage"}, "Extra inputs are not permitted"),
         ("reverse_kl_mc", {"loss_max_clamp": 1.0}, "Extra inputs are not permitted"),
     ],
 )
@@ -179,10 +181,12 @@ def test_what_makes_no_sense_is_refused(kind: str, options: dict[str, Any], line
         {"kind": "decoupled_ppo", "m": 2},
         {"kind": "m2po", "m": 2},
         {"kind": "reverse_kl_topk", "k": 8},
-        {"kind": "kl", "as": "reward"},
+        {"kind": "kl", "use": "advantage"},
         {"kind": "reverse_kl_mc", "m": 2, "reward_scale": 1.25},
         {"kind": "mopd", "k": 8},
         {"kind": "eopd", "cache": "teacher_topk", "k": 8},
+        {"kind": "uld"},
+        {"kind": "gold", "rest": 0.5},
     ],
     ids=lambda loss: loss["kind"],
 )
@@ -192,7 +196,7 @@ def test_train_runs_losses_with_unusual_inputs(loss: dict[str, Any], tmp_path: P
         "student": "builtin:student",
         "updates": 2,
         "output": str(tmp_path / "run"),
-        "teachers": {"main": {"model": "builtin:teacher"}},
+        "teachers": {"main": OTHER_TOKENIZER if loss["kind"] in ("uld", "gold") else {"model": "builtin:teacher"}},
         "sampler": {"max_tokens": 8, "group": 2},
         "learner": {"batch_size": 8, "minibatches": 2},
         "loss": loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from itertools import product
 from typing import Any, get_args
@@ -9,25 +10,23 @@ from typing import Any, get_args
 import pytest
 
 from slipstream.config.file import parse
-from slipstream.config.objective import (
-    AdvantageName,
-    Aggregation,
-    EstimateName,
-    LevelName,
-    PolicyName,
-    PresetName,
-)
-from slipstream.config.schema import REWARDS, Config
+from slipstream.config.objective import CorrectionConfig, PolicyConfig
+from slipstream.config.rewards import REWARDS
+from slipstream.config.schema import Config
 from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError
-from slipstream.estimators.divergence import KL_KINDS
-from slipstream.estimators.options import REQUIRED
+from slipstream.estimators.options import options_of
 from slipstream.estimators.tables.advantage import ADVANTAGES
-from slipstream.estimators.tables.correction import PRESETS, Unit
-from slipstream.estimators.tables.policy import LOSSES, Mode
-from slipstream.objective.method import TENSOR_OPTIONS, method_of, schedule_notes, whole_batch_reason
+from slipstream.estimators.tables.correction import PRESETS
+from slipstream.estimators.tables.policy import POLICY_LOSSES
+from slipstream.objective.columns import COLUMNS
+from slipstream.objective.method import method_of
 from slipstream.plan import engines
-from slipstream.rewards.functions import APART, BUILT_IN
+from slipstream.plan.facts import Facts
+from slipstream.plan.notes import schedule_notes, whole_batch_reason
+from slipstream.rewards.functions import BUILT_IN_REWARDS, MODEL_REWARDS
+
+REQUIRED = inspect.Parameter.empty
 
 
 def config(**sections: Any) -> Config:
@@ -39,24 +38,29 @@ DISTILLATION = {"loss": {}, "policy": None, "teachers": {"main": {"model": "t"}}
 
 
 def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
-    assert set(get_args(PolicyName)) == set(LOSSES)
-    assert set(get_args(PresetName)) == set(PRESETS)
-    assert get_args(Aggregation) == get_args(Mode)
-    assert set(get_args(AdvantageName)) == set(ADVANTAGES)
+    for name, table in (("loss", POLICY_LOSSES), ("advantage", ADVANTAGES)):
+        assert get_args(PolicyConfig.model_fields[name].annotation) == tuple(table)
+    assert get_args(CorrectionConfig.model_fields["preset"].annotation) == tuple(PRESETS)
+    assert {*BUILT_IN_REWARDS, *MODEL_REWARDS} == set(REWARDS)
+
+
+def test_options_are_numbers_that_users_set_or_columns_that_the_program_computes() -> None:
     for name, each in ADVANTAGES.items():
-        assert {option for option, default in each.options.items() if default is REQUIRED} <= set(each.evidence), name
+        options = options_of(each.function)
         folded = {"weights"} if name.startswith("opob") else set()  # those of tokens are in its ‖g‖²
-        assert set(each.options) == {*each.settings, *each.evidence, *folded}, name
-    assert get_args(LevelName) == get_args(Unit) and get_args(EstimateName) == KL_KINDS
-    assert {*BUILT_IN, *APART} == set(REWARDS)
-    for name, loss in LOSSES.items():
-        assert loss.takes == tuple(loss.options), name
-    required = {name for each in LOSSES.values() for name, default in each.options.items() if default is REQUIRED}
-    assert required == set(TENSOR_OPTIONS)
+        assert set(options) == {*each.settings, *each.columns, *folded}, name
+        assert {option for option, default in options.items() if default is REQUIRED} <= set(each.columns), name
+    for name, loss in POLICY_LOSSES.items():
+        options = options_of(loss.choose, loss.loss)
+        assert {option for option, default in options.items() if default is not REQUIRED} == set(loss.settings), name
+        assert set(options) - {"generator"} == {*loss.settings, *loss.columns}, name
+    assert set().union(*(loss.columns for loss in POLICY_LOSSES.values())) <= COLUMNS.keys()
+    assert set().union(*(each.columns.values() for each in ADVANTAGES.values())) <= COLUMNS.keys()
 
 
 @pytest.mark.parametrize(
-    ("loss", "preset"), [*product(LOSSES, ["disabled"]), *product(sorted(set(LOSSES) - {"oapl"}), ["decoupled_geo_rs"])]
+    ("loss", "preset"),
+    [*product(POLICY_LOSSES, ["disabled"]), *product(sorted(set(POLICY_LOSSES) - {"oapl"}), ["decoupled_geo_rs"])],
 )
 def test_every_policy_loss_goes_without_rejection_and_all_but_one_with_it(loss: str, preset: str) -> None:
     method = method_of(config(policy={"loss": loss}, correction={"preset": preset}))
@@ -197,7 +201,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_would_be_wrong_is_refused_in_one_line(case: str) -> None:
     sections, message = WRONG[case]
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        method_of(config(**sections))
+        config(**sections)
     assert "\n" not in str(caught.value)
 
 
@@ -230,7 +234,7 @@ def test_periodic_waits_for_all_groups_where_the_method_needs_them(case: str) ->
     made = config(**sections, schedule={"kind": "periodic"})
     found = whole_batch_reason(made, method_of(made))
     assert found.startswith(reason) and bool(found) == bool(reason)
-    notes = schedule_notes(made, method_of(made))
+    notes = list(schedule_notes(made, Facts(made)))
     assert notes == [f"periodic: an update learns when all its groups are scored, because {found}"] * bool(reason)
     sync = config(**sections, schedule={"kind": "sync"})
     assert whole_batch_reason(sync, method_of(sync)) == ""
@@ -251,7 +255,7 @@ HOLDS_A_RATIO: dict[str, tuple[dict[str, Any], str]] = {
     ),
     **{
         f"{loss} to what drew": ({"policy": {"loss": loss}}, f'policy.loss = "{loss}" holds')
-        for loss in sorted(set(LOSSES) - {"reinforce", "gpg"})
+        for loss in sorted(set(POLICY_LOSSES) - {"reinforce", "gpg"})
     },
     "bypass": ({"correction": {"preset": "bypass_ppo_clip"}}, 'policy.loss = "vanilla" holds'),
     **{
@@ -316,19 +320,19 @@ HOLDS_NONE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", HOLDS_A_RATIO)
 def test_a_ratio_to_what_drew_needs_all_that_could_be_drawn(case: str) -> None:
     sections, who = HOLDS_A_RATIO[case]
-    method_of(config(**sections))
+    config(**sections)
     for name, value, whole in (("top_p", 0.9, 1.0), ("top_k", 20, 0), ("min_p", 0.05, 0.0)):
         with pytest.raises(ConfigError, match=re.escape(who)) as caught:
-            method_of(config(**sections, sampler={"group": 8, name: value}))
+            config(**sections, sampler={"group": 8, name: value})
         said = str(caught.value)
-        assert said.startswith(f"sampler.{name} = {value} leaves out tokens") and "\n" not in said
+        assert said.startswith(f"config: sampler.{name} = {value} leaves out tokens") and "\n" not in said
         assert f"write keep_mask = true, which records the sampling support, or {name} = {whole:g}" in said
-        method_of(config(**sections, sampler={"group": 8, name: value, "keep_mask": True}))
+        config(**sections, sampler={"group": 8, name: value, "keep_mask": True})
 
 
 @pytest.mark.parametrize("case", HOLDS_NONE)
 def test_what_holds_no_ratio_to_what_drew_may_leave_tokens_out(case: str) -> None:
-    method_of(config(**HOLDS_NONE[case], sampler={"group": 8, "top_p": 0.9, "top_k": 20, "min_p": 0.05}))
+    config(**HOLDS_NONE[case], sampler={"group": 8, "top_p": 0.9, "top_k": 20, "min_p": 0.05})
 
 
 def test_every_cut_is_named() -> None:
@@ -336,14 +340,14 @@ def test_every_cut_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"sampler.top_p = 0.9 and sampler.top_k = 20 leave out .* top_p = 1, top_k = 0"
     ):
-        method_of(config(sampler=cut))
+        config(sampler=cut)
 
 
 def test_a_mask_of_nothing_is_not_kept() -> None:
     assert rollout_sampling(config(sampler={"group": 8, "min_p": 0.1, "keep_mask": True})).keep_mask
     assert not eval_sampling(config(sampler={"group": 8, "min_p": 0.1, "keep_mask": True}), "").keep_mask
     with pytest.raises(ConfigError, match=r"sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token"):
-        method_of(config(sampler={"group": 8, "keep_mask": True}))
+        config(sampler={"group": 8, "keep_mask": True})
 
 
 def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
@@ -402,5 +406,5 @@ def test_a_reference_that_would_do_nothing_is_refused_in_one_line(case: str) -> 
 
 
 def test_what_needs_a_critic_says_so() -> None:
-    with pytest.raises(ConfigError, match='policy.advantage: "gae" needs a critic, and there is none here: write'):
+    with pytest.raises(ConfigError, match=r'policy.advantage = "gae" needs values: add \[critic\]'):
         config(policy={"advantage": "gae"})

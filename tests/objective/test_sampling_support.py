@@ -1,4 +1,4 @@
-"""What truncated sampling left travels with every token: ratios and KLs on it are exact, whatever was left out."""
+"""Sampling supports travel with every token: ratios and KLs on them are exact, whatever was left out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
-from slipstream.config.schema import LearnerConfig
 from slipstream.engines.draws import kept_ids, process
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import sampling_support as kept_module
@@ -31,7 +29,7 @@ from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import (
-    ONE,
+    ONE_COUNT,
     Batch,
     Group,
     Handle,
@@ -44,7 +42,8 @@ from slipstream.records import (
     support_from_ids,
     total,
 )
-from slipstream.simulation import toy
+from support import tabular_engines as toy
+from support.engines import native_learner, native_sampler, native_scorer
 from support.tiny_models import EOS, VOCAB, littered, make_model, make_prompts, masked_sample, wrap
 
 DTYPE = torch.float64
@@ -81,7 +80,7 @@ def table(kept: SamplingSupport) -> Tensor:
 
 def roll_out(model: PreTrainedModel, *samplings: Sampling, count: int = 5, publish: Any = None) -> list[Group]:
     async def work() -> list[Group]:
-        sampler = NativeSampler(wrap(model), slots=8, stop_ids={EOS})
+        sampler = native_sampler(wrap(model), slots=8, stop_ids={EOS})
         prompts = make_prompts(count)
         asked = [samplings[i % len(samplings)] for i in range(count)]
         running = [asyncio.create_task(sampler.generate(p, s)) for p, s in zip(prompts, asked, strict=True)]
@@ -97,7 +96,7 @@ def roll_out(model: PreTrainedModel, *samplings: Sampling, count: int = 5, publi
 
 def score(model: PreTrainedModel, groups: list[Group], **options: Any) -> list[Group]:
     async def work() -> list[Group]:
-        scorer = NativeScorer(wrap(model), **options)
+        scorer = native_scorer(wrap(model), **options)
         scored = [await scorer.score(group) for group in groups]
         scorer.close()
         return scored
@@ -251,9 +250,9 @@ def test_the_learner_is_exact_on_stale_truncated_draws(cut: str) -> None:
         batch = Batch(((scored,),), 1)
 
         async def work(batch: Batch = batch) -> list[Tensor]:
-            learner.optimizer.zero_grad()
+            learner.steps.optimizer.zero_grad()
             await learner.prepare(batch)
-            await learner.accumulate(batch, ONE)
+            await learner.accumulate(batch, ONE_COUNT)
             return [p.grad.clone() for p in learner.lm.model.parameters()]
 
         gradients = [float(np.exp(logp[0])) * g for g in asyncio.run(work())]
@@ -279,7 +278,7 @@ def test_the_toy_learner_is_exact_on_stale_truncated_draws() -> None:
         one = one_turn(prompt, 0, actions=ids, action_logp=logp, versions=versions, finish="length", kept=kept)
         (scored,) = asyncio.run(toy.ToyScorer(teacher).score([Handle(header_of(one), one)]))
         asyncio.run(learner.prepare(batch := Batch(((scored,),), 1)))
-        asyncio.run(learner.accumulate(batch, ONE))
+        asyncio.run(learner.accumulate(batch, ONE_COUNT))
         assert learner.table.grad is not None
         found += float(np.exp(logp[0, 0])) * learner.table.grad
         learner.table.grad = None
@@ -313,7 +312,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def make_learner(model: PreTrainedModel, method: Method, **options: Any) -> NativeLearner:
     config = LearnerConfig(dtype="float64", token_budget=40, **options.pop("config", {}))
-    return NativeLearner(wrap(model), method=method, config=config, updates=9, **options)
+    return native_learner(wrap(model), method=method, config=config, updates=9, **options)
 
 
 def rewarded(groups: list[Group]) -> list[Group]:
@@ -388,7 +387,7 @@ def test_it_is_learned_from_in_any_micro_batches_and_masked_tokens_have_none(
     for budget, litter in ((40, False), (10_000, False), (40, True)):
         monkeypatch.setattr(kept_module, "HELD", 20 if budget == 40 else 1 << 24)
         bodies = [replace(h, body=littered(h.body, seed=i)) if litter else h for i, h in enumerate(handles)]
-        learner = NativeLearner(
+        learner = native_learner(
             wrap(student),
             method=Method(loss=SOME, policy=PolicyConfig(loss="gmpo"), rewards={"exact": 1.0}),
             config=LearnerConfig(dtype="float64", token_budget=budget),
@@ -405,7 +404,7 @@ def test_a_response_made_in_several_calls_could_have_been_the_same() -> None:
     model, prompt, asked = make_model("phi", dtype=DTYPE), make_prompts(1)[0], sampling(top_p=0.7)
 
     async def work() -> None:
-        sampler = NativeSampler(wrap(model), slots=8, stop_ids=set())
+        sampler = native_sampler(wrap(model), slots=8, stop_ids=set())
         for handle in await sampler.generate(prompt, asked):
             rollout, parts = handle.body, []
             for start, stop in pairwise([0, 3, 8, 12]):

@@ -76,7 +76,8 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
         choices += ["allow"] if schedule.submit == "stream" else []
         choices += ["stop"] if admission.live and stops < 3 else []
         choices += ["refresh"] if admission.gated and refreshes < 2 else []
-        choices += ["refill"] if admission.alike and not (schedule.submit == "batch" and admission.gated) else []
+        undecided = admission.refilling.undecided and not (schedule.submit == "batch" and admission.gated)
+        choices += ["refill"] if undecided else []
         on_the_way = [*admission.rolling, *admission.waiting, *admission.scoring]
         if drops < 6:
             choices += ["drop"] if on_the_way else []
@@ -96,7 +97,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
                     versions[number] = AGELESS
                 equal = most > 0 and data.draw(st.booleans())
                 alike = alike | {number} if equal else alike - {number}
-                admission.rolled(number, versions[number], alike=equal)
+                admission.finish_rollout(number, versions[number], zero_advantage=equal)
             case "refill":
                 dropped, begun = admission.refill()
                 versions |= dict.fromkeys(begun, admission.published_version)
@@ -108,15 +109,15 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
                 if schedule.max_lag is not None:
                     rarest = min(rarest, schedule.max_lag + 1)
                 every = data.draw(st.integers(1, rarest))
-                admission.allow(data.draw(st.integers(every * schedule.groups, schedule.credits)), every)
+                admission.set_limits(data.draw(st.integers(every * schedule.groups, schedule.credits)), every)
             case "stop":
                 admission = gone_on_with(admission, source, supervised)
                 consumed = [number for number in consumed if number not in admission.live]
                 stops += 1
             case "take":
-                assert admission.alike.keys().isdisjoint(admission.take())
+                assert admission.refilling.undecided.keys().isdisjoint(admission.start_scoring())
             case "scored":
-                admission.scored(data.draw(st.sampled_from(list(admission.scoring))))
+                admission.finish_scoring(data.draw(st.sampled_from(list(admission.scoring))))
             case "learn":
                 for number in admission.learn():
                     consumed.append(number)
@@ -173,15 +174,15 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
 
 def gone_on_with(before: Admission, source: Any, supervised: int = 0) -> Admission:
     """From a checkpoint: what was being scored or learned from is so anew, and what is trained has been published."""
-    standing = AdmissionState(**json.loads(json.dumps(asdict(before.standing)), object_hook=with_numbers))
-    assert standing == before.standing
+    state = AdmissionState(**json.loads(json.dumps(asdict(before.state)), object_hook=with_numbers))
+    assert state == before.state
     after = Admission(
         before.schedule,
         updates=before.updates,
         supervised=before.supervised,
         source=source,
-        most_refilled=before.most_refilled,
-        standing=standing,
+        most_refilled=before.refilling.most,
+        state=state,
     )
     assert after.live == before.live and after.batches == before.batches
     assert after.rolling.keys() == before.rolling.keys()
@@ -189,7 +190,7 @@ def gone_on_with(before: Admission, source: Any, supervised: int = 0) -> Admissi
     assert list(after.ready) == [*before.learning, *before.ready] and not after.learning
     assert (after.version, after.remaining, after.dropped) == (before.version, before.remaining, before.dropped)
     assert after.published == before.published + len(before.trained) and not after.gated
-    assert after.standing == before.standing
+    assert after.state == before.state
     return after
 
 
@@ -201,13 +202,13 @@ def test_sync_takes_turns() -> None:
     admission = Admission(schedule_of(Sync(), 2), updates=2)
     assert admission.submit() == [0, 1]
     assert admission.quota() == 0
-    admission.rolled(1, 0)
+    admission.finish_rollout(1, 0)
     assert not admission.scorable(), "one still rolls out"
-    admission.rolled(0, 0)
-    assert admission.take() == [1, 0]
-    admission.scored(0)
+    admission.finish_rollout(0, 0)
+    assert admission.start_scoring() == [1, 0]
+    admission.finish_scoring(0)
     assert admission.learnable() == []
-    admission.scored(1)
+    admission.finish_scoring(1)
     assert admission.learn() == [0, 1]
     admission.train()
     assert admission.quota() == 0, "credits come back with the publish, not with the step"
@@ -219,13 +220,13 @@ def test_a_batch_whose_members_drop_closes_short_and_is_an_update_like_others() 
     admission = Admission(schedule_of(Sync(), 3), updates=2)
     admission.submit()
     admission.drop(1, "broken")
-    admission.rolled(0, 0)
-    admission.rolled(2, 0)
-    admission.take()
-    admission.scored(2)
-    admission.scored(0)
+    admission.finish_rollout(0, 0)
+    admission.finish_rollout(2, 0)
+    admission.start_scoring()
+    admission.finish_scoring(2)
+    admission.finish_scoring(0)
     assert update(admission) == [0, 2]
-    again = Admission(schedule_of(Sync(), 3), updates=2, standing=admission.standing)
+    again = Admission(schedule_of(Sync(), 3), updates=2, state=admission.state)
     assert list(again.rolling) == [3, 4, 5] and again.quota() == 0
     admit(admission, 3)
     assert update(admission) == [3, 4, 5]
@@ -278,9 +279,9 @@ def test_what_a_schedule_promises(schedule: Schedule, bound: int | None) -> None
 def admit(admission: Admission, count: int) -> None:
     """The oldest groups that roll out are rolled out and scored."""
     for number in list(admission.rolling)[:count]:
-        admission.rolled(number, admission.live[number].version)
-    for number in admission.take():
-        admission.scored(number)
+        admission.finish_rollout(number, admission.live[number].version)
+    for number in admission.start_scoring():
+        admission.finish_scoring(number)
 
 
 def update(admission: Admission) -> list[int]:
@@ -297,17 +298,17 @@ def test_waiting_for_a_straggler_keeps_the_bound() -> None:
     admission.submit()
     for expected in ([1, 2], [3, 4]):
         for number in expected:
-            admission.rolled(number, admission.live[number].version)
-        for number in admission.take():
-            admission.scored(number)
+            admission.finish_rollout(number, admission.live[number].version)
+        for number in admission.start_scoring():
+            admission.finish_scoring(number)
         assert update(admission) == expected
     for number in (5, 6, 7):
-        admission.rolled(number, admission.live[number].version)
-    for number in admission.take():
-        admission.scored(number)
+        admission.finish_rollout(number, admission.live[number].version)
+    for number in admission.start_scoring():
+        admission.finish_scoring(number)
     assert admission.enough and admission.learnable() == [], "group 0 would be 3 updates old at the next"
-    admission.rolled(0, 0)
-    admission.scored(*admission.take())
+    admission.finish_rollout(0, 0)
+    admission.finish_scoring(*admission.start_scoring())
     assert admission.learn() == [0, 5]
 
 
@@ -315,7 +316,7 @@ def test_weights_may_be_published_less_often_from_now_on_and_each_time_again() -
     admission = Admission(schedule_of(Async(tau="auto", publish_every="auto"), 1), updates=9)
     gated = []
     for publish_every in (1, 1, 2, 2, 4, 4, 4, 4, 1):
-        admission.allow(6, publish_every)
+        admission.set_limits(6, publish_every)
         admission.submit()
         assert admission.publishes_next == ((admission.version + 1) % publish_every == 0)
         admit(admission, 1)
@@ -329,13 +330,13 @@ def test_weights_may_be_published_less_often_from_now_on_and_each_time_again() -
 
 def test_fewer_credits_than_unpublished_updates_hold_do_not_keep_the_next_one_from_coming_about() -> None:
     admission = Admission(schedule_of(Async(tau="auto", publish_every="auto"), 2), updates=9)
-    admission.allow(8, 4)
+    admission.set_limits(8, 4)
     admission.submit()
     admit(admission, 6)
     for _ in range(3):
         admission.learn()
         admission.train()
-    admission.allow(2, 1)
+    admission.set_limits(2, 1)
     for number in list(admission.live):
         admission.drop(number, "old")
     assert admission.submit() == [8, 9], "and no more"
@@ -349,20 +350,20 @@ def test_fewer_may_be_in_flight_from_now_on_and_more_again() -> None:
     """τ of 2, then 0, then 1, of two groups each: what is there stays, and nothing starts until there is room."""
     admission = Admission(schedule_of(Async(tau=2, order="submission"), 2), updates=9)
     assert admission.submit() == [0, 1, 2, 3, 4, 5]
-    admission.allow(2, 1)
+    admission.set_limits(2, 1)
     assert admission.quota() < 0 and admission.submit() == []
     admit(admission, 6)
     for expected in ([0, 1], [2, 3]):
         assert update(admission) == expected and admission.submitted == 6
     assert update(admission) == [4, 5] and list(admission.rolling) == [6, 7], "on-policy from here on"
-    admission.allow(4, 1)
+    admission.set_limits(4, 1)
     assert admission.submit() == [8, 9]
     with pytest.raises(AssertionError):
-        admission.allow(7, 1)
+        admission.set_limits(7, 1)
     with pytest.raises(AssertionError):
-        admission.allow(1, 1)
+        admission.set_limits(1, 1)
     with pytest.raises(AssertionError):
-        admission.allow(6, 4)
+        admission.set_limits(6, 4)
 
 
 def test_a_restart_is_under_the_published_weights_and_on_the_same_credit() -> None:
@@ -371,7 +372,7 @@ def test_a_restart_is_under_the_published_weights_and_on_the_same_credit() -> No
     admit(admission, 1)
     assert update(admission) == [0]
     assert admission.outdated() == [], "group 1 may not have a token yet"
-    admission.rolled(1, 0)
+    admission.finish_rollout(1, 0)
     assert admission.outdated() == [1]
     admission.restart(1)
     assert admission.outdated() == [] and admission.live[1].version == 1
@@ -395,7 +396,7 @@ def test_admission_goes_on_from_where_it_stood() -> None:
     admission.submit()
     admit(admission, 2)
     update(admission)
-    standing = admission.standing
+    standing = admission.state
     assert standing == AdmissionState(
         version=1,
         submitted=7,
@@ -406,7 +407,7 @@ def test_admission_goes_on_from_where_it_stood() -> None:
         sources=dict.fromkeys(range(3, 7), ""),
         turns=[""] * 4,
     )
-    again = Admission(schedule, updates=3, standing=standing)
+    again = Admission(schedule, updates=3, state=standing)
     assert list(again.rolling) == [3, 4, 5, 6] and again.quota() == 0
     assert (again.remaining, again.in_use, again.version) == (admission.remaining, admission.in_use, 1)
 
@@ -415,10 +416,10 @@ def test_in_the_order_of_completion_who_is_scored_first_is_learned_from_first() 
     admission = Admission(schedule_of(Async(tau=1), 2), updates=9)
     admission.submit()
     for number in (3, 0, 2, 1):
-        admission.rolled(number, 0)
-    admission.take()
+        admission.finish_rollout(number, 0)
+    admission.start_scoring()
     for number in (2, 3, 1, 0):
-        admission.scored(number)
+        admission.finish_scoring(number)
     assert update(admission) == [2, 3] and update(admission) == [1, 0]
 
 
@@ -429,10 +430,10 @@ def two(schedule: Schedule) -> Admission:
 
 def come(admission: Admission, *numbers: int) -> None:
     for number in numbers:
-        admission.rolled(number, admission.live[number].version)
-    admission.take()
+        admission.finish_rollout(number, admission.live[number].version)
+    admission.start_scoring()
     for number in numbers:
-        admission.scored(number)
+        admission.finish_scoring(number)
 
 
 def test_an_update_has_of_every_source_what_it_has_of_the_prompts() -> None:
@@ -514,7 +515,7 @@ def test_a_source_that_is_slow_grows_no_older_than_was_promised() -> None:
 def test_what_was_in_flight_keeps_its_source_when_the_data_has_changed() -> None:
     admission = two(schedule_of(Async(tau=1), 2))
     admission.submit()
-    again = Admission(admission.schedule, updates=9, source=lambda _: "new", standing=admission.standing)
+    again = Admission(admission.schedule, updates=9, source=lambda _: "new", state=admission.state)
     come(again, 0, 2)
     assert again.learnable() == []
     come(again, 1, 3)
@@ -528,10 +529,10 @@ def test_what_stood_must_fit_the_schedule_and_the_updates() -> None:
         version=2, submitted=16, dropped={}, restarted=0, in_flight=dict.fromkeys(range(4, 16), 0)
     )
     with pytest.raises(ConfigError, match="12 groups were in flight and this schedule has 4 credits"):
-        Admission(schedule_of(Async(tau=1), 2), updates=9, standing=standing)
+        Admission(schedule_of(Async(tau=1), 2), updates=9, state=standing)
     with pytest.raises(ConfigError, match="updates = 7: groups of later updates are in flight, write at least 8"):
-        Admission(schedule_of(Async(tau=5), 2), updates=7, standing=standing)
-    again = Admission(schedule_of(Async(tau=5), 2), updates=8, standing=standing)
+        Admission(schedule_of(Async(tau=5), 2), updates=7, state=standing)
+    again = Admission(schedule_of(Async(tau=5), 2), updates=8, state=standing)
     assert again.quota() == again.remaining == 0
 
 
@@ -545,10 +546,10 @@ def batch_of(order: list[int], equal: set[int], most: int) -> tuple[list[int], l
     dropped = list[int]()
     while admission.rolling:
         number = min(admission.rolling, key=order.index)
-        admission.rolled(number, 0, alike=number in equal)
+        admission.finish_rollout(number, 0, zero_advantage=number in equal)
         dropped += admission.refill()[0]
-    for number in admission.take():
-        admission.scored(number)
+    for number in admission.start_scoring():
+        admission.finish_scoring(number)
     return admission.learn(), dropped
 
 
@@ -573,7 +574,7 @@ def test_a_stream_replaces_groups_by_its_next_submission() -> None:
     admission = Admission(schedule_of(Async(tau=0), 2), updates=2, most_refilled=1)
     assert admission.submit() == [0, 1] and admission.submit() == []
     for number in (1, 0):
-        admission.rolled(number, 0, alike=True)
+        admission.finish_rollout(number, 0, zero_advantage=True)
     assert admission.refill() == ([0], []), "1 is beyond the limit"
-    assert admission.submit() == [2] and admission.take() == [1]
+    assert admission.submit() == [2] and admission.start_scoring() == [1]
     assert admission.dropped == {NO_ADVANTAGE: 1}

@@ -15,13 +15,13 @@ import pytest
 from slipstream.config.file import parse
 from slipstream.config.schedule import Async
 from slipstream.errors import ConfigError
-from slipstream.pipeline.control.autopilot import LONGEST, MEMORY, Autopilot
+from slipstream.pipeline.control.autopilot import MAX_WINDOW, TAU_MEMORY, Autopilot
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Metrics
 from slipstream.records import Batch, Counts, Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner
+from slipstream.simulation.timed_engines import SleepLearner
 from support.simulated_runs import PROMPTS, config, engines
 
 BUDGET, MOST = 0.02, 8
@@ -52,7 +52,7 @@ class Model:
 
     @property
     def best(self) -> float:
-        """Of what stays within the budget."""
+        """Return the pace of the best setting within the budget."""
         return max(self.pace(tau) for tau in range(MOST + 1) if self.slope * tau**self.power <= BUDGET)
 
     def update(self, tau: float) -> dict[str, float]:
@@ -62,11 +62,15 @@ class Model:
         return line(tau, 1 - pace, drift)
 
 
+def change(autopilot: Autopilot, line: dict[str, float]) -> str:
+    return "".join(action.text.removeprefix("schedule: ") for action in autopilot.on_update(line))
+
+
 def go(autopilot: Autopilot, model: Model, updates: int) -> list[dict[str, float]]:
     lines = []
     for _ in range(updates):
         lines.append(model.update(autopilot.tau))
-        autopilot.look(lines[-1])
+        change(autopilot, lines[-1])
     return lines
 
 
@@ -108,7 +112,7 @@ def test_what_an_evaluation_holds_up_says_nothing_of_tau(every: int) -> None:
             told = model.update(autopilot.tau)
             if update % every == 0:
                 told |= {"seconds/eval": seconds, "seconds/weights": seconds, "seconds/update": 1 + seconds}
-            autopilot.look(told)
+            change(autopilot, told)
             made.append(autopilot.tau)
         return made
 
@@ -121,32 +125,32 @@ def test_whatever_happens_no_tau_is_gone_back_to_until_all_is_forgotten(seed: in
     """But for those that a trial is taken back to, and after these nothing more is tried."""
     chance, autopilot = random.Random(seed), Autopilot(MOST, BUDGET)
     left, settled = set[int](), False
-    for update in range(1, 8 * MEMORY):
-        if update in (MEMORY, 2 * MEMORY, 4 * MEMORY):
+    for update in range(1, 8 * TAU_MEMORY):
+        if update in (TAU_MEMORY, 2 * TAU_MEMORY, 4 * TAU_MEMORY):
             left, settled = set(), False
         before = autopilot.tau
         drift = BUDGET * chance.choice([0.1, 0.5, 1.5]) * chance.lognormvariate(0, 0.3)
-        told = autopilot.look(line(before, chance.choice([0.0, 0.5, chance.random()]), drift))
+        told = change(autopilot, line(before, chance.choice([0.0, 0.5, chance.random()]), drift))
         assert 0 <= autopilot.tau <= MOST and bool(told) == (autopilot.tau != before)
         if autopilot.tau > before:
             assert not settled and autopilot.tau not in left
         if told:
             left.add(before)
             settled |= "brought nothing" in told
-    assert autopilot.update == 8 * MEMORY - 1
+    assert autopilot.update == 8 * TAU_MEMORY - 1
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_publishes_come_neither_too_seldom_nor_again_as_seldom_as_was_too_seldom(seed: int) -> None:
     chance, autopilot = random.Random(seed), Autopilot(15, BUDGET, rarest=8)
     refused = 16
-    for update in range(1, 8 * MEMORY):
-        if update in (MEMORY, 2 * MEMORY, 4 * MEMORY):
+    for update in range(1, 8 * TAU_MEMORY):
+        if update in (TAU_MEMORY, 2 * TAU_MEMORY, 4 * TAU_MEMORY):
             refused = 16
         before = autopilot.tau, autopilot.every
         drift = BUDGET * chance.choice([0.1, 0.5, 0.5, 0.5, 1.5]) * chance.lognormvariate(0, 0.3)
         seconds = {"seconds/publish": chance.choice([0.01, 0.3]), "publish_every": before[1]}
-        told = autopilot.look(line(before[0], chance.choice([0.0, 0.5, chance.random()]), drift, **seconds))
+        told = change(autopilot, line(before[0], chance.choice([0.0, 0.5, chance.random()]), drift, **seconds))
         now = autopilot.tau, autopilot.every
         assert bool(told) == (now != before)
         assert now[1] in (1, 2, 4, 8) and (now[1] == 1 or now[0] >= 1), "half of what is in flight, at most"
@@ -165,7 +169,7 @@ def test_publishes_that_take_long_come_half_as_often_with_as_much_in_flight_and_
         for _ in range(updates):
             waited = 0.6 / (autopilot.ahead + 1) + 0.3 / autopilot.every
             seconds = {"seconds/publish": publish, "publish_every": autopilot.every}
-            said.append(autopilot.look(line(autopilot.tau, waited, 0.001, **seconds)))
+            said.append(change(autopilot, line(autopilot.tau, waited, 0.001, **seconds)))
 
     look(60, 0.3)
     assert autopilot.every == 4 and autopilot.tau >= 1
@@ -184,7 +188,7 @@ def test_fewer_publishes_that_bring_nothing_or_are_too_stale_are_taken_back() ->
         for _ in range(80):
             drift = stale if autopilot.every > 1 else 0.001
             seconds = {"seconds/publish": 0.3, "publish_every": autopilot.every}
-            autopilot.look(line(autopilot.tau, 0.5, drift, **seconds))
+            change(autopilot, line(autopilot.tau, 0.5, drift, **seconds))
             tried.add(autopilot.every)
         assert tried == {1, 2} and autopilot.every == 1
 
@@ -201,7 +205,7 @@ def test_it_takes_a_step_where_a_square_would_not_fit() -> None:
 
 def test_more_in_flight_that_brings_nothing_is_taken_back_and_not_tried_again_soon() -> None:
     """The samplers are busy: the learner waits whatever is in flight."""
-    lines = go(Autopilot(MOST, BUDGET), Model(1, 0.5, 0.0, 1.0, 0.0), MEMORY - 1)
+    lines = go(Autopilot(MOST, BUDGET), Model(1, 0.5, 0.0, 1.0, 0.0), TAU_MEMORY - 1)
     assert sorted(set(taus(lines))) == [1, 4] and changes(taus(lines)) == 2 and lines[-1]["tau"] == 1
 
 
@@ -215,23 +219,23 @@ def test_it_gives_way_when_drift_or_few_samples_outweigh() -> None:
     assert go(autopilot, model, 60)[-1]["tau"] == MOST
     model.slope = 0.005
     assert go(autopilot, model, 30)[-1]["tau"] in (3, 4), "a learning rate that rises, say"
-    for _ in range(3 * LONGEST):
-        autopilot.look(line(autopilot.tau, 0.0, 0.001, ess=0.3))
+    for _ in range(3 * MAX_WINDOW):
+        change(autopilot, line(autopilot.tau, 0.0, 0.001, ess=0.3))
     assert autopilot.tau == 0
 
 
 def test_samples_that_freshness_lets_count_nothing_are_too_stale() -> None:
     autopilot = Autopilot(MOST, BUDGET)
-    for _ in range(MEMORY - 1):
-        autopilot.look(line(autopilot.tau, 0.5, 0.0) | {"freshness/gated": 0.3 * (autopilot.tau > 0)})
+    for _ in range(TAU_MEMORY - 1):
+        change(autopilot, line(autopilot.tau, 0.5, 0.0) | {"freshness/gated": 0.3 * (autopilot.tau > 0)})
     assert autopilot.tau == 0
 
 
 def test_drift_that_is_there_on_policy_leaves_the_smallest_tau() -> None:
     """Engines that disagree: nothing in flight mends that."""
     autopilot = Autopilot(MOST, BUDGET)
-    for _ in range(MEMORY - 1):
-        autopilot.look(line(autopilot.tau, 0.5, 0.1))
+    for _ in range(TAU_MEMORY - 1):
+        change(autopilot, line(autopilot.tau, 0.5, 0.1))
     assert autopilot.tau == 0
 
 
@@ -241,14 +245,14 @@ def test_whoever_goes_on_shows_it_the_lines_again_and_it_stands_where_it_stood(n
     before = go(autopilot, model, 130)
     again = Autopilot(MOST, BUDGET)
     for each in before:
-        again.look(each)
+        change(again, each)
     assert vars(again) == vars(autopilot)
 
 
 def test_a_tau_that_was_another_in_an_earlier_part_is_gone_on_with() -> None:
     autopilot = Autopilot(MOST, BUDGET)
     for _ in range(3):
-        autopilot.look(line(6, 0.0, 0.001))
+        change(autopilot, line(6, 0.0, 0.001))
     assert autopilot.tau == 6
 
 
@@ -319,7 +323,7 @@ def test_a_run_is_as_fast_as_with_the_best_tau_that_stays_within_its_drift(
 @pytest.mark.parametrize("slope", [0.001, 0.004])
 @pytest.mark.parametrize("load", [0.02, 0.3, 1.0])
 def test_weights_are_published_as_often_as_pays(tmp_path: Path, load: float, slope: float) -> None:
-    """Of all that may be in flight, and all cadences; a response takes about a second, and an update half of one."""
+    """Every number in flight and every cadence is tried; a response takes about a second, an update half of one."""
     costs: Any = {"learn": 0.5, "sigma": 0.7, "slope": slope, "load": load}
     fixed = {
         (tau, every): run(tmp_path / f"{tau}-{every}", Async(tau=tau, publish_every=every), updates=80, **costs)[20:]

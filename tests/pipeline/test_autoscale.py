@@ -10,14 +10,22 @@ import pytest
 
 from slipstream.config.schedule import Async, Sync
 from slipstream.errors import ConfigError
-from slipstream.pipeline.control.scaling import MEMORY, SETTLING, WINDOW, Autoscale, Change, Room, Seen
+from slipstream.pipeline.control.actions import Resize
+from slipstream.pipeline.control.scaling import (
+    SCALING_WINDOW,
+    SETTLING_UPDATES,
+    SIZE_MEMORY,
+    Autoscale,
+    Observation,
+    Room,
+)
 from slipstream.pipeline.run import Run
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from support.scaling import scalable
 from support.simulated_runs import PROMPTS, config, long_tailed
 
-STEP = SETTLING + WINDOW + 1
+STEP = SETTLING_UPDATES + SCALING_WINDOW + 1
 """Updates from one decision to the next."""
 PLENTY_OF_ROOM = Room({}, {"sampler": {}, "teacher.main": {}})
 
@@ -31,7 +39,7 @@ class Stages:
         self.sizes = dict.fromkeys(self.each, 1)
         self.autoscale = Autoscale(dict.fromkeys(self.each, most))
         self.random, self.noise = random.Random(seed), noise
-        self.changes: list[Change] = []
+        self.changes: list[Resize] = []
 
     def go(self, updates: int) -> dict[str, int]:
         for _ in range(updates):
@@ -39,8 +47,8 @@ class Stages:
             power["sampler"] *= self.random.lognormvariate(0, self.noise)
             pace = min(1.0, *power.values())
             busy = {kind: self.sizes[kind] * pace / power[kind] for kind in self.each}
-            seen = Seen(1 / pace, 1 / pace - 1, 1.0, busy, dict(self.sizes))
-            if change := self.autoscale.look(seen, PLENTY_OF_ROOM):
+            seen = Observation(1 / pace, 1 / pace - 1, 1.0, busy, dict(self.sizes))
+            if change := self.autoscale.decide(seen, PLENTY_OF_ROOM):
                 self.changes.append(change)
                 self.sizes |= change.sizes
         return dict(self.sizes)
@@ -67,22 +75,22 @@ def test_who_is_not_needed_any_more_leaves_at_once_or_when_all_is_forgotten() ->
     assert run.go(4 * STEP)["sampler"] == 4
     run.each["sampler"] = 2.0
     assert run.go(STEP)["sampler"] == 3, "two were not enough"
-    assert run.go(MEMORY)["sampler"] == 1
+    assert run.go(SIZE_MEMORY)["sampler"] == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_no_size_is_gone_back_to_until_all_is_forgotten(seed: int) -> None:
-    """Of a kind whose workers stay, as those do that are taken back: after these the kind is left alone."""
+    """A kind whose workers stay, as those do that are taken back, is left alone afterwards."""
     chance, most = random.Random(seed), 8
     autoscale, sizes = Autoscale({"sampler": most, "teacher.main": most}), {"sampler": 1, "teacher.main": 1}
     left: dict[str, list[int]] = {kind: [] for kind in sizes}
-    for update in range(1, 8 * MEMORY):
-        if update in (MEMORY, 2 * MEMORY, 4 * MEMORY):
+    for update in range(1, 8 * SIZE_MEMORY):
+        if update in (SIZE_MEMORY, 2 * SIZE_MEMORY, 4 * SIZE_MEMORY):
             left = {kind: [] for kind in sizes}
         waited = chance.choice([0.0, 0.5, chance.random()])
         busy = {kind: chance.random() * size for kind, size in sizes.items()}
-        seen = Seen(1.0, waited, chance.lognormvariate(0, 1), busy, dict(sizes))
-        change = autoscale.look(seen, PLENTY_OF_ROOM)
+        seen = Observation(1.0, waited, chance.lognormvariate(0, 1), busy, dict(sizes))
+        change = autoscale.decide(seen, PLENTY_OF_ROOM)
         if change:
             back = change.why == "the added workers brought too little"
             for kind, size in change.sizes.items():
@@ -90,7 +98,7 @@ def test_whatever_happens_no_size_is_gone_back_to_until_all_is_forgotten(seed: i
                 assert back or size not in left[kind]
                 left[kind] = [*left[kind], sizes[kind]] if not back else list(range(most + 1))
                 sizes[kind] = size
-    assert autoscale.update == 8 * MEMORY - 1
+    assert autoscale.update == 8 * SIZE_MEMORY - 1
 
 
 def looks(autoscale: Autoscale, count: int, size: int, **changes: Any) -> list[int]:
@@ -98,7 +106,7 @@ def looks(autoscale: Autoscale, count: int, size: int, **changes: Any) -> list[i
     found = []
     for _ in range(count):
         values: dict[str, Any] = {"seconds": 2.0, "waited": 1.0, "tokens": 1.0, "busy": {"sampler": size}}
-        change = autoscale.look(Seen(**(values | {"sizes": {"sampler": size}} | changes)), PLENTY_OF_ROOM)
+        change = autoscale.decide(Observation(**(values | {"sizes": {"sampler": size}} | changes)), PLENTY_OF_ROOM)
         size = change.sizes["sampler"] if change else size
         found.append(size)
     return found
@@ -106,8 +114,8 @@ def looks(autoscale: Autoscale, count: int, size: int, **changes: Any) -> list[i
 
 def test_more_that_bring_nothing_leave_again_and_are_not_tried_again_soon() -> None:
     """Updates take as long whatever is done: the slowest response decides."""
-    assert looks(Autoscale({"sampler": 8}), MEMORY - 1, 1) == (
-        [1] * (STEP - 1) + [2] * STEP + [1] * (MEMORY - 2 * STEP)
+    assert looks(Autoscale({"sampler": 8}), SIZE_MEMORY - 1, 1) == (
+        [1] * (STEP - 1) + [2] * STEP + [1] * (SIZE_MEMORY - 2 * STEP)
     )
 
 
@@ -122,16 +130,16 @@ def test_who_never_comes_is_not_waited_for_again() -> None:
     autoscale = Autoscale({"sampler": 8})
     assert looks(autoscale, STEP, 1)[-1] == 2
     looks(autoscale, 3, 1, sizes={})
-    assert set(looks(autoscale, MEMORY - STEP - 4, 1)) == {1}
+    assert set(looks(autoscale, SIZE_MEMORY - STEP - 4, 1)) == {1}
 
 
 def test_no_more_come_than_there_is_room_for() -> None:
-    autoscale, seen = Autoscale({"sampler": 8}), Seen(2.0, 1.0, 1.0, {"sampler": 4.0}, {"sampler": 4})
+    autoscale, seen = Autoscale({"sampler": 8}), Observation(2.0, 1.0, 1.0, {"sampler": 4.0}, {"sampler": 4})
     one, none = (Room({"GPU": free}, {"sampler": {"GPU": 1.0}}) for free in (1.0, 0.0))
-    found = [autoscale.look(seen, one) for _ in range(STEP)]
+    found = [autoscale.decide(seen, one) for _ in range(STEP)]
     assert found[-1] is not None and found[-1].sizes == {"sampler": 5}
     autoscale = Autoscale({"sampler": 8})
-    assert not any(autoscale.look(seen, none) for _ in range(3 * STEP))
+    assert not any(autoscale.decide(seen, none) for _ in range(3 * STEP))
 
 
 def test_two_kinds_are_not_promised_the_same_gpu() -> None:
@@ -140,8 +148,8 @@ def test_two_kinds_are_not_promised_the_same_gpu() -> None:
     found = {}
     for free in (2.0, 3.0):
         autoscale = Autoscale({"sampler": 8, "teacher.main": 8})
-        seen, room = Seen(3.0, 1.0, 1.0, busy, sizes), Room({"GPU": free}, takes)
-        found[free] = [autoscale.look(seen, room) for _ in range(STEP)][-1]
+        seen, room = Observation(3.0, 1.0, 1.0, busy, sizes), Room({"GPU": free}, takes)
+        found[free] = [autoscale.decide(seen, room) for _ in range(STEP)][-1]
     assert found[2.0] is None, "more samplers alone bring nothing"
     assert found[3.0] is not None and found[3.0].sizes == {"sampler": 6, "teacher.main": 3}
 

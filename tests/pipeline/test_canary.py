@@ -19,24 +19,25 @@ from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.score_checks import scored
 from slipstream.errors import EndpointError, EngineError, RecordsLost, Unhealthy, WorkerDied
-from slipstream.pipeline.checkpoint import newest
+from slipstream.pipeline.checkpoint import BEGINNING, newest
 from slipstream.pipeline.control import canary
 from slipstream.pipeline.control.canary import (
     difference,
-    distrusted,
     limit_of,
     noise_of,
     prompts_of,
     reference_of,
+    sampler_fault,
     texts_of,
 )
 from slipstream.pipeline.run import Run
-from slipstream.protocols import Engines, Follower, Graded, Loaded, Mode, Sampling, TextScores, WeightsRef
+from slipstream.protocols import Engines, Follower, GradingSampler, Loaded, Mode, Sampling, TextScores, WeightsRef
 from slipstream.records import Group, Handle, Prompt, graded
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.testing.endpoint import FakeEndpoint, table
+from support import tabular_engines as toy
+from support.engines import scorer_settings
+from support.fake_endpoint import FakeEndpoint, table
 
 V, EOS = 6, 0
 TEACHER, OTHER = toy.random_table(V, seed=1, scale=2.0), toy.random_table(V, seed=7, scale=2.0)
@@ -54,12 +55,12 @@ PROMPTS = Prompts(
 
 
 def texts(sampling: Sampling | None = None, ends: Sequence[int] = (EOS,)) -> Any:
-    return texts_of(prompts_of(PROMPTS, None, canary.TEXTS), sampling or Sampling(max_tokens=8), ends)
+    return texts_of(prompts_of(PROMPTS, None, canary.CANARY_TEXTS), sampling or Sampling(max_tokens=8), ends)
 
 
 def test_texts_are_the_same_in_every_run_and_hold_end_tokens() -> None:
     one, same = texts(), texts()
-    assert [t.tokens.tolist() for t in one] == [t.tokens.tolist() for t in same] and len(one) == canary.TEXTS
+    assert [t.tokens.tolist() for t in one] == [t.tokens.tolist() for t in same] and len(one) == canary.CANARY_TEXTS
     for text in one:
         assert len(text.tokens) == 8 and text.tokens[3] == text.tokens[7] == EOS
     assert len({text.prompt.number for text in one}) == 4 and all(text.prompt.number < 0 for text in one)
@@ -69,7 +70,7 @@ def test_texts_are_the_same_in_every_run_and_hold_end_tokens() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=3, draws=4), Sampling(max_tokens=99, best=5)])
 def test_texts_have_what_the_loss_asks_of_a_sampler(sampling: Sampling) -> None:
     for text in texts(sampling):
-        assert len(text.tokens) in (min(sampling.max_tokens, canary.TOKENS), sampling.max_tokens)
+        assert len(text.tokens) in (min(sampling.max_tokens, canary.CANARY_TOKENS), sampling.max_tokens)
         assert text.actions.shape[1] == sampling.draws
         assert text.best_ids is None if not sampling.best else text.best_ids.shape[1] == sampling.best
 
@@ -120,10 +121,10 @@ def test_what_cannot_be_scored_any_more_is_infinitely_far_and_what_never_could_i
 def test_the_limit_is_what_rounding_explains_or_a_multiple_of_the_noise_at_the_start() -> None:
     same = [said(-1.0, -2.0)] * 3
     assert noise_of(TEXT, same).apart == 0.0
-    assert limit_of(0.0, exact=True) == canary.EXACT and limit_of(0.0, exact=False) == canary.ROUNDED
+    assert limit_of(0.0, exact=True) == canary.EXACT_LIMIT and limit_of(0.0, exact=False) == canary.ROUNDED_LIMIT
     noisy = [said(-1.0, -2.0), said(-1.3, -2.0), said(-0.7, -2.0)]
     noise = noise_of(TEXT, noisy).apart
-    assert noise == pytest.approx(0.3 / 2**0.5) and limit_of(noise, exact=True) == canary.NOISE * noise
+    assert noise == pytest.approx(0.3 / 2**0.5) and limit_of(noise, exact=True) == canary.NOISE_FACTOR * noise
 
 
 def test_a_tail_decides_nothing_and_a_tail_that_becomes_likely_does() -> None:
@@ -142,7 +143,7 @@ def test_one_wrong_token_of_a_long_text_is_as_far_as_a_fifth_of_it() -> None:
     was = [TextScores(np.full((99, 1), -1.0))]
     now = [TextScores(np.where(np.arange(99) == 98, -1.06, -1.0)[:, None])]
     found = difference([long], reference_of([was]), now)
-    assert found.apart == pytest.approx(0.06 / canary.PEAK) and found.apart > limit_of(0.0, exact=True)
+    assert found.apart == pytest.approx(0.06 / canary.PEAK_FACTOR) and found.apart > limit_of(0.0, exact=True)
     assert "at position 98 of text 0 had log-prob -1.00, now -1.06" in found.said
 
 
@@ -159,7 +160,7 @@ def test_honest_noise_is_accepted_and_within_the_limit(noise: float, exact: bool
         return [TextScores(logp + noise * rng.standard_normal(logp.shape)) for logp in honest]
 
     for _ in range(200):
-        asked = [answer() for _ in range(canary.ASKED)]
+        asked = [answer() for _ in range(canary.FIRST_REQUESTS)]
         found = noise_of(some, asked).apart
         assert found <= TeacherConfig(model="t", **({} if exact else {"base_url": "http://h/v1"})).noise_limit
         reference, limit = reference_of(asked), limit_of(found, exact=exact)
@@ -185,13 +186,13 @@ GOOD = {"drift/k3_kl": 1e-6, "drift/ppl_ratio": 1.0}
 def test_a_sampler_is_judged_by_version_and_by_its_distance_to_the_learner(
     numbers: Any, versions: set[int], said: str
 ) -> None:
-    found = distrusted(numbers, versions, version=7, rounding="exact")
+    found = sampler_fault(numbers, versions, version=7, rounding="exact")
     assert re.search(said, found) and bool(found) == bool(said)
 
 
 def test_a_quantised_sampler_may_be_too_coarse() -> None:
     numbers = GOOD | {"drift/k3_kl": 0.06}
-    found = {kind: distrusted(numbers, {7}, version=7, rounding=kind) for kind in ("half", "int8", "fp8")}
+    found = {kind: sampler_fault(numbers, {7}, version=7, rounding=kind) for kind in ("half", "int8", "fp8")}
     assert [("changes this student too much (learner.quantised" in each) for each in found.values()] == [
         False,
         True,
@@ -261,16 +262,16 @@ def train(
     """A run on a virtual clock; `again` goes on with the one that is there."""
     config = settings(tree)
     engines = Engines(
-        samplers=tuple(Graded(s, toy.ToyGrader()) for s in samplers or (toy.ToySampler(STUDENT),)),
+        samplers=tuple(GradingSampler(s, toy.ToyGrader()) for s in samplers or (toy.ToySampler(STUDENT),)),
         scorers={"main": scorers},
         learner=learner or toy.ToyLearner(STUDENT, lr=0.1),
         close=lambda: None,
     )
-    where: dict[str, Any] = {}
+    state = BEGINNING
 
     async def go() -> None:
         await Run(
-            config, engines, prompts, log, say=(told if told is not None else []).append, ends=(EOS,), **where
+            config, engines, prompts, log, state=state, say=(told if told is not None else []).append, ends=(EOS,)
         ).train()
 
     if not again:
@@ -280,10 +281,10 @@ def train(
         found = newest(path)
 
         async def resumed() -> None:
-            where["groups"] = await engines.learner.restore(found.path)
+            nonlocal state
+            state = await found.restore(engines.learner)
             await go()
 
-        where |= {"standing": found.standing, "attempts": found.attempts, "canaries": found.canaries}
         with RunLog.reopen(config, path, found.mark) as log:
             virtual.run(resumed())
     return engines  # type: ignore[return-value]
@@ -315,7 +316,7 @@ LIES: dict[str, Lie] = {
 }
 UPDATE = 8
 """Groups of an update."""
-START = 1 + (canary.ASKED - 1) * canary.TEXTS
+START = 1 + (canary.FIRST_REQUESTS - 1) * canary.CANARY_TEXTS
 """Calls of the start: one for all texts, and then one for each text."""
 BEGINS = 11
 """The update in which lies begin, after two canaries that were fine."""
@@ -323,7 +324,7 @@ BEGINS = 11
 
 def began_at(update: int, canaries: int) -> int:
     """After so many calls: those of the start, of the updates before, and of the canaries before."""
-    return START + (update - 1) * UPDATE + canaries * canary.TEXTS
+    return START + (update - 1) * UPDATE + canaries * canary.CANARY_TEXTS
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -345,7 +346,7 @@ def test_an_honest_teacher_is_asked_and_what_it_costs_is_known(tmp_path: Path) -
     assert not [line for line in told if "health" in line]
     asked = [line["update"] for line in lines if "canary/teacher" in line]
     assert len(asked) == 3 and {line["canary/retired"] for line in lines} == {0.0}
-    assert scorer.calls == START + 12 * UPDATE + 3 * canary.TEXTS, "after updates 5 and 10, and after the last"
+    assert scorer.calls == START + 12 * UPDATE + 3 * canary.CANARY_TEXTS, "after updates 5 and 10, and after the last"
 
 
 def test_nobody_is_asked_where_that_is_switched_off(tmp_path: Path) -> None:
@@ -480,7 +481,9 @@ def test_a_teacher_that_does_not_answer_its_canary_is_asked_again(tmp_path: Path
     assert told == [
         "scorer did not answer its canary request, which will be repeated: teacher main at http://x answers 503"
     ]
-    assert scorer.times == START + 3 * canary.TEXTS, "at the start, after update 5, after update 6, and after the last"
+    assert scorer.times == START + 3 * canary.CANARY_TEXTS, (
+        "at the start, after update 5, after update 6, and after the last"
+    )
 
 
 def test_a_teacher_that_comes_back_after_failing_is_asked_at_once(tmp_path: Path) -> None:
@@ -699,7 +702,7 @@ def test_another_model_behind_the_endpoint_is_found(tmp_path: Path) -> None:
         config = settings(
             {"loss": {"m": 1}, "teachers": {"main": {"model": "t", "base_url": fake.url, "recheck": 0.0}}}
         )
-        scorer = Swaps(Endpoint("main", fake.url, fake.name))
+        scorer = Swaps(Endpoint("main", fake.url, fake.name), scorer_settings())
         made = Engines(
             samplers=(toy.ToySampler(STUDENT),),
             scorers={"main": (scorer,)},
@@ -729,6 +732,6 @@ def test_in_16_bits_limits_of_samplers_follow_from_the_start(
     start: Any, k3: float, ratio: float, trusted: bool
 ) -> None:
     numbers = {"drift/k3_kl": k3, "drift/ppl_ratio": ratio}
-    said = distrusted(numbers, {1}, version=1, rounding="half", start=start)
+    said = sampler_fault(numbers, {1}, version=1, rounding="half", start=start)
     assert (said == "") is trusted and (trusted or "or 16 bits are too few for this student" in said)
-    assert distrusted(numbers, {1}, version=1, rounding="exact", start=start), "float32 is exact"
+    assert sampler_fault(numbers, {1}, version=1, rounding="exact", start=start), "float32 is exact"

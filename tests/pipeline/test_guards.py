@@ -15,20 +15,22 @@ import torch
 
 from slipstream.config.file import parse
 from slipstream.config.guards import EntropyFloor, EssGuard, GradientCosine, GuardsConfig, KLBrake, LengthSurge
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async
-from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner, key_of
 from slipstream.errors import ConfigError
 from slipstream.metrics import trend
 from slipstream.objective.method import Method
-from slipstream.pipeline.control.guards import CALM, LOOKS, Guards, Line
+from slipstream.pipeline.control.actions import Line
+from slipstream.pipeline.control.guards import AVERAGED_UPDATES, CALM_UPDATES, Guards
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Metrics
 from slipstream.records import Batch, Counts, total
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner
+from slipstream.simulation.timed_engines import SleepLearner
+from support.engines import native_learner
 from support.learners import roll_out, score
 from support.metric_runs import native
 from support.simulated_runs import PROMPTS, config, engines
@@ -42,7 +44,7 @@ def acts(lines: Iterable[Line], every: int = 1, **guards: Any) -> tuple[list[flo
     watched, said = Guards(GuardsConfig(**guards), tau=TAU, batches=(TAU + 1) * every), list[str]()
     factors, lowered = list[float](), list[int]()
     for line in lines:
-        said += watched.look({**line, **watched.metrics})  # as a run writes it
+        said += [action.text for action in watched.on_update({**line, **watched.metrics})]  # as a run writes it
         factors.append(watched.lr)
         lowered.append(watched.lowered)
     return factors, lowered, said
@@ -106,14 +108,14 @@ def test_entropy_has_a_floor() -> None:
 def test_kl_lowers_tau_step_by_step_and_raises_it_after_a_long_calm() -> None:
     high = of("drift/k3_kl", [0.1] * 40)
     _, lowered, said = acts(high, kl=KLBrake())
-    step = LOOKS + TAU + 1
-    assert [lowered.index(n) for n in (1, 2, 3)] == [LOOKS - 1 + step * n for n in range(3)]
+    step = AVERAGED_UPDATES + TAU + 1
+    assert [lowered.index(n) for n in (1, 2, 3)] == [AVERAGED_UPDATES - 1 + step * n for n in range(3)]
     assert max(lowered) == TAU and len(said) == TAU
     _, lowered, _ = acts(of("drift/k3_kl", [0.1] * 60), every=4, kl=KLBrake())
-    assert lowered.index(2) - lowered.index(1) == LOOKS + 4 * (TAU + 1), "four times as much is in flight"
+    assert lowered.index(2) - lowered.index(1) == AVERAGED_UPDATES + 4 * (TAU + 1), "four times as much is in flight"
     _, lowered, said = acts([*high[:6], *of("drift/k3_kl", [0.01] * 100)], kl=KLBrake())
     back = lowered.index(0, 6)
-    assert set(lowered[LOOKS - 1 : back]) == {1} and back > CALM
+    assert set(lowered[AVERAGED_UPDATES - 1 : back]) == {1} and back > CALM_UPDATES
     assert len(said) == 2 and "has been below 0.02 for 50 updates" in said[1]
 
 
@@ -134,10 +136,10 @@ def test_gac_acts_when_stale_samples_lead_elsewhere() -> None:
 
 
 def test_guards_multiply_and_those_that_are_not_written_do_nothing() -> None:
-    lines: list[Line] = [{"student/entropy": 0.01, "drift/ess": 0.45}] * LOOKS
+    lines: list[Line] = [{"student/entropy": 0.01, "drift/ess": 0.45}] * AVERAGED_UPDATES
     both = {"entropy": EntropyFloor(factor=0.1), "ess": EssGuard(target=0.9)}
-    assert acts(lines, **both)[0] == pytest.approx([0.5] * (LOOKS - 1) + [0.05])
-    assert acts(lines)[0] == [1.0] * LOOKS and Guards(GuardsConfig()).metrics == {}
+    assert acts(lines, **both)[0] == pytest.approx([0.5] * (AVERAGED_UPDATES - 1) + [0.05])
+    assert acts(lines)[0] == [1.0] * AVERAGED_UPDATES and Guards(GuardsConfig()).metrics == {}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -159,11 +161,11 @@ def test_whoever_goes_on_shows_them_the_lines_again_and_they_stand_where_they_st
     one, written = Guards(GuardsConfig(**every), tau=TAU, batches=TAU + 1), list[Line]()
     for at, line in enumerate(lines):
         written.append({**line, **one.metrics})
-        one.look(written[-1])
+        one.on_update(written[-1])
         if at % 97 == 0:
             other = Guards(GuardsConfig(**every), tau=TAU, batches=TAU + 1)
             for before in written:
-                other.look(before)
+                other.on_update(before)
             assert (other.metrics, other.lr, other.lowered) == (one.metrics, one.lr, one.lowered)
             one = other
 
@@ -172,9 +174,9 @@ def test_a_brake_that_comes_later_begins_there_and_one_with_other_thresholds_whe
     old = of("drift/k3_kl", [0.2] * 50)
     guards = Guards(GuardsConfig(kl=KLBrake()), tau=TAU, batches=TAU + 1)
     for each in old:
-        guards.look(each)
+        guards.on_update(each)
     assert guards.lowered == 0, "they were made without it"
-    guards.look({"drift/k3_kl": 0.03, "guard/kl": 2.0})
+    guards.on_update({"drift/k3_kl": 0.03, "guard/kl": 2.0})
     assert guards.lowered == 2
 
 
@@ -240,7 +242,7 @@ def test_the_cosine_is_that_of_the_gradients_of_both_halves(budget: int) -> None
     def learner(every: int) -> NativeLearner:
         config = LearnerConfig(token_budget=budget, dtype="float64")
         model = make_model(seed=0, dtype=torch.float64)
-        return NativeLearner(
+        return native_learner(
             wrap(model), method=Method(loss=ReverseKLMC(m=3)), config=config, updates=9, cosine_every=every
         )
 
@@ -259,10 +261,10 @@ def test_the_cosine_is_that_of_the_gradients_of_both_halves(budget: int) -> None
     async def flat(fresh: bool) -> torch.Tensor:
         counts = total(await alone.prepare(batch))
         keys = [key_of(header) for header in batch.headers]
-        by_age = sorted(keys, key=lambda key: (float(alone.samples[key].rollout.versions.mean()), key))
+        by_age = sorted(keys, key=lambda key: (float(alone.now.samples[key].rollout.versions.mean()), key))
         cut = len(keys) // 2
         alone._accumulate(by_age[cut:] if fresh else by_age[:cut], counts)
-        gradient = torch.cat([g.clone().flatten() for g in alone._gradients() if g is not None])
+        gradient = torch.cat([g.clone().flatten() for g in alone.steps.gradients() if g is not None])
         alone._drop()
         return gradient
 

@@ -15,18 +15,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.objective import PolicyConfig
+from slipstream.config.rewards import TaskConfig
+from slipstream.config.sampler import SamplerConfig
 from slipstream.config.schedule import Async, Sync
-from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TaskConfig, TeacherConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.pipeline.run import Run
-from slipstream.protocols import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
+from slipstream.protocols import Engines, GradingSampler, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt, Rollout, Ungraded, header_of
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
+from support import tabular_engines as toy
 from support.tiny_models import masked
 
 # --- the loops, over toy engines --------------------------------------------------------------------------------------
@@ -56,7 +60,7 @@ def prompts() -> Prompts:
 def toy_engines(*, sampler: Any = None, scorer: Any = None, learner: Any = None) -> Engines:
     student = toy.random_table(VOCAB, seed=0)
     return Engines(
-        samplers=(Graded(sampler or toy.ToySampler(student), toy.ToyGrader()),),
+        samplers=(GradingSampler(sampler or toy.ToySampler(student), toy.ToyGrader()),),
         scorers={"": (scorer or toy.ToyScorer(TEACHER),)},
         learner=learner or toy.ToyLearner(student),
         close=lambda: None,
@@ -156,9 +160,9 @@ def test_a_failed_member_is_not_graded() -> None:
 
     prompt = Prompt(id="p", number=3, tokens=np.array([3], np.int32))
     table = toy.random_table(VOCAB, seed=0)
-    one, two = asyncio.run(Graded(Careless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
+    one, two = asyncio.run(GradingSampler(Careless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
     assert (one.header.index, two.header.index, two.header.rewards) == (0, 1, {}) and "ended" in one.header.rewards
-    asyncio.run(Graded(Useless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
+    asyncio.run(GradingSampler(Useless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
 
 
 class Partial(toy.ToyGrader):
@@ -177,7 +181,9 @@ class Partial(toy.ToyGrader):
 
 
 def test_a_member_without_a_reward_is_not_learned_from_and_counted_by_its_cause(tmp_path: Path) -> None:
-    engines = replace(toy_engines(), samplers=(Graded(toy.ToySampler(toy.random_table(VOCAB, seed=0)), Partial()),))
+    engines = replace(
+        toy_engines(), samplers=(GradingSampler(toy.ToySampler(toy.random_table(VOCAB, seed=0)), Partial()),)
+    )
     said: list[str] = []
     settings = config()
     with RunLog.create(settings, tmp_path) as log:
@@ -200,11 +206,13 @@ def test_a_member_without_a_reward_is_not_learned_from_and_counted_by_its_cause(
 def test_the_greedy_answer_leaves_its_reward_and_nothing_else() -> None:
     prompt, table = Prompt(id="p", number=0, tokens=np.array([3], np.int32), seed=5), toy.random_table(VOCAB, seed=0)
     sampling = Sampling(max_tokens=10, group=2, draws=3, top_p=0.9)
-    plain = asyncio.run(Graded(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, sampling))
+    plain = asyncio.run(GradingSampler(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, sampling))
     (best,) = asyncio.run(
-        Graded(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, Sampling(max_tokens=10, temperature=0))
+        GradingSampler(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, Sampling(max_tokens=10, temperature=0))
     )
-    group = asyncio.run(Graded(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, replace(sampling, greedy=True)))
+    group = asyncio.run(
+        GradingSampler(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, replace(sampling, greedy=True))
+    )
     assert [h.body.tokens.tolist() for h in group] == [h.body.tokens.tolist() for h in plain]
     assert [h.header.greedy_tokens for h in group] == [best.header.tokens, 0]
     for handle, before in zip(group, plain, strict=True):
@@ -225,7 +233,7 @@ class NotGreedily(toy.ToySampler):
 def test_without_a_greedy_answer_a_group_has_nothing_to_learn() -> None:
     prompt, table = Prompt(id="p", number=0, tokens=np.array([3], np.int32)), toy.random_table(VOCAB, seed=0)
     sampling = Sampling(max_tokens=4, group=2, greedy=True)
-    group = asyncio.run(Graded(NotGreedily(table), toy.ToyGrader()).generate(prompt, sampling))
+    group = asyncio.run(GradingSampler(NotGreedily(table), toy.ToyGrader()).generate(prompt, sampling))
     assert [handle.header.finish for handle in group] == ["error", "error"]
 
 
@@ -239,7 +247,9 @@ def test_whoever_fails_beside_a_greedy_answer_fails_as_itself() -> None:
     prompt, table = Prompt(id="p", number=0, tokens=np.array([3], np.int32)), toy.random_table(VOCAB, seed=0)
     with pytest.raises(ModelError, match="too long"):
         asyncio.run(
-            Graded(Broken(table), toy.ToyGrader()).generate(prompt, Sampling(max_tokens=4, group=2, greedy=True))
+            GradingSampler(Broken(table), toy.ToyGrader()).generate(
+                prompt, Sampling(max_tokens=4, group=2, greedy=True)
+            )
         )
 
 
@@ -267,7 +277,7 @@ def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:
             return [Handle(replace(handle.header, rewards={"exact": 1.0}), handle.body) for handle in group]
 
     held_out = [Prompt(id="held out", number=-3, tokens=np.array([3], np.int32))]
-    engines = replace(toy_engines(), samplers=(Graded(Careless(toy.random_table(VOCAB, seed=0)), Kind()),))
+    engines = replace(toy_engines(), samplers=(GradingSampler(Careless(toy.random_table(VOCAB, seed=0)), Kind()),))
     settings = config(updates=1, task={"reward": "exact"}, data={"eval": "x"}, eval={"every": 1, "n": 2})
     with RunLog.create(settings, tmp_path) as log:
         virtual.run(Run(settings, engines, prompts(), log, held_out={"": held_out}).train())
@@ -403,7 +413,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(tmp_path: Path) -> No
 
 
 def test_an_update_with_some_of_its_steps_made_is_never_saved_as_the_one_before(tmp_path: Path) -> None:
-    """Of two mini-batches: the fourth loss is that of the second update's second."""
+    """With two mini-batches, the fourth loss is that of the second update's second one."""
 
     class DivergingLater(Diverging):
         calls = -1

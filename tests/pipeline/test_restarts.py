@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from fates import live
+from slipstream.config.running import CheckpointConfig
 from slipstream.config.schedule import Async, Periodic, StepOff, Sync
-from slipstream.config.schema import CheckpointConfig
 from slipstream.errors import AllDied, EngineError, ModelError, RecordsLost
 from slipstream.metrics import digest, summary
-from slipstream.pipeline.restarts import Restarts
+from slipstream.pipeline.failures import Restarts
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Batch, Counts, Group, Handle, Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.simulation.timed_engines import SleepLearner, SleepSampler, SleepScorer
 from support.mortal_workers import mortal
 from support.simulated_runs import PROMPTS, Simulated, config, long_tailed
 
@@ -110,12 +110,12 @@ def test_a_run_does_not_wait_for_who_is_not_needed_any_more(tmp_path: Path) -> N
 
 def test_pauses_grow_and_an_hour_later_all_is_forgotten() -> None:
     restarts = Restarts(3)
-    assert [restarts.granted("a", now) for now in (0.0, 10.0, 20.0, 30.0, 3599.0)] == [1, 2, 4, None, None]
-    assert restarts.granted("b", 30.0) == 1 and restarts.granted("a", 3600.0) == 4
+    assert [restarts.grant("a", now) for now in (0.0, 10.0, 20.0, 30.0, 3599.0)] == [1, 2, 4, None, None]
+    assert restarts.grant("b", 30.0) == 1 and restarts.grant("a", 3600.0) == 4
     assert restarts.metrics == {"restarts/a": 4, "restarts/b": 1}
     restarts.recall({"restarts/a": 2.0, "restarts/c": 5.0, "loss": 1.0})
     assert restarts.metrics == {"restarts/a": 4, "restarts/b": 1, "restarts/c": 5}
-    assert Restarts(0).granted("a", 0.0) is None and Restarts(0).often("a") == ""
+    assert Restarts(0).grant("a", 0.0) is None and Restarts(0).describe("a") == ""
 
 
 def test_where_all_have_died_the_run_does_not_wait_for_one_of_them(tmp_path: Path) -> None:

@@ -16,22 +16,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.config.data import DataConfig
 from slipstream.config.objective import PolicyConfig
+from slipstream.config.rewards import TaskConfig
+from slipstream.config.running import EvalConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
-from slipstream.config.schema import (
-    DataConfig,
-    EvalConfig,
-    TaskConfig,
-)
 from slipstream.data.prompts import Prompts, Row
 from slipstream.errors import RecordsLost, Stalled, WorkerDied
-from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.checkpoint import BEGINNING, Checkpoints, newest
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.simulation.timed_engines import SleepLearner, SleepSampler, SleepScorer
 from support.simulated_runs import PROMPTS, TWO, Simulated, config, engines, long_tailed
 
 RARE = Prompts(
@@ -330,7 +328,7 @@ def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> N
 
 
 def test_held_out_answers_that_are_lost_with_a_worker_are_drawn_again(tmp_path: Path) -> None:
-    """Without rewards a teacher scores them. The records of the third one are lost once, and only it is drawn again."""
+    """A teacher scores if there are no rewards. The third one's records are lost once; only it is drawn again."""
     settings = config(Async(tau=1), updates=2).model_copy(update={"eval": EvalConfig(every=2)})
     drawn, lost = list[int](), list[int]()
 
@@ -396,7 +394,7 @@ def uneven(prompt: Prompt, index: int) -> int:
 
 
 def mixtures(run: Simulated, groups: int) -> list[int]:
-    """How many groups of every update are of the quick teacher."""
+    """Return the number of groups of every update that the quick teacher scored."""
     taken = [TWO.source(number) for number in run.trained()]
     return [taken[i : i + groups].count("quick") for i in range(0, len(taken), groups)]
 
@@ -434,7 +432,7 @@ def rare(prompt: Prompt, index: int) -> int:
 
 
 def slow_rows(run: Simulated) -> list[int]:
-    """How many slow rows each of 33 updates of 32 groups has."""
+    """Return the number of slow rows in each of 33 updates of 32 groups."""
     taken = [RARE.source(number) for number in run.trained()]
     return [taken[i : i + 32].count("slow") for i in range(0, 33 * 32, 32)]
 
@@ -442,7 +440,7 @@ def slow_rows(run: Simulated) -> list[int]:
 def test_slow_rows_of_one_teacher_are_held_to_their_share_where_the_mixture_follows_their_column(
     tmp_path: Path,
 ) -> None:
-    """Without a column all rows are of one source: the first updates have no slow row, and the last nothing else."""
+    """If no column is named, all rows are of one source: the first updates have no slow row, the last only those."""
     due = [[RARE.source(32 * u + i) for i in range(32)].count("slow") for u in range(33)]
     followed = Simulated(tmp_path / "followed", Async(tau=4), engines(rare), prompts=RARE, updates=33, groups=32)
     assert slow_rows(followed) == due and 4 <= min(due) <= max(due) <= 9
@@ -457,15 +455,13 @@ def test_slow_rows_of_one_teacher_are_held_to_their_share_where_the_mixture_foll
 def test_a_stop_in_between_changes_no_mixture(tmp_path: Path) -> None:
     settings = config(Async(tau=3), updates=20, groups=8)
     for part in range(3):
-        made, where = engines(uneven), dict[str, Any]()
+        made, state = engines(uneven), BEGINNING
         if part:
-            saved = newest(tmp_path)
-            groups = asyncio.run(made.learner.restore(saved.path))  # type: ignore[arg-type]
-            where = {"standing": saved.standing, "groups": groups}
-            Checkpoints(tmp_path / "checkpoints").forget_after(saved.standing.version)
+            state = asyncio.run(newest(tmp_path).restore(made.learner))
+            Checkpoints(tmp_path / "checkpoints").forget_after(state.admission.version)
         mark = newest(tmp_path).mark if part else None
         with RunLog(tmp_path, [], mark=mark) as log:
-            run = Run(settings, made, TWO, log, say=lambda _: None, **where)
+            run = Run(settings, made, TWO, log, state=state, say=lambda _: None)
 
             async def main(run: Run = run, until: float | None = None if part == 2 else 45.0) -> None:
                 task = run.task = asyncio.create_task(run.train())
@@ -590,7 +586,7 @@ def test_when_a_sampler_dies_its_groups_go_to_the_others(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("schedule", [Sync(), StepOff(k=1), Async(tau=2), Async(tau=2, on_publish="restart")], ids=str)
 def test_what_a_sampler_hands_over_goes_to_another_and_nothing_is_drawn_twice(tmp_path: Path, schedule: Any) -> None:
-    """As one that leaves would, again and again: every response has the tokens that it would have had."""
+    """A sampler leaves again and again: every response has the tokens that it would have had."""
     made = engines(lambda prompt, _: 3 + prompt.number * 7 % 40, samplers=3, slots=4)
     drawn: list[int] = []
     with RunLog(tmp_path, []) as log:

@@ -1,4 +1,4 @@
-"""What every worker did when: the trace agrees with the metrics, and an arrow leads from each rollout to its update."""
+"""Trace of all workers: it agrees with the metrics, and an arrow leads from each rollout to its update."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from slipstream.config.schedule import Async, Periodic, Sync
 from slipstream.errors import EngineError, WorkerDied
 from slipstream.metrics import digest, usage
+from slipstream.pipeline.failures import Restarts
 from slipstream.pipeline.pool import Pool, Worker
-from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
 from slipstream.protocols import Engines
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner
+from slipstream.simulation.timed_engines import SleepLearner
 from support.simulated_runs import Simulated, engines, long_tailed
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
-    """As a viewer reads it, which closes the list by itself."""
+    """Read the trace like a viewer, which closes the list by itself."""
     events: list[dict[str, Any]] = json.loads((path / "trace.json").read_text().rstrip(",\n") + "]")
     return events
 
@@ -74,7 +74,7 @@ def test_a_stage_is_its_own_work_and_busy_is_everything_else_too() -> None:
         call(*args)
 
     def told() -> dict[str, float]:
-        seconds, busy, stages = trace.lately()
+        seconds, busy, stages = trace.busy_window()
         return usage(busy, stages, seconds)
 
     at(0, sampler.begin, "publish 0", "other")
@@ -170,7 +170,7 @@ def test_calls_move_on_when_a_worker_dies_until_there_is_none() -> None:
         assert await workers.call(2, work) == "engine 1"
         with pytest.raises(EngineError, match="the last sampler died: gone as well"):
             await workers.call(3, broken)
-        with pytest.raises(EngineError, match="no sampler is left"):
+        with pytest.raises(EngineError, match="the last sampler died: gone as well"):
             await workers.call(4, work)
 
     virtual.run(main())

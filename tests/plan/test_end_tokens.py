@@ -151,7 +151,7 @@ def ends_with_another_token(path: Path) -> Path:
 
 
 def widened(path: Path) -> Path:
-    """As it is, but with two end tokens in its generation config."""
+    """Return the model unchanged, but with two end tokens in its generation config."""
     if not path.exists():
         shutil.copytree(model_path("builtin:teacher"), path)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 0]}))

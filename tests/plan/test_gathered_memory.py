@@ -17,8 +17,9 @@ from slipstream.errors import ConfigError
 from slipstream.objective.method import method_of
 from slipstream.plan.engines import engines_of
 from slipstream.plan.gpus import Gpus
-from slipstream.plan.placement import Need, check_room, hidden_states, host_memory, needs, shape_of, size
+from slipstream.plan.placement import Need, hidden_states, host_memory, needs, shape_of, size
 from slipstream.plan.plan import check_shapes
+from slipstream.plan.rules.memory import check_room
 
 STUDENT, TEACHER = "shapes:Qwen/Qwen3-8B", "shapes:Qwen/Qwen3-4B"
 PARAMETERS, LAYERS = 8_190_735_360, 36
@@ -29,7 +30,7 @@ OUTSIDE = 2 * EMBEDDING + 4096
 TREE: dict[str, Any] = {
     "student": STUDENT,
     "teachers": {"main": {"model": TEACHER, "dtype": "bfloat16"}},
-    "sampler": {"longest": 8192, "max_tokens": 4096, "slots": 4},
+    "sampler": {"max_length": 8192, "max_tokens": 4096, "slots": 4},
 }
 
 
@@ -123,12 +124,13 @@ def test_an_update_whose_hidden_states_exceed_this_machine_is_refused(changes: d
 REFUSAL = """
 import resource, sys
 from slipstream.config.file import parse
-from slipstream.plan.plan import check_in_flight
+from slipstream.plan.facts import Facts
+from slipstream.plan.rules.machine import check_in_flight
 
 tree = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}, "sampler": {"group": 1}}
 config = parse(tree | {"learner": {"batch_size": 400}, "schedule": {"kind": "async", "tau": 4}})
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
-check_in_flight(config)
+check_in_flight(config, Facts(config))
 """
 
 

@@ -19,13 +19,16 @@ from slipstream.engines.vllm import VERSION
 from slipstream.engines.vllm.core import Settings
 from slipstream.errors import ConfigError
 from slipstream.objective.method import method_of
-from slipstream.plan.engines import EnginesPlan, ModelPlan, engines_of
+from slipstream.plan.completion import with_lengths
+from slipstream.plan.engine_plans import EnginesPlan, ModelPlan
+from slipstream.plan.engines import engines_of, scorer_settings
+from slipstream.plan.facts import Facts
 from slipstream.plan.gpus import Crew, crews_of, needed, problem, sum_line, unused_line
+from slipstream.plan.lengths import teacher_context
 from slipstream.plan.placement import Need, needs
-from slipstream.plan.plan import check_shapes, with_lengths
-from slipstream.plan.vllm import scorer_settings, teacher_context
+from slipstream.plan.plan import check_shapes
 from slipstream.planning.planner import PlannedConfig, Split, splits
-from slipstream.runtimes.places import places
+from slipstream.runtimes.workers import worker_specs
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -61,7 +64,7 @@ def test_gpus_are_counted_by_kind_of_worker(
     plan = engines(teacher, sampler=sampler, learner={"ranks": 3}, loss={"kind": "forward_kl", "cache": "teacher_topk"})
     crews = crews_of(plan)
     assert sum_line(crews) == expected
-    assert sum(place.computes for place in places(plan, tokenizer)) == needed(crews)
+    assert sum(place.computes for place in worker_specs(plan, tokenizer)) == needed(crews)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +146,17 @@ def test_vllm_reserves_the_longest_sequence_of_the_run() -> None:
     assert settings.args == {"max_model_len": 41}  # it generates one token
     assert settings.where == "teachers.main.engine_args"
     assert settings.instead == "write teachers.main.engine = 'native'"
-    own = with_lengths(config_of({"engine": "vllm", "longest": 50, "engine_args": {"swap_space": 1}}), 30, {"main": 40})
+    own = with_lengths(
+        config_of({"engine": "vllm", "max_length": 50, "engine_args": {"swap_space": 1}}), 30, {"main": 40}
+    )
     assert scorer_settings(own, "main").args == {"max_model_len": 51, "swap_space": 1}
     given = config_of({"engine": "vllm", "engine_args": {"max_model_len": 64}})
-    assert teacher_context(given, given.teachers["main"]) == 63
+    assert teacher_context(given, Facts(given), "main") == 63
     assert scorer_settings(with_lengths(given, 30, {"main": 63}), "main").args == {"max_model_len": 64}
-    with pytest.raises(ConfigError, match=r"teachers.main.longest = 39 is less than the longest prompt and response"):
-        with_lengths(config_of({"engine": "vllm", "longest": 39}), 30, {"main": 40})
+    with pytest.raises(
+        ConfigError, match=r"teachers.main.max_length = 39 is less than the longest prompt and response"
+    ):
+        with_lengths(config_of({"engine": "vllm", "max_length": 39}), 30, {"main": 40})
 
 
 @pytest.mark.parametrize(

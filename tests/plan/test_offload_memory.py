@@ -1,4 +1,4 @@
-"""What the plan says of memory in the host's own space, and of the longest sequence that fits a device."""
+"""Memory in the host's own space by the plan, and the longest sequence that fits a device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from slipstream.config.file import parse
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.learning.snapshots import OLD
+from slipstream.config.learner import LearnerConfig
 from slipstream.errors import ConfigError
+from slipstream.objective.columns import OLD
 from slipstream.plan.gpus import Gpus
 from slipstream.plan.placement import GIB, Need, needs
 from slipstream.plan.plan import check_shapes
+from support.engines import native_learner
 from support.tiny_models import make_model, wrap
 
 STUDENT = "shapes:Qwen/Qwen3-4B"
@@ -24,7 +24,7 @@ PARAMETERS, LARGEST, WIDTH, LAYERS = 4_022_468_096, 151_936 * 2560, 2560, 36
 TREE: dict[str, Any] = {
     "student": STUDENT,
     "teachers": {"main": {"model": STUDENT, "token_budget": 40_000}},
-    "sampler": {"longest": 8192, "max_tokens": 4096, "slots": 4},
+    "sampler": {"max_length": 8192, "max_tokens": 4096, "slots": 4},
     "schedule": {"kind": "async", "tau": 3},
 }
 
@@ -49,7 +49,7 @@ def test_what_is_offloaded_counts_in_host_memory() -> None:
 def test_rounded_weights_stay_in_memory_until_the_backward_pass() -> None:
     """A layer has q and o of 2560 · 4096 weights, k and v of 2560 · 1024, and three matrices of 2560 · 9728."""
     layer = 2 * 2560 * 4096 + 2 * 2560 * 1024 + 3 * 2560 * 9728
-    eight = {"longest": 8192, "max_tokens": 4096, "slots": 4, "quantisation": "int8"}
+    eight = {"max_length": 8192, "max_tokens": 4096, "slots": 4, "quantisation": "int8"}
     for settings, expected in (
         ({"quantised": True}, LAYERS * layer * 4),
         ({"quantised": True, "compute_dtype": "bfloat16", "ranks": 2}, LAYERS * layer * 2),
@@ -63,7 +63,7 @@ def test_rounded_weights_stay_in_memory_until_the_backward_pass() -> None:
 def test_copies_of_a_teacher_that_follows_count_in_host_memory() -> None:
     """Versions in flight: 3 // 2 + 2 in the scorer; one copy and one version fewer in the learner, all in float32."""
     follows = {"model": "self", "context": "{last}{prompt}", "follow": {"copy_every": 2}, "relabel": "stale"}
-    own = found({}, teachers={"me": follows | {"longest": 9000}}, freshness={})
+    own = found({}, teachers={"me": follows | {"max_length": 9000}}, freshness={})
     assert own["teacher me"].kept == (3 // 2 + 2) * PARAMETERS * 4
     assert own["learner"].host["versions before"] == (1 + 3 // 2 + 1) * PARAMETERS * 4
     assert "host memory" not in str(found({})["teacher main"])
@@ -83,8 +83,8 @@ def test_the_old_policy_counts_as_often_as_its_weights_are_in_memory() -> None:
     assert needs(made.engines, gpu=True)[0].parts["versions before"] == 2 * PARAMETERS * 4
     lm = wrap(make_model("llama"))
     before = copies_of(lm.head.weight)
-    learner = NativeLearner(lm, method=made.method, config=LearnerConfig(), updates=1)
-    with learner.snapshots.under(OLD):
+    learner = native_learner(lm, method=made.method, config=LearnerConfig(), updates=1)
+    with learner.weights.snapshots.under(OLD):
         assert copies_of(lm.head.weight) - before == 2
     learner.close()
 
@@ -115,7 +115,7 @@ def test_a_sequence_that_does_not_fit_is_refused_with_the_longest_that_does() ->
     )
     assert found({"checkpointing": True}, "2x80")["learner"].total < 80 * GIB
     long, recomputed = (
-        {"longest": 40_000, "max_tokens": 4096, "slots": 4},
+        {"max_length": 40_000, "max_tokens": 4096, "slots": 4},
         {"checkpointing": True, "token_budget": 40_000},
     )
     assert left // (per_token / LAYERS + 4 * WIDTH * LAYERS) == 28_869

@@ -48,19 +48,23 @@ loss.kind=m2po
 loss.kind=m2po loss.m=2 loss.budget=0.01
 loss.kind=m2po sampler.top_p=0.9 sampler.keep_mask=true
 loss.kind=decoupled_ppo sampler.min_p=0.1 sampler.keep_mask=true
-loss.kind=k1 loss.as=reward sampler.top_k=5 sampler.keep_mask=true
+loss.kind=k1 loss.use=advantage sampler.top_k=5 sampler.keep_mask=true
+loss.kind=gold teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
+loss.kind=uld teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
+loss.kind=gold loss.temperature=0.7 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
+loss.kind=k1 loss.use=advantage teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
 loss.kind=reverse_kl_topk loss.k=8
 loss.kind=reverse_kl_topk loss.k=8 loss.reweight=false
 loss.kind=reverse_kl_topk loss.k=8 loss.renormalise=false loss.tail=true
-loss.kind=k1 loss.as=reward
+loss.kind=k1 loss.use=advantage
 loss.kind=abs
 loss.kind=k2 loss.loss_max_clamp=5.0
-loss.kind=k3 loss.as=reward loss.clip=[0.2,0.28] loss.dual_clip=2.0
+loss.kind=k3 loss.use=advantage loss.clip=[0.2,0.28] loss.dual_clip=2.0
 loss.kind=k1+
 loss.kind=k3+ loss.log_prob_min_clamp=-9.0
 loss.kind=low_var_kl
 loss.kind=forward_kl_topk loss.loss_max_clamp=5.0
-{BOTH} loss.kind=k1 loss.as=reward
+{BOTH} loss.kind=k1 loss.use=advantage
 schedule.kind=sync
 schedule.kind=periodic
 schedule.kind=step_off schedule.k=2
@@ -73,15 +77,20 @@ schedule.order=submission
 schedule.order=completion
 data.train=levels.jsonl schedule.mixture=level
 data.train=levels.jsonl schedule.mixture=about.level schedule.max_lag=6
-data.order=adaptive data.adapt=kl
-data.train=levels.jsonl data.order=curriculum data.by=about.level data.ramp=2.0
+data.order=adaptive data.adaptive.weight_by=kl
+data.train=levels.jsonl data.order=curriculum data.curriculum.column=about.level data.curriculum.epochs=2.0
 data.train={{a="levels.jsonl",b="builtin:arithmetic"}} data.weights={{a=3,b=1}} data.weights_temperature=2.0
 data.train=levels.jsonl data.deduplicate=true
-data.too_long=skip sampler.longest=30
-data.too_long=cut_left sampler.longest=20
+data.too_long=skip sampler.max_length=30
+data.too_long=cut_left sampler.max_length=20
 {RL} data.order=adaptive policy.refill=3.0
 {RL} policy.refill=1.5 policy.advantage=gdpo task.reward=["exact","math"]
 schedule.max_lag=4
+reuse.times=1
+reuse.times=4 schedule.kind=sync
+reuse.order=freshness reuse.groups=9 reuse.max_lag=7 schedule.max_lag=8
+{RL} reuse.order=advantage learner.batch_size=16
+reuse.times=2 reuse.gigabytes=0.1 schedule.kind=periodic
 schedule.max_lag=1 schedule.on_old=drop
 schedule.max_lag=2 schedule.on_old=restart
 {RL}
@@ -112,6 +121,8 @@ schedule.max_lag=2 schedule.on_old=restart
 {RL} policy.advantage=gdpo task.reward=["exact","math"] policy.reward_weights={{math=0.5}}
 {RL} task.reward=["math","exact"] policy.reward_weights={{exact=-0.1}}
 {RL} policy.advantage=remax
+{RL} policy.advantage=gae critic.warmup=1
+{RL} policy.advantage=gae critic.clip=0.1 sampler.group=1 policy.advantage_options={{rho=1.0,c=1.0}}
 {RL} policy.advantage=remax sampler.group=1
 {RL} policy.advantage=optimal_token_baseline correction.preset=decoupled_token_is
 {RL} policy.advantage=optimal_token_baseline policy.advantage_options={{multi_turn=true}}
@@ -197,7 +208,7 @@ def words(line: str) -> list[str]:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(client, "PAUSES", ())  # nobody waits for an endpoint that is not there
+    monkeypatch.setattr(client, "REQUEST_PAUSES", ())  # nobody waits for an endpoint that is not there
     (tmp_path / "run.toml").write_text(BASE)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.toml").write_text("")
@@ -248,6 +259,22 @@ def test_a_plan_says_what_a_greedy_baseline_costs(config: str) -> None:
     assert not any("are trained on" in note for note in plan(load(config)).notes)
 
 
+def test_a_critic_that_reads_the_end_of_a_response_needs_one_more_position(config: str) -> None:
+    def planned(max_tokens: int, bootstrap: str) -> None:
+        words = f"{RL} policy.advantage=gae critic.bootstrap={bootstrap} sampler.max_tokens={max_tokens}".split()
+        plan(load(config, [(key, value) for key, _, value in (word.partition("=") for word in words)]))
+
+    with pytest.raises(SlipstreamError, match="prompt tokens") as refused:
+        planned(100_000, "false")
+    found = re.search(r"(\d+) prompt tokens .* context of (\d+)", str(refused.value))
+    assert found is not None
+    prompt, context = int(found[1]), int(found[2])
+    planned(context - prompt, "false")
+    with pytest.raises(SlipstreamError, match=f"context of {context - 1} of .*, less one for critic.bootstrap"):
+        planned(context - prompt, "true")
+    planned(context - prompt - 1, "true")
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
@@ -291,7 +318,7 @@ def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
     assert any("both a teacher and a reference" in warning for warning in made.warnings)
     assert any("rounds small updates away" in warning for warning in made.warnings)
     assert [need.name for need in made.needs] == ["learner", "sampler", "teacher main"]
-    assert made.config.sampler.longest == max(map(len, made.prompts.tokens)) + 16
+    assert made.config.sampler.max_length == max(map(len, made.prompts.tokens)) + 16
     proximal = [("loss.kind", "decoupled_ppo")]
     assert any("clips the steps of an update" in warning for warning in plan(load(config, proximal)).warnings)
     several = [*proximal, ("learner.minibatches", "2")]
@@ -365,7 +392,7 @@ def test_an_evaluation_that_cannot_be_is_refused_before_a_weight_is_loaded(
 
 
 def test_a_ray_that_is_not_installed_is_one_line(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.plan.plan.find_spec", lambda name: None)
+    monkeypatch.setattr("slipstream.plan.facts.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^runtime.kind = 'ray' needs Ray: pip install 'slipstream\[ray\]'$"):
         plan(load(config, [("runtime.kind", "ray")]))
 

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
-from slipstream.plan.plan import formats_of
-from slipstream.plan.precision import precision_advice, speed_of_bfloat16
+from slipstream.plan.facts import Facts, speed_of_bfloat16
+from slipstream.plan.notes import precision_advice
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def config(student: str, **changes: Any) -> Config:
     tree = {"student": student, "teachers": {"main": {"model": student}, "far": {"model": "x", "base_url": "http://x"}}}
-    return parse(tree | changes)
+    return parse(tree | {"runtime": {"device": "cpu"}} | changes)
 
 
 def advise(config: Config, speed: Callable[[int, int], float]) -> tuple[list[str], list[str]]:
-    return precision_advice(config.student, formats_of(config), speed)
+    class Measured(Facts):
+        def speed_of_bfloat16(self, inputs: int, outputs: int) -> float:
+            return speed(inputs, outputs)
+
+    return precision_advice(config, Measured(config))
 
 
 def told(speed: float) -> Callable[[int, int], float]:

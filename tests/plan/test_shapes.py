@@ -13,16 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.cli import main
+from slipstream.commands.config import UNSEEN
 from slipstream.config.file import load, parse
-from slipstream.config.schema import LoraConfig
+from slipstream.config.learner import LoraConfig
 from slipstream.engines.native.config import fully_attended, load_config
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.resolve import HERE, model_path, shipped_shapes, without_weights
-from slipstream.plan.adapters import adapted
 from slipstream.plan.gpus import Gpus
-from slipstream.plan.placement import GIB, needs, shape_of
+from slipstream.plan.placement import GIB, adapted, needs, shape_of
 from slipstream.plan.plan import check_shapes
-from slipstream.plan.shapes import UNSEEN
 from slipstream.studies.study import Study
 from zoo import families
 
@@ -183,7 +182,7 @@ REFUSED = {
     ),
     "too little memory": (["--gpus", "8x40"], "teacher main: a GPU, 58.6 GiB (weights 56.9 GiB, "),
     "a long answer": (
-        ["--sampler.longest", "40000", "--sampler.max_tokens", "36000"],
+        ["--sampler.max_length", "40000", "--sampler.max_tokens", "36000"],
         "sampler: sequences of 40000 tokens exceed the context of 32768 of shapes:Qwen/Qwen3-4B-Base",
     ),
     "vLLM's own limit": (
@@ -207,7 +206,7 @@ REFUSED = {
         "teachers.main.token_budget = 9000 is less than the longest sequence of 18432 tokens",
     ),
     "a small vocabulary": (
-        ["--student", "Qwen/Qwen2.5-Math-7B-Instruct", "--sampler.longest", "4096", "--sampler.max_tokens", "2048"],
+        ["--student", "Qwen/Qwen2.5-Math-7B-Instruct", "--sampler.max_length", "4096", "--sampler.max_tokens", "2048"],
         "teachers.main: shapes:Qwen/Qwen3-30B-A3B-Instruct-2507 has 151936 embeddings, "
         "shapes:Qwen/Qwen2.5-Math-7B-Instruct has 152064: the teacher could not score all tokens",
     ),
@@ -260,13 +259,13 @@ def test_estimated_memory_is_a_warning(capsys: pytest.CaptureFixture[str]) -> No
 def test_engines_in_turns_fit_a_gpu_that_is_too_small_for_all_together(capsys: pytest.CaptureFixture[str]) -> None:
     words = shapes_of(str(ROOT / "configs" / "qwen3_0.6b_1gpu.toml"), "--schedule.kind", "sync")
     assert main([*words, "--gpus", "1x40"]) == 2
-    assert "there are 40.0 GiB: " in (refused := capsys.readouterr().err) and ", or runtime.turns" in refused
+    assert "there are 40.0 GiB: " in (refused := capsys.readouterr().err) and ", or runtime.time_share" in refused
     assert main([*words, "--gpus", "1x80"]) == 0
-    together = "all engines together: 77.0 GiB on the device; with runtime.turns = true at most 39.2 GiB"
+    together = "all engines together: 77.0 GiB on the device; with runtime.time_share = true at most 39.2 GiB"
     assert together in capsys.readouterr().out
-    assert main([*words, "--gpus", "1x40", "--runtime.turns", "true"]) == 0
+    assert main([*words, "--gpus", "1x40", "--runtime.time_share", "true"]) == 0
     assert "# turn of sampler: 29.7 GiB on the device, 14.2 GiB in host memory" in capsys.readouterr().out
-    assert main([*words, "--gpus", "1x20", "--runtime.turns", "true"]) == 2
+    assert main([*words, "--gpus", "1x20", "--runtime.time_share", "true"]) == 2
     assert "sampler: the one GPU, 29.7 GiB" in capsys.readouterr().err
 
 

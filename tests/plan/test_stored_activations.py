@@ -12,7 +12,7 @@ from slipstream.config.file import parse
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, placeholder, use_rows
-from slipstream.plan.engines import LearnerPlan
+from slipstream.plan.engine_plans import LearnerPlan
 from slipstream.plan.placement import learner, pass_tokens, shape_of, stored_bytes
 from slipstream.plan.plan import plan
 
@@ -66,7 +66,7 @@ def test_the_estimate_is_within_a_fifth_of_what_a_pass_stores(models: dict[str, 
 
 def planned(**changes: object) -> LearnerPlan:
     tree = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}, "data": {"limit": 40}}
-    tree |= {"sampler": {"max_tokens": 60, "longest": 100, "group": 2}}
+    tree |= {"sampler": {"max_tokens": 60, "max_length": 100, "group": 2}}
     return plan(parse(tree | {"learner": {"batch_size": 8} | changes})).engines.learner
 
 

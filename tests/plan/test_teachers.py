@@ -24,22 +24,25 @@ from slipstream.data.prompts import Prompts, Row
 from slipstream.data.teacher_context import TemplateContext
 from slipstream.engines.http import client
 from slipstream.engines.http.client import Endpoint
-from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.score_checks import context_name
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
 from slipstream.pipeline.run import Run
-from slipstream.plan.plan import warnings_of
-from slipstream.plan.teachers import check_endpoints, check_teachers, routes
-from slipstream.protocols import Engines, Graded
+from slipstream.plan import teachers as planned
+from slipstream.plan.facts import Facts
+from slipstream.plan.notes import setting_warnings
+from slipstream.plan.prompts import DataFacts, routes
+from slipstream.plan.rules import endpoints
+from slipstream.protocols import Engines, GradingSampler
 from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs import start as launch
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.testing.endpoint import FakeEndpoint, model
+from slipstream.testing.endpoint import model
+from support import tabular_engines as toy
+from support.engines import http_scorer, native_scorer
+from support.fake_endpoint import FakeEndpoint
 from support.tiny_models import uniform
 
 ENDPOINT = {"model": "t", "base_url": "http://host:8000/v1"}
@@ -100,6 +103,10 @@ def test_a_prompt_without_teacher_and_a_teacher_without_prompt_are_errors_that_n
         "teachers.code: no prompt has data_source = 'programs' (data.teacher_key), its key: write another "
         "teachers.code.key, or drop it; prompts have math"
     )
+
+
+def warnings_of(config: Config) -> list[str]:
+    return list(setting_warnings(config, Facts(config)))
 
 
 def test_a_learning_rate_that_no_model_survives_is_warned_of() -> None:
@@ -271,7 +278,7 @@ def run_with(path: Path, *scorers: Named, replicas: int = 1, said: list[str] | N
     prompts = Prompts(rows, tokens, seed=0, shuffle=True, teachers=routes(config, rows))
     student = toy.random_table(TOY, seed=0)
     engines = Engines(
-        samplers=(Graded(toy.ToySampler(student), toy.ToyGrader()),),
+        samplers=(GradingSampler(toy.ToySampler(student), toy.ToyGrader()),),
         scorers={scorer.name: (scorer,) * replicas for scorer in scorers},
         learner=toy.ToyLearner(student),
         close=lambda: None,
@@ -360,7 +367,7 @@ def test_the_response_is_scored_behind_the_context_and_aligned_to_its_tokens(
     handle = Handle(header_of(given), given)
 
     async def here() -> list[Handle]:
-        scorer = NativeScorer(load_model(name, dtype="float32"), cache=cache, k=4, name="main", context=context)
+        scorer = native_scorer(load_model(name, dtype="float32"), cache=cache, k=4, name="main", context=context)
         try:
             return await scorer.score([handle])
         finally:
@@ -372,7 +379,7 @@ def test_the_response_is_scored_behind_the_context_and_aligned_to_its_tokens(
         with FakeEndpoint(model(name)) as fake:
             endpoint = Endpoint("main", fake.url, "teacher")
             (scored,) = asyncio.run(
-                HttpScorer(endpoint, k=4 if cache == "teacher_topk" else 0, context=context).score([handle])
+                http_scorer(endpoint, k=4 if cache == "teacher_topk" else 0, context=context).score([handle])
             )
         assert fake.requests[0]["prompt"] == [*context.before(prompt).tolist(), *given.tokens.tolist()]
     ids = torch.tensor([[*context.before(prompt).tolist(), *given.tokens.tolist()]])
@@ -386,6 +393,13 @@ def test_the_response_is_scored_behind_the_context_and_aligned_to_its_tokens(
 
 
 # --- before a run -----------------------------------------------------------------------------------------------------
+
+
+def check_teachers(config: Config, prompts: Prompts) -> None:
+    """Check the teachers with these prompts in place of those of the config."""
+    data = DataFacts(config, Facts(config), print)
+    data.prompts = prompts
+    planned.check_teachers(data)
 
 
 def started(models_dir: Path, tokenizer: PreTrainedTokenizerFast, **tree: Any) -> tuple[Config, Prompts]:
@@ -402,14 +416,14 @@ def test_a_context_must_fit_the_teacher_and_its_budget(models_dir: Path, tokeniz
         long = {"main": teacher | {"context": "{prompt}" + "x" * filler}}
         config, prompts = started(models_dir, tokenizer, teachers=long)
         if hint is None:
-            check_teachers(config, tokenizer, prompts)
+            check_teachers(config, prompts)
         else:
             with pytest.raises(DataError, match=hint):
-                check_teachers(config, tokenizer, prompts)
+                check_teachers(config, prompts)
     tight = {"main": teacher | {"context": "{prompt}" + "x" * 20 + "{response}", "token_budget": 40}}
     config, prompts = started(models_dir, tokenizer, teachers=tight)
     with pytest.raises(ConfigError, match=r"teachers.main.token_budget = 40 is less than .* 41 tokens"):
-        check_teachers(config, tokenizer, prompts)
+        check_teachers(config, prompts)
 
 
 def test_an_endpoint_needs_no_model_here_but_the_same_tokenizer(
@@ -417,7 +431,8 @@ def test_an_endpoint_needs_no_model_here_but_the_same_tokenizer(
 ) -> None:
     def prepared(**teacher: Any) -> None:
         served = {"main": ENDPOINT | {"model": "a-name-of-its-own"} | teacher}
-        check_teachers(*[(c := started(models_dir, tokenizer, teachers=served))[0], tokenizer, c[1]])
+        config, prompts = started(models_dir, tokenizer, teachers=served)
+        check_teachers(config, prompts)
 
     prepared(tokenizer=str(models_dir / "student"))
     with pytest.raises(ModelError, match="stranger have different tokenizers: id "):
@@ -449,11 +464,11 @@ def test_endpoints_are_asked_before_anything_is_loaded(
         config, prompts = started(models_dir, tokenizer, teachers=served)
         said: list[str] = []
         if message is None:
-            check_endpoints(config, tokenizer, prompts, said.append)
+            endpoints.check_teachers(config, tokenizer, prompts, said.append)
             assert said == [f"teacher main at {fake.url} serves teacher, context 4096"]
         else:
             with pytest.raises(ConfigError, match=message):
-                check_endpoints(config, tokenizer, prompts, said.append)
+                endpoints.check_teachers(config, tokenizer, prompts, said.append)
 
 
 def write_run(path: Path, models_dir: Path, url: str, **runtime: Any) -> Path:

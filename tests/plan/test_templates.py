@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.cli import main
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.prompts import Row
 from slipstream.plan.checks import judged_template
 from slipstream.plan.templates import TemplateProbe, mean_logps, template_probe

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from slipstream.config.file import parse
-from slipstream.plan.vllm import with_vllm
+from slipstream.plan.completion import completed
+from slipstream.plan.facts import Facts
+from slipstream.plan.notes import vllm_notes
 
 NOTE = (
     "note: vLLM 0.33.0 was never tested; publishes use internals of vLLM 0.32 with torch 2.13: "
@@ -18,10 +20,11 @@ NOTE = (
     [("vllm", "0.33.0", [NOTE]), ("vllm", "0.32.1", []), ("native", "0.33.0", [])],
 )
 def test_a_version_that_was_never_tested_costs_one_line(engine: str, version: str, notes: list[str]) -> None:
-    sampler = {"engine": engine, "longest": 64, "max_tokens": 8}
+    sampler = {"engine": engine, "max_length": 64, "max_tokens": 8}
     tree = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}, "loss": {"m": 1}}
     said = list[str]()
-    with_vllm(parse(tree | {"sampler": sampler}), said.append, planned=version)
+    config = parse(tree | {"sampler": sampler})
+    completed(config, Facts(config, vllm=version), said.append)
     assert said == notes
 
 
@@ -46,8 +49,7 @@ MIXTURE, DENSE = "shapes:Qwen/Qwen3-30B-A3B-Instruct-2507", "shapes:Qwen/Qwen3-4
 def test_experts_under_vllm_need_a_kernel_that_keeps_their_layout(
     student: str, engine: str, device: str, args: dict[str, str], notes: list[str]
 ) -> None:
-    sampler = {"engine": engine, "longest": 64, "max_tokens": 8} | ({"engine_args": args} if args else {})
+    sampler = {"engine": engine, "max_length": 64, "max_tokens": 8} | ({"engine_args": args} if args else {})
     tree = {"student": student, "teachers": {"main": {"model": student}}, "loss": {"m": 1}, "sampler": sampler}
-    said = list[str]()
-    with_vllm(parse(tree | {"runtime": {"device": device}}), said.append, planned="0.32.1")
-    assert said == notes
+    config = parse(tree | {"runtime": {"device": device}})
+    assert list(vllm_notes(config, Facts(config))) == notes

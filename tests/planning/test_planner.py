@@ -1,9 +1,10 @@
-"""What a run would do elsewhere: hand arithmetic, laws of devices, costs and their file, and the command."""
+"""Predictions of a run elsewhere: hand arithmetic, laws of devices, costs and their file, and the command."""
 
 from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from slipstream.cli import main
 from slipstream.config.costs import Costs, load, parse, quantiles
 from slipstream.config.file import parse as parse_config
 from slipstream.config.file import to_toml
-from slipstream.config.schedule import Async, Periodic, ScheduleConfig, StepOff, Sync
+from slipstream.config.schedule import Async, Periodic, ReuseConfig, ScheduleConfig, StepOff, Sync
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.pipeline.run import Run
 from slipstream.planning.derive import costs_of
 from slipstream.planning.fit import Paid, fitted, fitted_to_fastest
-from slipstream.planning.planner import PlannedConfig, Split, numbers, outlook, promising_splits, splits
+from slipstream.planning.planner import PlannedConfig, Split, estimate, numbers, outlook, promising_splits, splits
 from slipstream.planning.simulate import Work, engines, forecast, prompts
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog
@@ -66,6 +67,16 @@ def test_a_synchronous_update_is_the_sum_of_its_stages() -> None:
     assert speed(Sync()) == pytest.approx(8 / (ROLL + SCORE + LEARN + PUBLISH))
 
 
+def test_groups_that_are_used_twice_are_rolled_out_and_scored_once() -> None:
+    """Four of eight samples are new; the learner learns from eight."""
+    work = replace(WORK, reuse=ReuseConfig(times=2))
+    seen = forecast(costs(), ONE, Sync(), work, updates=8)
+    roll, score = 12 * (0.125 + 4 * 0.0625) + 4 * 4 * 0.015, SCORE / 2
+    assert seen.samples_per_s == pytest.approx(8 / (roll + score + LEARN + PUBLISH))
+    assert seen.lag == pytest.approx(0.5) and seen.max_lag == 1
+    assert estimate(costs(), work, ONE, Sync()) >= seen.samples_per_s
+
+
 def test_stages_that_overlap_are_as_fast_as_the_slowest() -> None:
     """The learner's 8.5 s and its export of 0.25 s, while the samplers load beside it."""
     assert speed(Async(tau=4)) == pytest.approx(8 / (LEARN + 0.25), rel=0.02)
@@ -78,7 +89,7 @@ def test_shares_of_workers_are_of_their_devices() -> None:
 
 
 def test_a_core_that_all_share_does_one_thing_at_a_time() -> None:
-    """What runs one after the other needs no more cores than one; what overlaps on one core is no faster for it."""
+    """Stages in sequence need no more cores than one; stages that overlap on one core are no faster."""
     assert speed(Sync(), cores=1) == pytest.approx(speed(Sync()))
     assert speed(Periodic(), cores=1) == pytest.approx(speed(Sync()), rel=0.15)
     assert speed(StepOff(k=1)) > 1.5 * speed(StepOff(k=1), cores=1)
@@ -98,8 +109,8 @@ def test_lag_and_idle_shares_are_told() -> None:
 
 
 def test_mini_batches_and_no_teacher() -> None:
-    several = Work(batch=8, max_tokens=100, slots=64, minibatches=4)
-    seen = forecast(costs(), ONE, Sync(), several, updates=8, teacher=False)
+    several = Work(batch=8, max_tokens=100, slots=64, minibatches=4, scored=False)
+    seen = forecast(costs(), ONE, Sync(), several, updates=8)
     assert seen.samples_per_s == pytest.approx(8 / (ROLL + LEARN + 3 * 0.5 + PUBLISH))
 
 
@@ -208,7 +219,7 @@ def test_a_fit_says_nothing_is_cheaper_than_free() -> None:
 
 
 def test_what_was_disturbed_does_not_count() -> None:
-    """Of every kind one repeat is as it should be, and the others took up to twice as long."""
+    """One repeat of every kind is right, and the others took up to twice as long."""
     kinds, slower = {"a": (1, 10), "b": (1, 200), "c": (8, 90)}, (1.0, 1.7, 2.0)
     paid = [
         Paid(s * (0.5 * calls + 0.01 * tokens), {"call": calls, "token": tokens}, kind)
@@ -276,11 +287,13 @@ def test_schedules_are_those_that_the_config_could_have() -> None:
 def test_a_plan_is_a_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "train.toml", "--costs", "costs.toml"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("best splits of 3 devices") and "async(4) *" in out and "with 4" in out and err == ""
+    out = out[out.index("best splits of 3 devices") :]  # a slow machine says before this what it waits for
+    assert "async(4) *" in out and "with 4" in out and err == ""
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
-def test_and_plain_numbers(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_and_plain_numbers(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.runs.display.FIRST_LINE", 0.0)  # as if it took long
     assert main(["plan", "train.toml", "--costs=costs.toml", "--json", "--learner.batch_size", "4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 3 and found["best"]["sync"]["split"] == {"samplers": 1, "scorers": 1, "ranks": 1}

@@ -49,7 +49,7 @@ def is_setting(dotted: str) -> bool:
 
 
 def is_metric(name: str) -> bool:
-    return bool(vocabulary.find(name)) or any(name in term.names.split() for term in vocabulary.terms())
+    return bool(vocabulary.find(name)) or name in vocabulary.names()
 
 
 def test_the_documentation_shows_commands() -> None:
@@ -123,7 +123,7 @@ def test_every_file_that_is_linked_exists() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub names them."""
+    """Return the anchors of a page's headings, as GitHub names them."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""What docs/findings has from scripts: each at a size at which it says nothing yet, and the laws of its verdicts."""
+"""Pages of docs/findings by scripts: each at a size at which it says nothing yet, and the laws of its verdicts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from slipstream.reporting.report.findings_page import VERDICT
-from slipstream.studies.statistics import Estimate
+from findings import VERDICT
+from slipstream.statistics import Estimate
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 

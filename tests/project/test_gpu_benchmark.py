@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import gpu
 from on_gpu import learner, report
 from slipstream.engines.native.model import LanguageModel
-from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.tiles import Head
 
 ROOT = Path(__file__).parents[2]
 

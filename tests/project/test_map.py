@@ -28,10 +28,16 @@ BASE: dict[str, Any] = {
 }
 
 
+def beside(settings: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return the sections of a run with a teacher, for settings that need one."""
+    teaches = any(key.startswith(("loss.tokens", "sampler.fusion")) for key, _ in settings)
+    return {"loss": {"weight": 1.0}, "teachers": {"main": {"model": "builtin:teacher"}}} if teaches else {}
+
+
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_settings_of_a_method_are_accepted(name: str) -> None:
     assert CHOSEN[name], "a method that works has settings"
-    fast_checks(parse(BASE, CHOSEN[name], say=lambda _: None))
+    fast_checks(parse(BASE | beside(CHOSEN[name]), CHOSEN[name], say=lambda _: None))
     with pytest.raises(ConfigError):
         key, _ = CHOSEN[name][0]
         parse(BASE, [(key, "[[]]")], say=lambda _: None)

@@ -1,4 +1,4 @@
-"""What `pip install` brings is what the default path uses."""
+"""Dependencies that `pip install` brings are those of the default path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from slipstream.engines.vllm import TORCH, VERSION
-from slipstream.plan.versions import NEWEST_TESTED, version_warnings
+from slipstream.plan.notes import NEWEST_TESTED, version_warnings
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,7 +116,7 @@ def padded(said: str, like: str) -> str:
 
 
 def brought(name: str) -> set[str]:
-    """What a package asks for on this machine, but for what it pins itself, as torch does the packages of CUDA."""
+    """Return the packages that a package asks for on this machine, except those that it pins itself (torch: CUDA)."""
     try:
         asked = [Requirement(line) for line in requires(name) or []]
     except PackageNotFoundError:

@@ -15,15 +15,22 @@ import pytest
 
 from slipstream.cli import main, split_overrides
 from slipstream.config.file import parse, to_toml
-from slipstream.metric_names import find
-from slipstream.objective.method import method_of
+from slipstream.metric_names import find, names
 from slipstream.reporting.advice import measurements as readings
 from slipstream.reporting.advice import running
 from slipstream.reporting.advice.drift import engines_differ as differs
 from slipstream.reporting.advice.measurements import Case, Level, level
-from slipstream.reporting.advice.read import read
-from slipstream.reporting.advice.rules import answered, changed, legal
-from slipstream.reporting.advice.tree import BY_NAME, RULES, Advice, advise
+from slipstream.reporting.advice.tree import (
+    ADVICE_RULES,
+    RULES_BY_NAME,
+    TESTS,
+    Advice,
+    advise,
+    answer_of,
+    changed_config,
+    is_legal,
+    read,
+)
 from support.advice_examples import (
     ALONE,
     EXAMPLES,
@@ -59,21 +66,21 @@ def test_a_cause_is_named_first_beyond_its_threshold_and_not_at_all_within(examp
     assert example.name not in named(advise(example.sound))
 
 
-def test_every_answer_has_an_example() -> None:
-    assert {rule.name for rule in RULES} == {example.name for example in EXAMPLES}
+def test_every_answer_has_a_test_and_an_example() -> None:
+    assert [rule.name for rule in ADVICE_RULES] == list(TESTS)
+    assert set(TESTS) == {example.name for example in EXAMPLES}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_what_is_to_be_written_is_legal_in_this_run_and_does_something(example: Example) -> None:
     case = example.sick
     for answer in advise(case).answers:
-        assert answer.change or answer.run or not BY_NAME[answer.name].change.startswith("`"), answer
+        assert answer.change or answer.run or not RULES_BY_NAME[answer.name].change.startswith("`"), answer
         if not answer.change:
             continue
         _, overrides = split_overrides(["train", *shlex.split(answer.cli)])
         pasted = parse(tomllib.loads(to_toml(case.config)), overrides, say=str)
-        method_of(pasted)
-        assert pasted == changed(case.config, answer.change) != case.config
+        assert pasted == changed_config(case.config, answer.change) != case.config
         assert tomllib.loads(answer.toml).keys() <= {key.partition(".")[0] for key in answer.change}
 
 
@@ -230,8 +237,8 @@ def test_no_setting_gets_two_values() -> None:
 
 
 def test_names_of_what_is_hidden_are_names_further_down() -> None:
-    order = [rule.name for rule in RULES]
-    for rule in RULES:
+    order = [rule.name for rule in ADVICE_RULES]
+    for rule in ADVICE_RULES:
         assert {
             name for name in rule.hides if name not in order or order.index(name) <= order.index(rule.name)
         } == set()
@@ -374,7 +381,7 @@ def test_experts_that_differ_get_a_band_on_the_ratio() -> None:
 def test_a_change_that_the_config_refuses_is_passed_over() -> None:
     """With guards.kl tau may not be 0, and so the learning rate is halved."""
     config = config_of({"schedule": {"kind": "async", "tau": 1}, "guards": {"kl": {}}})
-    assert not legal(config, {"schedule.tau": 0})
+    assert not is_legal(config, {"schedule.tau": 0})
     lines = lines_of({"drift/k3_kl": after(1, 0.1), **GETS_WORSE})
     assert advise(Case(config, lines)).answers[0].change == {"learner.lr": 5e-4}
 
@@ -409,21 +416,21 @@ def test_variance_escalates_from_rejection_to_weights_to_the_cause(
 
 
 def test_a_change_reads_as_it_is_pasted() -> None:
-    found = BY_NAME["length surge"].find(EXAMPLES[[e.name for e in EXAMPLES].index("length surge")].sick)
+    found = RULES_BY_NAME["length surge"].test(EXAMPLES[[e.name for e in EXAMPLES].index("length surge")].sick)
     assert found is not None
-    answer = answered(BY_NAME["length surge"], found, config_of({}))
+    answer = answer_of(RULES_BY_NAME["length surge"], found, config_of({}))
     assert answer.cli == "--learner.lr 0.0005 --guards.length_surge '{}'"
     assert answer.toml == "[learner]\nlr = 0.0005\n[guards]\nlength_surge = {}"
 
 
 def test_answers_get_as_much_room_as_student_and_teacher_have() -> None:
     """A prompt has 49 tokens at the most: 129 − 80."""
-    config = config_of({"sampler": {"max_tokens": 80, "longest": 129}})
+    config = config_of({"sampler": {"max_tokens": 80, "max_length": 129}})
     case = Case(config, lines_of({"truncated": 0.3}), context=160)
-    change = {"sampler.max_tokens": 111, "sampler.longest": None}
+    change = {"sampler.max_tokens": 111, "sampler.max_length": None}
     (answer,) = advise(case).answers
-    assert answer.change == change and answer.cli == "--sampler.max_tokens 111 --sampler.longest none"
-    assert answer.toml == "[sampler]\nmax_tokens = 111\n# without longest"
+    assert answer.change == change and answer.cli == "--sampler.max_tokens 111 --sampler.max_length none"
+    assert answer.toml == "[sampler]\nmax_tokens = 111\n# without max_length"
     assert advise(replace(case, context=129)).answers[0].change == {}, "there is no room"
     assert advise(replace(case, context=None)).answers[0].change["sampler.max_tokens"] == 160
 
@@ -472,7 +479,7 @@ def run_of(
 
 
 class TextScores:
-    """What `slipstream advise` prints of it."""
+    """Output of `slipstream advise` about a run."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], *argv: object) -> None:
         self.code = main(["advise", *map(str, argv)])
@@ -522,15 +529,15 @@ def test_a_run_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_path:
 
 
 def test_metrics_that_are_read_exist() -> None:
-    names = [name for rule in RULES for name in rule.reads.replace(";", "").split() if "/" in name or "_" in name]
+    names = [
+        name for rule in ADVICE_RULES for name in rule.reads.replace(";", "").split() if "/" in name or "_" in name
+    ]
     known = {"teacher_logp"}
     assert {name.rstrip(",") for name in names if not is_known(name.rstrip(","))} <= known
 
 
 def is_known(name: str) -> bool:
-    from slipstream.metric_names import terms
-
-    return bool(find(name)) or any(name in term.names.split() for term in terms())
+    return bool(find(name)) or name in names()
 
 
 def test_examples_are_about_metrics_that_exist() -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from slipstream.config.file import parse, to_toml
-from slipstream.objective.frozen import present
+from slipstream.objective.columns import present
 from slipstream.plan.plan import plan
-from slipstream.reporting.advice.rules import changed
-from slipstream.reporting.advice.tree import advise
+from slipstream.reporting.advice.tree import advise, changed_config
 from support.advice_examples import EXAMPLES
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "advice.py"
@@ -48,7 +47,7 @@ def test_what_is_to_be_written_is_a_plan_that_could_be_run() -> None:
     cases = [case for example in EXAMPLES if not (case := example.sick).config.task.reward]
     cases = [case for case in cases if case.config.learner.router == "free"]  # others need a mixture of experts
     found = [(case, answer.change) for case in cases for answer in advise(case).answers if answer.change]
-    plans = {to_toml(present(changed(case.config, change))) for case, change in found}
+    plans = {to_toml(present(changed_config(case.config, change))) for case, change in found}
     assert len(plans) > 15
     for text in plans:
         plan(parse({**tomllib.loads(text), "data": {"limit": 20}}, say=str), ask=False)

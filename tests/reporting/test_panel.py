@@ -11,22 +11,29 @@ from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.text import Text
 
+from slipstream.errors import printable
 from slipstream.reporting.terminal.charts import (
-    chosen,
-    lags,
-    lost,
-    outside,
+    OBSERVATION,
+    choose_rows,
+    displayed_rows,
+    lag_text,
+    loss_text,
+    row_lines,
+    sample_lines,
     stage_bars,
-    stages,
-    table,
-    waits,
-    watched_rows,
+    stage_shares,
+    unhealthy_rows,
+    wait_text,
 )
-from slipstream.reporting.terminal.layout import Block, allot, beside, stack
-from slipstream.reporting.terminal.metric_formats import band_of, displayed, listed
-from slipstream.reporting.terminal.panel import View, inline, page, screen
-from slipstream.reporting.terminal.progress import TURN, RunProgress, SampleSelector
-from slipstream.reporting.terminal.samples import SEEN, printable, sample_lines
+from slipstream.reporting.terminal.panel import Block, View, allot, beside, inline, page, screen, stack
+from slipstream.reporting.terminal.progress import (
+    SAMPLE_SECONDS,
+    RunProgress,
+    SampleSelector,
+    band_of,
+    counts_text,
+    displayed_names,
+)
 
 LINE = {
     "kind": "train",
@@ -71,7 +78,7 @@ def course_of(*lines: dict[str, Any]) -> RunProgress:
     for line in lines:
         numbers = course.recall(line)
         if line["kind"] == "train":
-            course.made(numbers)
+            course.add_update(numbers)
     return course
 
 
@@ -109,7 +116,7 @@ def view(**changes: Any) -> View:
 
 
 def shown(lines: list[Text], width: int) -> list[str]:
-    """As a terminal of this width has it."""
+    """Return the lines of a terminal of this width."""
     console = Console(width=width, force_terminal=True, color_system=None, _environ={})
     with console.capture() as captured:
         console.print(Group(*lines))
@@ -238,35 +245,35 @@ def test_columns_stand_beside_each_other_and_no_line_is_lost() -> None:
 
 def test_values_outside_their_band_are_marked_and_say_what_is_healthy() -> None:
     course = course_of(LINE | {"update": 1}, LINE | {"update": 2, "truncated": 0.05})
-    assert [row.name for row in watched_rows(course) if row.missed] == []
-    rows = watched_rows(course_of(LINE | {"update": 1}))
+    assert [row.name for row in displayed_rows(course) if row.missed] == []
+    rows = displayed_rows(course_of(LINE | {"update": 1}))
     (missed,) = (row for row in rows if row.missed)
     assert (missed.name, missed.value, str(missed.missed)) == ("cut off", "50.0%", "below 0.1")
-    drawn = [line.plain for line in table(rows, 80, 18)]
+    drawn = [line.plain for line in row_lines(rows, 80, 18)]
     assert [line for line in drawn if "!" in line] == ["cut off       ! 50.0%  ▁  below 0.1"]
     assert {line.index("▁") for line in drawn} == {23}
 
 
 def test_what_nobody_watches_is_shown_where_it_is_outside_on_average() -> None:
     """drift/k3_kl is 0.3, and below 0.02 is healthy; one update of 0.0 does not change that."""
-    assert [(row.name, row.value) for row in outside(course_of(LINE))] == [("drift/k3_kl", "0.3")]
+    assert [(row.name, row.value) for row in unhealthy_rows(course_of(LINE))] == [("drift/k3_kl", "0.3")]
     course = course_of(LINE, LINE | {"drift/k3_kl": 0.0})
-    assert [(row.name, row.value) for row in outside(course)] == [("drift/k3_kl", "0.15")]
-    assert outside(course_of(LINE | {"drift/k3_kl": 0.0})) == []
+    assert [(row.name, row.value) for row in unhealthy_rows(course)] == [("drift/k3_kl", "0.15")]
+    assert unhealthy_rows(course_of(LINE | {"drift/k3_kl": 0.0})) == []
     assert band_of("train/truncated") is not None and band_of("train/loss") is None
 
 
 def test_the_first_rows_and_those_outside_are_the_last_to_go() -> None:
-    rows = watched_rows(course_of({"kind": "eval", "update": 0, "accuracy": 0.1}, LINE))
-    assert [row.name for row in chosen(rows, 4)] == ["exact", "held-out accuracy", "KL to teacher", "cut off"]
-    assert chosen(rows, 99) == rows
+    rows = displayed_rows(course_of({"kind": "eval", "update": 0, "accuracy": 0.1}, LINE))
+    assert [row.name for row in choose_rows(rows, 4)] == ["exact", "held-out accuracy", "KL to teacher", "cut off"]
+    assert choose_rows(rows, 99) == rows
 
 
 def test_a_stage_was_busy_for_its_share_of_the_time_and_a_publish_for_its_seconds() -> None:
     """Updates of 10 and 30 s: rollout (1 · 10 + 0.5 · 30) / 40; a publish of 1 s in each."""
-    found = dict(stages(course_of(LINE, LINE | {"seconds/update": 30.0, "busy/rollout": 0.5})))
+    found = dict(stage_shares(course_of(LINE, LINE | {"seconds/update": 30.0, "busy/rollout": 0.5})))
     assert found == {"rollout": 0.625, "score": 0.5, "learn": 0.25, "publish": 0.05}
-    assert stages(RunProgress()) == []
+    assert stage_shares(RunProgress()) == []
     bars = [("rollout", 1.0), ("score", 0.5), ("learn", 0.0), ("publish", 0.04)]
     assert [line.plain for line in stage_bars(bars, 60, 1)] == ["rollout 100%   score 50%   learn 0%   publish 4%"]
     assert [line.plain for line in stage_bars(bars, 24, 4)] == [
@@ -279,35 +286,38 @@ def test_a_stage_was_busy_for_its_share_of_the_time_and_a_publish_for_its_second
 
 def test_lags_are_counted_in_powers_of_two() -> None:
     """10 tokens of lag 0, 30 of 2 and 40 of 5: (60 + 200) / 80 on average."""
-    assert lags(course_of(LINE)) == "lag 3.2, at most 5:  0 ▃  1 ▁  2-3 ▆  4-7 █"
-    assert lags(course_of(LINE, LINE)) == lags(course_of(LINE))
-    assert lags(RunProgress()) == ""
+    assert lag_text(course_of(LINE)) == "lag 3.2, at most 5:  0 ▃  1 ▁  2-3 ▆  4-7 █"
+    assert lag_text(course_of(LINE, LINE)) == lag_text(course_of(LINE))
+    assert lag_text(RunProgress()) == ""
 
 
 def test_what_was_lost_is_told_with_its_reasons() -> None:
-    assert lost(course_of(LINE)) == ("lost: 3 groups dropped (2 scoring failed, 1 too old), 1,234 tokens thrown away")
+    assert (
+        loss_text(course_of(LINE)) == "lost: 3 groups dropped (2 scoring failed, 1 too old), 1,234 tokens thrown away"
+    )
     more = {"restarts/sampler-1": 2.0, "ungraded/nan": 4.0, "failed_samples": 5.0, "failed/crash": 5.0, "dropped": 0.0}
     nothing = {"dropped/scoring failed": 0.0, "dropped/too old": 0.0, "thrown_tokens": 0.0}
-    assert lost(course_of(LINE | nothing | more)) == (
+    assert loss_text(course_of(LINE | nothing | more)) == (
         "lost: 5 answers failed (5 crash), 4 without a reward (4 nan), sampler-1 died 2 ×"
     )
-    assert lost(course_of(LINE | nothing | {"dropped": 0.0})) == ""
+    assert loss_text(course_of(LINE | nothing | {"dropped": 0.0})) == ""
 
 
 def test_what_the_learner_waited_for_is_a_share_of_the_time() -> None:
-    assert waits(course_of(LINE)) == "the learner waited 40% for data, 5% for a publish"
-    assert waits(course_of(LINE | {"seconds/data": 0.0, "seconds/weights": 0.0})) == "the learner waited for nothing"
-    assert waits(RunProgress()) == ""
+    assert wait_text(course_of(LINE)) == "the learner waited 40% for data, 5% for a publish"
+    calm = course_of(LINE | {"seconds/data": 0.0, "seconds/weights": 0.0})
+    assert wait_text(calm) == "the learner waited for nothing"
+    assert wait_text(RunProgress()) == ""
 
 
 def test_what_is_watched_has_its_order_and_what_is_zero_is_not_listed() -> None:
-    assert displayed(["lag/mean", "lr", "eval/accuracy", "reward/b", "reward/a"]) == [
+    assert displayed_names(["lag/mean", "lr", "eval/accuracy", "reward/b", "reward/a"]) == [
         "reward/b",
         "reward/a",
         "eval/accuracy",
         "lag/mean",
     ]
-    assert listed([("a", 2), ("b", 0.0), ("c", 1500)]) == "2 a, 1,500 c"
+    assert counts_text([("a", 2), ("b", 0.0), ("c", 1500)]) == "2 a, 1,500 c"
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -316,7 +326,7 @@ def test_what_is_watched_has_its_order_and_what_is_zero_is_not_listed() -> None:
 def test_of_an_episode_what_was_seen_is_set_off() -> None:
     turns = [["said", "call\n"], ["seen", "12345678"], ["said", "done"]]
     lines = [line.plain for line in sample_lines(quote(1, turns=turns), 8, 20)]
-    assert lines[1:] == ["question", " 1", "call", f"{SEEN}123456", f"{SEEN}78", "done"]
+    assert lines[1:] == ["question", " 1", "call", f"{OBSERVATION}123456", f"{OBSERVATION}78", "done"]
     short = [line.plain for line in sample_lines(quote(1, turns=turns), 8, 6)]
     assert short == [lines[0], "question", " 1", "call", "…", "done"]
 
@@ -345,14 +355,14 @@ def test_samples_turn_by_themselves_until_somebody_leafs_through_them() -> None:
     quotes = [quote(i) for i in range(4)]
     turning.gather(quotes, newest=quotes[2:])
     assert turning.now() is quotes[2] and turning.place() == 2
-    now[0] = TURN
+    now[0] = SAMPLE_SECONDS
     assert turning.now() is quotes[3]
     turning.step(+1)
     assert turning.now() is quotes[0] and turning.place() == 0
-    now[0] = 9 * TURN
+    now[0] = 9 * SAMPLE_SECONDS
     assert turning.now() is quotes[0], "it is held"
     turning.step(-2)
     assert turning.now() is quotes[2]
-    turning.held = False
-    now[0] = 20 * TURN
+    turning.paused = False
+    now[0] = 20 * SAMPLE_SECONDS
     assert turning.now() is quotes[2] and turning.turn == 3

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
+from findings import index
 from slipstream.cli import main
-from slipstream.reporting.report import findings_page as chapters
 from slipstream.reporting.report import page, sections
-from slipstream.reporting.report import samples_html as quotes
 from slipstream.reporting.report import study_figures as arms
 from slipstream.reporting.report.figures import Figure
-from slipstream.reporting.report.page import Html, Page, Section, as_json, document
+from slipstream.reporting.report.page import Page, Paragraph, Samples, Section, as_json, document
+from slipstream.reporting.report.samples import sample_of
+from slipstream.reporting.report.study import markdown_page
 from slipstream.run_dir.writing import read_lines
 from slipstream.studies.results import Sweep
 from support.reports import HOSTILE
@@ -30,7 +31,7 @@ from support.written_runs import QUOTE, STUDY, write_lines, write_run, write_stu
 
 
 class Structure(HTMLParser):
-    """Whatever a browser would make of a page: its elements, and the text of its scripts."""
+    """Content of a page as a browser reads it: its elements, and the text of its scripts."""
 
     VOID = ("meta", "img", "link", "br", "input", "hr")
 
@@ -108,8 +109,14 @@ def test_what_a_model_says_is_text_and_never_part_of_the_page(tmp_path: Path) ->
     assert "<title>run&lt;b&gt;&amp;</title>" in text
 
 
+def sample_html(quote: dict[str, Any]) -> str:
+    """A sample as it stands in a page."""
+    text = document(Page("k", "t", "", [Section("S", "", [Samples([sample_of(quote)], 4.0)])], {}, ""))
+    return text[text.index("<article") : text.index("</article>")]
+
+
 def test_a_token_is_coloured_by_how_much_less_likely_the_teacher_finds_it() -> None:
-    text = quotes.sample({**QUOTE, "tokens": ["a", "b", "c"], "response": "abc", "logp": [-1.0, -1.0, -1.0],
+    text = sample_html({**QUOTE, "tokens": ["a", "b", "c"], "response": "abc", "logp": [-1.0, -1.0, -1.0],
                           "teacher_logp": [-1.05, -3.0, -0.5]})  # fmt: skip
     assert '<span title="student -1.00, teacher -1.05">a</span>' in text
     # 2 nats of 4: 0.12 + 0.68 / 2; half a nat of 4: 0.12 + 0.68 / 8
@@ -120,7 +127,7 @@ def test_a_token_is_coloured_by_how_much_less_likely_the_teacher_finds_it() -> N
 
 def test_an_episode_shows_what_was_said_and_what_was_seen() -> None:
     turns = [["said", "ab"], ["seen", "no"], ["said", "c"]]
-    text = quotes.sample({**QUOTE, "turns": turns, "response": "abnoc", "tokens": ["a", "b", "c"],
+    text = sample_html({**QUOTE, "turns": turns, "response": "abnoc", "tokens": ["a", "b", "c"],
                           "logp": [0.0, None, 0.0], "teacher_logp": [-9.0, 0.0, 0.0]})  # fmt: skip
     said = re.findall(r'<div class="turn (\w+)">.*?<pre>(.*?)</pre>', text)
     assert [(kind, re.sub("<.*?>", "", inner)) for kind, inner in said] == [
@@ -130,16 +137,16 @@ def test_an_episode_shows_what_was_said_and_what_was_seen() -> None:
 
 
 def test_tokens_that_do_not_add_up_to_the_text_stand_below_it() -> None:
-    text = quotes.sample({**QUOTE, "response": "é", "tokens": ["\ufffd", "\ufffd"]})
+    text = sample_html({**QUOTE, "response": "é", "tokens": ["\ufffd", "\ufffd"]})
     assert "its tokens" in text and "<pre>é</pre>" in text
-    unscored = quotes.sample({**QUOTE, "teacher_logp": None})
+    unscored = sample_html({**QUOTE, "teacher_logp": None})
     assert "<pre>2.</pre>" in unscored and "nats" not in unscored
 
 
 def test_a_sample_of_any_length_has_its_place() -> None:
     many = 16_000
     long = {**QUOTE, "prompt": "p" * 99_999, "response": "ab" * many, "tokens": ["ab"] * many}
-    text = quotes.sample({**long, "logp": [-1.0] * many, "teacher_logp": [-9.0] * many})
+    text = sample_html({**long, "logp": [-1.0] * many, "teacher_logp": [-9.0] * many})
     assert len(text) < 150_000 and "… and 14,800 more tokens" in text
 
 
@@ -149,7 +156,7 @@ def test_several_runs_are_one_colour_each_and_the_settings_that_differ_come_firs
     text = report(a, b)
     assert "<h1>x/run and y/run</h1>" in text and text.count("data-slot=") == 2
     settings = text[text.index('<section id="configuration"') :]
-    rows = re.findall(r"<tr><td >(.*?)</td><td >(.*?)</td><td >(.*?)</td><td >(.*?)</td></tr>", settings)
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", settings)
     assert rows[:3] == [
         ("learner.lr", "0.001", "1e-05", "1e-05"),
         ("schedule.kind", "async", "sync", "async"),
@@ -190,15 +197,15 @@ def test_advice_is_given_of_every_run_or_that_nothing_is_wrong(tmp_path: Path) -
     assert "<p>Nothing is wrong.</p>" in report(well)
     text = report(well, ill)
     assert "<p>Nothing is wrong with well.</p>" in text
-    assert "<td >ill</td><td >truncated answers</td><td >truncated = 0.6</td>" in text
-    assert "<td >--sampler.max_tokens 512</td>" in text
+    assert "<td>ill</td><td>truncated answers</td><td>truncated = 0.6</td>" in text
+    assert "<td>--sampler.max_tokens 512</td>" in text
 
 
 def test_advice_in_a_report_fits_the_context_of_the_models(tmp_path: Path) -> None:
     """Twice 100 tokens are more than the 160 that the shipped models take; `slipstream advise` says 160, too."""
     models = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}}
     changes = {**models, "sampler": {"max_tokens": 100}}
-    assert "<td >--sampler.max_tokens 160</td>" in report(
+    assert "<td>--sampler.max_tokens 160</td>" in report(
         write_run(tmp_path / "run", changes=changes, more={"truncated": 0.6})
     )
 
@@ -207,7 +214,7 @@ def test_what_was_lost_is_told_with_its_cause(tmp_path: Path) -> None:
     line = {"number": 7, "end": "dropped", "reason": "too old", "version": 3, "cause": "the teacher is away"}
     many = [line, *({**line, "number": 100 + i, "end": "trained"} for i in range(20))]
     path = write_run(tmp_path / "run", ledger=many, more={"dropped/too old": 1.0})
-    assert "<td >run</td><td >7</td><td >too old</td><td >the teacher is away</td>" in report(path)
+    assert "<td>run</td><td>7</td><td>too old</td><td>the teacher is away</td>" in report(path)
 
 
 @pytest.mark.parametrize(
@@ -271,8 +278,8 @@ print([name for name in ("torch", "transformers", "pandas", "ray") if name in sy
 
 def test_figures_are_numbered_as_they_stand_between_what_else_there_is() -> None:
     one, two, three = (Figure(title, "", [], {}) for title in "abc")
-    sections = [Section("S", "", [one, Html("<p>x</p>"), two]), Section("Empty", "", []), Section("T", "", [three])]
-    text = document(Page("k", "t", "", sections, {}, Html("")))
+    sections = [Section("S", "", [one, Paragraph("x"), two]), Section("Empty", "", []), Section("T", "", [three])]
+    text = document(Page("k", "t", "", sections, {}, ""))
     assert re.findall(r'<b>(\w)</b>.*?id="(figure-\d)"', text) == [
         ("a", "figure-1"),
         ("b", "figure-2"),
@@ -288,8 +295,8 @@ def test_json_in_a_script_cannot_end_it() -> None:
 
 
 def test_a_title_that_is_drawn_has_lines() -> None:
-    drawn = page.drawn(Figure("word " * 40, "", [], {}))["title"].split("<br>")
-    assert len(drawn) == 3 and max(map(len, drawn)) <= page.LINE
+    drawn = page.page_figure(Figure("word " * 40, "", [], {}))["title"].split("<br>")
+    assert len(drawn) == 3 and max(map(len, drawn)) <= page.TITLE_WIDTH
 
 
 # --- studies ---------------------------------------------------------------------------------------------------
@@ -297,7 +304,7 @@ def test_a_title_that_is_drawn_has_lines() -> None:
 
 def test_the_figure_of_a_study_has_a_line_for_every_arm_with_its_error(tmp_path: Path) -> None:
     sweep = Sweep(write_study(tmp_path / "study"))
-    figure = arms.main(sweep, "reward/exact")
+    figure = arms.result_figure(sweep, "reward/exact")
     reverse, forward = figure.data
     assert (reverse["name"], forward["name"]) == ("reverse", "forward")
     # steps of log2(x + 1), as the largest x is sixteen times the smallest above 0
@@ -306,7 +313,7 @@ def test_the_figure_of_a_study_has_a_line_for_every_arm_with_its_error(tmp_path:
     assert reverse["error_y"]["array"] == pytest.approx([0.01 / 3**0.5] * 3, rel=1e-3)
     assert figure.layout["xaxis"]["ticktext"] == ["0", "1", "16"]
     assert figure.title == "Holds: reverse KL starts higher; reverse KL falls faster."
-    other = arms.main(sweep, "teacher/kl")
+    other = arms.result_figure(sweep, "teacher/kl")
     assert other.title.startswith("KL to the teacher from 0.302 (") and other.title.endswith("at 16)")
     assert other.layout["yaxis"]["title"]["text"] == "KL to the teacher, nats per token"
 
@@ -316,7 +323,7 @@ def test_a_study_without_an_axis_has_bars(tmp_path: Path) -> None:
     tree["sweep"] = {key: value for key, value in tree["sweep"].items() if key not in ("x", "grid", "claims")}
     tree["schedule"] = {"kind": "sync"}
     sweep = Sweep(write_study(tmp_path / "study", tree))
-    figure = arms.main(sweep, "reward/exact")
+    figure = arms.result_figure(sweep, "reward/exact")
     assert [trace["x"] for trace in figure.data] == [["reverse", "forward"]] * 2
     assert [trace["y"] for trace in figure.data] == [[0.62, None], [None, 0.52]]
     assert figure.title == "Reward exact from 52 % (forward) to 62 % (reverse)"
@@ -329,8 +336,8 @@ def test_a_study_of_time_says_what_was_learned_when_the_first_arm_was_done(tmp_p
     tree["sweep"]["arms"]["reverse, shorter"] = {"loss.kind": "reverse_kl_mc", "updates": 20}
     tree["schedule"] = {"kind": "sync"}
     sweep = Sweep(write_study(tmp_path / "study", tree))
-    assert list(arms.drawn(sweep)) == ["study.svg", "study-reward-exact.svg", "study-clock.svg"]
-    figure = arms.drawn(sweep)["study-clock.svg"]
+    assert list(arms.result_figures(sweep)) == ["study.svg", "study-reward-exact.svg", "study-clock.svg"]
+    figure = arms.result_figures(sweep)["study-clock.svg"]
     assert {trace["name"] for trace in figure.data if "name" in trace} == {"reverse", "forward"}
     assert re.fullmatch(r"reverse ends first, after \d+ s, at 62 %", figure.title) and figure.legend
     first, _ = (trace for trace in figure.data if trace.get("fill") is None)
@@ -345,7 +352,7 @@ def test_many_arms_are_points_below_one_another_and_claims_go_by_what_became_of_
     tree["sweep"]["arms"] = {f"arm {k}": {"loss.kind": "forward_kl", "loss.k": k} for k in range(1, 7)}
     tree["sweep"]["claims"] = [{"says": f"claim {k}", "less": 0.0, "than": f"arm {k}"} for k in range(1, 6)]
     tree["sweep"]["claims"].insert(0, {"says": "claim 6", "less": "arm 6", "than": 0.0})
-    figure = arms.main(Sweep(write_study(tmp_path / "study", tree)), "reward/exact")
+    figure = arms.result_figure(Sweep(write_study(tmp_path / "study", tree)), "reward/exact")
     assert figure.layout["yaxis"]["categoryarray"] == [f"arm {k}" for k in range(6, 0, -1)]
     assert [trace["x"].index(0.52) for trace in figure.data] == list(range(6))
     assert figure.title == "Does not hold: claim 6. Holds: claim 1; claim 2; claim 3; claim 4. And 1 more."
@@ -358,7 +365,7 @@ def test_a_study_over_learning_rates_has_steps_of_their_doublings(tmp_path: Path
     tree["sweep"] |= {"x": "learner.lr", "grid": {"learner.lr": rates}, "claims": []}
     sweep = Sweep(write_study(tmp_path / "study", tree))
     assert sweep.doublings == "log2(learner.lr)"
-    first, *_, last = arms.main(sweep, "reward/exact").data[0]["x"]
+    first, *_, last = arms.result_figure(sweep, "reward/exact").data[0]["x"]
     assert last - first == pytest.approx(2)
     lags = Sweep(write_study(tmp_path / "lags"))
     assert lags.doublings == "log2(schedule.k + 1)"
@@ -404,10 +411,10 @@ def test_the_page_of_a_study_has_its_tables_and_verdicts(tmp_path: Path) -> None
     assert '<p class="lead">One is said to be better.</p>' in text
     assert titles(text) == ["Result", "Claims", "Table", "Paired by seed", "Learning curves", "How it was run"]
     assert "<h1>Forward against reverse KL</h1>" in text
-    assert "<td >reverse</td><td >62.00 ± 0.58 %</td><td >54.00 ± 0.58 %</td>" in text
+    assert "<td>reverse</td><td>62.00 ± 0.58 %</td><td>54.00 ± 0.58 %</td>" in text
     row = ["Reward exact: forward − reverse at 0", "-10.00 ± 0.00 points", "3", "0", "holds"]
-    assert "".join(f"<td >{cell}</td>" for cell in row) in text
-    assert "<td >forward − reverse</td><td >-10.00 ± 0.00 points</td>" in text
+    assert "".join(f"<td>{cell}</td>" for cell in row) in text
+    assert "<td>forward − reverse</td><td>-10.00 ± 0.00 points</td>" in text
     assert "Reward exact at schedule.k = 16 ended at 29.3 % (reverse), 47.9 % (forward)" in text
     assert len(json.loads(Structure(text).scripts[0])) == 2 + 2 * 3
 
@@ -420,30 +427,45 @@ def test_a_study_that_is_not_finished_says_of_how_many_seeds_it_tells(tmp_path: 
 
 def test_a_page_of_findings_tells_what_the_pages_of_its_chapters_say(tmp_path: Path) -> None:
     study, other = tmp_path / "study.md", tmp_path / "other.md"
-    study.write_text("\n".join(chapters.chapter(Sweep(write_study(tmp_path / "runs" / "study")), tmp_path)))
+    study.write_text("\n".join(markdown_page(Sweep(write_study(tmp_path / "runs" / "study")), tmp_path)))
     other.write_text("# Something else\n\n| a | b |\n\nThe conjecture fails here.\n\nIn short: nothing is left.\n")
-    text = "\n".join(chapters.index([study, other]))
+    text = "\n".join(index([study, other]))
     there = tmp_path.name
-    assert f"findings_page {study} {other} > docs/findings.md" in text
-    own, others = text.split(f"\n## [Something else]({there}/other.md)\n")
-    assert f"\n## [Forward against reverse KL]({there}/study.md)\n" in own and f"]({there}/study.svg)" in own
-    assert (
-        "| reverse KL falls faster | 0 | holds |" in own
-        and "\nThe conjecture fails here.\nIn short: nothing is left." in others
-    )
+    assert f"python tools/findings.py {study} {other} > docs/findings.md" in text
+    claims = "*Holds:* reverse KL starts higher; reverse KL falls faster."
+    assert f"\n| [Forward against reverse KL]({there}/study.md) | {claims} |\n" in text
+    other_result = "The conjecture fails here. Nothing is left."
+    assert text.endswith(f"\n| [Something else]({there}/other.md) | {other_result} |")
 
 
 def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again(tmp_path: Path) -> None:
     path = write_study(tmp_path / "study")
-    text = "\n".join(chapters.chapter(Sweep(path), Path("docs")))
+    text = "\n".join(markdown_page(Sweep(path), Path("docs")))
     assert f"slipstream sweep {path}/study.toml --output {path}\nslipstream report {path} --markdown docs\n" in text
     assert "| Reward exact | schedule.k = 0 |" in text and "18 runs; seeds 1, 2, 3;" in text
     assert "| reverse | 62.00 ± 0.58 % |" in text and "| -10.00 ± 0.00 points | 0 | **holds** |" in text
-    assert "](study.svg)" in text and "](study-teacher-kl.svg)" in text
+    assert "![Reward exact: mean over seeds ± one standard error.](study.svg)" in text
+    assert "](study-teacher-kl.svg)" in text and "| KL to teacher |" not in text
+    assert "\n\nIn short: of 2 claims, 2 hold, 0 do not hold, 0 are open.\n" in text
     assert (
         "| slope against log2(schedule.k + 1) | Reward exact |" in text
         and "| reverse | -" in text.partition("slope")[2]
     )
+
+
+def test_a_study_without_x_has_one_table_of_the_measures_that_claims_are_about(tmp_path: Path) -> None:
+    tree = copy.deepcopy(STUDY)
+    claims = [{"says": "reverse is better", "less": "forward", "than": "reverse"}]
+    tree["sweep"] = {key: value for key, value in tree["sweep"].items() if key not in ("x", "grid")} | {
+        "claims": claims
+    }
+    one = "\n".join(markdown_page(Sweep(write_study(tmp_path / "one", tree)), Path("docs")))
+    assert "|  | Reward exact |\n| --- | --- |\n| reverse | 62.00 ± 0.58 % |\n| forward | 52.00 ± 0.58 % |\n" in one
+    tree["sweep"]["claims"].append(
+        {"says": "forward is nearer", "measure": "teacher/kl", "less": "forward", "than": 9.0}
+    )
+    both = "\n".join(markdown_page(Sweep(write_study(tmp_path / "both", tree)), Path("docs")))
+    assert "| reverse | 62.00 ± 0.58 % | 0.30200 ± 0.00058 |\n" in both and "of 2 claims, 2 hold" in both
 
 
 def test_a_learning_curve_is_the_mean_of_its_seeds(tmp_path: Path) -> None:

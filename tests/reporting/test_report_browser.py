@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.reporting.report.svg import find, settled
+from slipstream.reporting.report.svg import find_browser, with_stable_names
 from support.browser import Browser, Tab, browser
 from support.reports import HOSTILE
 from support.written_runs import QUOTE, write_run, write_study
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(find() is None, reason="no Chromium is installed: apt-get install chromium"),
+    pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed: apt-get install chromium"),
 ]
 LOOKS = Path(__file__).parents[1].joinpath("fixtures", "looks.js").read_text("utf-8")
 LONG = "a-run-with-a-long-name-of-its-own"
@@ -128,11 +128,11 @@ def test_the_figures_of_a_study_become_svg_on_white(
 def test_a_figure_is_the_same_text_every_time(tabs: dict[str, Tab]) -> None:
     tabs["study"].look()
     once, again = (tabs["study"].run("slipstream.svg('figure-1', 800)") for _ in range(2))
-    assert once != again and settled(once) == settled(again)
+    assert once != again and with_stable_names(once) == with_stable_names(again)
 
 
 def test_on_paper_everything_is_light_and_fits(both: Tab) -> None:
-    """As wide as A4 without its margins, printed by one who reads in the dark."""
+    """The page is as wide as A4 without its margins, printed with a dark theme."""
     both.call("Emulation.setDeviceMetricsOverride", width=688, height=1000, deviceScaleFactor=1, mobile=False)
     both.call("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     both.run("dispatchEvent(new Event('beforeprint')), looks.seen()")

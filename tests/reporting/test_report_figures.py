@@ -1,4 +1,4 @@
-"""What figures are drawn of, and what their titles say: numbers."""
+"""Figures of a report: the numbers that they draw, and their titles."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from slipstream import metric_names as vocabulary
 from slipstream.config.file import parse
 from slipstream.metric_names import above, below
-from slipstream.reporting.report import charts, figures, panels, points, timeline
+from slipstream.reporting.report import charts, figures, timeline
 from slipstream.reporting.report.figures import Series
-from slipstream.reporting.report.runs import Reading, changed, distinguished, read, standard_error
-from slipstream.reporting.report.titles import Change, change, course, duration, estimate, inside, shown
+from slipstream.reporting.report.runs import Reading, binomial_error, changed_settings, read, unique_names
+from slipstream.reporting.report.titles import Change, change, course, duration, inside, mean_text, short
 from support.written_runs import write_run
 
 WORDS = {
     "N": "1", "LAGS": "2-3", "STAGE": "learn", "WORKER": "sampler", "TEACHER": "main", "REWARD": "exact",
-    "CAUSE": "crash", "NAME": "steps", "MODE": "token_k1", "REASON": "too old", "ORIGIN": "data",
+    "CAUSE": "crash", "GUARD": "ess", "NAME": "steps", "MODE": "token_k1", "REASON": "too old", "ORIGIN": "data",
 }  # fmt: skip
 
 
@@ -34,30 +34,30 @@ def reading(path: Path, **given: object) -> Reading:
 def test_a_long_curve_keeps_its_extremes_and_a_short_one_all_of_itself() -> None:
     y = [0.0] * 1000
     y[123], y[877] = 5.0, -5.0
-    xs, ys = points.thinned(range(1000), y, most=40)
+    xs, ys = figures.thin(range(1000), y, most=40)
     assert len(xs) <= 40 and (max(ys), min(ys)) == (5.0, -5.0)
     assert xs[ys.index(5.0)] == 123 and xs == sorted(xs)
-    assert points.thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+    assert figures.thin([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
 def test_the_mean_over_neighbours_leaves_a_line_where_it_is_and_levels_what_goes_up_and_down() -> None:
-    assert points.window(41) == 3 and points.window(100) == 5 and points.window(10_000) == 501
-    flat = points.smoothed(range(100), [2.0] * 100)
+    assert figures.window(41) == 3 and figures.window(100) == 5 and figures.window(10_000) == 501
+    flat = figures.smooth(range(100), [2.0] * 100)
     assert flat[1] == pytest.approx([2.0] * 100)
-    xs, ys = points.smoothed(range(100), [float(x) for x in range(100)])
+    xs, ys = figures.smooth(range(100), [float(x) for x in range(100)])
     assert ys[2:-2] == pytest.approx(xs[2:-2])
     # at the ends there are three of the five: (0 + 1 + 2) / 3
     assert ys[0] == 1.0 and ys[-1] == 98.0
-    assert len(points.smoothed(range(5000), [1.0] * 5000)[0]) == points.SMOOTH
+    assert len(figures.smooth(range(5000), [1.0] * 5000)[0]) == figures.MEAN_POINTS
 
 
 def test_an_axis_reaches_a_little_beyond_the_numbers_and_shows_a_band_that_is_near() -> None:
-    assert points.reach([1.0, 2.0, math.nan]) == (pytest.approx(0.94), pytest.approx(2.06))
-    assert points.reach([0.0, 1.0]) == (0.0, pytest.approx(1.06))
-    assert points.reach([3.0]) == (pytest.approx(2.7), pytest.approx(3.3)) and points.reach([]) is None
-    assert points.beside(below(2.0), (0.0, 1.0)) == (0.0, pytest.approx(2.1))
-    assert points.beside(below(20.0), (0.0, 1.0)) == (0.0, 1.0)
-    assert points.beside(above(0.5), (0.8, 1.0)) == (pytest.approx(0.475), 1.0)
+    assert figures.reach([1.0, 2.0, math.nan]) == (pytest.approx(0.94), pytest.approx(2.06))
+    assert figures.reach([0.0, 1.0]) == (0.0, pytest.approx(1.06))
+    assert figures.reach([3.0]) == (pytest.approx(2.7), pytest.approx(3.3)) and figures.reach([]) is None
+    assert figures.beside(below(2.0), (0.0, 1.0)) == (0.0, pytest.approx(2.1))
+    assert figures.beside(below(20.0), (0.0, 1.0)) == (0.0, 1.0)
+    assert figures.beside(above(0.5), (0.8, 1.0)) == (pytest.approx(0.475), 1.0)
 
 
 def test_the_healthy_part_of_a_figure_is_shaded_within_its_axes() -> None:
@@ -97,7 +97,7 @@ def test_numbers_are_short_and_what_is_none_is_left_out() -> None:
 
 def test_a_change_is_between_the_first_and_the_last_ten() -> None:
     assert change([0.0] * 10 + [9.0] * 7 + [1.0] * 10) == Change(0.0, 1.0, 0.0)
-    assert change([1.0, 3.0]).error == math.inf and not change([1.0, 3.0]).sure
+    assert change([1.0, 3.0]).error == math.inf and not change([1.0, 3.0]).is_significant
     # 0, 1, 0, 1 … has variance 10/36 over ten: √(2 · (10/36) / 10) = 0.2357
     assert change([0.0, 1.0] * 20).error == pytest.approx(math.sqrt(2 * 10 / 36 / 10))
 
@@ -121,10 +121,10 @@ def test_a_title_says_where_it_went_or_where_it_ended(runs: dict[str, list[float
 
 def test_numbers_are_written_as_a_person_writes_them() -> None:
     numbers = (0.0, 0.00001234, 0.1234, 12.34, 1234.5, math.nan)
-    assert [shown(x) for x in numbers] == ["0", "1.2e-5", "0.123", "12.3", "1,234", "unknown"]
-    assert shown(0.1234, share=True) == "12.3 %"
-    assert estimate(0.62, 0.0058) == "0.6200 ± 0.0058" and estimate(0.62, 0.0058, share=True) == "62.00 ± 0.58 %"
-    assert [estimate(None, None), estimate(0.5, None), estimate(0.5, 0.0)] == ["–", "0.5", "0.50 ± 0.00"]
+    assert [short(x) for x in numbers] == ["0", "1.2e-5", "0.123", "12.3", "1,234", "unknown"]
+    assert short(0.1234, share=True) == "12.3 %"
+    assert mean_text(0.62, 0.0058) == "0.6200 ± 0.0058" and mean_text(0.62, 0.0058, share=True) == "62.00 ± 0.58 %"
+    assert [mean_text(None, None), mean_text(0.5, None), mean_text(0.5, 0.0)] == ["–", "0.5", "0.50 ± 0.00"]
 
 
 def test_a_time_is_told_in_the_units_that_it_is_of() -> None:
@@ -146,7 +146,7 @@ def test_health_is_told_by_run_unless_all_are_well() -> None:
 
 def test_runs_of_one_name_are_told_apart() -> None:
     def names(*paths: str) -> list[str]:
-        return distinguished([Path(path) for path in paths])
+        return unique_names([Path(path) for path in paths])
 
     assert names("/a/x", "/a/y") == ["x", "y"]
     assert names("/a/x/run", "/a/y/run", "/b/z") == ["x/run", "y/run", "z"]
@@ -156,19 +156,19 @@ def test_runs_of_one_name_are_told_apart() -> None:
 
 def test_a_config_that_says_nothing_differs_in_nothing_and_one_that_says_something_in_that() -> None:
     least = {"student": "s", "teachers": {"t": {"model": "m"}}}
-    assert changed(parse(least)) == {}
+    assert changed_settings(parse(least)) == {}
     more = {
         "learner": {"lr": 1e-3},
         "schedule": {"kind": "step_off", "k": 2},
         "teachers": {"t": {"model": "m", "weight": 2.0}},
     }
-    assert changed(parse(least | more)) == {
+    assert changed_settings(parse(least | more)) == {
         "learner.lr": (1e-5, 1e-3),
         "schedule.k": (1, 2),
         "schedule.kind": ("async", "step_off"),
         "teachers.t.weight": (1.0, 2.0),
     }
-    assert changed(parse(least | {"freshness": {}})) == {"[freshness]": (None, "in use")}
+    assert changed_settings(parse(least | {"freshness": {}})) == {"[freshness]": (None, "in use")}
 
 
 def test_accuracy_has_the_error_of_its_prompts_and_the_clock_of_its_update(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_accuracy_has_the_error_of_its_prompts_and_the_clock_of_its_update(tmp_p
     ((key, (updates, values, errors)),) = run.held_out.items()
     assert (key, updates, values) == (("accuracy", ""), [0.0, 30.0], [0.1, 0.5])
     assert errors == [pytest.approx(0.03), pytest.approx(0.05)]  # √(p (1 − p) / 100)
-    assert standard_error(3.0, 100) is None
+    assert binomial_error(3.0, 100) is None
     of_updates, of_time = charts.held_out([run])
     assert of_updates.data[0]["x"] == [0.0, 30.0] and of_time.data[0]["x"] == [0.0, 15.0]
     assert of_updates.title == "Held-out accuracy against updates: 10 % → 50 %"
@@ -190,7 +190,7 @@ def test_the_histogram_of_lags_is_of_all_tokens_and_ends(tmp_path: Path) -> None
     figure = charts.lags([reading(tmp_path / "run", more={"lag/tokens_50": 1000.0})])
     assert figure is not None
     labels, shares = figure.data[0]["x"], figure.data[0]["y"]
-    assert len(labels) == charts.LAGS + 1 and labels[-1] == "32 +"
+    assert len(labels) == charts.MAX_LAG + 1 and labels[-1] == "32 +"
     assert shares[1:4] == [0.125, 0.25, 0.125] and shares[-1] == 0.5
     assert figure.title == "Lag of trained tokens: 26 on average, 50 at most"  # (250 + 1000 + 750 + 50000) / 2000
 
@@ -219,8 +219,8 @@ def test_a_publish_has_its_parts_and_no_figure_where_there_is_none(tmp_path: Pat
 def test_work_is_lost_by_reason_or_no_figure_is_drawn(tmp_path: Path) -> None:
     well = reading(tmp_path / "well")
     bad = reading(tmp_path / "bad", more={"dropped/too old": 3.0, "failed/crash": 2.0, "thrown_tokens": 1234.0})
-    assert charts.lost([well]) is None
-    figure = charts.lost([well, bad])
+    assert charts.lost_work([well]) is None
+    figure = charts.lost_work([well, bad])
     assert figure is not None and figure.data[1]["x"] == ["too old", "failed: crash"]
     assert (figure.data[0]["y"], figure.data[1]["y"]) == ([0.0, 0.0], [3.0, 2.0])
     assert figure.title == "Lost work: 0 tokens (well), 1,234 tokens (bad)"
@@ -238,21 +238,14 @@ def test_drift_by_lag_has_an_error_over_updates(tmp_path: Path) -> None:
 
 def examples() -> list[str]:
     """A name for every name of the vocabulary."""
-    names = [name for term in vocabulary.terms() for name in term.names.split()]
-    return [re.sub(r"[A-Z]+", lambda match: WORDS[match[0]], name) for name in names]
-
-
-def test_every_panel_is_of_something_that_a_run_writes() -> None:
-    known = examples()
-    every = [panel for section in panels.PANELS.values() for panel in section]
-    idle = [each for each in panels.IDLE if not any(name.startswith(each) for name in known)]
-    assert [panel.names for panel in every if not any(re.fullmatch(panel.names, name) for name in known)] == idle == []
+    return [re.sub(r"[A-Z]+", lambda match: WORDS[match[0]], name) for name in vocabulary.names()]
 
 
 def test_every_metric_can_be_drawn(tmp_path: Path) -> None:
     more = {name: 0.25 for name in examples() if "/" in name and not name.startswith("groups/")}
     run = reading(tmp_path / "run", more=more)
-    drawn = [figure for section in panels.PANELS for figure in panels.panels(section, [run])]
+    sections = dict.fromkeys(row.section for row in vocabulary.rows() if row.section)
+    drawn = [figure for section in sections for figure in charts.of_metrics(section, [run])]
     titles = [figure.title for figure in drawn]
     assert len(drawn) > 60 and len(set(titles)) == len(titles)
     assert all(figure.layout["yaxis"]["title"]["text"] and figure.note.endswith(".") for figure in drawn)
@@ -261,9 +254,9 @@ def test_every_metric_can_be_drawn(tmp_path: Path) -> None:
 def test_what_never_happened_is_not_drawn(tmp_path: Path) -> None:
     calm = reading(tmp_path / "calm", more={"guard/ess": 1.0, "teacher/invalid": 0.0})
     acted = reading(tmp_path / "acted", more={"guard/ess": 0.5, "teacher/invalid": 2.0})
-    assert list(panels.panels("guards", [calm])) == []
-    assert [f.title for f in panels.panels("guards", [acted])] == ["Guard ess stayed at 0.5"]
-    assert len(list(panels.panels("guards", [calm, acted]))) == 1
+    assert list(charts.of_metrics("guards", [calm])) == []
+    assert [f.title for f in charts.of_metrics("guards", [acted])] == ["Guard ess stayed at 0.5"]
+    assert len(list(charts.of_metrics("guards", [calm, acted]))) == 1
 
 
 # --- the timeline ----------------------------------------------------------------------------------------------

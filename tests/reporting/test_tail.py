@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import RunDirError
-from slipstream.reporting.terminal.tail import PROOF, Tail
+from slipstream.reporting.terminal.watch import PROOF, Tail
 
 
 def lines_of(*numbers: int, pad: int = 0) -> bytes:

@@ -17,9 +17,8 @@ from slipstream.cli import main
 from slipstream.commands.watch import handle_keys, watch
 from slipstream.config.schedule import Async, Sync
 from slipstream.errors import RunDirError
-from slipstream.reporting.terminal.events import Event, of_ledger, of_updates
-from slipstream.reporting.terminal.state import SILENT, Signs, state_of
-from slipstream.reporting.terminal.watch import KEPT, Watched
+from slipstream.reporting.terminal.state import SILENT, Event, Signs, of_ledger, of_updates, state_of
+from slipstream.reporting.terminal.watch import REMEMBERED, Watched
 from slipstream.run_dir.atomic_files import LOCK, directory_lock, held, writer
 from slipstream.run_dir.writing import METRICS, SOCKET, read_lines
 from support.toy_runs import go
@@ -34,12 +33,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """Of one's own, to do with it what one likes."""
+    """Return a copy of the run that a test may change."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def part(run: Path, *, updates: int) -> None:
-    """As it was after so many updates, for all who look."""
+    """Cut the run to its state after this number of updates, for all readers."""
     (run / "final").rename(run / "later")
     lines = (run / METRICS).read_text().splitlines(keepends=True)
     (run / METRICS).write_text("".join(lines[:updates]))
@@ -49,8 +48,8 @@ def seen(watched: Watched) -> dict[str, Any]:
     view = watched.view()
     return {
         "numbers": view.course.numbers,
-        "lately": view.course.lately,
-        "curves": {name: (curve.points, curve.gathered) for name, curve in view.course.curves.items()},
+        "recent": view.course.recent,
+        "curves": {name: (curve.points, curve.pending) for name, curve in view.course.curves.items()},
         "update": (view.update, view.updates, view.state, view.doing),
         "samples": list(watched.turning.quotes),
         "losses": watched.losses,
@@ -67,7 +66,7 @@ def test_a_finished_run_is_read_whole(finished: Path) -> None:
     assert (view.state, view.doing) == ("finished", f"the student is in {finished / 'final'}")
     assert view.elapsed == train[-1]["time"]
     assert view.course.curves["teacher/kl"].points == [line["teacher/kl"] for line in train]
-    assert len(view.quotes) == KEPT and view.quotes[0]["update"] == 30 and view.place == "49 of 50"
+    assert len(view.quotes) == REMEMBERED and view.quotes[0]["update"] == 30 and view.place == "49 of 50"
     assert [quote["update"] for quote in view.quotes[1:4]] == [30, 29, 29]
 
 
@@ -312,7 +311,7 @@ def test_keys_leaf_hold_and_quit(finished: Path) -> None:
     assert watched.view().quotes[0] is not first and watched.view().place == "50 of 50, held"
     assert not handle_keys(b"pp", watched)
     assert watched.view().place == "48 of 50, held"
-    assert not handle_keys(b" x\xff", watched) and not watched.turning.held
+    assert not handle_keys(b" x\xff", watched) and not watched.turning.paused
     assert handle_keys(b"xq", watched)
 
 

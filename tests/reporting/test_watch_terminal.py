@@ -50,7 +50,7 @@ class Terminal:
         fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def until(self, *parts: bytes) -> bytes:
-        """What is written up to where all of these were, one after the other."""
+        """Return the output up to the place where all of these occurred, one after the other."""
         while (end := self._after(parts)) < 0:
             ready, _, _ = select.select([self.ours], [], [], PATIENCE)
             assert ready, f"no {parts} in {self.seen!r}"

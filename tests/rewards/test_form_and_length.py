@@ -11,7 +11,7 @@ from rich.console import Console
 
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError
-from slipstream.plan.engines import reward_settings
+from slipstream.plan.graders import reward_settings
 from slipstream.plan.plan import plan
 from slipstream.records import Ungraded
 from slipstream.rewards.functions import Answer, Grades, grade, match_format, overlong, reward_of

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from slipstream.config.file import parse
 from slipstream.data.tokenizers import load_tokenizer
-from slipstream.engines.http import breaker, client
+from slipstream.engines.http import client
 from slipstream.engines.http.judge import Judge, JudgeEndpoint, as_text
 from slipstream.engines.native.reward_model import encode
 from slipstream.engines.native.reward_process import RewardModel
@@ -26,7 +26,7 @@ from slipstream.records import Ungraded
 from slipstream.rewards.functions import Answer, Grades
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import resume, train
-from slipstream.testing.endpoint import FakeEndpoint, table
+from support.fake_endpoint import FakeEndpoint, table
 
 TREE: dict[str, Any] = {
     "student": "builtin:student",
@@ -99,7 +99,7 @@ def test_a_batch_has_the_scores_of_single_responses_and_counts_what_is_too_long(
         assert grades["model"] == pytest.approx(lm(input_ids=ids).logits.item(), abs=1e-6)
     assert len({grades["model"] for grades in found[:4] if isinstance(grades, dict)}) == 4
     assert isinstance(found[4], Ungraded) and found[4].cause == "length"
-    assert "tokens, more than task.model.max_length = 32" in found[4].said
+    assert "tokens, more than task.model.max_length = 32" in found[4].text
 
 
 def test_a_chat_template_writes_the_conversation() -> None:
@@ -124,7 +124,7 @@ def test_a_reward_model_that_dies_leaves_a_group_ungraded_and_comes_back(tmp_pat
     assert (
         isinstance(lost[0], Ungraded)
         and lost[0].cause == "crash"
-        and "ended its process: exit status 3" in lost[0].said
+        and "ended its process: exit status 3" in lost[0].text
     )
     assert first == again and isinstance(first[0], dict)
 
@@ -150,9 +150,9 @@ def test_another_model_is_refused(labels: int, task: dict[str, Any], line: str, 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "PAUSES", (0.01, 0.01))
-    monkeypatch.setattr(breaker, "PAUSES", (0.01, 0.02))
-    monkeypatch.setattr(breaker, "OUTAGE", 0.5)
+    monkeypatch.setattr(client, "REQUEST_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(client, "PROBE_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(client, "MAX_OUTAGE", 0.5)
 
 
 def endpoint(says: Any) -> FakeEndpoint:
@@ -206,7 +206,7 @@ def test_short_failures_are_retried_and_long_ones_leave_the_answer_ungraded() ->
         (down,) = asked(judge(fake), ("?", answer("!")))
     for found in (refused, down):
         assert isinstance(found, Ungraded) and found.cause == "endpoint"
-        assert found.said.startswith(f"the judge at {fake.url} ")
+        assert found.text.startswith(f"the judge at {fake.url} ")
 
 
 def test_messages_are_shown_with_their_roles() -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens to a disk or a process: what was whole stays whole, what is not is found out, in one line."""
+"""Faults of a disk or a process: whole files stay whole, others are detected, in one line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(run: Path) -> None:
 
 def test_what_is_added_to_a_checkpoint_does_no_harm(run: Path) -> None:
     (run / "checkpoints" / "8" / "notes.txt").write_text("the good one")
-    assert newest(run).standing.version == 8
+    assert newest(run).state.admission.version == 8
 
 
 def renamed(path: Path) -> None:
@@ -99,15 +99,15 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run: Path, name: str) -> 
     harm(run / "checkpoints")
     said: list[str] = []
     if name != "another's":
-        assert newest(run, say=said.append).standing.version == 6
+        assert newest(run, say=said.append).state.admission.version == 6
     else:
-        assert newest(run, say=said.append).standing.version == 4
+        assert newest(run, say=said.append).state.admission.version == 4
     (line,) = said
     assert line.startswith(f"{run / 'checkpoints' / '8'} is damaged: ") and says in line
     said.clear()
     with pytest.raises(RunDirError, match="checkpoint 8 of .* is damaged: leave --from away, or write another of 2, 4"):
         newest(run, 8, say=said.append)
-    assert newest(run, 2, say=said.append).standing.version == 2
+    assert newest(run, 2, say=said.append).state.admission.version == 2
     with pytest.raises(RunDirError, match="has no checkpoint 3: write --from with one of 2, 4"):
         newest(run, 3)
 
@@ -132,7 +132,7 @@ class Killed(BaseException):
 
 
 class Power:
-    """What is done to the disk is counted; call number `until` is half done, and nothing is after it."""
+    """Count the calls that write to the disk; call number `until` is half done, and nothing follows it."""
 
     CALLS = ("fsync", "ftruncate", "rename", "replace", "mkdir", "unlink", "rmdir", "chmod")
 
@@ -232,7 +232,7 @@ def test_a_kill_at_any_write_of_a_checkpoint_loses_nothing_of_the_one_before(tmp
     """At every boundary, of one that takes the place of an older one; and then the run ends as it would have."""
     begun = tmp_path / "begun"
     go(begun, Sync(), keep=1, updates=6, until=22.0)
-    assert newest(begun).standing.version == 5
+    assert newest(begun).state.admission.version == 5
     whole = Path(shutil.copytree(begun, tmp_path / "whole"))
     calls = with_power(whole, None, Checkpoints, "save", keep=1).calls
     assert {"write", "open", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "chmod"} <= set(calls)
@@ -241,7 +241,7 @@ def test_a_kill_at_any_write_of_a_checkpoint_loses_nothing_of_the_one_before(tmp
         path = Path(shutil.copytree(begun, tmp_path / str(until)))
         with_power(path, until, Checkpoints, "save", keep=1)
         said: list[str] = []
-        found.add(newest(path, say=said.append).standing.version)
+        found.add(newest(path, say=said.append).state.admission.version)
         assert said == [], "what has a name is whole"
         go(path, Sync(), keep=1)
         assert (path / "final" / "table.npy").read_bytes() == (whole / "final" / "table.npy").read_bytes()
@@ -272,7 +272,7 @@ def test_a_kill_at_any_write_as_a_run_goes_on_leaves_it_to_go_on_again(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_everything_is_on_disk_before_a_checkpoint_has_its_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a machine that loses power then has."""
+    """A machine that loses power has these files."""
     happened: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
 
@@ -599,7 +599,7 @@ def test_checkpoints_come_by_time_and_by_count() -> None:
 
 
 def test_a_run_saves_by_the_clock(tmp_path: Path) -> None:
-    """Of 8 updates of 4 virtual seconds or so each: the first one after 12 seconds, and so on, and the end."""
+    """8 updates of about 4 virtual seconds each are saved: the first one after 12 seconds, and so on, and the end."""
     go(tmp_path, Sync(), every=0, minutes=0.2)
     times = {line["update"]: line["time"] for line in read_lines(tmp_path / "metrics.jsonl")}
     expected, last = [], 0.0

@@ -44,7 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said_in_a_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a command that must refuse says."""
+    """Return the message of a command that must refuse."""
     capsys.readouterr()
     assert main(list(words)) == 2
     error = capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_no_odd_line_gives_a_traceback_in_eval_and_resume(
 def test_the_line_that_is_damaged_is_named_also_where_a_file_is_not_read_from_its_start(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slipstream.reporting.terminal.watch.BACK", 100)
+    monkeypatch.setattr("slipstream.reporting.terminal.watch.FIRST_LOOK", 100)
     path = home / "run" / "ledger.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines, "[]"]) + "\n")
@@ -197,7 +197,7 @@ def test_a_run_of_the_first_format_is_read_and_goes_on(home: Path, capsys: pytes
 
 
 def unversioned(run: Path) -> None:
-    """As it was before directories said which format they are of."""
+    """Change a run to its state before directories named their format."""
     checkpoint = run / "checkpoints" / "4"
     for path in (run / "meta.json", checkpoint / "standing.json"):
         said = json.loads(path.read_text())
@@ -210,7 +210,7 @@ def unversioned(run: Path) -> None:
 def test_a_directory_without_a_format_is_of_the_first(home: Path) -> None:
     unversioned(home / "run")
     assert RunDir("run").format == 1
-    assert newest(home / "run").standing.version == 4
+    assert newest(home / "run").state.admission.version == 4
 
 
 @pytest.mark.parametrize("number", [FORMAT + 1, 0, "2", None])
@@ -253,7 +253,7 @@ def test_what_an_older_format_says_is_brought_to_the_present_one_wherever_it_is_
     )
     lines = RunDir("run").metrics
     assert all("objective" in line and "loss" not in line for line in lines)
-    assert newest(home / "run").attempts == {"new": 1}
+    assert newest(home / "run").state.attempts == {"new": 1}
 
 
 # --- what is the user's -----------------------------------------------------------------------------------------------

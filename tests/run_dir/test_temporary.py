@@ -1,4 +1,4 @@
-"""What a killed process leaves in temporary directories is removed by the next, and what a living one uses is not."""
+"""Temporary directories of a killed process are removed by the next; those of a living one are not."""
 
 from __future__ import annotations
 

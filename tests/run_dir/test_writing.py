@@ -15,15 +15,13 @@ from typing import Any, get_args
 import pytest
 
 from slipstream.config.file import parse
-from slipstream.config.schema import Config, Tracker
+from slipstream.config.running import Tracker
+from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, RunDirError
+from slipstream.run_dir.trackers import SINKS, Quotes, Sink, heading
 from slipstream.run_dir.writing import (
-    SINKS,
-    Quotes,
     RunLog,
-    Sink,
     check_free,
-    heading,
     machine,
     read_lines,
     run_path,
@@ -241,7 +239,7 @@ TEXTS: dict[str, list[Any]] = {
     "trackio": [TABLE, ("log", (), {"step": 1})],
     "mlflow": [("log_text", ("\n".join(ROW), "samples/update-000001.txt"), {})],
 }
-"""What each is called with for one sample."""
+"""Calls of each tracker for one sample."""
 
 
 @pytest.mark.parametrize("tracker", TEXTS)

@@ -38,13 +38,15 @@ TEACHER = "teachers.main.model=builtin:teacher sampler.group=2"
 RL = "loss.weight=0 task.reward=exact policy.loss=vanilla schedule.kind=sync"
 RUNS = {
     "adaptive by rewards, with refill": f"{RL} data.order=adaptive policy.refill=3.0",
-    "adaptive by KL, stale": f"{TEACHER} data.order=adaptive data.adapt=kl schedule.tau=1 runtime.clock=modelled",
-    "curriculum": f"{TEACHER} data.order=curriculum data.by=level data.ramp=0.5 schedule.kind=sync",
+    "adaptive by KL, stale": f"{TEACHER} data.order=adaptive data.adaptive.weight_by=kl schedule.tau=1 "
+    "runtime.clock=modelled",
+    "curriculum": f"{TEACHER} data.order=curriculum data.curriculum.column=level data.curriculum.epochs=0.5 "
+    "schedule.kind=sync",
     "two sources": f'{TEACHER} data.train={{a="rows.jsonl",b="builtin:arithmetic"}} data.limit=8 '
     "data.weights_temperature=2.0 schedule.kind=sync",
-    "without copies and long prompts": f"{TEACHER} data.deduplicate=true data.too_long=skip sampler.longest=14 "
+    "without copies and long prompts": f"{TEACHER} data.deduplicate=true data.too_long=skip sampler.max_length=14 "
     "schedule.kind=sync",
-    "cut": f"{TEACHER} data.too_long=cut_left sampler.longest=12 schedule.kind=sync",
+    "cut": f"{TEACHER} data.too_long=cut_left sampler.max_length=12 schedule.kind=sync",
 }
 
 
@@ -81,7 +83,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(name: str) -> None:
 
 
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:
-    changes = [("data.deduplicate", "true"), ("data.too_long", "skip"), ("sampler.longest", "14")]
+    changes = [("data.deduplicate", "true"), ("data.too_long", "skip"), ("sampler.max_length", "14")]
     changes += [("teachers.main.model", "builtin:teacher"), ("data.eval", "rows.jsonl"), ("eval.every", "2")]
     made = plan(load("base.toml", [*changes, ("task.reward", "exact")]))
     notes = [note for note in made.notes if note.startswith("data.")]

@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""Display of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from rich.console import Console
 from slipstream.config.file import parse
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.reporting.terminal.metric_formats import from_to, hours, readings
-from slipstream.reporting.terminal.progress import BLOCKS, POINTS, TURN, Curve, sparkline
-from slipstream.reporting.terminal.samples import SAMPLE_LINES, middle_out
+from slipstream.reporting.terminal.charts import SAMPLE_LINES, fold_to
+from slipstream.reporting.terminal.progress import (
+    CURVE_POINTS,
+    SAMPLE_SECONDS,
+    SPARK_BARS,
+    Curve,
+    from_to,
+    hours,
+    key_readings,
+    sparkline,
+)
 from slipstream.runs import display
 from slipstream.runs.display import Progress, waiting
 
@@ -68,21 +76,21 @@ def progress_on(*, terminal: bool, width: int = 200, height: int = 40, **given: 
 
 
 def panel(progress: Progress) -> list[str]:
-    """What the terminal shows now."""
+    """Return the text that the terminal shows now."""
     with progress.console.capture() as captured:
         progress.console.print(progress.panel())
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def test_the_few_numbers_worth_a_look_are_readable() -> None:
-    assert readings(TRAIN) == [
+    assert key_readings(TRAIN) == [
         ("loss", "0.1235"),
         ("exact", "50.0%"),
         ("lag", "0.2 (max 2)"),
         ("tok/s", "12,346"),
         ("samples/s", "9.9"),
     ]
-    assert readings({"eval/accuracy": 0.25, "eval/reward/exact": 0.25}) == [("held-out accuracy", "25.0%")]
+    assert key_readings({"eval/accuracy": 0.25, "eval/reward/exact": 0.25}) == [("held-out accuracy", "25.0%")]
 
 
 def test_outside_a_terminal_updates_are_plain_lines_at_most_every_five_seconds() -> None:
@@ -202,12 +210,12 @@ def test_samples_are_shown_one_at_a_time_each_long_enough_to_be_read() -> None:
 
     first = ["── update 3, lag 0 to 1, exact 1, 2 tokens, ended ──────────", "A1B1=", "A1"]
     assert shown() == first
-    now[0] = TURN - 0.5
+    now[0] = SAMPLE_SECONDS - 0.5
     progress.samples([quote(3), quote(4)], 4)
     assert shown() == first
-    now[0] = TURN
+    now[0] = SAMPLE_SECONDS
     assert shown()[1:] == ["A4B4=", "A4"]
-    now[0] = 2 * TURN
+    now[0] = 2 * SAMPLE_SECONDS
     assert shown()[1:] == ["A3B3=", "A3"]
 
 
@@ -217,7 +225,7 @@ def test_whatever_a_student_says_the_panel_keeps_its_size(width: int, height: in
     progress, _ = progress_on(terminal=True, width=width, height=height)
     progress.log(MORE, 3)
     for response in ("x" * 5000, "\n".join("abc"), "漢字" * 900, "\x1b[2J\x07 [bold]\t" * 99, "a\n" * 900, ""):
-        progress.turning.shown = None
+        progress.turning.current = None
         progress.samples([quote(1, prompt="system " * 90 + "end:\n", response=response)], 3)
         lines = panel(progress)
         assert len(lines) <= height and all(cell_len(line) <= width for line in lines)
@@ -227,7 +235,7 @@ def test_whatever_a_student_says_the_panel_keeps_its_size(width: int, height: in
 
 @given(st.text(alphabet="ab\n漢", max_size=400), st.integers(2, 20), st.integers(1, SAMPLE_LINES))
 def test_the_beginning_and_the_end_of_a_text_are_kept(text: str, width: int, most: int) -> None:
-    lines = middle_out(text, width, most)
+    lines = fold_to(text, width, most)
     assert len(lines) <= most and all(cell_len(line) <= width for line in lines)
     if "…" in lines:
         before, after = lines[: lines.index("…")], lines[lines.index("…") + 1 :]
@@ -253,9 +261,9 @@ def test_times_are_in_hours_and_minutes(seconds: float, said: str) -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500))
 def test_a_sparkline_fits_its_width_and_spans_its_range(values: list[float]) -> None:
     line = sparkline(values)
-    assert len(line) <= 60 and set(line) <= set(BLOCKS)
-    assert BLOCKS[0] in line
-    assert sparkline(sorted(values))[0] == BLOCKS[0]
+    assert len(line) <= 60 and set(line) <= set(SPARK_BARS)
+    assert SPARK_BARS[0] in line
+    assert sparkline(sorted(values))[0] == SPARK_BARS[0]
     assert len(values) > 60 or len(line) == len(values)
 
 
@@ -271,7 +279,7 @@ def test_a_curve_is_of_the_whole_run_and_never_long(count: int) -> None:
     curve = Curve()
     for value in range(count):
         curve.add(float(value))
-    assert len(curve.points) < POINTS
+    assert len(curve.points) < CURVE_POINTS
     assert len(curve.points) == count // curve.size
     width = curve.size
     assert curve.points == [width * i + (width - 1) / 2 for i in range(len(curve.points))]

@@ -69,7 +69,7 @@ def check_exact(run: Path) -> None:
 
 
 def daemons(coordinator: int) -> dict[str, int]:
-    """Of its Ray."""
+    """Processes of its Ray."""
     return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(coordinator)}
 
 

@@ -25,7 +25,8 @@ import pytest
 
 from slipstream.models.resolve import model_path
 from slipstream.run_dir.atomic_files import directory_lock
-from slipstream.testing.endpoint import FakeEndpoint, Fault, model
+from slipstream.testing.endpoint import model
+from support.fake_endpoint import FakeEndpoint, Fault
 from support.illegal_configs import BASE, ILLEGAL, SCHEMA
 from support.model_files import FAULTS
 from support.typed_commands import Outcome, Typed
@@ -46,7 +47,7 @@ def table(text: str) -> dict[str, str]:
 
 CLI = table("""
 slipstream | the following arguments are required: COMMAND; see slipstream --help
-trian run.toml | argument COMMAND: invalid choice: 'trian' (choose from 'demo', 'train', 'doctor',
+trian run.toml | argument COMMAND: invalid choice: 'trian' (choose from 'demo', 'init', 'train',
 '' | argument COMMAND: invalid choice: ''
 --verbose | the following arguments are required: COMMAND
 train | the following arguments are required: config; see slipstream train --help
@@ -132,7 +133,7 @@ eval builtin:student --learner.lr 1 | unrecognized arguments: --learner.lr 1
 """)
 
 CONFIG = table("""
---bogus 1 | run.toml: unknown key 'bogus'; known: checkpoint, correction, data,
+--bogus 1 | run.toml: unknown key 'bogus'; known: checkpoint, correction, critic, data,
 --data.limt 3 | run.toml: unknown key 'data.limt'; did you mean 'limit'?
 --lr 1e-5 | run.toml: unknown key 'lr': write learner.lr = 
 --learner.learning_rate 1 | run.toml: unknown key 'learner.learning_rate': write learner.lr = 1
@@ -152,6 +153,8 @@ CONFIG = table("""
 --task.reward environment | run.toml: task.reward = "environment" is the reward of an environment: add [environment]
 --environment.use shop | run.toml: environment.use: 'shop' is no environment; known: doors, lookup, python, table
 --environment.turns 3 | run.toml: environment: needs use, an environment, or [environment.gateway], an agent
+--environment.use verifiers: | run.toml: environment: use = 'verifiers:' names nothing: write verifiers:NAME
+--environment.use verifiers:sums | environment.use = 'verifiers:sums' needs verifiers: pip install 'slipstream
 --environment.use table --environment.turn_tokens 999 | run.toml: environment.turn_tokens = 999 does nothing: samp
 --environment.use table --environment.sandbox docker | run.toml: environment.sandbox: 'docker' is no sandbox: write "b
 --log.to excel | run.toml: log.to: 
@@ -483,7 +486,7 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 # --- endpoints --------------------------------------------------------------------------------------------------------
 
 REMOTE = "--teachers.main.base_url {url} --teachers.main.model teacher --teachers.main.tokenizer builtin:teacher"
-TRAIN = "train run.toml --loss.kind k1 --loss.as reward"
+TRAIN = "train run.toml --loss.kind k1 --loss.use advantage"
 ENDPOINT: dict[str, tuple[str, Fault | None, str]] = {
     "another model": (
         REMOTE.replace("model teacher", "model teacherr") + " --teachers.main.api_key_env KEY",
@@ -663,7 +666,7 @@ def test_an_endpoint_that_cannot_teach_costs_one_line(
 def test_a_command_that_is_stopped_while_it_loads_says_so_in_one_line(
     typed: Typed, number: signal.Signals, code: int, said: str, runtime: str, fake: FakeEndpoint, tmp_path: Path
 ) -> None:
-    """As it waits for an endpoint that is slow to answer."""
+    """Wait like the client of an endpoint that is slow to answer."""
     home = laid_out(tmp_path, {"run.toml": BASE.replace("inline", runtime)})
     before, fake.always, asked, fake.seconds = held(home), "slow", len(fake.requests), 30.0
     words = f"{TRAIN} {REMOTE} --teachers.main.api_key_env KEY".format(url=fake.url)

@@ -14,17 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ReverseKLMC
+from slipstream.config.sampler import SamplerConfig
 from slipstream.config.schedule import Async, Periodic, Sync
-from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.objective.method import Method
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines
 from slipstream.run_dir.writing import RunLog, read_lines
+from support.engines import native_learner, native_sampler, native_scorer
 from support.tiny_models import EOS, VOCAB, make_model, wrap
 
 UPDATES, BATCH, MAX_TOKENS, M, LR = 4, 6, 12, 5, 1e-2
@@ -67,10 +69,10 @@ def train(
         learner=LearnerConfig(batch_size=BATCH, lr=lr, token_budget=budget, dtype="float64", **options),
         schedule=schedule or Sync(),
     )
-    learner = NativeLearner(wrap(student), method=Method(loss=config.loss), config=config.learner, updates=updates)
+    learner = native_learner(wrap(student), method=Method(loss=config.loss), config=config.learner, updates=updates)
     engines = Engines(
-        samplers=(NativeSampler(wrap(student), slots=4, stop_ids={EOS}),),
-        scorers={"": (NativeScorer(wrap(teacher), token_budget=budget),)},
+        samplers=(native_sampler(wrap(student), slots=4, stop_ids={EOS}),),
+        scorers={"": (native_scorer(wrap(teacher), token_budget=budget),)},
         learner=learner,
         close=lambda: None,
     )

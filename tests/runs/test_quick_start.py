@@ -175,7 +175,7 @@ for words in cases:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What every command said: exit status, words, and what is there of what is heavy."""
+    """Results of every command: exit status, output, and the heavy libraries that it loaded."""
     home = tmp_path_factory.mktemp("home")
     for name, text in FILES.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)

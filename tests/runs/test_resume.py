@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.cli import main
+from slipstream.config.data import AdaptiveConfig, DataConfig
 from slipstream.config.objective import PolicyConfig
+from slipstream.config.rewards import TaskConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
-from slipstream.config.schema import DataConfig, TaskConfig
 from slipstream.engines.record_files import read_groups
 from slipstream.errors import RunDirError, WorkerDied
 from slipstream.pipeline.checkpoint import newest
@@ -92,8 +93,11 @@ OFTEN = [
 def test_gone_on_with_from_any_checkpoint_a_run_makes_the_updates_of_one_never_stopped(
     tmp_path: Path, schedule: Any
 ) -> None:
-    """Of the same groups in the same order, with the same tokens of the same versions: what was half rolled out, rolled
-    out and scored is in the checkpoint. Scores take no time here: what is being scored is scored anew."""
+    """Records are of the same groups in the same order, with the same tokens of the same versions.
+
+    The checkpoint has groups that are half rolled out, rolled out or scored. Scores take no time here: a group that is
+    being scored is scored anew.
+    """
     whole = go(tmp_path / "whole", schedule, score=0.0)
     places = set()
     for version in (2, 4, 6):
@@ -105,7 +109,7 @@ def test_gone_on_with_from_any_checkpoint_a_run_makes_the_updates_of_one_never_s
         saved = newest(path)
         groups = read_groups(saved.path)
         places |= {"half" for group in groups if unfinished(group)}
-        places |= {"ready" for _ in saved.standing.ready}
+        places |= {"ready" for _ in saved.state.admission.ready}
         parts = go(path, schedule, score=0.0)
         np.testing.assert_allclose(parts.table.detach().numpy(), whole.table.detach().numpy(), rtol=0, atol=1e-12)
         assert read_lines(path / "ledger.jsonl") == read_lines(tmp_path / "whole" / "ledger.jsonl")
@@ -123,7 +127,7 @@ def test_gone_on_with_from_any_checkpoint_a_run_makes_the_updates_of_one_never_s
 
 
 CHOSEN: dict[str, Any] = {
-    "data": DataConfig(order="adaptive", half_life=3.0),
+    "data": DataConfig(order="adaptive", adaptive=AdaptiveConfig(half_life=3.0)),
     "policy": PolicyConfig(refill=2.0),
     "task": TaskConfig(reward=("./own.py:ended",)),
 }
@@ -156,7 +160,7 @@ def test_what_was_in_flight_when_a_run_was_stopped_is_not_drawn_again(tmp_path: 
     for seconds in (2.0, 0.4, 0.4):
         go(tmp_path, schedule, until=seconds)
         saved = newest(tmp_path)
-        assert saved.standing.version == 0
+        assert saved.state.admission.version == 0
         groups = read_groups(saved.path)
         tokens = sum(handle.header.tokens for group in groups for handle in group)
         assert tokens > drawn and len(groups) == 12
@@ -167,9 +171,9 @@ def test_what_was_in_flight_when_a_run_was_stopped_is_not_drawn_again(tmp_path: 
 
 
 def test_what_came_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
-    """As after a power cut: the last checkpoint is of update 4, lines go on to 5 or more and end in the middle."""
+    """Cut the files as a power cut does: the last checkpoint is of update 4, lines go on and end in the middle."""
     go(tmp_path, Async(tau=1), until=12.0)
-    version = newest(tmp_path).standing.version
+    version = newest(tmp_path).state.admission.version
     assert version > 4
     for later in range(5, version + 1):
         checkpoint = tmp_path / "checkpoints" / str(later)
@@ -283,7 +287,7 @@ def begun(coordinators: Coordinators, path: Path, *command: str) -> int:
 
 def finish(path: Path) -> None:
     """Go on, and stop after few more updates, so that the test is short."""
-    last = newest(path / "run").standing.version
+    last = newest(path / "run").state.admission.version
     assert main(["resume", str(path / "run"), "--updates", str(last + 5)]) == 0
     numbers = ends(path / "run")
     assert numbers == sorted(set(numbers)) and len(numbers) == 4 * (last + 5)
@@ -307,7 +311,7 @@ def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     assert coordinators.end() == code
     output = coordinators.output()
     assert f"continue with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
-    version = newest(tmp_path / "run").standing.version
+    version = newest(tmp_path / "run").state.admission.version
     assert f"saved after update {version}; continue with" in output
     stopped = [e for e in read_lines(tmp_path / "run" / "ledger.jsonl") if e.get("reason") == "run stopped"]
     assert len(stopped) > 0
@@ -330,8 +334,8 @@ def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path, models_dir:
             time.sleep(0.01)
         os.close(ours)
         assert process.wait(60) == 129
-    standing = newest(tmp_path / "run").standing
-    assert standing.in_flight and standing.version >= 4
+    admission = newest(tmp_path / "run").state.admission
+    assert admission.in_flight and admission.version >= 4
 
 
 def test_a_run_that_is_not_to_care_for_its_terminal_goes_on(

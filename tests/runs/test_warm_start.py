@@ -141,7 +141,7 @@ def test_engines_in_their_own_processes_make_the_same_run(tmp_path: Path) -> Non
 def test_rollouts_with_a_teacher_beside_the_sampler_are_the_same_in_processes_and_after_a_resume(
     tmp_path: Path,
 ) -> None:
-    changes = {"updates": 3, "sampler": {"max_tokens": 24, "interleave": 3}, "loss": {"m": 2}}
+    changes = {"updates": 3, "sampler": {"max_tokens": 24, "teacher_replaces": 3}, "loss": {"m": 2}}
     lines = {}
     for kind in ("inline", "local"):
         tree = {**TREE, **changes, "runtime": {"kind": kind, "device": "cpu"}, "output": str(tmp_path / kind)}

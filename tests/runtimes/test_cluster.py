@@ -18,10 +18,9 @@ from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import ray as on_ray
-from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer
-from support import plain_engines
+from slipstream.runtimes.workers import RemoteLearner, RemoteSampler, RemoteScorer, WorkerSpec
 from support.plain_engines import ToyRollouts, prompt, toy_learner, toy_scorer
-from support.runtime_cases import SAMPLING, losses, prompts, settings, silent
+from support.runtime_cases import SAMPLING, TESTS, losses, prompts, settings, silent
 
 pytestmark = pytest.mark.processes
 
@@ -37,7 +36,7 @@ SYSTEM = {
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray.cloudpickle.register_pickle_by_value(plain_engines)  # actors cannot import it
+    monkeypatch.setenv("PYTHONPATH", TESTS)  # actors import their engines from there
     before = signal.getsignal(signal.SIGTERM)
     there = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "_system_config": SYSTEM})
     try:
@@ -47,7 +46,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         ray.shutdown()
         there.shutdown()
         signal.signal(signal.SIGTERM, before)
-        ray.cloudpickle.unregister_pickle_by_value(plain_engines)
 
 
 async def until(what: Callable[[], Any], run: Run) -> None:
@@ -63,27 +61,27 @@ async def until(what: Callable[[], Any], run: Run) -> None:
 def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster: Cluster, tmp_path: Path) -> None:
     said = list[str]()
     with ExitStack() as stack:
-        staff = on_ray.start(
+        manager = on_ray.start(
             [
-                Place(RemoteLearner, "learner", 1, toy_learner),
-                Place(RemoteSampler, "sampler", 1, ToyRollouts),
-                Place(RemoteScorer, "scorer", 1, toy_scorer, teacher="main"),
+                WorkerSpec(RemoteLearner, "learner", 1, toy_learner),
+                WorkerSpec(RemoteSampler, "sampler", 1, ToyRollouts),
+                WorkerSpec(RemoteScorer, "scorer", 1, toy_scorer, teacher="main"),
             ],
             stack,
             heartbeat=20.0,
             say=silent,
         )
-        workers: Any = {place.name: worker for worker, place in staff.places.items()}
+        workers: Any = {place.name: worker for worker, place in manager.specs.items()}
         engines = Engines(
             (workers["sampler"],),
             {"main": (workers["scorer"],)},
             workers["learner"],
             lambda: None,
-            replace=staff.replace,
-            hire=staff.hire,
-            dismiss=staff.dismiss,
-            takes={kind: staff.resources_of(place) for kind, place in staff.kinds.items()},
-            free=staff.free,
+            replace=manager.replace,
+            hire=manager.hire,
+            dismiss=manager.dismiss,
+            takes={kind: manager.resources_of(place) for kind, place in manager.kinds.items()},
+            free=manager.free,
         )
 
         async def main() -> None:
@@ -92,7 +90,7 @@ def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster:
                 run.task = asyncio.create_task(run.train())
                 await until(lambda: run.admission.version > 2, run)
                 machine = cluster.add_node(num_cpus=2)
-                await until(lambda: staff.free()["CPU"] >= 2, run)
+                await until(lambda: manager.free()["CPU"] >= 2, run)
                 with pytest.raises(ConfigError, match="teacher.main=3: there is room for 1 more"):
                     run.scale(["sampler=+1", "teacher.main=+2"], lambda _: None)
                 run.scale(["sampler=+1", "teacher.main=+1"], lambda _: None)
@@ -112,8 +110,8 @@ def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster:
                 await take_records_along(machine)
 
         async def take_records_along(machine: Any) -> None:
-            """Whoever was to take them hears of it, and nobody else."""
-            far: Any = next(worker for worker, place in staff.places.items() if place.name == "sampler-1")
+            """Only the worker that was to take them hears of it."""
+            far: Any = next(worker for worker, place in manager.specs.items() if place.name == "sampler-1")
             lost, kept = [await worker.generate(prompt(), SAMPLING) for worker in (far, workers["sampler"])]
             cluster.remove_node(machine, allow_graceful=False)
             scorer = workers["scorer"]

@@ -134,7 +134,7 @@ def test_the_clock_stands_still_while_another_process_is_awaited() -> None:
         assert isinstance(loop, ModelledLoop)
         answer: asyncio.Future[str] = loop.create_future()
         sleeper = loop.create_task(asyncio.sleep(3.0))
-        async with loop.outside():
+        async with loop.clock_stopped():
             threading.Timer(0.05, loop.call_soon_threadsafe, [answer.set_result, "answer"]).start()
             found = await answer
             assert not sleeper.done() and loop.time() == 0.0
@@ -145,13 +145,13 @@ def test_the_clock_stands_still_while_another_process_is_awaited() -> None:
 
 
 def test_after_a_hang_of_another_process_the_clock_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(virtual_clock, "HANGS", 0.05)
+    monkeypatch.setattr(virtual_clock, "ANSWER_TIMEOUT", 0.05)
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ModelledLoop)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(30.0), loop.outside():
+            async with asyncio.timeout(30.0), loop.clock_stopped():
                 await loop.create_future()
         return loop.time()
 

@@ -25,12 +25,17 @@ import ray
 from ray._private.internal_api import node_stats
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.config.schema import Config, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
+from slipstream.config.rewards import TaskConfig
+from slipstream.config.running import RuntimeConfig
+from slipstream.config.sampler import SamplerConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.engines.shared_memory import Mapped, Records, empty
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
-from slipstream.plan.engines import EnginesPlan, engines_of
+from slipstream.plan.engine_plans import EnginesPlan
+from slipstream.plan.engines import engines_of
 from slipstream.plan.gpus import Crew
 from slipstream.plan.plan import plan
 from slipstream.protocols import Engines, Loaded, Sampling
@@ -44,8 +49,15 @@ from slipstream.runtimes.channel import Channel
 from slipstream.runtimes.exchange import Body, RemoteWorker
 from slipstream.runtimes.launcher import ProcessSettings
 from slipstream.runtimes.local import ProcessLauncher
-from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, cpu_seconds, gpus_each
-from support import plain_engines
+from slipstream.runtimes.workers import (
+    RemoteLearner,
+    RemoteSampler,
+    RemoteScorer,
+    WorkerManager,
+    WorkerSpec,
+    cpu_seconds,
+    gpus_each,
+)
 from support.coordinators import open_files
 from support.plain_engines import (
     LARGE,
@@ -67,7 +79,7 @@ from support.plain_engines import (
     toy_learner,
     toy_scorer,
 )
-from support.runtime_cases import RUNTIMES, SAMPLING, Fate, losses, prompts, settings, silent
+from support.runtime_cases import RUNTIMES, SAMPLING, TESTS, Fate, losses, prompts, settings, silent
 
 pytestmark = pytest.mark.processes
 
@@ -168,7 +180,7 @@ def test_what_a_killed_run_left_of_ray_is_removed_by_the_next_and_what_is_in_use
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(on_ray, "SHORT", 1000)
+    monkeypatch.setattr(on_ray, "MAX_DIRECTORY_LENGTH", 1000)
     for name in ("ray-killed", "ray-used", "ray-of-somebody-else"):
         (tmp_path / name / "session_1").mkdir(parents=True)
     (tmp_path / "ray-killed" / LOCK).write_text("1 on here")
@@ -190,12 +202,11 @@ def launcher() -> Iterator[ProcessLauncher]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(plain_engines)  # actors cannot import it
-    with on_ray.directory() as path:
+    with pytest.MonkeyPatch.context() as patch, on_ray.directory() as path:
+        patch.setenv("PYTHONPATH", TESTS)  # actors import their engines from there
         on_ray.start_here(1, path)
         yield
         ray.shutdown()
-    ray.cloudpickle.unregister_pickle_by_value(plain_engines)
 
 
 @dataclass
@@ -203,12 +214,12 @@ class Processes:
     """Puts engines into processes."""
 
     kind: str
-    start: Callable[..., Staff]
+    start: Callable[..., WorkerManager]
 
     def __call__(
         self, kind: type[RemoteWorker], build: Callable[[], Any], *, name: str = "w", threads: int = 1, **options: Any
     ) -> Any:
-        (worker,) = self.start([Place(kind, name, threads, build)], **options).places
+        (worker,) = self.start([WorkerSpec(kind, name, threads, build)], **options).specs
         return worker
 
     def stored(self) -> int:
@@ -223,7 +234,7 @@ class Processes:
         return sum(each.size for each in gc.get_objects() if isinstance(each, Mapped))
 
     def settled(self, bound: int) -> int:
-        """What it holds when it has had time to free what nobody names."""
+        """Return the objects that it holds after it had time to free those that nobody names."""
         gc.collect()
         until = time.monotonic() + 10
         while (left := self.stored()) > bound and time.monotonic() < until:
@@ -309,7 +320,7 @@ def test_an_error_comes_back_as_itself_with_what_happened_there(opened: Processe
 def test_what_cannot_be_sent_fails_the_call_that_sends_it_and_no_other(launcher: ProcessLauncher) -> None:
     with ExitStack() as stack:
         worker: Any
-        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], launcher, stack, say=silent).places
+        (worker,) = local.start([WorkerSpec(RemoteScorer, "w", 1, Broken)], launcher, stack, say=silent).specs
 
         async def main() -> list[Any]:
             calls = worker.call("count"), worker.call("score", (i for i in "ab")), worker.cpu_seconds()
@@ -340,7 +351,7 @@ def test_no_engine_inherits_the_key_of_an_endpoint(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TEACHER_KEY", "secret")
     monkeypatch.setenv("OTHER", "here")
     with ProcessLauncher(["TEACHER_KEY", "NOT_SET"]) as made, ExitStack() as stack:
-        (worker,) = local.start([Place(RemoteScorer, "w", 1, Environment)], made, stack, say=silent).places
+        (worker,) = local.start([WorkerSpec(RemoteScorer, "w", 1, Environment)], made, stack, say=silent).specs
         assert asyncio.run(worker.call("read", "TEACHER_KEY")) is None
         assert asyncio.run(worker.call("read", "OTHER")) == "here"
 
@@ -390,93 +401,95 @@ def test_a_coordinator_that_was_busy_itself_blames_nobody(opened: Processes) -> 
 
 
 def test_another_takes_the_place_of_a_worker(opened: Processes) -> None:
-    staff = opened.start([Place(RemoteSampler, "sampler", 1, Maker)])
-    (old,) = staff.places
+    manager = opened.start([WorkerSpec(RemoteSampler, "sampler", 1, Maker)])
+    (old,) = manager.specs
 
     async def main() -> Any:
         os.kill(old.pid, signal.SIGKILL)
-        new = await staff.replace(old)
+        new = await manager.replace(old)
         assert len(await new.generate(prompt(), SAMPLING)) == 1
         with pytest.raises(WorkerDied):
             await old.generate(prompt(), SAMPLING)  # type: ignore[attr-defined]
-        assert list(staff.places) == [new] and new.pid != old.pid
+        assert list(manager.specs) == [new] and new.pid != old.pid
         with pytest.raises(WorkerDied, match="another takes its place"):
-            await asyncio.gather(new.generate(prompt(), SAMPLING), staff.replace(new))
+            await asyncio.gather(new.generate(prompt(), SAMPLING), manager.replace(new))
 
     asyncio.run(main())
 
 
 def test_workers_are_hired_and_dismissed_while_others_work(opened: Processes) -> None:
-    staff = opened.start([Place(RemoteSampler, "sampler", 1, Patient), Place(RemoteScorer, "scorer", 1, toy_scorer)])
-    one, scorer = staff.places
+    manager = opened.start(
+        [WorkerSpec(RemoteSampler, "sampler", 1, Patient), WorkerSpec(RemoteScorer, "scorer", 1, toy_scorer)]
+    )
+    one, scorer = manager.specs
 
     async def main() -> None:
-        assert set(staff.kinds) == {"sampler"}, "a scorer of no teacher cannot be told from others"
-        other: Any = await staff.replace(staff.hire("sampler", "sampler-1"))
+        assert set(manager.kinds) == {"sampler"}, "a scorer of no teacher cannot be told from others"
+        other: Any = await manager.replace(manager.hire("sampler", "sampler-1"))
         call = asyncio.create_task(other.generate(prompt(), SAMPLING))
         await other.cpu_seconds()
-        leaving = asyncio.create_task(staff.dismiss(other))
+        leaving = asyncio.create_task(manager.dismiss(other))
         await one.cpu_seconds()
-        assert not leaving.done() and other in staff.places, "it still has something to do"
+        assert not leaving.done() and other in manager.specs, "it still has something to do"
         await other.publish(None, "keep")
         assert await call == []
         await leaving
-        assert list(staff.places) == [one, scorer]
+        assert list(manager.specs) == [one, scorer]
         with pytest.raises(WorkerDied, match=r"sampler-1 \(pid \d+\) is gone"):
             await other.generate(prompt(), SAMPLING)
         if opened.kind == "local":
             assert other.pid not in children()
-        await staff.dismiss(scorer)  # which nobody has called yet
-        dead = await staff.replace(staff.hire("sampler", "sampler-2"))
+        await manager.dismiss(scorer)  # which nobody has called yet
+        dead = await manager.replace(manager.hire("sampler", "sampler-2"))
         os.kill(dead.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             await dead.generate(prompt(), SAMPLING)
-        await staff.dismiss(dead)
-        assert list(staff.places) == [one]
+        await manager.dismiss(dead)
+        assert list(manager.specs) == [one]
 
     asyncio.run(main())
 
 
 def test_who_comes_gets_gpus_that_nobody_has(launcher: ProcessLauncher) -> None:
-    places = [Place(RemoteSampler, f"sampler-{i}", 1, Environment) for i in range(2)]
+    places = [WorkerSpec(RemoteSampler, f"sampler-{i}", 1, Environment) for i in range(2)]
 
-    async def main(staff: Staff) -> list[str]:
-        assert staff.free() == {"GPU": 1}
-        hired = staff.hire("sampler", "sampler-2")
-        assert staff.free() == {"GPU": 0}, "as it is nobody else's any more"
-        worker = await staff.replace(hired)
-        assert staff.free() == {"GPU": 0}
+    async def main(manager: WorkerManager) -> list[str]:
+        assert manager.free() == {"GPU": 1}
+        hired = manager.hire("sampler", "sampler-2")
+        assert manager.free() == {"GPU": 0}, "as it is nobody else's any more"
+        worker = await manager.replace(hired)
+        assert manager.free() == {"GPU": 0}
         first = await worker.call("read", "CUDA_VISIBLE_DEVICES")
-        await staff.dismiss(next(iter(staff.places)))
-        assert staff.free() == {"GPU": 1}
-        worker = await staff.replace(staff.hire("sampler", "sampler-3"))
+        await manager.dismiss(next(iter(manager.specs)))
+        assert manager.free() == {"GPU": 1}
+        worker = await manager.replace(manager.hire("sampler", "sampler-3"))
         return [first, await worker.call("read", "CUDA_VISIBLE_DEVICES")]
 
     with ExitStack() as stack:
-        staff = local.start(places, launcher, stack, gpus=["a", "b", "c"], say=silent)
-        assert asyncio.run(main(staff)) == ["c", "a"]
+        manager = local.start(places, launcher, stack, gpus=["a", "b", "c"], say=silent)
+        assert asyncio.run(main(manager)) == ["c", "a"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
     opened: Processes, how: signal.Signals, tmp_path: Path
 ) -> None:
-    staff = opened.start(
+    manager = opened.start(
         [
-            Place(RemoteLearner, "learner", 1, toy_learner),
-            Place(RemoteSampler, "sampler", 1, ToyRollouts),
-            Place(RemoteScorer, "scorer", 1, toy_scorer),
+            WorkerSpec(RemoteLearner, "learner", 1, toy_learner),
+            WorkerSpec(RemoteSampler, "sampler", 1, ToyRollouts),
+            WorkerSpec(RemoteScorer, "scorer", 1, toy_scorer),
         ],
         heartbeat=30.0,  # a process that loads on a busy machine is silent for more than ten seconds
     )
-    workers: Any = {place.name: worker for worker, place in staff.places.items()}
+    workers: Any = {place.name: worker for worker, place in manager.specs.items()}
     engines = Engines(
-        (workers["sampler"],), {"": (workers["scorer"],)}, workers["learner"], lambda: None, replace=staff.replace
+        (workers["sampler"],), {"": (workers["scorer"],)}, workers["learner"], lambda: None, replace=manager.replace
     )
     said = list[str]()
 
     def pids(name: str) -> int:
-        return next(worker.pid for worker, place in staff.places.items() if place.name == name)
+        return next(worker.pid for worker, place in manager.specs.items() if place.name == name)
 
     fates = {3: "sampler", 6: "scorer"} | ({8: "sampler"} if how == signal.SIGKILL else {})
     victims = list(fates.values())
@@ -503,7 +516,7 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
 
 def test_a_worker_says_with_what_status_it_left(launcher: ProcessLauncher) -> None:
     with ExitStack() as stack:
-        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], launcher, stack, say=silent).places
+        (worker,) = local.start([WorkerSpec(RemoteScorer, "w", 1, Broken)], launcher, stack, say=silent).specs
         with pytest.raises(WorkerDied, match=r"^w \(pid \d+\) is gone: exit status 3$"):
             asyncio.run(worker.call("leave"))
 
@@ -558,14 +571,14 @@ def memories(pid: int) -> int:
 
 def test_records_never_pass_through_the_coordinator(opened: Processes) -> None:
     """Per update 4 groups of one record of 25 bytes a token; the coordinator's messages have headers."""
-    staff = opened.start(
+    manager = opened.start(
         [
-            Place(RemoteSampler, "sampler", 1, partial(Maker, LARGE)),
-            Place(RemoteScorer, "scorer", 1, Reader),
-            *[Place(RemoteLearner, f"learner-{i}", 1, Weigher) for i in range(2)],
+            WorkerSpec(RemoteSampler, "sampler", 1, partial(Maker, LARGE)),
+            WorkerSpec(RemoteScorer, "scorer", 1, Reader),
+            *[WorkerSpec(RemoteLearner, f"learner-{i}", 1, Weigher) for i in range(2)],
         ]
     )
-    sampler, scorer, *ranks = cast("list[Any]", list(staff.places))
+    sampler, scorer, *ranks = cast("list[Any]", list(manager.specs))
 
     async def update() -> None:
         groups = [await scorer.score(await sampler.generate(prompt(number), SAMPLING)) for number in range(4)]
@@ -573,7 +586,7 @@ def test_records_never_pass_through_the_coordinator(opened: Processes) -> None:
         await asyncio.gather(*[rank.prepare(part) for rank, part in zip(ranks, parts, strict=True)])
 
     asyncio.run(update())
-    traffic, size = staff.traffic(), 4 * 25 * LARGE
+    traffic, size = manager.traffic(), 4 * 25 * LARGE
     assert traffic.get("coordinator", 0) < 0.01 * size
     assert size < traffic["rollouts"] < 1.01 * size and size < traffic["scores"] < 1.01 * size
 
@@ -581,20 +594,28 @@ def test_records_never_pass_through_the_coordinator(opened: Processes) -> None:
 def test_records_of_killed_processes_are_freed(launcher: ProcessLauncher) -> None:
     """A killed sampler's records live as long as the coordinator has them, and dropped ones as long as a reader."""
     with ExitStack() as stack:
-        places = [Place(RemoteSampler, "sampler", 1, partial(Maker, LARGE)), Place(RemoteLearner, "learner", 1, Keeper)]
-        sampler, learner = cast("list[Any]", list(local.start(places, launcher, stack, say=silent).places))
+        places = [
+            WorkerSpec(RemoteSampler, "sampler", 1, partial(Maker, LARGE)),
+            WorkerSpec(RemoteLearner, "learner", 1, Keeper),
+        ]
+        sampler, learner = cast("list[Any]", list(local.start(places, launcher, stack, say=silent).specs))
+
+        gc.collect()
+        before = memories(os.getpid())  # records that earlier tests still hold
 
         async def main() -> None:
             groups = [await sampler.generate(prompt(number), SAMPLING) for number in range(2)]
             await learner.prepare(Batch((groups[0],), 1))
-            assert (memories(os.getpid()), memories(learner.pid)) == (2, 1)
+            assert (memories(os.getpid()) - before, memories(learner.pid)) == (2, 1)
             os.kill(sampler.pid, signal.SIGKILL)
             with pytest.raises(WorkerDied):
                 await sampler.generate(prompt(9), SAMPLING)
-            assert memories(os.getpid()) == 2
+            assert memories(os.getpid()) - before == 2
             del groups
             gc.collect()
-            assert (memories(os.getpid()), memories(learner.pid)) == (0, 1), "the learner reads its record in place"
+            assert (memories(os.getpid()) - before, memories(learner.pid)) == (0, 1), (
+                "the learner reads its record in place"
+            )
             os.kill(learner.pid, signal.SIGKILL)
             with pytest.raises(WorkerDied):
                 await learner.prepare(Batch((), 2))
@@ -716,9 +737,9 @@ class LoadsInTurn:
 def test_whoever_waits_is_told_who_still_loads() -> None:
     told = list[str]()
     order = {"scorer": 1, "learner": 2, "sampler": 3}
-    wanted = [Place(RemoteWorker, name, 1, object) for name in ("learner", "sampler", "scorer")]
-    staff = Staff(lambda place: cast(RemoteWorker, LoadsInTurn(order[place.name], told)))
-    staff.begin(wanted, lambda _: None, str, told.append)
+    wanted = [WorkerSpec(RemoteWorker, name, 1, object) for name in ("learner", "sampler", "scorer")]
+    manager = WorkerManager(lambda place: cast(RemoteWorker, LoadsInTurn(order[place.name], told)))
+    manager.begin(wanted, lambda _: None, str, told.append)
     assert told == ["loading learner, sampler, scorer", "loading learner, sampler", "loading sampler"]
 
 

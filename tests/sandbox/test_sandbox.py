@@ -1,4 +1,4 @@
-"""What a model's program can do in a sandbox: what it should, within limits, and nothing of what would be a way out."""
+"""Programs of a model in a sandbox: they can do their work, within limits, and cannot get out."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import pytest
 
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, SandboxError
-from slipstream.plan.plan import sandbox_notes
+from slipstream.plan.notes import sandbox_notes
 from slipstream.sandbox import bubblewrap, cgroups, sandbox_of, seccomp
-from slipstream.sandbox.base import PYTHON, USUAL, Limits, MiB, Ran, Sandbox, Session, run_python
+from slipstream.sandbox.base import DEFAULT_LIMITS, PYTHON_COMMAND, Limits, MiB, Ran, Sandbox, Session, run_python
 from support.sandboxes import NO_BUBBLEWRAP
 
 pytestmark = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
@@ -30,7 +30,9 @@ PLACES = ("call", "session")
 SECRET = "hunter2-of-the-trainer"
 
 
-def inside(place: str, use: Callable[[Sandbox | Session], Awaitable[object]], limits: Limits = USUAL) -> object:
+def inside(
+    place: str, use: Callable[[Sandbox | Session], Awaitable[object]], limits: Limits = DEFAULT_LIMITS
+) -> object:
     async def go() -> object:
         sandbox = sandbox_of("bubblewrap")
         if place == "call":
@@ -166,10 +168,10 @@ HELD = {
 
 @cache
 def outcomes(place: str) -> dict[str, str]:
-    """Of all attacks, made by one program."""
+    """Results of all attacks, made by one program."""
     abstract = f"\0slipstream-{os.getpid()}-{place}"
     machine = os.uname().machine
-    numbers = seccomp.REFUSED[machine] | {"socketpair": seccomp.SOCKETS[machine][1]}
+    numbers = seccomp.REFUSED_CALLS[machine] | {"socketpair": seccomp.SOCKETS[machine][1]}
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(abstract)
         unix.listen()
@@ -197,7 +199,7 @@ def test_a_program_is_nobody_with_no_capability(place: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root")
 def test_under_root_every_call_has_a_user_of_its_own_who_is_not_root() -> None:
-    users = {bubblewrap.another_user() for _ in range(bubblewrap.PER_PROCESS)}
+    users = {bubblewrap.another_user() for _ in range(bubblewrap.USERS_PER_PROCESS)}
     assert len(users) == 64 and all(user is not None and user >= 1_879_048_192 for user in users)
     seen = python("print(open('/proc/self/uid_map').read())").out.split()
     assert seen[0] == "65534" and seen[2] == "1"
@@ -266,11 +268,11 @@ for how in (os.O_RDWR, os.O_WRONLY):
 
 
 def test_the_filter_of_each_machine_is_whole() -> None:
-    for machine in seccomp.REFUSED:
+    for machine in seccomp.REFUSED_CALLS:
         program = seccomp.program(machine)
-        assert len(program) % 8 == 0 and len(program) // 8 == 2 * len(seccomp.REFUSED[machine]) + 31
-        assert len(set(seccomp.REFUSED[machine].values())) == len(seccomp.REFUSED[machine])
-    assert seccomp.REFUSED["x86_64"].keys() == seccomp.REFUSED["aarch64"].keys()
+        assert len(program) % 8 == 0 and len(program) // 8 == 2 * len(seccomp.REFUSED_CALLS[machine]) + 31
+        assert len(set(seccomp.REFUSED_CALLS[machine].values())) == len(seccomp.REFUSED_CALLS[machine])
+    assert seccomp.REFUSED_CALLS["x86_64"].keys() == seccomp.REFUSED_CALLS["aarch64"].keys()
     with pytest.raises(SandboxError, match="there is no filter for riscv64"):
         seccomp.program("riscv64")
 
@@ -467,7 +469,7 @@ def test_every_process_of_a_call_is_in_its_cgroup_before_the_program_begins(tmp_
 
 def test_a_cgroup_that_cannot_be_had_is_no_fault_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = delegated(tmp_path)
-    number, mark = next(cgroups.NUMBERS) + 2, f"37.{os.getpid()}"
+    number, mark = next(cgroups.CGROUP_NUMBERS) + 2, f"37.{os.getpid()}"
     (parent / f"slipstream-{os.getpid()}-{number}").mkdir()
 
     async def go(where: Path) -> None:
@@ -829,7 +831,7 @@ def test_it_runs_beside_other_threads() -> None:
 def test_hashes_are_the_same_in_every_run() -> None:
     code = "print(hash('a'), {'x', 'y', 'z'})"
     assert python(code).out == python(code).out
-    assert PYTHON[0] == "env"
+    assert PYTHON_COMMAND[0] == "env"
 
 
 def test_without_bwrap_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

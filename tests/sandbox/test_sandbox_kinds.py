@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from slipstream.environments.builtin import MAX_OUTPUT, Python, observation
 from slipstream.environments.forms import kind_of
-from slipstream.environments.python import SHOWN, Python, observation
 from slipstream.errors import ConfigError, SandboxError
 from slipstream.sandbox import none, remote, sandbox_of
 from slipstream.sandbox.base import Limits, MiB, Program, Ran, Sandbox, run_python
-from slipstream.testing.sandbox_server import FakeSandboxFusion, told
+from support.sandbox_server import FakeSandboxFusion, told
 from support.sandboxes import NO_BUBBLEWRAP
 
 WALLED = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
@@ -27,7 +27,7 @@ KINDS = [pytest.param("bubblewrap", marks=WALLED), "none", "remote"]
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSandboxFusion]:
-    monkeypatch.setattr(remote, "PAUSES", (0.001, 0.001, 0.001))
+    monkeypatch.setattr(remote, "SANDBOX_RETRY_PAUSES", (0.001, 0.001, 0.001))
     with FakeSandboxFusion(sandbox_of("none")) as server:
         yield server
 
@@ -277,7 +277,7 @@ def test_a_server_that_is_not_there_or_slow_is_told(fake: FakeSandboxFusion, mon
         pass
     with pytest.raises(SandboxError, match=f"sandbox at {gone.url} cannot be reached: ConnectError"):
         python(gone.url, "print(1)")
-    monkeypatch.setattr(remote, "QUEUE", 0.1)
+    monkeypatch.setattr(remote, "MAX_QUEUE_TIME", 0.1)
     fake.seconds = 5.0
     fake.tell("slow")
     with pytest.raises(SandboxError, match="gives no whole answer in 0.2 s"):
@@ -329,7 +329,7 @@ def test_the_student_sees_how_a_program_ended_and_both_its_outputs() -> None:
 
 
 def test_the_student_is_told_of_one_tool() -> None:
-    schemas = kind_of("slipstream.environments.python:Python").schemas
+    schemas = kind_of("slipstream.environments.builtin:Python").schemas
     assert [each["function"]["name"] for each in schemas] == ["python"]
     assert schemas[0]["function"]["parameters"]["required"] == ["code"]
 
@@ -338,7 +338,7 @@ def test_an_observation_is_bounded_and_both_its_ends_are_seen() -> None:
     ran = Ran("output", None, "a" * 50_000 + "z", "", 1.0)
     seen = observation(ran, Limits())
     assert seen.startswith("status: ended: more than 65536 bytes of output\nstdout:\naaa") and seen.endswith("az")
-    assert f"[{50_001 - SHOWN} characters left out]" in seen and len(seen) < SHOWN + 150
+    assert f"[{50_001 - MAX_OUTPUT} characters left out]" in seen and len(seen) < MAX_OUTPUT + 150
     assert observation(Ran("memory", None, "", "", 1.0), Limits()) == "status: ended: more than 512 MiB of memory"
     assert observation(Ran("disk", None, "", "", 1.0), Limits()).startswith("status: ended: more than 64 MiB of files")
 

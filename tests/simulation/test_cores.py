@@ -14,7 +14,7 @@ from slipstream.protocols import Sampling, WeightsRef
 from slipstream.records import Prompt
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.simulation.cores import Cores
-from slipstream.simulation.sleep import SleepSampler
+from slipstream.simulation.timed_engines import SleepSampler
 
 
 def ends(cores: Cores, works: Sequence[tuple[float, float]], *, wide: float = 1.0) -> list[float]:

@@ -21,7 +21,7 @@ from slipstream.cli import main
 from slipstream.commands.sweep import PRELOAD
 from slipstream.run_dir.atomic_files import directory_lock
 from slipstream.run_dir.reading import RunDir
-from slipstream.studies.cells import Job, run
+from slipstream.studies.cells import Job, run_jobs
 from slipstream.studies.results import Sweep
 from slipstream.studies.study import Study
 from support import jobs
@@ -41,7 +41,7 @@ def job(tmp_path: Path, work: Any, *, patience: float = 100.0) -> Job:
 @pytest.mark.processes
 def test_a_job_that_ends_in_any_way_ends_no_other_one(tmp_path: Path) -> None:
     works = [jobs.is_killed, jobs.fails, jobs.refuses, jobs.leaves, partial(jobs.counts, 3)]
-    events = [e for e in run([job(tmp_path, work) for work in works], 2, preload=PRELOAD) if e is not None]
+    events = [e for e in run_jobs([job(tmp_path, work) for work in works], 2, preload=PRELOAD) if e is not None]
     ends = {event.job.name: (event.kind, event.value) for event in events if event.kind in ("done", "failed")}
     assert ends == {
         "is_killed": (
@@ -62,7 +62,7 @@ def test_a_job_that_ends_in_any_way_ends_no_other_one(tmp_path: Path) -> None:
 def test_so_many_run_at_a_time_and_in_their_order(tmp_path: Path) -> None:
     todo = [Job(str(n), partial(jobs.counts, 1), tmp_path / f"{n}.txt", 100.0) for n in range(5)]
     there, most, order = set[str](), 0, list[str]()
-    for event in run(todo, 2, preload=PRELOAD):
+    for event in run_jobs(todo, 2, preload=PRELOAD):
         if event is None:
             continue
         if event.kind == "begun":
@@ -89,7 +89,7 @@ def gone(pid: int) -> bool:
 
 def test_a_job_of_which_nothing_is_heard_is_ended(tmp_path: Path) -> None:
     pid = 0
-    for event in run([job(tmp_path, jobs.hangs, patience=5.0)], 1, preload=PRELOAD):
+    for event in run_jobs([job(tmp_path, jobs.hangs, patience=5.0)], 1, preload=PRELOAD):
         if event is not None and event.kind == "moved":
             pid = event.value
         elif event is not None and event.kind == "failed":
@@ -98,7 +98,7 @@ def test_a_job_of_which_nothing_is_heard_is_ended(tmp_path: Path) -> None:
 
 
 def test_who_stops_listening_stops_the_jobs(tmp_path: Path) -> None:
-    events = run([job(tmp_path, jobs.waits)], 1, preload=PRELOAD)
+    events = run_jobs([job(tmp_path, jobs.waits)], 1, preload=PRELOAD)
     pid = next(event.value for event in events if event is not None and event.kind == "moved")
     events.close()
     assert gone(pid)
@@ -146,12 +146,18 @@ def miniature(path: Path, to: Path) -> Path:
             arm["grid"] = cut(arm["grid"])
     sweep |= {"seeds": [1], "last": 1, "claims": []}
     sweep["conditions"] = dict(list(sweep.get("conditions", {}).items())[-1:])
+    times = 4
+    for condition in sweep["conditions"].values():
+        condition.pop("updates", None)
+        condition.pop("eval", None)
+        tree["eval"]["every"] = tree["eval"].get("every", 1)
+        times = max(times, condition.get("reuse", {}).get("times", 1))
     tree |= {"updates": 2, "output": str(to / "out")}
     if tree["student"].startswith("runs/real/"):  # its models are made by `make real`
         tree |= {"student": "builtin:student", "data": {"eval": "builtin:arithmetic"}}
         tree["teachers"]["main"]["model"] = "builtin:teacher"
     tree.setdefault("data", {})["limit"] = 40
-    tree.setdefault("learner", {}).update(batch_size=4 * tree.get("sampler", {}).get("group", 1), warmup=0)
+    tree.setdefault("learner", {}).update(batch_size=times * tree.get("sampler", {}).get("group", 1), warmup=0)
     tree.setdefault("sampler", {})["max_tokens"] = 12
     if tree.get("eval", {}).get("every"):
         tree["eval"] |= {"every": 1, "prompts": 4}

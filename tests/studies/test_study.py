@@ -1,4 +1,4 @@
-"""What a study file may say, numbers of several seeds, and what is read from the directory of a study."""
+"""Study files, numbers of several seeds, and the content of a study's directory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from rich.console import Console
 from slipstream.commands.sweep import write_results as tell_files
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.reporting.report.study import compared
+from slipstream.reporting.report.study import comparison
 from slipstream.run_dir.reading import RunDir
+from slipstream.statistics import Estimate, difference, estimate, holm, p_value, slope, verdict
 from slipstream.studies.board import Board, Columns, seconds_left, summary, text_of
 from slipstream.studies.cells import Event, Job
 from slipstream.studies.directory import (
@@ -30,10 +31,11 @@ from slipstream.studies.directory import (
     cores_of_cell,
     finish_cell,
     parallel_cells,
+    parquet_column,
+    write_csv,
+    write_parquet,
 )
-from slipstream.studies.export import column, write_csv, write_parquet
-from slipstream.studies.results import Sweep, measured
-from slipstream.studies.statistics import Estimate, difference, estimate, holm, p_value, slope, verdict
+from slipstream.studies.results import Sweep, value_of_measure
 from slipstream.studies.study import Study
 from slipstream.studies.table import Claim, SweepConfig
 from support.small_study import STUDY
@@ -340,26 +342,26 @@ def test_of_claims_about_nothing_at_most_one_in_twenty_is_decided() -> None:
 def test_a_measure_is_of_the_end() -> None:
     updates = [{"loss": 4.0, "time": 1.0}, {"loss": 2.0, "time": 2.0}, {"time": 3.0}, {"loss": 1.0, "time": 4.0}]
     evaluations = [{"accuracy": 0.1}, {"accuracy": 0.2}, {"accuracy": 0.3, "set": "hard"}]
-    assert measured("loss", updates, [], last=3) == 1.5
-    assert measured("loss", updates, [], last=2) == 1.0
-    assert measured("time", updates, [], last=3) == 4.0
-    assert measured("eval/accuracy", updates, evaluations, last=3) == 0.2
-    assert measured("eval/hard/accuracy", updates, evaluations, last=3) == 0.3
-    assert measured("reward/exact", updates, [], last=4) is None
-    assert measured("eval/accuracy", updates, [], last=4) is None
+    assert value_of_measure("loss", updates, [], last=3) == 1.5
+    assert value_of_measure("loss", updates, [], last=2) == 1.0
+    assert value_of_measure("time", updates, [], last=3) == 4.0
+    assert value_of_measure("eval/accuracy", updates, evaluations, last=3) == 0.2
+    assert value_of_measure("eval/hard/accuracy", updates, evaluations, last=3) == 0.3
+    assert value_of_measure("reward/exact", updates, [], last=4) is None
+    assert value_of_measure("eval/accuracy", updates, [], last=4) is None
     by_kl = [
         {"update": update, "kl": kl, **of} for update, kl, of in ((0, 2.0, {}), (2, 0.5, {}), (2, 0.25, {"set": "a"}))
     ]
-    assert [measured(name, updates, by_kl, last=1) for name in ("eval/kl", "eval/a/kl", "eval/accuracy")] == [
+    assert [value_of_measure(name, updates, by_kl, last=1) for name in ("eval/kl", "eval/a/kl", "eval/accuracy")] == [
         0.5,
         0.25,
         None,
     ]
     rewards = [{"reward/exact": value} for value in [0.6] * 40 + [0.1] * 40]
-    assert measured("collapse/reward/exact", rewards, [], last=3) == 1
-    assert measured("collapse/reward/exact", rewards[:40], [], last=3) == 0
-    assert measured("peak_to_end/reward/exact", rewards, [], last=3) == pytest.approx(0.5)
-    assert measured("collapse/reward/exact", updates, [], last=3) is None
+    assert value_of_measure("collapse/reward/exact", rewards, [], last=3) == 1
+    assert value_of_measure("collapse/reward/exact", rewards[:40], [], last=3) == 0
+    assert value_of_measure("peak_to_end/reward/exact", rewards, [], last=3) == pytest.approx(0.5)
+    assert value_of_measure("collapse/reward/exact", updates, [], last=3) is None
 
 
 def test_what_is_left_is_shared_out() -> None:
@@ -372,7 +374,7 @@ def test_what_is_left_is_shared_out() -> None:
 
 
 def written(path: Path, of: Study, values: dict[tuple[str, int, int], float]) -> Sweep:
-    """As if cells had been run: their reward by arm, k and seed."""
+    """Write cells as if they had been run: their reward by arm, k and seed."""
     path.mkdir()
     (path / "study.toml").write_text(tomli_w.dumps(of.tree))
     for cell in Sweep(path).cells:
@@ -419,25 +421,25 @@ def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
     assert [row.se for row in table[:3]] == pytest.approx([0.1, 0.05, 0.05]) and table[3].se is None
     assert [row.mean for row in sweep.table("tokens")] == [1.0] * 4
     d = sweep.differences()
-    assert [(each.series, each.base, each.x, each.found.n) for each in d] == [
+    assert [(each.series, each.base, each.x, each.difference.n) for each in d] == [
         ("forward", "reverse", 0, 2),
         ("forward", "reverse", 1, 1),
     ]
-    assert d[0].found.mean == pytest.approx(-0.25) and d[0].found.se == pytest.approx(0.05)  # −0.3 and −0.2
+    assert d[0].difference.mean == pytest.approx(-0.25) and d[0].difference.se == pytest.approx(0.05)  # −0.3 and −0.2
     reverse, forward = sweep.slopes().values()  # log2(1) = 0 and log2(2) = 1: one less the other
     assert reverse == Estimate(2, pytest.approx(-0.25), pytest.approx(0.05))
     assert forward == Estimate(1, pytest.approx(0.1), None)  # seed 2 has no other x
     at_0, everywhere, falls, level, rises = sweep.claims()
-    assert (at_0.verdict, at_0.found.n) == (
+    assert (at_0.verdict, at_0.difference.n) == (
         "open",
         2,
     )  # five standard errors; two seeds need 12.7, and Holm's method more
     # seed 1 alone is everywhere: (0.5 + 0.6) / 2 − (0.8 + 0.5) / 2
-    assert (everywhere.verdict, everywhere.found) == ("open", Estimate(1, pytest.approx(-0.1), None))
-    assert falls.verdict == "open" and falls.found.mean == pytest.approx(-0.25)
-    assert level.verdict == "holds" and level.found.mean == pytest.approx(-9 - 0.7)  # 97 standard errors
-    assert rises.verdict == "open" and rises.found.mean == pytest.approx(0.25)
-    assert compared(rises) == "Reward exact: reverse at 0 − reverse at 1"
+    assert (everywhere.verdict, everywhere.difference) == ("open", Estimate(1, pytest.approx(-0.1), None))
+    assert falls.verdict == "open" and falls.difference.mean == pytest.approx(-0.25)
+    assert level.verdict == "holds" and level.difference.mean == pytest.approx(-9 - 0.7)  # 97 standard errors
+    assert rises.verdict == "open" and rises.difference.mean == pytest.approx(0.25)
+    assert comparison(rises) == "Reward exact: reverse at 0 − reverse at 1"
     # t = 5 and t = 97 with one degree of freedom, times the number of claims that have an error and no smaller p
     assert at_0.p == falls.p == pytest.approx(3 * (1 - 2 / pi * atan(5)))
     assert level.p == pytest.approx(4 * (1 - 2 / pi * atan(97))) and everywhere.p is None
@@ -484,10 +486,10 @@ def test_without_pyarrow_a_line_says_what_to_install(tmp_path: Path, monkeypatch
 
 
 def test_a_column_has_one_type() -> None:
-    assert column([1, 2.5, None]) == [1, 2.5, None]
-    assert column(["a", None]) == ["a", None] and column([True, False]) == [True, False]
-    assert column([4, "auto"]) == ["4", "auto"]
-    assert column([[1, 2], None]) == ["[1, 2]", None]
+    assert parquet_column([1, 2.5, None]) == [1, 2.5, None]
+    assert parquet_column(["a", None]) == ["a", None] and parquet_column([True, False]) == [True, False]
+    assert parquet_column([4, "auto"]) == ["4", "auto"]
+    assert parquet_column([[1, 2], None]) == ["[1, 2]", None]
 
 
 def test_no_cell_is_kept_that_was_another_run(tmp_path: Path) -> None:

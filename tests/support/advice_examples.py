@@ -12,7 +12,7 @@ from slipstream.config.schema import Config
 from slipstream.reporting.advice.measurements import Case
 
 Value = float | Callable[[int], float] | None
-"""Of a metric: always, or by the update; none where it is not there."""
+"""Values of a metric: constant, or by the update; None where it is absent."""
 UPDATES = 60
 
 
@@ -99,7 +99,7 @@ def config_of(changes: Mapping[str, Any]) -> Config:
 
 
 def lines_of(metrics: Mapping[str, Value], updates: int = UPDATES, noise: float = 0.002) -> list[dict[str, Any]]:
-    """Of a run that is well but for these."""
+    """Return the lines of a run that is well except for these values."""
     found = []
     for update in range(1, updates + 1):
         values = {name: value(update) if callable(value) else value for name, value in (WELL | dict(metrics)).items()}
@@ -163,7 +163,7 @@ class Example:
 
 
 def engines(**values: Value) -> dict[str, Value]:
-    """Of a decoupled correction, which looks at the version that drew."""
+    """Metrics of a decoupled correction, which compares with the version that drew."""
     same: dict[str, Value] = {"kl": 1e-5, "k3_kl": 1e-5, "probs_pearson": 1, "probs_diff_max": 1e-3, **values}
     return {f"mismatch/{name}": value for name, value in same.items()} | {"old_logp_missing": 0}
 
@@ -292,6 +292,8 @@ EXAMPLES = [
     Example("no reward", {**ALONE, "reward/exact": 0}, {**ALONE, "reward/exact": after(30, 0.01)}, POLICY),
     Example("equal rewards", {**ALONE, "policy/rows_moved": 0.18, "reward/exact": 0.3},
             {**ALONE, "policy/rows_moved": 0.22, "reward/exact": 0.3}, POLICY),
+    Example("blind critic", {**ALONE, "critic/explained_variance": -0.3}, {**ALONE, "critic/explained_variance": 0.3},
+            {**POLICY, "policy": {"advantage": "gae"}, "critic": {}}, weight="watch"),
     Example("dropped groups", {"dropped": rising(0, 240), "dropped/too old": rising(0, 240)},
             {"dropped": rising(0, 200)}),
     Example("failing samples", {"failed_samples": rising(0, 240)}, {"failed_samples": rising(0, 200)}),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError, first_line
-from slipstream.reporting.report.svg import FLAGS, find
+from slipstream.reporting.report.svg import BROWSER_FLAGS, find_browser
 
 BETWEEN = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
@@ -117,13 +117,13 @@ class Browser:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    program = find()
+    program = find_browser()
     assert program is not None
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     (theirs, to), (back, answers) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(prefix="slipstream-browser-", ignore_cleanup_errors=True) as home:
         high = [fcntl.fcntl(end, fcntl.F_DUPFD, FREE) for end in (theirs, answers)]
-        words = [program, *FLAGS, "--remote-debugging-pipe", *sandbox, f"--user-data-dir={home}"]
+        words = [program, *BROWSER_FLAGS, "--remote-debugging-pipe", *sandbox, f"--user-data-dir={home}"]
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", BETWEEN, *map(str, high), *words],
             pass_fds=high, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

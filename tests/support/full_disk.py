@@ -22,7 +22,7 @@ PAGE = 4096
 
 
 def tried(disk: Path, pages: int) -> dict[str, object]:
-    """What a run on so many pages says, what it leaves, and what comes of it with more room."""
+    """Return the messages of a run on this number of pages, its files, and the result with more room."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={pages * PAGE}", "tmpfs", disk], check=True)
     try:
         path, said = disk / "run", ""
@@ -34,7 +34,7 @@ def tried(disk: Path, pages: int) -> dict[str, object]:
         saved = (path / "checkpoints").exists() and bool(list((path / "checkpoints").iterdir()))
         found: dict[str, object] = {"said": said, "tails": tails, "saved": saved}
         if saved:
-            found["newest"] = newest(path).standing.version
+            found["newest"] = newest(path).state.admission.version
             subprocess.run(["mount", "-o", "remount,size=16m", disk], check=True)
             if not (path / "final").exists():
                 go(path, Sync(), keep=1)

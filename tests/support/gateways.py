@@ -6,12 +6,16 @@ import asyncio
 import http.client
 import json
 import random
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
 from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.episodes import Limits
+from slipstream.environments.gateway.server import Server
+from slipstream.environments.gateway.sessions import Session
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Ints, Prompt, derive_seed, header_of, one_turn
 from support.templates import TEMPLATES, backend, tokenizer_with
@@ -19,7 +23,8 @@ from support.templates import TEMPLATES, backend, tokenizer_with
 INNER = backend()
 STOPS = [INNER.token_to_id(text) for text in ("<|im_end|>", "<|end|>", "<|eom|>")]
 VOCABULARY = INNER.get_vocab_size()
-LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+LOOK = {"type": "function", "function": FUNCTION}
 SAID = (
     '<tool_call>\n{"name": "look", "arguments": {"what": "there", "count": 3}}\n</tool_call>',
     '<tool_call>{"name":"look","arguments":{}}</tool_call><tool_call>{"name":"look","arguments":{"a":[1,"ä"]}}</tool_call>',
@@ -51,10 +56,12 @@ class Babble:
 
     def __init__(self, *, gap: float = 0.0) -> None:
         self.gap, self.version = gap, 0
+        self.says = list[str]()
+        """Texts of the next answers; answers are drawn when it is empty."""
         self.hold: asyncio.Event | None = None
-        """What is waited for before anything is said."""
+        """Event that is awaited before anything is said."""
         self.calls: list[tuple[Ints, Ints]] = []
-        """What each was asked, and what it said."""
+        """Requests to each, and its answers."""
         self.asked: list[tuple[Prompt, Sampling]] = []
         self.drawn = 0
         self.cancelled = 0
@@ -68,7 +75,7 @@ class Babble:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        text = rng.choice([*SAID, None])
+        text = self.says.pop(0) if self.says else rng.choice([*SAID, None])
         ids = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9))] if text is None else said_ids(rng, text)
         ids = [index for index in ids if index not in STOPS] + [rng.choice(STOPS)]
         cut = len(ids) > sampling.max_tokens
@@ -110,3 +117,28 @@ def post(url: str, body: Any, *, timeout: float = 20.0, method: str = "POST", he
         connection.close()
     kind = answer.headers.get("content-type", "")
     return answer.status, json.loads(said) if kind == "application/json" else said.decode()
+
+
+# --- a served session ---
+
+ASKED = {"messages": [{"role": "user", "content": "And?"}]}
+LIMITS = Limits(turns=1000, calls=1000, turn_tokens=None, seconds=60.0, step_seconds=10.0)
+RENDERER = renderer("qwen")
+PROMPT = Prompt(id="p", number=5, tokens=RENDERER.open(ASKED["messages"]), seed=3)
+
+
+@asynccontextmanager
+async def serving(policy: Any = None, *, limits: Limits = LIMITS) -> AsyncIterator[tuple[Server, Session, str]]:
+    said: list[str] = []
+    made = Server("student", say=said.append)
+    await made.start()
+    session = Session(policy or Babble(), RENDERER, PROMPT, Sampling(max_tokens=4000), 0, limits, VOCABULARY)
+    try:
+        yield made, session, made.base_url(made.open(session)).removesuffix("/v1")
+    finally:
+        made.close()
+        await asyncio.sleep(0)
+
+
+async def sent(url: str, body: Any, **given: Any) -> tuple[int, Any]:
+    return await asyncio.to_thread(lambda: post(url, body, **given))

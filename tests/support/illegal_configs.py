@@ -30,16 +30,16 @@ RL = "loss.weight=0 teachers={} policy.loss=vanilla task.reward=exact sampler.gr
 BOTH = "policy.loss=vanilla task.reward=exact sampler.group=4"
 ILLEGAL = f"""
 data.order=curriculum
-data.order=curriculum data.by=level data.shuffle=false
-data.order=curriculum data.by=level
+data.order=curriculum data.curriculum.column=level data.shuffle=false
+data.order=curriculum data.curriculum.column=level
 data.order=adaptive
-data.order=adaptive data.adapt=kl data.shuffle=false
-{RL} data.order=adaptive data.adapt=kl
-data.by=level
-data.ramp=0.5
-data.floor=0.5
-data.half_life=3.0
-data.adapt=kl
+data.order=adaptive data.adaptive.weight_by=kl data.shuffle=false
+{RL} data.order=adaptive data.adaptive.weight_by=kl
+data.curriculum.column=level
+data.curriculum.epochs=0.5
+data.adaptive.uniform_share=0.5
+data.adaptive.half_life=3.0
+data.adaptive.weight_by=kl
 data.weights={{a=1.0}}
 data.weights_temperature=2.0
 data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.0}}
@@ -47,15 +47,38 @@ data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.
 data.train={{a="builtin:arithmetic",b="builtin:arithmetic"}} data.weights={{a=1.0,c=1.0}}
 data.train={{a="builtin:arithmetic",b="missing.jsonl"}}
 data.train={{}}
-data.too_long=skip sampler.longest=17
+data.too_long=skip sampler.max_length=17
 data.where={{level=[]}}
 data.where={{level=3}}
+environment.use=reasoning_gym:chain_sum
+environment.use=mcp:
+environment.use=mcp:no-such-program
+environment.use=verifiers:
+environment.use=verifiers:no_such_taskset
 data.eval=none eval.every=0 data.eval_where={{level=3}}
 policy.refill=2.0
 {BOTH} policy.refill=2.0
 {RL} policy.refill=2.0 policy.advantage=reinforce_plus_plus
 {RL} policy.refill=2.0 reference.weight=0.1 reference.into=reward
 {RL} policy.refill=1.2
+loss.tokens=tcod_f2b
+loss.tokens=last
+loss.tokens=first loss.token_options={{rate=1.0}}
+loss.tokens=first loss.token_options={{share=0.0}}
+loss.token_options={{share=0.5}}
+sft.updates=1 sft.loss.tokens=iw_opd
+{BOTH} policy.centre=draws
+{RL} policy.centre_size=4
+{RL} policy.loss=reinforce policy.centre=top_k policy.centre_size=1000
+{RL} policy.loss=reinforce policy.centre=draws correction.preset=bypass_pg_is
+{RL} policy.loss=reinforce policy.centre=draws correction.preset=decoupled_token_is
+{RL} policy.loss=reinforce policy.centre=draws correction.preset=bypass_pg_token_icepop correction.is_normalize=true
+{RL} policy.loss=reinforce policy.centre=top_k sampler.top_k=5 sampler.keep_mask=true
+{RL} policy.loss=reinforce policy.centre=draws correction.rs={{token_k1=[0.8,1.25]}}
+{BOTH} policy.loss=reinforce policy.centre=draws loss.m=1
+{BOTH} policy.loss=reinforce policy.centre=draws policy.centre_size=4
+{BOTH} policy.loss=reinforce policy.centre=top_k freshness.anchor=0.1
+{BOTH} policy.loss=reinforce policy.centre=draws mix.source=data
 policy.drop_alike=true
 {BOTH} policy.drop_alike=true
 {RL} policy.drop_alike=true policy.advantage=remax
@@ -141,30 +164,39 @@ sampler.speculation.tokens=4 sampler.max_tokens=2
 sampler.speculation.tokens=4 sampler.engine=vllm
 sampler.speculation.tokens=4 runtime.clock=modelled
 sampler.engine=vllm sampler.engine_args.speculative_config.method=ngram
-sampler.interleave=-1
-sampler.interleave=1000000
-{RL} sampler.interleave=3
-sampler.interleave=3 teachers.other.model=builtin:teacher
-sampler.interleave=3 sampler.top_k=5 loss.importance=false
-sampler.interleave=3 sampler.top_k=5 sampler.keep_mask=true
-sampler.interleave=3 {BOTH}
-sampler.interleave=3 freshness.weight=freshness
-sampler.interleave=3 loss.kind=forward_kl environment.use=table
-sampler.interleave=3 correction.preset=bypass_pg_geo_rs
-sampler.interleave=3 schedule.kind=async schedule.tau=2 guards.gac.every=1
-sampler.interleave=3 runtime.clock=modelled
-sampler.interleave=3 schedule.kind=async schedule.tau=2 guards.kl.high=0.1
-sampler.interleave=3 schedule.kind=async schedule.tau=2 guards.ess.target=0.5
-sampler.interleave=3 schedule.kind=async schedule.tau=auto
-sampler.interleave=3 teachers.main.devices=2
-sampler.interleave=3 loss.kind=reverse_kl_topk loss.k=4
-sampler.interleave=3 loss.importance=false
-sampler.interleave=3 loss.kind=k2
-sampler.interleave=3 loss.kind=forward_kl teachers.main.base_url=http://127.0.0.1:1/v1
-sampler.interleave=3 teachers.main.engine=vllm
-sampler.interleave=3 sampler.engine=vllm
-sampler.interleave=3 teachers.main.ends=map
-sampler.interleave=3 teachers.main.context={{prompt}}{{ground_truth}}
+sampler.fusion.alpha=0.0
+sampler.fusion.alpha=0.02
+sampler.fusion.alpha=0.5 {BOTH} policy.loss=reinforce correction.preset=bypass_pg_geo_rs
+sampler.fusion.alpha=0.5 sampler.teacher_replaces=3
+sampler.fusion.alpha=0.5 freshness.weight=freshness
+sampler.fusion.alpha=0.5 sampler.fusion.difficulty=true
+sampler.fusion.alpha=0.5 {BOTH} policy.loss=reinforce
+sampler.fusion.alpha=0.5 loss.kind=reverse_kl_topk loss.k=4
+sampler.fusion.alpha=0.5 schedule.kind=async schedule.tau=auto
+sampler.teacher_replaces=-1
+sampler.teacher_replaces=1000000
+{RL} sampler.teacher_replaces=3
+sampler.teacher_replaces=3 teachers.other.model=builtin:teacher
+sampler.teacher_replaces=3 sampler.top_k=5 loss.importance=false
+sampler.teacher_replaces=3 sampler.top_k=5 sampler.keep_mask=true
+sampler.teacher_replaces=3 {BOTH}
+sampler.teacher_replaces=3 freshness.weight=freshness
+sampler.teacher_replaces=3 loss.kind=forward_kl environment.use=table
+sampler.teacher_replaces=3 correction.preset=bypass_pg_geo_rs
+sampler.teacher_replaces=3 schedule.kind=async schedule.tau=2 guards.gac.every=1
+sampler.teacher_replaces=3 runtime.clock=modelled
+sampler.teacher_replaces=3 schedule.kind=async schedule.tau=2 guards.kl.high=0.1
+sampler.teacher_replaces=3 schedule.kind=async schedule.tau=2 guards.ess.target=0.5
+sampler.teacher_replaces=3 schedule.kind=async schedule.tau=auto
+sampler.teacher_replaces=3 teachers.main.devices=2
+sampler.teacher_replaces=3 loss.kind=reverse_kl_topk loss.k=4
+sampler.teacher_replaces=3 loss.importance=false
+sampler.teacher_replaces=3 loss.kind=k2
+sampler.teacher_replaces=3 loss.kind=forward_kl teachers.main.base_url=http://127.0.0.1:1/v1
+sampler.teacher_replaces=3 teachers.main.engine=vllm
+sampler.teacher_replaces=3 sampler.engine=vllm
+sampler.teacher_replaces=3 teachers.main.ends=map
+sampler.teacher_replaces=3 teachers.main.context={{prompt}}{{ground_truth}}
 loss.kind=forward_kl loss.tail=true loss.renormalise=true
 loss.kind=forward_kl loss.cache=hidden loss.tail=true
 loss.kind=forward_kl loss.cache=hidden loss.renormalise=true
@@ -183,8 +215,8 @@ loss.kind=kl
 loss.kind=k2 loss.clip=0.2
 loss.kind=k2 loss.dual_clip=3.0
 loss.kind=k2 loss.policy=cispo
-loss.kind=k2 loss.as=reward loss.policy=sapo loss.clip=0.1
-loss.kind=k2 loss.as=reward loss.policy=cispo loss.dual_clip=3.0
+loss.kind=k2 loss.use=advantage loss.policy=sapo loss.clip=0.1
+loss.kind=k2 loss.use=advantage loss.policy=cispo loss.dual_clip=3.0
 {BOTH} policy.old_decay=0.5
 {BOTH} policy.variance_target=0.1
 {BOTH} policy.loss=r2vpo policy.variance_step=2.0
@@ -205,9 +237,9 @@ loss.kind=k2 loss.as=reward loss.policy=cispo loss.dual_clip=3.0
 {RL} policy.old=average correction.preset=decoupled_token_is learner.snapshots=2
 schedule.kind=sync guards.gac.limit=0.0
 loss.kind=k2 loss.m=4
-loss.kind=k1 loss.as=advantage
-loss.kind=k1 loss.as=reward sampler.top_p=0.9
-loss.kind=forward_kl loss.as=reward
+loss.kind=k1 loss.use=reward
+loss.kind=k1 loss.use=advantage sampler.top_p=0.9
+loss.kind=forward_kl loss.use=advantage
 loss.kind=reverse_kl_topk loss.k=1000
 loss.kind=reverse_kl_topk loss.tail=true
 loss.kind=reverse_kl_topk sampler.top_k=5
@@ -263,6 +295,15 @@ policy.loss=vanilla
 {BOTH} correction.preset=decoupled_k3_rs correction.verl_compat=true
 correction.preset=decoupled_geo_rs correction.is_level=geometric
 {BOTH} policy.advantage=gae
+{RL} critic.lr=0.01
+critic.weight=0.1
+{RL} policy.advantage=gae critic.warmup=2
+{RL} policy.advantage=gae critic.warmup=50 updates=100
+{RL} policy.advantage=gae policy.loss=reinforce policy.advantage_options={{rho=1.0}} critic.warmup=1 sampler.top_p=0.8
+{RL} policy.advantage=gae critic.warmup=1 policy.advantage_options={{lam=1.5}}
+{RL} policy.advantage=gae critic.warmup=1 policy.advantage_options={{by_turn=true}}
+{RL} policy.advantage=gae policy.refill=2.0 critic.lr=0.01
+{RL} policy.advantage=gae critic.lr=0.01 environment.sandbox="none" environment.gateway.command=ls
 {BOTH} policy.advantage=gdpo
 {BOTH} policy.advantage=gdpo task.reward=["exact","math"] reference.weight=0.1 reference.into=reward
 {BOTH} policy.advantage=gdpo task.reward=["exact","math"] sampler.group=1
@@ -325,8 +366,8 @@ sampler.group=3
 sampler.group=128
 sampler.slots=2 sampler.group=4
 sampler.max_tokens=5000
-sampler.longest=20
-teachers.main.longest=20
+sampler.max_length=20
+teachers.main.max_length=20
 sampler.engine_args={{max_model_len=100}}
 sampler.engine=vllm
 sampler.engine=vllm learner.lora.rank=600
@@ -360,6 +401,27 @@ learner.lora.rank=2 learner.lora.targets=["qproj"]
 learner.lora.targets=["lm_head"]
 learner.lora.rank=0
 learner.lora.alpha=0
+reuse.times=0
+reuse.times=3
+reuse.times=1 reuse.order=freshness
+reuse.alpha=0.5
+reuse.groups=9
+reuse.times=4 reuse.max_lag=2
+reuse.times=4 reuse.order=freshness reuse.groups=6
+reuse.order=advantage
+{RL} reuse.order=advantage sampler.group=1
+reuse.max_lag=4 schedule.max_lag=4
+reuse.times=4 schedule.max_lag=2 schedule.tau=2
+reuse.times=2 loss.kind=k2
+reuse.times=2 loss.importance=false
+reuse.times=2 sft.updates=1
+reuse.times=2 mix.source=teacher loss.kind=forward_kl
+reuse.times=2 learner.minibatches=8
+reuse.times=2 schedule.tau=auto
+reuse.times=2 guards.kl.high=0.1
+reuse.times=2 teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.follow.ema=0.5
+{RL} reuse.times=2 policy.loss=reinforce
+{RL} reuse.times=2 reference.weight=0.1 reference.importance=false
 schedule.kind=asink
 schedule.on_old=drop
 schedule.max_lag=1
@@ -425,6 +487,10 @@ runtime.device=abacus
 runtime.kind=ray runtime.device=cuda:1
 runtime.kind=slurm
 log.to=papertrail
+log.listen=0.0.0.0:9464
+log.listen=9464
+log.listen=127.0.0.1:0
+log.listen=[::1]:99999
 log.to=["wandb","mlflow"]
 task.reward=vibes
 task.timeout=5.0
@@ -443,7 +509,7 @@ data.teacher_key=level
 teachers.main.key=math
 loss.kind=jsd loss.k=4
 loss.kind=forward_kl loss.cache=hidden loss.k=4
-{RL} loss.kind=k2 loss.as=reward
+{RL} loss.kind=k2 loss.use=advantage
 {RL} loss.m=4
 {RL} loss.kind=forward_kl
 {RL} loss.kind=reverse_kl
@@ -456,6 +522,23 @@ teachers.main.engine=vllm teachers.main.engine_args={{tensor_parallel_size=0}}
 teachers.main.engine_args={{tensor_parallel_size=2}}
 teachers.main.devices=5
 sft.updates=1 sft.source=teacher teachers.main.devices=2
+teachers.main.model=builtin:pair_teacher
+teachers.main.spelling=own loss.m=1
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=2
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=forward_kl
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=reverse_kl
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=reverse_kl_topk
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 loss.temperature=2.0
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 loss.reward_scale=1.25
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 teachers.main.ends=map
+teachers.main.spelling=own loss.m=1 teachers.main.context={{best}} teachers.main.relabel=stale task.reward=exact
+teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.spelling=own
+teachers.main.spelling=own loss.m=1 teachers.main.context=./own.py:shown teachers.main.max_length=99
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.source=teacher
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.loss.kind=forward_kl
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=data
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.fusion.alpha=0.5
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.max_tokens=200
 teachers.main.engine=vllm teachers.main.ends=map
 teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl teachers.main.ends=map
 teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.ends=map

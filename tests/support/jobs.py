@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelError
-from slipstream.studies.cells import Event, Job, run
+from slipstream.studies.cells import Event, Job, run_jobs
 
 
 def counts(to: int, tell: Any) -> int:
@@ -57,7 +57,7 @@ def waits(tell: Any) -> None:
 
 def first(log: Path) -> None:
     """Says who waits, and is killed by whoever reads that."""
-    for event in run([Job("waits", waits, log, 100.0)], 1, preload=()):
+    for event in run_jobs([Job("waits", waits, log, 100.0)], 1, preload=()):
         if event is not None and event.kind == "moved":
             print(event.value, flush=True)
 
@@ -65,7 +65,7 @@ def first(log: Path) -> None:
 def orphaned(log: Path) -> None:
     """Kills what the first of two is forked from, and says how both end."""
     todo = [Job("orphan", names_its_parent, log, 100.0), Job("next", partial(counts, 1), log, 100.0)]
-    for event in run(todo, 1, preload=()):
+    for event in run_jobs(todo, 1, preload=()):
         match event:
             case Event(Job("orphan"), "moved", (pid, parent)):
                 print(pid)

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.protocols import Sampling
 from slipstream.records import Handle
+from support.engines import native_sampler, native_scorer
 from support.tiny_models import (
     EOS,
     make_prompts,
@@ -30,7 +29,7 @@ def run(work: Awaitable[T]) -> T:
 
 def roll_out(model: PreTrainedModel, *, draws: int = 3, count: int = 7) -> list[list[Handle]]:
     async def work() -> list[list[Handle]]:
-        sampler = NativeSampler(wrap(model), slots=16, stop_ids={EOS})
+        sampler = native_sampler(wrap(model), slots=16, stop_ids={EOS})
         sampling = Sampling(max_tokens=15, group=2, draws=draws)
         groups = await asyncio.gather(*[sampler.generate(p, sampling) for p in make_prompts(count)])
         sampler.close()
@@ -41,7 +40,7 @@ def roll_out(model: PreTrainedModel, *, draws: int = 3, count: int = 7) -> list[
 
 def score(model: PreTrainedModel, groups: list[list[Handle]], **options: Any) -> list[list[Handle]]:
     async def work() -> list[list[Handle]]:
-        scorer = NativeScorer(wrap(model), **options)
+        scorer = native_scorer(wrap(model), **options)
         scored = await asyncio.gather(*[scorer.score(group) for group in groups])
         scorer.close()
         return scored

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from transformers import PreTrainedModel
 
-from slipstream.config.losses import LOSSES, Cache, DistillationLoss
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
+from slipstream.config.losses import DISTILLATION_LOSSES, Cache, DistillationLoss
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Scored
+from support.engines import native_sampler, native_scorer
 from support.tiny_models import EOS, logits_of, make_model, make_prompts, wrap
 
 CHOSEN: dict[str, list[dict[str, Any]]] = {
@@ -37,10 +36,15 @@ CHOSEN: dict[str, list[dict[str, Any]]] = {
     "mopd": [{"k": 5}],
     "eopd": [{"threshold": 3.0}, {"cache": "teacher_topk", "k": 5, "threshold": 1.7, "forward": 0.5}],
     "jsd": [{}, {"cache": "teacher_topk", "k": 5}],
-    "k1": [{"as": "reward"}, *({"as": "reward", "policy": name} for name in ("cispo", "sapo", "dppo_tv", "aspo"))],
-    "abs": [{}, {"as": "reward"}],
+    "uld": [{}],
+    "gold": [{}, {"beta": 0.5, "rest": 2.0}],
+    "k1": [
+        {"use": "advantage"},
+        *({"use": "advantage", "policy": name} for name in ("cispo", "sapo", "dppo_tv", "aspo")),
+    ],
+    "abs": [{}, {"use": "advantage"}],
     "k2": [{}, {"loss_max_clamp": 0.5}, {"log_prob_min_clamp": -2.0}],
-    "k3": [{}, {"as": "reward", "clip": 0.1}],
+    "k3": [{}, {"use": "advantage", "clip": 0.1}],
     "k1+": [{}],
     "k3+": [{}],
     "cross_entropy": [{}],
@@ -48,7 +52,7 @@ CHOSEN: dict[str, list[dict[str, Any]]] = {
 
 
 def chosen(kind: str, options: Mapping[str, Any]) -> DistillationLoss:
-    return LOSSES[kind].model_validate({"kind": kind} | dict(options))
+    return DISTILLATION_LOSSES[kind].model_validate({"kind": kind} | dict(options))
 
 
 class View(NamedTuple):
@@ -139,6 +143,11 @@ def between(view: View, o: Mapping[str, Any]) -> Tensor:
     return 0.5 * (q.exp() * (q - m)).sum(1) + 0.5 * (p.exp() * (p - m)).sum(1)
 
 
+def by_rank(view: View, o: Mapping[str, Any]) -> Tensor:
+    p, q = view.now.exp(), view.teacher.exp()
+    return sum(abs(p.kthvalue(n, 1).values - q.kthvalue(n, 1).values) for n in range(1, p.shape[1] + 1))  # type: ignore[return-value]
+
+
 def generalised(view: View, o: Mapping[str, Any]) -> Tensor:
     ids = view.teacher.topk(o["k"], 1).indices
     p, q = at(view.now, ids).exp(), at(view.teacher, ids).exp()
@@ -163,9 +172,9 @@ def on_the_emitted(kind: str) -> Callable[[View, Mapping[str, Any]], Tensor]:
         if "log_prob_min_clamp" in o:
             s, t = s.clamp(min=o["log_prob_min_clamp"]), t.clamp(min=o["log_prob_min_clamp"])
         k1, k2, k3 = s - t, 0.5 * (s - t) ** 2, (t - s).exp() - 1 - (t - s)
-        k3 = k3.clamp(max=10) if o.get("as") == "reward" else k3  # what is bounded is the value
+        k3 = k3.clamp(max=10) if o.get("use") == "advantage" else k3  # what is bounded is the value
         found = {"k1": k1, "abs": k1.abs(), "k2": k2, "k3": k3, "k1+": k2, "k3+": k2}[kind]  # by their gradients
-        if o.get("as") == "reward":
+        if o.get("use") == "advantage":
             advantage, policy = -found.detach(), o.get("policy", "vanilla")
             if policy == "cispo":
                 return -ratio.detach().clamp(0.8, 1.2) * advantage * s
@@ -194,6 +203,8 @@ FORMULAS: dict[str, Callable[[View, Mapping[str, Any]], Tensor]] = {
     "mopd": generalised,
     "eopd": gated,
     "jsd": between,
+    "uld": by_rank,
+    "gold": lambda view, o: between(view, {}),
     "cross_entropy": lambda view, o: nll_loss(view.now, view.draws[:, 0], reduction="none"),
     **{kind: on_the_emitted(kind) for kind in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
 }
@@ -206,10 +217,10 @@ def collected(
     """Groups that a student drew and a teacher scored: the same for all losses that ask for the same."""
 
     async def work() -> list[list[Handle]]:
-        sampler = NativeSampler(wrap(make_model(name, dtype=dtype)), slots=16, stop_ids={EOS})
+        sampler = native_sampler(wrap(make_model(name, dtype=dtype)), slots=16, stop_ids={EOS})
         sampling = Sampling(max_tokens=9, group=2, draws=draws, best=k if asked == "student_topk" else 0)
         groups = await asyncio.gather(*[sampler.generate(prompt, sampling) for prompt in make_prompts(4)])
-        scorer = NativeScorer(wrap(teacher_of(dtype)), cache=asked, k=k, temperature=temperature)
+        scorer = native_scorer(wrap(teacher_of(dtype)), cache=asked, k=k, temperature=temperature)
         scored = await asyncio.gather(*[scorer.score(group) for group in groups])
         sampler.close()
         scorer.close()

@@ -9,21 +9,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
 
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.prompts import Prompts, Row
-from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
+from slipstream.data.spelling import Spelling
+from slipstream.engines.respelling import RespellingScorer
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import method_of, supervised_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import followers_of, snapshots_of
-from slipstream.protocols import Engines, Graded, TeacherSampler, Unscored
+from slipstream.protocols import Engines, GradingSampler, Respelling, TeacherSampler, Unscored
 from slipstream.records import Given, Group, Handle
 from slipstream.run_dir.writing import RunLog, read_lines
+from support.engines import native_learner, native_sampler, native_scorer
 from support.tiny_experts import make_mixture
 from support.tiny_models import EOS, VOCAB, make_model, wrap
 
@@ -51,7 +55,9 @@ def prompts(config: Config) -> Prompts:
     rng, teachers = np.random.default_rng(0), sorted(config.teachers) or [""]
     tokens = [rng.integers(2, VOCAB, rng.integers(1, 9)).astype(np.int32) for _ in range(8)]
     rows = [Row(id=str(i), prompt="x") for i in range(8)]
-    made = Prompts(rows, tokens, seed=0, shuffle=False, teachers=[teachers[i % len(teachers)] for i in range(8)])
+    respelled = tokens if any(teacher.spelling == "own" for teacher in config.teachers.values()) else ()
+    routed = [teachers[i % len(teachers)] for i in range(8)]
+    made = Prompts(rows, tokens, seed=0, shuffle=False, teachers=routed, respelled=respelled)
     if config.offpolicy_sources:
         answer = np.array([3, 4, EOS], np.int32)
         made.use(
@@ -67,6 +73,13 @@ def prompts(config: Config) -> Prompts:
             )
         )
     return made
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a letter for each id of the tiny models."""
+    backend = Tokenizer(WordLevel({chr(ord("A") + index): index for index in range(VOCAB)}))
+    backend.pre_tokenizer = Split(Regex("."), behavior="isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=chr(ord("A") + EOS))
 
 
 def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +100,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     routed, teacher = config.learner.records_router, make_model(seed=2)
     student = wrap(make_mixture("mixtral", dtype=torch.float32) if routed else make_model(seed=1))
     cache, k, method = config.loss.spec.cache, config.loss.spec.k, method_of(config)
-    learner = NativeLearner(
+    learner = native_learner(
         wrap(student.model),
         method=method,
         supervised=supervised_of(config),
@@ -99,8 +112,8 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         cosine_every=config.guards.gac.every if config.guards.gac else 0,
         cosine_limit=config.guards.gac.limit if config.guards.gac else None,
     )
-    beside = wrap(teacher) if config.sampler.interleave else None
-    sampler = NativeSampler(
+    beside = wrap(teacher) if config.sampler.teacher_replaces else None
+    sampler = native_sampler(
         student,
         slots=8,
         stop_ids={EOS},
@@ -108,10 +121,16 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         router=routed,
         speculation=config.sampler.speculation,
     )
-    scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
-    drawing = [NativeSampler(wrap(teacher), slots=8, stop_ids={EOS})] if "teacher" in config.offpolicy_sources else []
+    scorers: dict[str, tuple[Any, ...]] = {
+        name: (native_scorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers
+    }
+    if any(each.spelling == "own" for each in config.teachers.values()):
+        spelling, respelling = Spelling(letters()), Respelling("letters", VOCAB, {EOS: EOS}, 64)
+        for name, (own,) in list(scorers.items()):
+            scorers[name] = (RespellingScorer(own, name, spelling, spelling, respelling),)
+    drawing = [native_sampler(wrap(teacher), slots=8, stop_ids={EOS})] if "teacher" in config.offpolicy_sources else []
     engines = Engines(
-        samplers=(Graded(sampler, EveryOther()),),
+        samplers=(GradingSampler(sampler, EveryOther()),),
         scorers=scorers or {"": (Unscored(),)},
         teacher_samplers={name: tuple(map(TeacherSampler, drawing)) for name in config.teachers if drawing},
         learner=learner,

@@ -83,7 +83,7 @@ def endless(path: Path) -> None:
 
 
 def narrower(path: Path, size: int) -> None:
-    """As many embeddings."""
+    """Number of embeddings that the model then has."""
     changed(path, lambda held: held.update({EMBEDDINGS: held[EMBEDDINGS][:size].clone()}))
     with_config(path, vocab_size=size)
 

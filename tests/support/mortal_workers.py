@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.errors import WorkerDied
 from slipstream.protocols import Engines, Sampling
 from slipstream.records import Group, Handle, Prompt
-from slipstream.simulation.sleep import SleepSampler
+from slipstream.simulation.timed_engines import SleepSampler
 from support.simulated_runs import engines
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import ConfigError, NonFiniteError
-from slipstream.protocols import Fingerprint, Graded, Loaded, Mode, Sampling, TensorSpec, WeightsRef
+from slipstream.protocols import Fingerprint, GradingSampler, Loaded, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, one_turn
-from slipstream.simulation import toy
+from support import tabular_engines as toy
 
 VOCAB = 6
 LARGE = 100_000
@@ -157,12 +157,12 @@ def loads_for_long() -> Busy:
     return Busy()
 
 
-class ToyRollouts(Graded):
+class ToyRollouts(GradingSampler):
     def __init__(self) -> None:
         super().__init__(toy.ToySampler(toy.random_table(VOCAB, seed=0)), toy.ToyGrader())
 
 
-class EndlessRollouts(Graded):
+class EndlessRollouts(GradingSampler):
     """No response ends before its limit."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What every engine proves about its model when it starts, proved once for each architecture: for many tiny engines."""
+"""Proofs that engines make about their model at the start, made once for each architecture: for many tiny engines."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from slipstream.engines.native import files, model, scorer
 from slipstream.engines.native.files import check_complete
-from slipstream.engines.native.head import find_head
-from slipstream.engines.native.learning import dropout, passes
+from slipstream.engines.native.learning import student
+from slipstream.engines.native.model import find_head
 from slipstream.engines.native.rows import use_rows
 from slipstream.engines.native.sampling import kv, sampler
 from slipstream.engines.native.sampling.decoding import prove
-from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.tiles import Head
 
 
 def prove_once(patch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
     proven: set[str] = set()
     decodes: set[str] = set()
     complete: set[str] = set()
-    prove_dropout = dropout._prove
+    prove_dropout = student._prove
 
     def find_head_once(name: str, lm: Any, backbone: Any) -> Head:
         if (key := _key(lm)) not in heads:
@@ -48,7 +48,7 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
 
     def prove_decoding_once(lm: Any) -> None:
         if (key := _key(lm.model)) in decodes:
-            lm.model.set_attn_implementation(kv.NAME)
+            lm.model.set_attn_implementation(kv.SLOTS_ATTENTION)
         else:
             prove(lm)
             decodes.add(key)
@@ -63,8 +63,8 @@ def prove_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sampler, "prove", prove_decoding_once)
     patch.setattr(model, "find_head", find_head_once)
     patch.setattr(scorer, "use_rows", use_rows_once)
-    patch.setattr(passes, "use_rows", use_rows_once)
-    patch.setattr(dropout, "_prove", prove_dropout_once)
+    patch.setattr(student, "use_rows", use_rows_once)
+    patch.setattr(student, "_prove", prove_dropout_once)
 
 
 def _key(lm: Any) -> str:

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.sampler import SamplerConfig
 from slipstream.config.schedule import Sync
-from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Sampling
@@ -23,6 +26,9 @@ from slipstream.runtimes import ray as on_ray
 from support.plain_engines import (
     VOCAB,
 )
+
+TESTS = str(Path(__file__).parents[1])
+"""Directory from which processes import test engines."""
 
 SAMPLING = Sampling(max_tokens=4)
 RUNTIMES = [pytest.param(local, id="local"), pytest.param(on_ray, id="ray")]

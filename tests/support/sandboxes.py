@@ -1,4 +1,4 @@
-"""Whether bubblewrap works here. Where it does not, its tests are skipped, and the last lines of a run say so."""
+"""Check that bubblewrap works here. If it does not, its tests are skipped, and the last lines of a run say so."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from slipstream.protocols import Engines
-from slipstream.simulation.sleep import SleepSampler
+from slipstream.simulation.timed_engines import SleepSampler
 from support.simulated_runs import engines
 
 

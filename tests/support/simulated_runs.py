@@ -9,20 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config.schema import (
-    Config,
-    HealthConfig,
-    LearnerConfig,
-    SamplerConfig,
-    TeacherConfig,
-)
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.running import HealthConfig
+from slipstream.config.sampler import SamplerConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines
 from slipstream.records import Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.simulation.timed_engines import SleepLearner, SleepSampler, SleepScorer
 
 PROMPTS = Prompts([Row(id="p", prompt="x")], [np.array([1], np.int32)], seed=0, shuffle=False)
 TEACHERS = ["quick"] * 10 + ["slow"] * 10

@@ -24,6 +24,7 @@ from transformers import (
 
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.settings import SamplerSettings
 from slipstream.protocols import Loaded
 from slipstream.records import Finish, Prompt, Rollout, SamplingSupport, Scored, derive_seed, one_turn
 
@@ -107,6 +108,8 @@ def masked(rollout: Rollout, mask: np.ndarray) -> Rollout:
         loss_mask=mask,
         actions=rollout.actions[kept],
         action_logp=rollout.action_logp[kept],
+        best_ids=None if rollout.best_ids is None else rollout.best_ids[kept],
+        best_logp=None if rollout.best_logp is None else rollout.best_logp[kept],
         kept=support,
     )
 
@@ -152,6 +155,11 @@ def logits_of(model: PreTrainedModel, samples: Sequence[Scored]) -> list[Tensor]
 
 class ByHand(NativeSampler):
     """Steps when the test says so, on the test's own thread: every token boundary can be reached."""
+
+    def __init__(
+        self, lm: LanguageModel, *, stop_ids: set[int], teacher: LanguageModel | None = None, **settings: Any
+    ) -> None:
+        super().__init__(lm, SamplerSettings(**settings), stop_ids=stop_ids, teacher=teacher)
 
     def _wake(self) -> None:
         pass

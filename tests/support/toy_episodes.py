@@ -14,13 +14,13 @@ from slipstream.environments import Call, Message, Reply, Step
 from slipstream.environments.episodes import Episodes, Limits
 from slipstream.errors import EnvironmentFailed
 from slipstream.records import Ints, derive_seed
-from slipstream.simulation import toy
+from support import tabular_engines as toy
 
 WIDE = Limits(turns=4, calls=100, turn_tokens=4, seconds=1e6, step_seconds=1e3)
 
 
 class Numbers:
-    """What is said is its ids; an observation is the ids that it spells, behind the end of the turn."""
+    """Token ids are the words of this student; an observation is the ids that it spells, behind the end of the turn."""
 
     def __init__(self, eos: int = toy.EOS) -> None:
         self.eos, self.stop_ids = eos, frozenset({eos})
@@ -43,7 +43,7 @@ class Numbers:
 
 @dataclass
 class World:
-    """Of every environment that it opens the seconds of a step and what goes wrong are drawn by its seed and number."""
+    """The seconds of a step and its faults are drawn by the environment's seed and number."""
 
     seconds: Callable[[random.Random], float] = lambda rng: 0.0
     faults: float = 0.0
@@ -53,13 +53,13 @@ class World:
     moody: bool = False
     """Every environment answers otherwise than the one before."""
     first: str = ""
-    """What a student sees before its first turn."""
+    """Return the text that a student sees before its first turn."""
     opened: int = 0
     closed: int = 0
     dropped: int = 0
     ended: bool = False
     said: list[list[Reply]] = field(default_factory=list)
-    """Of every environment."""
+    """Numbers of every environment."""
 
     def place(self, *, alone: bool = False) -> Room:
         self.opened += 1

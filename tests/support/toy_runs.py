@@ -10,23 +10,19 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.freshness import FreshnessConfig
-from slipstream.config.schema import (
-    CheckpointConfig,
-    Config,
-    EvalConfig,
-    HealthConfig,
-    LearnerConfig,
-    SamplerConfig,
-    TaskConfig,
-    TeacherConfig,
-)
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.rewards import TaskConfig
+from slipstream.config.running import CheckpointConfig, EvalConfig, HealthConfig
+from slipstream.config.sampler import SamplerConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
-from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.checkpoint import BEGINNING, Checkpoints, newest
 from slipstream.pipeline.run import Run
-from slipstream.protocols import Engines, Graded
+from slipstream.protocols import Engines, GradingSampler
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
+from support import tabular_engines as toy
 
 VOCAB = 6
 PROMPTS = Prompts(
@@ -66,7 +62,7 @@ def config(
 def engines(*, score: float = 0.5, freshness: FreshnessConfig | None = None) -> Engines:
     student = toy.random_table(VOCAB, seed=0)
     return Engines(
-        samplers=(Graded(toy.ToySampler(student, seconds=0.3), toy.ToyGrader()),),
+        samplers=(GradingSampler(toy.ToySampler(student, seconds=0.3), toy.ToyGrader()),),
         scorers={"": (toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: score),)},
         learner=toy.ToyLearner(student, cost=lambda _: 1.0, freshness=freshness),
         close=lambda: None,
@@ -91,15 +87,13 @@ def go(
     async def work() -> None:
         if (path / "checkpoints").exists():
             checkpoint = newest(path, number)
-            standing = checkpoint.standing
-            groups = await made.learner.restore(checkpoint.path)
-            Checkpoints(path / "checkpoints").forget_after(standing.version)
+            state = await checkpoint.restore(made.learner)
+            Checkpoints(path / "checkpoints").forget_after(state.admission.version)
             log = RunLog.reopen(settings, path, checkpoint.mark)
         else:
-            standing, groups, log, checkpoint = None, [], RunLog.create(settings, path), None
+            state, log = BEGINNING, RunLog.create(settings, path)
         with log:
-            choice = checkpoint.choice if checkpoint else None
-            run = Run(settings, made, prompts, log, held_out=HELD_OUT, standing=standing, groups=groups, choice=choice)
+            run = Run(settings, made, prompts, log, state=state, held_out=HELD_OUT)
             task = asyncio.create_task(run.train())
             await asyncio.wait([task], timeout=until)
             if not task.done():

@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Typed:
-    """Whoever asks for commands, one after the other."""
+    """Type commands one after the other, each at a prompt."""
 
     def __init__(self, *options: str) -> None:
         pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -137,7 +137,7 @@ if __name__ == "__main__":
         import slipstream.runtimes.inline  # noqa: F401
 
         prompts.BUILT_IN_ROWS = 400  # a config without a limit reads all of them
-        client.PAUSES = ()  # nobody waits for an endpoint that is not there
+        client.REQUEST_PAUSES = ()  # nobody waits for an endpoint that is not there
     gc.enable()
     gc.freeze()
     adopt_orphans()

@@ -60,7 +60,7 @@ def bash(thought: str, command: str) -> str:
 
 
 Script = Callable[[Prompt], Sequence[str]]
-"""What is said in an episode, turn by turn."""
+"""Texts that are said in an episode, turn by turn."""
 
 
 class Dictated:
@@ -79,7 +79,8 @@ class Dictated:
         if not sampling.park:  # by no agent: what is looked at before a run
             return await self.policy.generate(prompt, sampling)
         assert sampling.group == 1 and not begun
-        self.asked.append((prompt, sampling))
+        if prompt.number >= 0:  # by no canary
+            self.asked.append((prompt, sampling))
         said = self.next(prompt)
         made = partial(self.made, prompt, sampling, said)
         rollout = await asyncio.get_running_loop().run_in_executor(self.policy.thread, made)
@@ -119,6 +120,6 @@ def encoded(reply: str) -> list[int]:
 
 @torch.no_grad()
 def log_probs(model: Any, before: Ints, said: Ints, sampling: Sampling) -> torch.Tensor:
-    """Of all that could have been said in the place of each token, by reading."""
+    """Return all texts that could have been said in the place of each token, by reading."""
     ids = torch.from_numpy(np.concatenate([before, said]).astype(np.int64))[None]
     return process(model(input_ids=ids).logits[0, len(before) - 1 : -1], sampling)

@@ -14,6 +14,7 @@ from dictation import PYTHON, ROOT, Dictated, Script, encoded
 
 import slipstream
 from slipstream.config.schema import Config
+from slipstream.environments.episodes import Episodes
 from slipstream.environments.gateway.agents import Agents
 from slipstream.records import Handle, Rollout, parts_of
 from slipstream.run_dir.writing import read_lines
@@ -33,10 +34,10 @@ APART = f"{MINI} --environment-class slipstream.agents.mini.Sandboxed"
 @dataclass
 class Played:
     lines: list[dict[str, Any]]
-    """Of the updates."""
+    """Metrics of the updates."""
     path: Path
     calls: list[tuple[Any, Any]] = field(default_factory=list)
-    """What the student was asked, and how it was to draw; of one that is dictated to."""
+    """Prompts of the student, and its sampling options; for a student that is dictated to."""
     rollouts: list[Rollout] = field(default_factory=list)
 
     def of(self, index: int) -> list[Rollout]:
@@ -55,13 +56,18 @@ def trained(
 ) -> Played:
     """The run of a config; its student says what is in the script, if there is one."""
     played = Played([], path)
-    generate, build_policy = Agents.generate, build.build_policy
+    build_policy = build.build_policy
 
-    async def seen(self: Agents, *given: Any) -> list[Handle]:
-        group = await generate(self, *given)
-        if not given[1].alone:
-            played.rollouts += [handle.body for handle in group if handle.body is not None]
-        return group
+    def watch(kind: Any) -> None:
+        generate = kind.generate
+
+        async def seen(self: Any, *given: Any) -> list[Handle]:
+            group: list[Handle] = await generate(self, *given)
+            if not given[1].alone:
+                played.rollouts += [handle.body for handle in group if handle.body is not None]
+            return group
+
+        monkeypatch.setattr(kind, "generate", seen)
 
     def dictated(*given: Any) -> Any:
         policy = build_policy(*given)
@@ -71,32 +77,34 @@ def trained(
         played.calls = found.asked
         return found
 
-    monkeypatch.setattr(Agents, "generate", seen)
+    watch(Agents)
+    watch(Episodes)
     monkeypatch.setattr(build, "build_policy", dictated)
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     usual: dict[str, Any] = {
+        "task": {"reward": "environment"},
+        "data": {"train": str(path / "rows.jsonl")},
         "sampler": {"max_tokens": 8000, "group": 2, "slots": 4},
         "learner": {"batch_size": 2, "lr": 1e-3},
     }
     config = Config(
         student=str(models / "student"),
         teachers={"main": {"model": str(models / "teacher")}},
-        data={"train": str(path / "rows.jsonl")},
-        task={"reward": "environment"},
         environment={"seconds": 120, **environment},
         schedule={"kind": "sync"},
         runtime={"kind": "inline", "device": "cpu"},
         output=str(path / "run"),
-        **{name: usual.get(name, {}) | sections.get(name, {}) for name in usual},
+        **{name: usual.get(name, {}) | sections.get(name, {}) for name in usual | sections},
         updates=2,
     )
-    slipstream.train(config, quiet=True)
+    # the checks before a run play episodes, too, whose replies no script has; those of agents they leave out
+    slipstream.train(config, quiet=True, checks="gateway" in environment)
     played.lines = [line for line in read_lines(path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     return played
 
 
 def check_laws(rollout: Rollout, replies: Sequence[str]) -> None:
-    """What was said is trained, as the ids that it was, and nothing else."""
+    """The sampled ids are trained as they are, and nothing else."""
     said = [part for part in parts_of(rollout) if isinstance(part, Rollout)]
     assert [part.tokens.tolist() for part in said] == [encoded(reply) for reply in replies]
     mask = rollout.loss_mask

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.config.schema import LoraConfig
-from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import load_model
+from slipstream.config.learner import LoraConfig
+from slipstream.engines.native.model import load_model, with_adapters
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ModelError
 from slipstream.protocols import Mode, Sampling, WeightsRef
+from support.engines import vllm_sampler
 from support.tiny_models import SHAPE, make_model, make_prompts
 from support.vllm_calls import assert_exact, generate, grown
 
@@ -57,7 +57,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Student:
 
 @pytest.fixture(scope="module")
 def sampler(student: Student) -> Iterator[VllmSampler]:
-    sampler = VllmSampler(student.settings(), stop_ids=set(), draws=3)
+    sampler = vllm_sampler(student.settings(), stop_ids=set(), draws=3)
     try:
         yield sampler
     finally:

@@ -23,16 +23,14 @@ from pydantic import SecretStr
 
 from slipstream.engines.http.check import Requirements, check
 from slipstream.engines.http.client import Endpoint
-from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.server.api import Served, ServerEndpoint, served_name
-from slipstream.engines.server.completions import CompletionsSampler
+from slipstream.engines.server.sampler import CompletionsSampler
 from slipstream.errors import ConfigError
 from slipstream.models.resolve import model_path
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt
+from support.engines import http_scorer, native_sampler, native_scorer
 
 PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if find_spec("vllm") else None)
 pytestmark = [
@@ -91,7 +89,7 @@ async def rolled() -> list[list[Handle]]:
     prompts = [
         Prompt(id=f"p{i}", number=i, tokens=rng.integers(3, 39, 3 + i).astype(np.int32), seed=i) for i in range(5)
     ]
-    sampler = NativeSampler(load_model("builtin:student", dtype="float32", device="cpu"), slots=16, stop_ids={1})
+    sampler = native_sampler(load_model("builtin:student", dtype="float32", device="cpu"), slots=16, stop_ids={1})
     groups = [await sampler.generate(prompt, Sampling(max_tokens=30, group=2)) for prompt in prompts]
     sampler.close()
     return groups
@@ -102,8 +100,8 @@ def test_vllm_scores_as_the_model_does_here(cache: Any, k: int, server: str) -> 
     async def work() -> list[list[Handle]]:
         groups = await rolled()
         lm = load_model("builtin:teacher", dtype="float32", device="cpu")
-        native = NativeScorer(lm, cache=cache, k=max(k, 1), name="main")
-        remote = HttpScorer(endpoint(server), k=k)
+        native = native_scorer(lm, cache=cache, k=max(k, 1), name="main")
+        remote = http_scorer(endpoint(server), k=k)
         here = [handle for group in groups for handle in await native.score(group)]
         there = await asyncio.gather(*[remote.score(group) for group in groups])
         native.close()
@@ -116,7 +114,7 @@ def test_vllm_scores_as_the_model_does_here(cache: Any, k: int, server: str) -> 
             assert (a.body.teacher_ids == b.body.teacher_ids).mean() > 0.99, "but for near ties"
 
 
-NEED = Requirements(tokens=[5, 6, 7, 8], highest=38, longest=CONTEXT - 1, k=MAX_LOGPROBS)
+NEED = Requirements(tokens=[5, 6, 7, 8], highest=38, max_length=CONTEXT - 1, k=MAX_LOGPROBS)
 
 
 def test_vllm_passes_the_check(server: str) -> None:
@@ -128,7 +126,7 @@ def test_vllm_passes_the_check(server: str) -> None:
     "changes, need, message",
     [
         ({}, {"k": MAX_LOGPROBS + 1}, f"start the server with --max-logprobs {MAX_LOGPROBS + 1}"),
-        ({}, {"longest": CONTEXT}, f"--max-model-len {CONTEXT + 1}"),
+        ({}, {"max_length": CONTEXT}, f"--max-model-len {CONTEXT + 1}"),
         ({}, {"highest": 1000}, "cannot score token 1000"),
         ({"model": "qwen"}, {}, "does not serve it; write one of its models: 'teacher'"),
         ({"key": SecretStr("wrong")}, {}, "teachers.main.api_key_env: the endpoint wants another key"),
@@ -138,7 +136,7 @@ def test_vllm_passes_the_check(server: str) -> None:
 def test_what_vllm_refuses_is_told_with_what_to_write(
     changes: dict[str, Any], need: dict[str, Any], message: str, server: str
 ) -> None:
-    wanted = Requirements(**{name: getattr(NEED, name) for name in ("tokens", "highest", "longest", "k")} | need)
+    wanted = Requirements(**{name: getattr(NEED, name) for name in ("tokens", "highest", "max_length", "k")} | need)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(check(endpoint(server, **changes), wanted))
 
@@ -148,7 +146,7 @@ def test_an_evaluation_gets_the_answers_of_the_model(server: str) -> None:
     there = ServerEndpoint("", server, "teacher", SecretStr(KEY), 8)
     assert served_name(there, "builtin:teacher") == "teacher"
     served = CompletionsSampler(Served(there, "openai", "builtin:teacher", "float32", ""), stop_ids={1})
-    native = NativeSampler(load_model("builtin:teacher", dtype="float32", device="cpu"), slots=16, stop_ids={1})
+    native = native_sampler(load_model("builtin:teacher", dtype="float32", device="cpu"), slots=16, stop_ids={1})
     prompts = [Prompt(id=f"p{i}", number=i, tokens=np.arange(3 + i, 9 + i, dtype=np.int32), seed=i) for i in range(5)]
 
     async def answers(sampler: Any, sampling: Sampling) -> list[tuple[list[int], str]]:

@@ -36,6 +36,7 @@ from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.protocols import Sampling, WeightsRef
 from slipstream.records import Rollout
+from support.engines import vllm_sampler
 from support.tiny_models import EOS, SHAPE, make_prompts
 from support.vllm_calls import assert_exact, generate, grown, replaced
 
@@ -72,7 +73,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 ROUNDED = {"apertus": 1e-2}
-"""What vLLM computes in bfloat16 always: the slopes of an activation."""
+"""Values that vLLM always computes in bfloat16: the slopes of an activation."""
 LONG = Sampling(max_tokens=90, group=2, draws=3)
 
 
@@ -89,7 +90,7 @@ def make(config: Any, seed: int) -> PreTrainedModel:
 
 def start(config: Any, path: Path, *, dtype: str = "float32", seed: int = 0) -> VllmSampler:
     make(config, seed).save_pretrained(path)
-    return VllmSampler(Settings(str(path), dtype, 8), stop_ids={EOS}, draws=LONG.draws)
+    return vllm_sampler(Settings(str(path), dtype, 8), stop_ids={EOS}, draws=LONG.draws)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

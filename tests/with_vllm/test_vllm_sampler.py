@@ -25,6 +25,7 @@ from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError, WorkerDied
 from slipstream.protocols import Mode, Sampling
 from slipstream.records import Handle, Rollout, unfinished
+from support.engines import vllm_sampler
 from support.tiny_models import EOS, SHAPE, VOCAB, make_model, make_prompts
 from support.toy_episodes import World
 from support.vllm_calls import assert_exact, full_forward, generate, grown, replaced
@@ -47,7 +48,7 @@ WEIGHTS = [export_weights(model, "float32", version=v) for v, model in enumerate
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
     path = tmp_path_factory.mktemp("tiny")
     MODELS[0].save_pretrained(path)
-    sampler = VllmSampler(Settings(str(path), "float32", 16), stop_ids={EOS}, draws=DRAWS)
+    sampler = vllm_sampler(Settings(str(path), "float32", 16), stop_ids={EOS}, draws=DRAWS)
     try:
         yield sampler
     finally:
@@ -73,7 +74,7 @@ KEPT = [
 def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
     path = tmp_path_factory.mktemp("tiny")
     MODELS[0].save_pretrained(path)
-    sampler = VllmSampler(Settings(str(path), "float32", 16), stop_ids={EOS}, draws=3, top_k=5)
+    sampler = vllm_sampler(Settings(str(path), "float32", 16), stop_ids={EOS}, draws=3, top_k=5)
     try:
         yield sampler
     finally:
@@ -104,7 +105,7 @@ def test_speculation_is_refused_because_its_log_probs_are_wrong(tmp_path: Path) 
     MODELS[0].save_pretrained(tmp_path)
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     settings = Settings(str(tmp_path), "float32", 16, {"speculative_config": ngram, "enforce_eager": True})
-    sampler, sampling = VllmSampler(settings, stop_ids={EOS}), Sampling(max_tokens=60, group=4)
+    sampler, sampling = vllm_sampler(settings, stop_ids={EOS}), Sampling(max_tokens=60, group=4)
     try:
         with pytest.raises((NonFiniteError, AssertionError)):
             for rollout in generate(sampler, make_prompts(6), sampling):
@@ -133,7 +134,7 @@ def test_ids_that_were_not_returned_are_never_left_out_in_silence() -> None:
 
 def test_an_engine_process_that_hangs_behind_a_live_host_is_found_and_killed(tmp_path: Path) -> None:
     MODELS[0].save_pretrained(tmp_path)
-    sampler = VllmSampler(Settings(str(tmp_path), "float32", 4, heartbeat=3.0), stop_ids={0}, draws=1)
+    sampler = vllm_sampler(Settings(str(tmp_path), "float32", 4, heartbeat=3.0), stop_ids={0}, draws=1)
     (process,) = sampler.core.llm.engine_core.resources.engine_manager.processes
 
     async def main() -> None:
@@ -516,7 +517,7 @@ def test_a_student_that_has_diverged_is_told_as_such(sampler: VllmSampler) -> No
 )
 def test_arguments_that_are_wrong(engine: VllmSampler, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        VllmSampler(Settings(engine.settings.model, "float32", 4, args), stop_ids={EOS})
+        vllm_sampler(Settings(engine.settings.model, "float32", 4, args), stop_ids={EOS})
 
 
 def test_weights_that_come_in_halves_are_the_end(

@@ -16,16 +16,18 @@ from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.engines.native.config import load_config
 from slipstream.engines.native.model import load_model
-from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.errors import ConfigError, ModelError
-from slipstream.plan.vllm import with_vllm
+from slipstream.plan.completion import completed
+from slipstream.plan.facts import Facts
+from slipstream.plan.rules.vllm import check_vllm_teachers
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, Rollout, header_of
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import train
+from support.engines import native_sampler, native_scorer, vllm_scorer
 from support.tiny_models import make_prompts, masked
 
 K = 6
@@ -36,7 +38,7 @@ TEACHER = "builtin:teacher"
 def scorer() -> Iterator[VllmScorer]:
     settings = Settings(TEACHER, "float32", 8, where="teachers.main.engine_args")
     vocabulary = load_config(TEACHER).vocab_size
-    scorer = VllmScorer(settings, name="main", k=K, vocabulary=vocabulary)
+    scorer = vllm_scorer(settings, k=K, vocabulary=vocabulary)
     try:
         yield scorer
     finally:
@@ -46,7 +48,7 @@ def scorer() -> Iterator[VllmScorer]:
 @pytest.fixture(scope="module")
 def groups() -> list[list[Handle]]:
     async def work() -> list[list[Handle]]:
-        sampler = NativeSampler(load_model("builtin:student", dtype="float32", device="cpu"), slots=24, stop_ids={1})
+        sampler = native_sampler(load_model("builtin:student", dtype="float32", device="cpu"), slots=24, stop_ids={1})
         try:
             calls = [sampler.generate(prompt, Sampling(max_tokens=60, group=2)) for prompt in make_prompts(12)]
             groups = list(await asyncio.gather(*calls))
@@ -66,7 +68,7 @@ async def scored_by(scorer: VllmScorer | NativeScorer, groups: list[list[Handle]
 
 @pytest.mark.parametrize("k", [K, 0])
 def test_it_scores_as_the_native_scorer_does(scorer: VllmScorer, groups: list[list[Handle]], k: int) -> None:
-    native = NativeScorer(
+    native = native_scorer(
         load_model(TEACHER, dtype="float32", device="cpu"),
         name="main",
         cache="teacher_topk" if k else "sampled",
@@ -110,16 +112,18 @@ def config_of(engine: str = "vllm", **loss: object) -> Config:
 
 def test_what_it_does_not_give_is_refused_unless_the_engine_is_auto() -> None:
     said: list[str] = []
-    kept = with_vllm(config_of(kind="forward_kl", cache="teacher_topk", k=4), said.append)
+    kept = completed(c := config_of(kind="forward_kl", cache="teacher_topk", k=4), Facts(c), said.append)
     assert kept.teachers["main"].engine == "vllm" and not said
     for loss, why in [
         ({"kind": "reverse_kl_mc", "m": 4}, "several draws"),
         ({"kind": "reverse_kl"}, "hidden states"),
         ({"kind": "forward_kl", "cache": "teacher_topk", "temperature": 0.5}, "temperature 1"),
     ]:
+        config = config_of(**loss)
         with pytest.raises(ConfigError, match=f'teachers.main.engine = "vllm": .*{why}.*: write engine = "native"'):
-            with_vllm(config_of(**loss), said.append)
-        assert with_vllm(config_of("auto", **loss), said.append).teachers["main"].engine == "native"
+            check_vllm_teachers(config, Facts(config))
+        auto = config_of("auto", **loss)
+        assert completed(auto, Facts(auto), said.append).teachers["main"].engine == "native"
         assert why in said.pop() and not said
 
 
@@ -134,4 +138,4 @@ def test_arguments_of_a_teacher_do_not_come_to_nothing() -> None:
     config = config_of(kind="reverse_kl")
     teacher = config.teachers["main"].model_copy(update={"engine_args": {"block_size": 64}})
     with pytest.raises(ConfigError, match='vLLM gives no hidden states: write engine = "native" without engine_args'):
-        with_vllm(config.model_copy(update={"teachers": {"main": teacher}}), str)
+        check_vllm_teachers(config.model_copy(update={"teachers": {"main": teacher}}), Facts(config))

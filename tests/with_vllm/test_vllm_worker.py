@@ -1,4 +1,4 @@
-"""How new weights get into a model, on modules that load as vLLM's do, or should not."""
+"""Loading of new weights into a model, on modules that load as vLLM's do, or should not."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import warnings
@@ -16,6 +17,8 @@ from zoo.trial import LIMIT, TRIALS, attempt
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- begin: made by make zoo -->", "<!-- end -->"
+SHARE = re.compile(r"[\d.]+%")
+"""Shares in messages, which differ from model to model."""
 
 
 @dataclass
@@ -30,9 +33,13 @@ class Row:
     """Neither: a traceback, or a number that is wrong."""
     seconds: float = 0.0
 
-    def __str__(self) -> str:
+    @property
+    def marks(self) -> str:
         marks = dict.fromkeys(self.broken, "✗") | dict.fromkeys(self.passed, "✓") | dict.fromkeys(self.refused, "–")
-        return f"| {self.name} | {' | '.join(marks.get(trial, '') for trial in TRIALS)} |"
+        return " | ".join(marks.get(trial, "") for trial in TRIALS)
+
+    def __str__(self) -> str:
+        return f"{self.marks} | {self.name}"
 
 
 def try_out(name: str) -> Row:
@@ -60,15 +67,23 @@ def try_out(name: str) -> Row:
 
 
 def page(rows: list[Row]) -> str:
+    """Return the table of all families, one row for all that have the same marks, and what is said about the others."""
     worst = max(error for row in rows for trial, error in row.passed.items() if trial != "bf16")
     able = [row for row in rows if "generates" in row.passed]
+    by_marks: dict[str, list[str]] = {}
+    for row in rows:
+        if row.passed:
+            by_marks.setdefault(row.marks, []).append(row.name)
     lines = [
         f"transformers {transformers.__version__}: {len(able)} of {len(rows)} configurations generate natively; the "
         f"largest error behind any ✓ was {worst:.1g}.",
         "",
-        "| family | " + " | ".join(TRIALS) + " |",
+        "| " + " | ".join(TRIALS) + " | families |",
         "|---" * (1 + len(TRIALS)) + "|",
-        *map(str, [row for row in rows if row.passed]),
+        *(
+            f"| {marks} | {'; '.join(names)} |"
+            for marks, names in sorted(by_marks.items(), key=lambda each: -len(each[1]))
+        ),
         "",
         "### What is refused, and what it says",
         "",
@@ -76,8 +91,9 @@ def page(rows: list[Row]) -> str:
     reasons: dict[str, list[str]] = {}
     for row in rows:
         for sentence in dict.fromkeys(row.refused.values()):
-            reasons.setdefault(sentence.replace(row.kind or "?", "MODEL"), []).append(row.name)
-    lines += [f"- {sentence}: *{', '.join(names)}*" for sentence, names in reasons.items()]
+            without_numbers = SHARE.sub("N %", sentence.replace(row.kind or "?", "MODEL"))
+            reasons.setdefault(without_numbers, []).append(row.name)
+    lines += [f"- {sentence}: *{', '.join(dict.fromkeys(names))}*" for sentence, names in reasons.items()]
     return "\n".join(lines)
 
 

@@ -233,12 +233,12 @@ def _small(kind: Any) -> dict[str, Any]:
 
 
 def _fields(config: Any) -> set[str]:
-    """What the config can be given, and not what it passes on."""
+    """Return the settings that the config takes itself, without those that it passes on."""
     return {*config.to_dict(), *inspect.signature(type(config).__init__).parameters}
 
 
 def _each_kind(kinds: list[str]) -> Iterator[str]:
-    """As many as there are layers, each kind among them, the more frequent ones first."""
+    """Return one kind for each layer, each kind among them, the more frequent ones first."""
     distinct = list(dict.fromkeys(kinds))
     for i in range(LAYERS):
         yield distinct[i % len(distinct)]

@@ -18,25 +18,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.config.schema import LearnerConfig, LoraConfig
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.engines.draws import process
 from slipstream.engines.native.adapters import merge
 from slipstream.engines.native.config import experts_of
-from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.storage import State, save
-from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel, is_recurrent, split
+from slipstream.engines.native.model import LanguageModel, is_recurrent, split, with_adapters
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.routers import routers_of
 from slipstream.engines.native.rows import Rows
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint, load_weights
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.adapters import adapter_of
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
+from support.engines import native_sampler, native_scorer, student_passes
 from support.tiny_models import random_rollouts
 from zoo.families import EOS, VOCAB
 
@@ -51,7 +48,7 @@ def longest_of(model: PreTrainedModel) -> int:
 
 def apart(model: PreTrainedModel) -> LanguageModel:
     """A copy, so that an engine's changes stay its own."""
-    return split("tiny", copy.deepcopy(model), longest=longest_of(model))
+    return split("tiny", copy.deepcopy(model), max_length=longest_of(model))
 
 
 def nudged(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -92,7 +89,7 @@ def sampler(model: PreTrainedModel) -> float:
     samplings[-1] = replace(
         samplings[-1], max_tokens=longest_of(model) - lengths[-1] if is_recurrent(model.config) else 19
     )
-    engine = NativeSampler(apart(model), slots=6, stop_ids={EOS})
+    engine = native_sampler(apart(model), slots=6, stop_ids={EOS})
     found: list[Rollout] = []
 
     async def main() -> None:
@@ -127,7 +124,7 @@ def sampler(model: PreTrainedModel) -> float:
 
 
 def scorer(model: PreTrainedModel, *, packing: bool = True) -> float:
-    engine = NativeScorer(apart(model), packing=packing, token_budget=64)
+    engine = native_scorer(apart(model), packing=packing, token_budget=64)
     found = engine._score([Handle(header_of(rollout), rollout) for rollout in SAMPLES])
     engine.close()
     hf = apart(model)
@@ -152,8 +149,8 @@ def learner(
     """Gradients of a weighted sum of log-probs, relative to the largest entry of each tensor's."""
     config = LearnerConfig(packing=packing, shared_prompt=shared_prompt, checkpointing=checkpointing, token_budget=128)
     lm, hf = apart(model), apart(model)
-    passes = Passes(lm, config, Ranks(), temperature=1.0)
-    batches = pack(SAMPLES, budget=128, hidden=passes.hidden_size, packing=packing, shared_prompt=shared_prompt)
+    passes = student_passes(lm, config, Ranks(), temperature=1.0)
+    batches = pack(SAMPLES, budget=128, hidden=passes.student.width, packing=packing, shared_prompt=shared_prompt)
 
     def by(batch: object) -> Tensor:
         chosen = [SAMPLES[i] for i in batch.members]
@@ -206,9 +203,9 @@ def saved(model: PreTrainedModel) -> float:
 
 
 def reloaded(lm: LanguageModel, *, base: PreTrainedModel | None = None) -> float:
-    """What is saved is the same, and so is, of adapters, what they are on their base."""
+    """The saved model is the same, and so are adapters on their base."""
     with TemporaryDirectory() as folder:
-        save(Path(folder), lm, None, Ranks(), State(1, {}, {}, {}, {}, {}, {}, None, ()), optimizer=None)
+        save(Path(folder), lm, None, Ranks(), State(1, {}, {}, {}, {}, {}, {}, {}, None, ()), optimizer=None)
         saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
         found = [apart(saved)]
         if base is not None:
@@ -226,7 +223,7 @@ def difference(one: LanguageModel, other: LanguageModel) -> float:
 def half(model: PreTrainedModel) -> float:
     """Sampling in bfloat16 against HF in bfloat16: the mean difference of log-probs, over HF's own rounding error."""
     lower = copy.deepcopy(model).to(torch.bfloat16)
-    engine = NativeSampler(split("tiny", copy.deepcopy(lower), longest=longest_of(lower)), slots=6, stop_ids={EOS})
+    engine = native_sampler(split("tiny", copy.deepcopy(lower), max_length=longest_of(lower)), slots=6, stop_ids={EOS})
     rng = np.random.default_rng(1)
     prompts = [
         Prompt(id=f"p{i}", number=i, tokens=rng.integers(2, VOCAB, 2 + i).astype(np.int32), seed=derive_seed(0, i))
@@ -239,7 +236,7 @@ def half(model: PreTrainedModel) -> float:
 
     rollouts = [handle.body for group in asyncio.run(main()) for handle in group]
     engine.close()
-    hf, exact = split("tiny", lower, longest=longest_of(lower)), apart(copy.deepcopy(lower).double())
+    hf, exact = split("tiny", lower, max_length=longest_of(lower)), apart(copy.deepcopy(lower).double())
     ours = np.concatenate([rollout.logp for rollout in rollouts])
     theirs, right = (
         np.concatenate([taken(plain(lm, rollout), rollout).float().numpy() for rollout in rollouts])

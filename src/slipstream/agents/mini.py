@@ -22,7 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Limits, MiB, Ran, Session
 
-DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+SUBMISSION_MARK = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """First output line of the command by which the agent submits."""
 
 
@@ -62,10 +62,10 @@ class Sandboxed:
         if not self.config.workspace or not self.workspace.is_dir():
             raise ConfigError(f"environment.workspace = {self.config.workspace!r} is not a directory")
         self.loop = asyncio.Runner()
-        self.session: Session | None = self.loop.run(self._begun())
+        self.session: Session | None = self.loop.run(self._open_session())
         atexit.register(self.close)
 
-    async def _begun(self) -> Session:
+    async def _open_session(self) -> Session:
         session = await sandbox_of(self.config.sandbox).session(self.config.limits)
         try:
             await put(session, self.workspace, self.config.limits)
@@ -82,13 +82,13 @@ class Sandboxed:
         argv = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *command]
         ran = self.loop.run(self.session.run(argv, limits=self.config.limits))
         first_line, _, submission = ran.out.lstrip().partition("\n")
-        if ran.code == 0 and first_line.strip() == DONE:
+        if ran.code == 0 and first_line.strip() == SUBMISSION_MARK:
             from minisweagent.exceptions import Submitted
 
             self.close()
             extra = {"exit_status": "Submitted", "submission": submission}
             raise Submitted({"role": "exit", "content": submission, "extra": extra})
-        return observed(ran, self.config.limits)
+        return observation_of(ran, self.config.limits)
 
     def close(self) -> None:
         """Copy the workspace back from the sandbox, and close the sandbox."""
@@ -112,7 +112,7 @@ class Sandboxed:
         return {"info": {"config": {"environment": asdict(self.config), "environment_type": kind}}}
 
 
-def observed(ran: Ran, limits: Limits) -> dict[str, Any]:
+def observation_of(ran: Ran, limits: Limits) -> dict[str, Any]:
     """Return the result of a command in the format that mini-swe-agent shows to its model."""
     ended = {
         "timeout": f"the command was stopped after {limits.seconds:g} s",

@@ -14,15 +14,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-REFUSED = 3
+EXIT_REFUSED = 3
 """Exit status if the workspace cannot be copied by the agent's fault; the reason is on standard error."""
-OURS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM)
+MACHINE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM)
 """Error numbers of a copy that come from this machine, not from the agent's work."""
-DEPTH = 100
+MAX_DEPTH = 100
 """Maximum depth of nested directories."""
 CHUNK = 1 << 20
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Refused(Exception):
@@ -43,15 +43,15 @@ class Budget:
 
 def walk(source: int, copy: Path | None, budget: Budget, parents: tuple[str, ...] = ()) -> None:
     """Copy the directory with descriptor `source` to the existing directory `copy`; None: only count its contents."""
-    if len(parents) > DEPTH:
-        raise Refused(f"its directories are nested more than {DEPTH} deep")
+    if len(parents) > MAX_DEPTH:
+        raise Refused(f"its directories are nested more than {MAX_DEPTH} deep")
     with os.scandir(source) as entries:
         for entry in entries:
             name = entry.name
             budget.spend(entries=1)
             status = os.lstat(name, dir_fd=source)
             if stat.S_ISDIR(status.st_mode):
-                inner = os.open(name, DIRECTORY, dir_fd=source)
+                inner = os.open(name, OPEN_DIRECTORY, dir_fd=source)
                 try:
                     if copy is not None:
                         (copy / name).mkdir()
@@ -62,7 +62,7 @@ def walk(source: int, copy: Path | None, budget: Budget, parents: tuple[str, ...
                 if copy is None:
                     budget.spend(status.st_size)
                 else:
-                    copy_file(os.open(name, FILE, dir_fd=source), copy / name, budget)
+                    copy_file(os.open(name, OPEN_FILE, dir_fd=source), copy / name, budget)
             elif stat.S_ISLNK(status.st_mode) and copy is not None:
                 target = os.readlink(name, dir_fd=source)
                 if within((*parents, name), target):
@@ -90,7 +90,7 @@ def within(link: Sequence[str], target: str) -> bool:
 def main() -> int:
     workspace, copy, size, entries = sys.argv[1:]
     try:
-        source = os.open(workspace, DIRECTORY)
+        source = os.open(workspace, OPEN_DIRECTORY)
         walk(source, None, Budget(int(size), int(entries)))
         # what an agent left elsewhere is not judged, and may fill the disk
         siblings = [each for each in Path(workspace).parent.iterdir() if str(each) != workspace]
@@ -98,7 +98,7 @@ def main() -> int:
         walk(source, Path(copy), Budget(int(size), int(entries)))
     except (OSError, Refused) as error:
         print(error, file=sys.stderr)
-        return 1 if isinstance(error, OSError) and error.errno in OURS else REFUSED
+        return 1 if isinstance(error, OSError) and error.errno in MACHINE_ERRORS else EXIT_REFUSED
     return 0
 
 

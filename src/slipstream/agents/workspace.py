@@ -37,7 +37,7 @@ async def put(session: Session, directory: Path, limits: Limits) -> None:
     if ran.status == "timeout":
         raise TimeoutError(f"{directory} cannot be copied into the sandbox in {limits.seconds:g} s")
     if ran.status != "ok" or ran.err:
-        raise SandboxError(f"{directory} cannot be copied into the sandbox: {why(ran)}")
+        raise SandboxError(f"{directory} cannot be copied into the sandbox: {failure_text(ran)}")
 
 
 async def snapshot_of(workspace: Path, copy: Path, *, size: int, entries: int, seconds: float) -> str:
@@ -50,8 +50,8 @@ async def snapshot_of(workspace: Path, copy: Path, *, size: int, entries: int, s
     ran = await run_beside(argv, seconds)
     if ran.status == "timeout":
         return f"its copy takes more than {seconds:g} s"
-    if ran.code not in (0, snapshot.REFUSED):
-        raise SandboxError(f"the agent's workspace cannot be copied: {why(ran)}")
+    if ran.code not in (0, snapshot.EXIT_REFUSED):
+        raise SandboxError(f"the agent's workspace cannot be copied: {failure_text(ran)}")
     return ran.err if ran.code else ""
 
 
@@ -66,12 +66,12 @@ async def take(session: Session, directory: Path, limits: Limits) -> str:
     """Replace the directory's contents by the sandbox's files; return the reason of a failure, or "" on success."""
     ran = await session.run(TAKE, limits=replace(limits, output=2 * limits.disk))
     if ran.status != "ok":
-        return f"the sandbox's files cannot be read: {why(ran)}"
+        return f"the sandbox's files cannot be read: {failure_text(ran)}"
     fresh = directory.with_name(f"{directory.name}.new")
     try:
         fresh.mkdir()
         unpack(base64.b64decode(ran.out, validate=True), fresh)
-        emptied(directory)
+        empty(directory)
         for each in fresh.iterdir():
             each.rename(directory / each.name)
     except (tarfile.TarError, binascii.Error, OSError) as error:
@@ -81,11 +81,11 @@ async def take(session: Session, directory: Path, limits: Limits) -> str:
     return ""
 
 
-def why(ran: Ran) -> str:
+def failure_text(ran: Ran) -> str:
     return " ".join(ran.err.split())[:200] or (ran.status if ran.code is None else f"exit status {ran.code}")
 
 
-def emptied(directory: Path) -> None:
+def empty(directory: Path) -> None:
     for each in directory.iterdir():
         if each.is_dir() and not each.is_symlink():
             shutil.rmtree(each)

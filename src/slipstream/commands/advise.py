@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.reporting.advice.read import read
-from slipstream.reporting.advice.rules import Answer, Weight
-from slipstream.reporting.advice.tree import Advice, advise
+from slipstream.console import Screen
+from slipstream.reporting.advice.measurements import Case
+from slipstream.reporting.advice.tree import Advice, Answer, Weight, advise, read
 
-LABELS: dict[Weight, tuple[str, str]] = {
+WEIGHT_LABELS: dict[Weight, tuple[str, str]] = {
     "wrong": ("error", "bold red"),
     "speed": ("lost time", "bold yellow"),
     "watch": ("warning", "bold cyan"),
@@ -23,16 +24,20 @@ LABELS: dict[Weight, tuple[str, str]] = {
 }
 
 
-def advise_on(path: Path, console: Console, *, as_json: bool) -> None:
-    case = read(path)
+def run(args: Namespace) -> None:
+    case = read(args.directory)
     advice = advise(case)
-    if as_json:
-        print(json.dumps(as_plain_data(path, advice)))
-        return
+    if args.json:
+        print(json.dumps(as_plain_data(args.directory, advice)))
+    else:
+        show(case, advice, args.directory, Screen())
+
+
+def show(case: Case, advice: Advice, path: Path, console: Console) -> None:
     console.print(Text(f"{path}: {advice.updates} of {case.config.updates} updates"), soft_wrap=True)
     console.print(Text(verdict(advice)), soft_wrap=True)
     for answer in advice.answers:
-        label, style = LABELS[answer.weight]
+        label, style = WEIGHT_LABELS[answer.weight]
         console.print()
         console.print(Text.assemble((answer.name, style), f" ({label})"), soft_wrap=True)
         for name, text in answer_lines(answer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,17 +12,25 @@ from rich.table import Column, Table
 from slipstream.commands.evaluate import Measured, measure
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
+from slipstream.console import Screen
 from slipstream.data.prompts import load_rows
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.metrics import digest
-from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import EvalSettings, eval_prompts, evaluation
+from slipstream.plan.engine_plans import GraderPlan
+from slipstream.plan.evaluation import EvalRequest, config_of_model, evaluation, with_options
 from slipstream.plan.plan import fast_checks
+from slipstream.plan.prompts import eval_prompts
 from slipstream.run_dir.writing import check_free, read_lines, run_path
 from slipstream.runs.start import train
 
-PROMPTS, SAMPLES = 200, 2
-SHOWN, LONGEST_SHOWN = 4, 13  # number of prompts shown, and their longest length in tokens that fits a terminal line
+DEMO_PROMPTS, DEMO_SAMPLES = 200, 2
+"""Number of held-out prompts, and of samples of each."""
+EXAMPLES, EXAMPLE_TOKENS = 4, 13
+"""Number of prompts shown, and their longest length in tokens that fits a terminal line."""
+
+
+def run(args: Namespace) -> None:
+    demo(args.settings, Screen())
 
 
 def demo(config: Config, console: Console) -> None:
@@ -32,13 +41,14 @@ def demo(config: Config, console: Console) -> None:
     from slipstream.runtimes.build import build_grader, decoder
 
     tokenizer = load_tokenizer(config.student)
-    rows = load_rows("builtin:arithmetic", split="eval", limit=PROMPTS)
-    prompts = eval_prompts(rows, tokenizer, config.data, seed=config.seed)
+    rows = load_rows("builtin:arithmetic", split="eval", limit=DEMO_PROMPTS)
+    prompts = eval_prompts(rows, tokenizer, config)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
-    asked = EvalSettings(max_tokens=config.sampler.max_tokens, n=SAMPLES)
+    settings = {"sampler.max_tokens": config.sampler.max_tokens, "eval.n": DEMO_SAMPLES}
 
     def examine(model: str) -> Measured:
-        return measure(evaluation(model, {"": prompts}, tokenizer, asked), grader)[""]
+        asked = EvalRequest(with_options(config_of_model(model), settings))
+        return measure(evaluation(asked, {"": prompts}, tokenizer), grader)[""]
 
     try:
         console.print(
@@ -49,7 +59,7 @@ def demo(config: Config, console: Console) -> None:
             "stages at the same time.\n",
         )
         (teacher,) = config.teachers.values()
-        console.print(f"measuring teacher and student on {PROMPTS} held-out prompts")
+        console.print(f"measuring teacher and student on {DEMO_PROMPTS} held-out prompts")
         expert, before = examine(teacher.model), examine(config.student)
         runs: dict[str, tuple[Path, Measured]] = {}
         for one in configs_to_compare(config):
@@ -60,7 +70,7 @@ def demo(config: Config, console: Console) -> None:
     finally:
         grader.close()
 
-    table = number_table(f"Accuracy on {PROMPTS} held-out prompts", "sampled", "greedy", "relative to teacher")
+    table = number_table(f"Accuracy on {DEMO_PROMPTS} held-out prompts", "sampled", "greedy", "relative to teacher")
     after = {f"student after {kind}": found for kind, (_, found) in runs.items()}
     for name, found in {"student before": before, **after, "teacher": expert}.items():
         share = f"{found.avg / expert.avg:.0%}" if expert.avg else "–"
@@ -72,8 +82,8 @@ def demo(config: Config, console: Console) -> None:
     columns = [Column(name, overflow="fold") for name in ("prompt", "before", "after", "right answer")]
     samples = Table(*columns, title="\nGreedy answers that were wrong before", title_justify="left")
     text = decoder(tokenizer)
-    wrong = [i for i in range(PROMPTS) if before.best[i].header.rewards["exact"] < 1]
-    for index in [i for i in wrong if len(prompts[i].tokens) <= LONGEST_SHOWN][:SHOWN]:
+    wrong = [i for i in range(DEMO_PROMPTS) if before.best[i].header.rewards["exact"] < 1]
+    for index in [i for i in wrong if len(prompts[i].tokens) <= EXAMPLE_TOKENS][:EXAMPLES]:
         prompt, answers = prompts[index], (before.best[index], last.best[index])
         marked = [marked_answer(text(handle.body.tokens), str(prompt.ground_truth)) for handle in answers]
         samples.add_row(text(prompt.tokens), *marked, str(prompt.ground_truth))
@@ -85,10 +95,9 @@ def configs_to_compare(config: Config) -> list[Config]:
     """Return the given config, preceded by a synchronous one in one process unless it is synchronous itself."""
     if config.schedule.kind == "sync":
         return [config]
-    serial = {"schedule": Sync(), "runtime": config.runtime.model_copy(update={"kind": "inline", "address": None})}
     output = config.output
-    both = [config.model_copy(update=serial), config]
-    return [one.model_copy(update={"output": f"{output}/{one.schedule.kind}"}) if output else one for one in both]
+    both = [config.with_values(schedule=Sync(), runtime={"kind": "inline", "address": None}), config]
+    return [one.with_values(output=f"{output}/{one.schedule.kind}") if output else one for one in both]
 
 
 def number_table(title: str, *columns: str) -> Table:

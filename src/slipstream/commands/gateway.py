@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from slipstream.commands.common import note
 from slipstream.errors import ConfigError, RunDirError, first_line
-from slipstream.plan.plan import Plan
+from slipstream.plan.plan import Plan, plan
 from slipstream.records import Group, Handle, Rollout
 from slipstream.runs.start import announce_gateway
 
-ARRAYS = ("tokens", "loss_mask", "turn", "versions", "logp")
+LINEAGE_ARRAYS = ("tokens", "loss_mask", "turn", "versions", "logp")
+
+
+def run(args: Namespace) -> None:
+    gateway(plan(args.settings, ask=False), args.to, prompts=args.n, say=note)
 
 
 def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], object]) -> None:
@@ -75,5 +81,5 @@ def line(handle: Handle) -> str:
     }
     if isinstance(body, Rollout):
         record |= {"branch": body.branch, "prompt_tokens": body.prompt.tokens.tolist()}
-        record |= {name: getattr(body, name).tolist() for name in ARRAYS}
+        record |= {name: getattr(body, name).tolist() for name in LINEAGE_ARRAYS}
     return json.dumps(record) + "\n"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.commands.common import note
+from slipstream.console import Screen
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.run_dir.atomic_files import check_regular, write_atomic, writing
 from slipstream.runs.display import waiting
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
 HOW_TO_GIVE_COSTS = "write --measure to measure its engines, or --costs FILE, or name a run directory"
 
 
-def plan_ahead(
-    args: Namespace, console: Console, changes: Sequence[tuple[str, str]], note: Callable[[str], None]
-) -> None:
+def run(args: Namespace) -> None:
     from slipstream.planning.planner import PlannedConfig, numbers
 
-    subject = PlannedConfig.of(args.source, changes, note)
+    console = Screen(quiet=args.json)
+    subject = PlannedConfig.of(args.source, args.overrides, note)
     subject.check(args.devices)
     if args.to is not None and args.to.exists():
         raise RunDirError(f"{args.to} exists: -o writes a new file")
@@ -37,7 +37,7 @@ def plan_ahead(
         check_regular(target)
         if not target.parent.is_dir():
             raise RunDirError(f"{target} cannot be written: there is no {target.parent}")
-    costs = costs_of(subject, args.costs, args.measure, note)
+    costs = costs_of(subject, args.costs, args.measure)
     if costs is None:
         raise ConfigError(f"{args.source}: nothing gives the costs of its stages: {HOW_TO_GIVE_COSTS}")
     if args.to is not None:
@@ -49,7 +49,7 @@ def plan_ahead(
     if args.report is not None:
         words = ["--costs", str(args.costs)] if args.costs is not None else ["--measure"] if args.measure else []
         words += ["--devices", str(args.devices)] if args.devices is not None else []
-        words += [word for key, value in changes for word in (f"--{key}", value)]
+        words += [word for key, value in args.overrides for word in (f"--{key}", value)]
         write_page(args.report, seen, subject, costs, shlex.join(["slipstream", "plan", args.source, *words]))
         note(f"figures are in {args.report}")
     if args.json:
@@ -69,18 +69,18 @@ def write_page(target: Path, seen: Outlook, subject: PlannedConfig, costs: Costs
         write_atomic(target, text)
 
 
-def costs_of(subject: PlannedConfig, file: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
+def costs_of(subject: PlannedConfig, file: Path | None, measure: bool) -> Costs | None:
     from slipstream.config import costs
     from slipstream.planning import derive
 
     if file is not None:
         return costs.load(file)
     if measure:
-        return measured(subject, note)
+        return measured_costs(subject)
     return derive.costs_of(subject.run) if subject.run is not None else None
 
 
-def measured(subject: PlannedConfig, note: Callable[[str], None]) -> Costs:
+def measured_costs(subject: PlannedConfig) -> Costs:
     """Measure the costs with the engines that `train` would start."""
     from slipstream.planning import measure
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import shlex
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.errors import ConfigError, RunDirError
+from slipstream.errors import ConfigError, RunDirError, printable
 from slipstream.reporting.report import sections as of_runs
 from slipstream.reporting.report import study as of_study
-from slipstream.reporting.report import study_figures as arms
-from slipstream.reporting.report.findings_page import chapter
+from slipstream.reporting.report import study_figures
 from slipstream.reporting.report.page import Page, document
 from slipstream.reporting.report.runs import read
 from slipstream.run_dir.atomic_files import check_regular, private, write_atomic, writing
 from slipstream.studies.results import STUDY_FILE, Sweep
 
-NAME = "report.html"
+
+def run(args: Namespace) -> None:
+    if args.markdown is not None:
+        print(*write_markdown(args.paths, args.markdown), sep="\n")
+    else:
+        print(printable(str(report(args.paths, args.output))))
 
 
 def report(paths: Sequence[Path], output: Path | None) -> Path:
     """Write the page to `output`, or into the first directory if None; return its path."""
-    target = output or paths[0] / NAME
+    target = output or paths[0] / "report.html"
     check_regular(target)
     command = ["slipstream", "report", *map(str, paths), *(["--output", str(output)] if output else [])]
     text = document(page_of(paths, shlex.join(command)))
@@ -35,14 +40,14 @@ def page_of(paths: Sequence[Path], command: str) -> Page:
         return of_runs.page(read(paths), command)
     if len(paths) > 1:
         raise ConfigError("a report shows one study, or runs: name one study, or the directories of its cells")
-    return of_study.page(finished(paths[0]), command)
+    return of_study.page(begun_study(paths[0]), command)
 
 
 def is_study(path: Path) -> bool:
     return (path / STUDY_FILE).exists()
 
 
-def finished(path: Path) -> Sweep:
+def begun_study(path: Path) -> Sweep:
     sweep = Sweep(path)
     if not sweep.finished:
         raise RunDirError(f"{path} has no finished run yet: there is nothing to report")
@@ -53,12 +58,12 @@ def write_markdown(paths: Sequence[Path], directory: Path) -> list[Path]:
     """Write a study as a Markdown page with its figures as SVG; return the paths of all files."""
     if len(paths) > 1 or not is_study(paths[0]):
         raise ConfigError("--markdown writes one study: name the directory of one sweep")
-    sweep = finished(paths[0])
-    from slipstream.reporting.report.svg import draw
+    sweep = begun_study(paths[0])
+    from slipstream.reporting.report.svg import draw_svg
 
-    figures = arms.drawn(sweep)
-    texts = {f"{sweep.path.resolve().name}.md": "\n".join(chapter(sweep, directory))}
-    texts |= dict(zip(figures, draw(list(figures.values())), strict=True))
+    figures = study_figures.result_figures(sweep)
+    texts = {f"{sweep.path.resolve().name}.md": "\n".join(of_study.markdown_page(sweep, directory))}
+    texts |= dict(zip(figures, draw_svg(list(figures.values())), strict=True))
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

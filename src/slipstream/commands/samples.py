@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -10,26 +11,31 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.console import Screen
 from slipstream.errors import RunDirError
 from slipstream.run_dir.reading import Line, RunDir
-from slipstream.run_dir.writing import ENDED
+from slipstream.run_dir.trackers import ENDED
 
-SHOWN = 5
+LISTED_TOKENS = 5
 """Number of listed tokens: those whose teacher log-prob is farthest below the student's log-prob."""
 
 
-def samples(path: Path, console: Console, *, update: int | None, count: int) -> None:
-    for quote in samples_of(path, update)[-count:]:
-        console.print(Text(head(quote), style="bold"), soft_wrap=True)
-        for name, text in [("prompt", quote["prompt"]), *(quote.get("turns") or [("response", quote["response"])])]:
-            console.print(Text(f"{name}:", style="cyan"))
-            console.print(Text(text, style="dim" if name == "seen" else ""), soft_wrap=True)
-        if (context := quote.get("context")) is not None:
-            console.print(Text(f"teacher saw ({quote['context_id']}):", style="cyan"))
-            console.print(Text(context), soft_wrap=True)
-        for line in against_teacher(quote):
-            console.print(Text(line, style="dim"), soft_wrap=True)
-        console.print()
+def run(args: Namespace) -> None:
+    for quote in samples_of(args.directory, args.update)[-args.n :]:
+        print_sample(quote, Screen())
+
+
+def print_sample(quote: Line, console: Console) -> None:
+    console.print(Text(head(quote), style="bold"), soft_wrap=True)
+    for name, text in [("prompt", quote["prompt"]), *(quote.get("turns") or [("response", quote["response"])])]:
+        console.print(Text(f"{name}:", style="cyan"))
+        console.print(Text(text, style="dim" if name == "seen" else ""), soft_wrap=True)
+    if (context := quote.get("context")) is not None:
+        console.print(Text(f"teacher saw ({quote['context_id']}):", style="cyan"))
+        console.print(Text(context), soft_wrap=True)
+    for line in against_teacher(quote):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+    console.print()
 
 
 def samples_of(path: Path, update: int | None) -> list[Line]:
@@ -71,7 +77,8 @@ def against_teacher(quote: dict[str, Any]) -> Iterator[str]:
     ]
     if not gaps:
         return
-    worst = [f"{token!r} at {place} ({gap:.2f})" for gap, place, token in sorted(gaps, reverse=True)[:SHOWN] if gap > 0]
+    largest = sorted(gaps, reverse=True)[:LISTED_TOKENS]
+    worst = [f"{token!r} at {place} ({gap:.2f})" for gap, place, token in largest if gap > 0]
     of = f" by {quote['teacher']}" if quote["teacher"] else ""
     yield f"scored{of}: log-probs of its tokens are {fmean(gap for gap, *_ in gaps):.3f} lower than the student's"
     if worst:

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -15,16 +16,16 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.live import Live
 
-from slipstream.commands.shapes import shape_lines
+from slipstream.commands.common import gpus_of
+from slipstream.commands.config import shape_lines
 from slipstream.console import Screen
 from slipstream.errors import ConfigError, printable
 from slipstream.plan.gpus import Gpus
-from slipstream.plan.plan import check_shapes
 from slipstream.run_dir.atomic_files import directory_lock, private
 from slipstream.runs.display import is_live
 from slipstream.runs.start import Caller, line_printer, train, warn
 from slipstream.studies.board import Board, summary
-from slipstream.studies.cells import Event, Job, Tell, run
+from slipstream.studies.cells import Event, Job, Tell, run_jobs
 from slipstream.studies.directory import (
     Checked,
     check_points,
@@ -35,18 +36,30 @@ from slipstream.studies.directory import (
     finish_cell,
     parallel_cells,
     removed_cells,
+    write_csv,
+    write_parquet,
     write_study,
 )
-from slipstream.studies.export import write_csv, write_parquet
 from slipstream.studies.results import Sweep, SweepCell
 from slipstream.studies.study import Cell, Study
 
 PRELOAD = ("slipstream.runs.start", "slipstream.runtimes.inline")
-LOG = "output.txt"
-WIDE = 200
+CELL_LOG = "output.txt"
+FILE_WIDTH = 200
 """Width in columns of a table if the console is no terminal."""
-LATE = 300.0
+EXTRA_PATIENCE = 300.0
 """Seconds added to runtime.patience: after so long without a message, a cell counts as hanging."""
+
+
+def run(args: Namespace) -> int:
+    gpus = gpus_of(args)
+    if args.shapes:
+        for text in check_study_shapes(args.config, args.overrides, gpus):
+            print(printable(text))
+        return 0
+    if gpus is not None:
+        raise ConfigError("--gpus of a study goes with --shapes")
+    return 0 if sweep(args.config, Screen(), args.overrides, jobs=args.jobs, check=args.check) else 1
 
 
 def sweep(
@@ -81,7 +94,7 @@ def check_study_shapes(path: str | Path, changes: Sequence[tuple[str, str]], gpu
     """Check every config of a study by the shapes of its models; yield the lines of each point."""
     for point in Study.load(path, changes).points:
         yield f"{point.name}:"
-        yield from (f"  {text}" for text in shape_lines(check_shapes(point.config, gpus), gpus))
+        yield from (f"  {text}" for text in shape_lines(point.config, gpus))
 
 
 def run_study(results: Sweep, console: Console, jobs: int | None, resume_command: str) -> bool:
@@ -99,11 +112,11 @@ def run_study(results: Sweep, console: Console, jobs: int | None, resume_command
         at_a_time = jobs or study.sweep.jobs or parallel_cells(study.points, found, cores)
         failed = run_cells(results, todo, at_a_time, console, resume_command)
     for line in summary(results):
-        width = None if console.is_terminal else WIDE
+        width = None if console.is_terminal else FILE_WIDTH
         console.print(line, markup=False, width=width, soft_wrap=isinstance(line, str))
     write_results(results, say)
     for cell, why in failed:
-        warn(console, f"{cell.name} failed: {why}; {cell.path / LOG}")
+        warn(console, f"{cell.name} failed: {why}; {cell.path / CELL_LOG}")
     if failed:
         say(f"{len(failed)} of {len(todo)} cells failed; run them again with: {resume_command}")
     return not failed
@@ -112,11 +125,11 @@ def run_study(results: Sweep, console: Console, jobs: int | None, resume_command
 def check_configs(study: Study, console: Console) -> list[Checked]:
     """Plan every point of the study in a separate process that imports model libraries; print each warning once."""
     with ExitStack() as stack:
-        log = Path(stack.enter_context(TemporaryDirectory())) / LOG
-        job = Job("check", partial(check_points, study.points, study.where), log, patience=LATE)
+        log = Path(stack.enter_context(TemporaryDirectory())) / CELL_LOG
+        job = Job("check", partial(check_points, study.points, study.where), log, patience=EXTRA_PATIENCE)
         doing = f"checking {len(study.points)} configs"
         status = stack.enter_context(console.status(doing)) if is_live(console) else None
-        for event in stack.enter_context(closing(run([job], 1, preload=PRELOAD))):
+        for event in stack.enter_context(closing(run_jobs([job], 1, preload=PRELOAD))):
             match event:
                 case Event(kind="moved", value=number) if status:
                     status.update(f"{doing}: {number + 1}")
@@ -135,8 +148,7 @@ def train_cell(cell: Cell, path: Path, checks: bool, keep: bool, tell: Tell) -> 
     """Train one cell (one run) of a study; called in a separate process."""
     began, config = time.monotonic(), cell.config
     caller = Caller({"train": lambda line: tell(line["update"]), "eval": lambda line: tell(line["update"])})
-    here = config.model_copy(update={"output": str(path)})
-    train(here, Screen(), name=cell.name, checks=checks, caller=caller)
+    train(config.with_values(output=str(path)), Screen(), name=cell.name, checks=checks, caller=caller)
     finish_cell(path, config, began, keep=keep)
 
 
@@ -151,14 +163,14 @@ def run_cells(
         clear_cell(cell)
         config = cell.config
         work = partial(train_cell, cell, cell.path, *options)
-        return Job(cell.name, work, cell.path / LOG, config.runtime.patience + LATE, key=cell)
+        return Job(cell.name, work, cell.path / CELL_LOG, config.runtime.patience + EXTRA_PATIENCE, key=cell)
 
     say(f"{len(todo)} of {len(results.cells)} cells to run, {at_a_time} at a time, in {results.path}")
     with ExitStack() as stack:
         live = Live(get_renderable=board.panel, console=console, refresh_per_second=2) if is_live(console) else None
         if live:
             stack.enter_context(live)
-        events = stack.enter_context(closing(run(map(job, todo), at_a_time, preload=PRELOAD)))
+        events = stack.enter_context(closing(run_jobs(map(job, todo), at_a_time, preload=PRELOAD)))
         try:
             for event in events:
                 if event is None:

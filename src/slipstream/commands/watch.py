@@ -9,6 +9,7 @@ import sys
 import termios
 import time
 import tty
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,12 +17,17 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 
+from slipstream.console import Screen
 from slipstream.reporting.terminal.panel import page, screen
 from slipstream.reporting.terminal.watch import Watched
 
-EVERY = 1.0
+LOOK_INTERVAL = 1.0
 """Seconds between two reads of the run's files."""
-KEYS = "q quit   n, p next, previous sample   space "
+HELP_LINE = "q quit   n, p next, previous sample   space "
+
+
+def run(args: Namespace) -> None:
+    watch(args.directory, Screen(), once=args.once)
 
 
 def watch(path: Path, console: Console, *, once: bool = False) -> None:
@@ -39,10 +45,10 @@ def show_until_quit(watched: Watched, console: Console) -> bool:
     with unbuffered_keys() as keyboard, wakeup_signals() as (wake, caught), live:
         looked = time.monotonic()
         while True:
-            turns = "hold" if not watched.turning.held else "continue"
-            view = watched.view(KEYS + turns if keyboard is not None else "")
+            turns = "hold" if not watched.turning.paused else "continue"
+            view = watched.view(HELP_LINE + turns if keyboard is not None else "")
             live.update(Group(*screen(view, *console.size)), refresh=True)
-            left = max(0.0, looked + EVERY - time.monotonic())
+            left = max(0.0, looked + LOOK_INTERVAL - time.monotonic())
             ready, _, _ = select.select([wake, *([keyboard] if keyboard is not None else [])], [], [], left)
             if wake in ready:
                 os.read(wake, 1024)
@@ -52,7 +58,7 @@ def show_until_quit(watched: Watched, console: Console) -> bool:
                 typed = os.read(keyboard, 1024)
                 if not typed or handle_keys(typed, watched):
                     return False
-            if time.monotonic() >= looked + EVERY:
+            if time.monotonic() >= looked + LOOK_INTERVAL:
                 watched.look()
                 looked = time.monotonic()
 
@@ -68,7 +74,7 @@ def handle_keys(keys: bytes, watched: Watched) -> bool:
             case "p":
                 watched.turning.step(-1)
             case " ":
-                watched.turning.held = not watched.turning.held
+                watched.turning.paused = not watched.turning.paused
     return False
 
 

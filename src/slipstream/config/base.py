@@ -63,6 +63,17 @@ def check_variable(name: str) -> str:
     return name
 
 
+def check_local_address(address: str) -> str:
+    form = re.fullmatch(r"(?:127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})", address)
+    if form is None or not 1 <= int(form[1]) <= 65535:
+        raise ValueError(
+            f'{address!r} is no port of this machine, such as "127.0.0.1:8008"; other machines need a tunnel'
+        )
+    return address
+
+
+LocalAddress = Annotated[str, AfterValidator(check_local_address)]
+"""Host and port of a server that only programs of this machine reach."""
 Url = Annotated[str, AfterValidator(check_url)]
 """URL of an OpenAI-compatible endpoint."""
 Variable = Annotated[str, AfterValidator(check_variable)]
@@ -96,14 +107,12 @@ def check_own(name: str, built_in: Sequence[str], what: str, kind: str) -> None:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     @classmethod
     def settings(cls) -> dict[str, FieldInfo]:
-        """Return the fields of this section by the names that a config file uses."""
-        return {info.alias or name: info for name, info in cls.model_fields.items()}
+        """Return the fields of this section by name."""
+        return cls.model_fields
 
     @classmethod
     def kinds(cls) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 Seconds = Annotated[float, Field(ge=0)]
 BUILTIN = Path(__file__).parents[1] / "models" / "builtin" / "costs.toml"
 """Costs of the built-in models: seconds of one CPU core."""
-PATIENCE = ("apart", "enough")
+RESTART_KEYS = ("apart", "enough")
 """Fields that describe waiting and not device work; `Costs.scaled` leaves these fields unchanged."""
 
 
@@ -118,7 +118,7 @@ class Costs(Section):
         changes = dict[str, Any]()
         for name in ("decode", "read", "score", "learn", "publish"):
             section = getattr(self, name)
-            given = {key: getattr(section, key) for key in type(section).model_fields if key not in PATIENCE}
+            given = {key: getattr(section, key) for key in type(section).model_fields if key not in RESTART_KEYS}
             changes[name] = section.model_copy(update={key: value * factor for key, value in given.items()})
         return self.model_copy(update=changes)
 

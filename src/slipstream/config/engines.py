@@ -6,7 +6,7 @@ Module `plan/engines` makes the plan of an engine, and `runtimes/build` makes it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 """Arguments of vLLM whose product is the number of devices of one engine."""
 SPECULATIVE = "speculative_config"
 """Argument for speculative decoding in vLLM. `tests/with_vllm` shows the wrong log-probs of version 0.32 on a CPU."""
-RESERVED = {
+RESERVED_OPTIONS = {
     "model": "{model}",
     "tokenizer": "{model}",
     "dtype": "{section}.dtype",
@@ -37,10 +37,10 @@ RESERVED = {
 LORA = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules")
 """Arguments of vLLM's engine that depend on the learner's adapters."""
 RESERVED_FOR = {
-    "sampler": RESERVED
+    "sampler": RESERVED_OPTIONS
     | dict.fromkeys(LORA, "learner.lora")
     | {"max_num_seqs": "sampler.slots", "pipeline_parallel_size": ""},
-    "teachers": RESERVED | {"enable_prefix_caching": ""},
+    "teachers": RESERVED_OPTIONS | {"enable_prefix_caching": ""},
 }
 
 
@@ -59,18 +59,18 @@ EngineArgs = Annotated[dict[str, Any], AfterValidator(check_engine_args)]
 """Arguments of vLLM's engine."""
 
 
-def check_reserved(section: str, model: str, args: Mapping[str, Any]) -> None:
-    """Raise ValueError if `engine_args` of a section (`sampler`, `teachers.NAME`) sets what other keys set."""
-    reserved = RESERVED_FOR[section.partition(".")[0]]
+def reserved(section: str, model: str, args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each of `engine_args` of a section (`sampler`, `teachers.NAME`) that other keys set."""
+    keys = RESERVED_FOR[section.partition(".")[0]]
     if section == "sampler" and SPECULATIVE in args:
-        raise ValueError(
+        yield (
             f"sampler.engine_args.{SPECULATIVE} cannot be set: on a CPU vLLM returns wrong log-probs with it, and on "
             'GPUs they are not proven; drop it, or write sampler.engine = "native" with [sampler.speculation]'
         )
-    for name in sorted(args.keys() & reserved):
-        key = reserved[name].format(section=section, model=model)
+    for name in sorted(args.keys() & keys):
+        key = keys[name].format(section=section, model=model)
         why = f"{key} sets it" if key else "records would not match what vLLM did"
-        raise ValueError(f"{section}.engine_args.{name} cannot be set: {why}")
+        yield f"{section}.engine_args.{name} cannot be set: {why}"
 
 
 def devices_of(args: Mapping[str, Any]) -> int:
@@ -79,6 +79,7 @@ def devices_of(args: Mapping[str, Any]) -> int:
 
 
 NATIVE_PASSES = 'is for engine = "native": drop one of them, as vLLM makes its own passes'
+BESIDE_TEACHER = 'sampler.{}: {} does not step together with a teacher: write sampler.engine = "native", or drop it'
 MAPPED_ENDS = (
     'ends = "map" needs the log-probs of all end tokens at every position, and {} returns only those of the emitted '
     "token and the best: {}, or write sampler.stop = [...] with the token at which the teacher ends"
@@ -105,7 +106,7 @@ class Engine:
     gathers_prompts: bool = False
     """True if samplers start new prompts only after several slots (places of running sequences) are free."""
     packs: bool = False
-    """True if teachers pack several sequences (of up to `longest` tokens) into a pass of `token_budget` tokens."""
+    """True if teachers pack several sequences (of up to `max_length` tokens) into a pass of `token_budget` tokens."""
     keeps_modelled_time: bool = False
     """True if the engine can run on a modelled clock (`runtime.clock`)."""
     checks_weights: bool = False
@@ -126,8 +127,8 @@ ENGINES: dict[str, Engine] = {
         sampler_refuses={
             "keep_mask": "sampler.keep_mask: vLLM returns a sampling support of bounded size: write sampler.top_k, for "
             'example 128, or sampler.engine = "native"',
-            "interleave": "sampler.interleave: vLLM does not step together with a teacher: write "
-            'sampler.engine = "native", or drop it',
+            "teacher_replaces": BESIDE_TEACHER.format("teacher_replaces", "vLLM"),
+            "fusion": BESIDE_TEACHER.format("fusion", "vLLM"),
             "on_publish": 'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write '
             '"rebuild", or sampler.engine = "native"',
             "quantisation": "sampler.quantisation: vLLM would quantise weights in its own way, and could not prove "
@@ -153,8 +154,8 @@ ENGINES: dict[str, Engine] = {
             "engine_args": VLLM_ARGS + ", and give them to the server when it starts",
             "keep_mask": "sampler.keep_mask: a rollout server does not return the sampling support: write "
             'sampler.engine = "native", or top_p = 1, top_k = 0 and min_p = 0 without keep_mask',
-            "interleave": "sampler.interleave: a rollout server does not step together with a teacher: write "
-            'sampler.engine = "native", or drop it',
+            "teacher_replaces": BESIDE_TEACHER.format("teacher_replaces", "a rollout server"),
+            "fusion": BESIDE_TEACHER.format("fusion", "a rollout server"),
             "on_publish": 'sampler.on_publish = "reuse": a rollout server clears its cache when weights change: write '
             '"rebuild", or sampler.engine = "native"',
             "quantisation": "sampler.quantisation: a rollout server quantises weights by its own settings: write "

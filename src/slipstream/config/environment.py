@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+import shlex
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from slipstream.config.base import Section, check_own
+from slipstream.config.base import LocalAddress, Section, check_own
+from slipstream.config.integrations import INTEGRATIONS, fault_of, integration_of
 
 ENVIRONMENTS = ("table", "lookup", "doors", "python")
 """Names of the built-in environments."""
@@ -22,10 +24,15 @@ def check_sandbox(sandbox: str | None) -> str | None:
 Where = Annotated[str | None, AfterValidator(check_sandbox)]
 
 
+RUNNING_PYTHON = "{python}"
+"""First word of an agent's command that stands for the run's own Python, with the modules that the run can import."""
+
+
 class GatewayConfig(Section):
     command: str | None = Field(None, min_length=1)
-    """Program and arguments that start the agent, without a shell. The variables OPENAI_BASE_URL and OPENAI_API_KEY are
-    set. {base_url}, {session}, {workspace}, {prompt} and {prompt_file} are filled in. None needs `listen`."""
+    """Program and arguments that start the agent, without a shell. OPENAI_BASE_URL, OPENAI_API_KEY, and the same for
+    ANTHROPIC are set. {base_url}, {session}, {workspace}, {prompt} and {prompt_file} are filled in. The first word may
+    be {python}, the run's own Python with its modules. None needs `listen`."""
     workspace: str | None = Field(None, min_length=1)
     """Directory that is copied for every episode. The agent starts in the copy and finds task.json there: the data
     row without the answer. None starts the agent in an empty directory."""
@@ -36,17 +43,8 @@ class GatewayConfig(Section):
     the agent, and any program that the student runs, write the reward into reward.json."""
     at_once: int = Field(8, ge=1)
     """Largest number of agents that run at the same time for each sampler."""
-    listen: str | None = Field(None, min_length=1)
+    listen: LocalAddress | None = None
     """Address for agents that are started elsewhere, such as "127.0.0.1:8008". None needs `command`."""
-
-    @field_validator("listen")
-    @classmethod
-    def _check_listen(cls, listen: str | None) -> str | None:
-        if listen is not None and not re.fullmatch(r"(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}", listen):
-            raise ValueError(
-                f'{listen!r} is no port of this machine, such as "127.0.0.1:8008"; other machines need a tunnel'
-            )
-        return listen
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> Self:
@@ -62,7 +60,10 @@ class GatewayConfig(Section):
 class EnvironmentConfig(Section):
     use: str | None = None
     """Environment: table, lookup or python, or a user class, "./file.py:Class" or "module:Class". The tools are the
-    public methods of the class, or the class has step(reply). None needs `gateway`."""
+    public methods of the class, or the class has step(reply). Or tools of an MCP server, "mcp:COMMAND" or "mcp:URL"
+    (mcp_shared: one server for each process). Or a game for one player, "textarena:NAME" or "gymnasium:NAME". Or a
+    taskset of verifiers, "verifiers:TASKSET+HARNESS", which stands for a gateway. Or a directory of tasks of Harbor or
+    Terminal-Bench, "tasks:PATH". None needs `gateway`."""
     gateway: GatewayConfig | None = None
     """Agent that uses the student through a chat API, instead of an environment in `use`."""
     turns: int = Field(10, ge=1)
@@ -86,11 +87,40 @@ class EnvironmentConfig(Section):
     """Format of the student's tool calls. auto: the format of its chat template. hermes: JSON between <tool_call> and
     </tool_call>, which the system prompt must explain."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _use_as_agent(cls, given: Any) -> Any:
+        """Replace the name of an environment that is played by an agent by a gateway with the agent's command."""
+        if not isinstance(given, dict) or not isinstance(use := given.get("use"), str):
+            return given
+        integration, gateway = integration_of(use), given.get("gateway") or {}
+        if integration is None or not integration.agent or "command" in gateway:
+            return given
+        if not (name := use.partition(":")[2]).strip():
+            raise ValueError(f"use = {use!r} {fault_of(use)}")
+        if given.get("sandbox") not in (None, "none"):
+            raise ValueError(f"sandbox does nothing: {use!r} runs no code of the student; drop it")
+        command = f"{RUNNING_PYTHON} -m {integration.agent} {shlex.quote(name)}"
+        return {**given, "use": None, "sandbox": "none", "gateway": {**gateway, "command": command}}
+
+    @property
+    def integration(self) -> str | None:
+        """Return the name of the integration in `use`, or of the one that the gateway's command plays; else None."""
+        command = (self.gateway and self.gateway.command) or ""
+        for prefix, each in INTEGRATIONS.items():
+            if each.agent and command.startswith(start := f"{RUNNING_PYTHON} -m {each.agent} "):
+                return f"{prefix}:{command.removeprefix(start)}"
+        return self.use if self.use is not None and integration_of(self.use) is not None else None
+
     @field_validator("use")
     @classmethod
     def _check_use(cls, use: str | None) -> str | None:
-        if use is not None:
+        if use is None:
+            return use
+        if (integration := integration_of(use)) is None:
             check_own(use, ENVIRONMENTS, "environment", "Class")
+        elif not integration.environment:
+            raise ValueError(f"{use!r} is data, and no environment: name it in data.train, and drop [environment]")
         return use
 
     @model_validator(mode="after")

@@ -14,25 +14,31 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from slipstream.config.base import Section
-from slipstream.config.foreign_names import KEYS, VALUES
+from slipstream.config.data import DataConfig
+from slipstream.config.foreign_names import FOREIGN_KEYS, VALUES
 from slipstream.config.losses import ALIASES
-from slipstream.config.schema import Config, DataConfig
-from slipstream.config.teacher import TeacherConfig, endpoint_defaults
+from slipstream.config.renamed_keys import renaming, with_new_keys
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig, endpoint_defaults, spelling_defaults
 from slipstream.errors import ConfigError, did_you_mean
 
 SHOULD = "Input should be "
 """First words of pydantic's error messages about an expected value."""
 STUDY = "sweep"
 """Name of the TOML table that makes a config file a study, which consists of several runs."""
+SAVED, BESIDE = "config.toml", "meta.json"
+"""Name of the config in a run directory, and a file that is always beside it there."""
 TOO_DEEP = "nested too deeply: no setting is more than a few tables or lists deep; take the brackets out"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def load(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, say: Any = print) -> Config:
-    """Read a TOML file, apply `(dotted key, text)` overrides and validate the result."""
+    """Read a TOML file, apply `(dotted key, text)` overrides and validate; the config of a run may have old keys."""
     tree = read(path)
     if STUDY in tree:
         raise ConfigError(f"{path} is a study of several runs: slipstream sweep {path}")
+    if Path(path).name == SAVED and (Path(path).parent / BESIDE).exists():
+        tree = with_new_keys(tree)
     return parse(tree, overrides, where=str(path), say=say)
 
 
@@ -103,10 +109,15 @@ def _replace_verl_names(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_endpoint_defaults(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Return a copy in which unset loss options get values that endpoint teachers support."""
+    """Return a copy in which unset loss options get values that such teachers support."""
     teachers, loss = tree.get("teachers"), tree.get("loss")
     if not isinstance(teachers, dict) or not isinstance(loss, dict):
         return tree
+    if own := [name for name, t in teachers.items() if isinstance(t, dict) and t.get("spelling") == "own"]:
+        changes = spelling_defaults(loss)
+        for name, value in changes.items():
+            say(f'note: loss.{name} = {json.dumps(value)}, because teachers.{own[0]}.spelling = "own"')
+        return {**tree, "loss": {**loss, **changes}}
     remote = {name: t for name, t in teachers.items() if isinstance(t, dict) and t.get("base_url") is not None}
     limits = [t.get("max_logprobs", TeacherConfig.model_fields["max_logprobs"].default) for t in remote.values()]
     if not limits or not all(isinstance(limit, int) for limit in limits):
@@ -159,8 +170,11 @@ def explain(detail: ErrorDetails, root: type[Section] = Config) -> str:
     names, holder = _locate(detail["loc"], root)
     dotted = ".".join(names)
     match detail["type"]:
-        case "extra_forbidden" if holder and names[-1] in KEYS and KEYS[names[-1]] != dotted:
-            key, given = KEYS[names[-1]], json.dumps(detail["input"], default=str)
+        case "extra_forbidden" | "literal_error" if (new := renaming(dotted, detail["input"])) is not None:
+            was = dotted if detail["type"] == "extra_forbidden" else f"{dotted} = {detail['input']!r}"
+            return f"{was} was renamed: write {new}"
+        case "extra_forbidden" if holder and names[-1] in FOREIGN_KEYS and FOREIGN_KEYS[names[-1]] != dotted:
+            key, given = FOREIGN_KEYS[names[-1]], json.dumps(detail["input"], default=str)
             return f"unknown key {dotted!r}: write {key}" + ("" if "," in key else f" = {given}")
         case "literal_error" if str(detail["input"]) in VALUES.get(dotted, ()):
             return f"{dotted} = {detail['input']!r}: {VALUES[dotted][detail['input']]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KEYS = {
+FOREIGN_KEYS = {
     **dict.fromkeys(("lr", "learning_rate"), "learner.lr"),
     **dict.fromkeys(("max_steps", "total_training_steps"), "updates"),
     **dict.fromkeys(("num_generations", "n", "rollout_n"), "sampler.group"),
@@ -27,7 +27,6 @@ VALUES = {
         "grpo_vectorized": 'write policy.advantage = "grpo"',
         "rloo_vectorized": 'write policy.advantage = "rloo"',
         "tir_optimal_token_baseline": 'write policy.advantage = "optimal_token_baseline"',
-        "gae": 'it needs a critic, and there is none here: write policy.advantage = "grpo"',
     },
     "reference.estimate": {
         foreign: f'write reference.estimate = "{own}"'

@@ -33,15 +33,15 @@ class FreshnessConfig(Section):
     exact, with the stored weights that sampled the sample (learner.snapshots). The anchor always uses the draws."""
     m: int | None = Field(None, ge=1, le=DRAWS)
     """Number of draws (tokens sampled at one position) that estimate drift if the loss has no draws. None uses 8."""
-    over: Literal["tokens", "samples"] = "tokens"
+    normalise_by: Literal["tokens", "samples"] = "tokens"
     """Unit of the weighted mean in the distillation loss. tokens: all tokens, as without [freshness]. samples: samples,
     each with the mean over its tokens, as in f-OPD; tokens of short answers then count more."""
-    also: Annotated[tuple[Literal["policy"], ...], BeforeValidator(as_tuple)] = ()
+    apply_to: Annotated[tuple[Literal["policy"], ...], BeforeValidator(as_tuple)] = ()
     """Other losses that use the same weights: "policy" for the policy loss. Empty weighs distillation only."""
     refresh: Literal["adaptive", "fixed", "never"] = "adaptive"
     """Rule for a refresh: unused samples of older weights are rolled out again. adaptive: when the buffer is stale.
     fixed: at regular intervals. never: not at all."""
-    every: int = Field(10, ge=1)
+    refresh_every: int = Field(10, ge=1)
     """Number of updates between two refreshes with refresh = "fixed"."""
     kappa_f: float = Field(0.05, ge=0, le=1)
     """Mean freshness of the buffer at or below which refresh = "adaptive" acts."""
@@ -51,17 +51,17 @@ class FreshnessConfig(Section):
     """refresh = "adaptive" acts if teacher drift is known for less than this share of the buffer's tokens."""
     cooldown: int = Field(200, ge=0)
     """Smallest number of optimizer steps between two refreshes with refresh = "adaptive"."""
-    buffer: Literal["modelled", "measured"] = "modelled"
+    estimate: Literal["modelled", "measured"] = "modelled"
     """Method that estimates the buffer's mean freshness. modelled: from the lags in the buffer and the drift observed
     at each lag. measured: by a pass over the whole buffer."""
     measure: int | None = Field(None, ge=1)
-    """Number of updates between two measuring passes over the buffer. None is 1 with buffer = "measured", else 20."""
+    """Number of updates between two measuring passes over the buffer. None is 1 with estimate = "measured", else 20."""
 
     @model_validator(mode="after")
     def _check_unused(self) -> FreshnessConfig:
         for needs, value, names in (
-            ("refresh", "fixed", ("every",)),
-            ("refresh", "adaptive", ("kappa_f", "kappa_roll", "kappa_sup", "cooldown", "buffer", "measure")),
+            ("refresh", "fixed", ("refresh_every",)),
+            ("refresh", "adaptive", ("kappa_f", "kappa_roll", "kappa_sup", "cooldown", "estimate", "measure")),
         ):
             if getattr(self, needs) != value:
                 for name in self.changed(*names):
@@ -72,9 +72,9 @@ class FreshnessConfig(Section):
             raise ValueError('weight = "common" is divided by itself: write normalise = "off", or another weight')
         if self.weight == "equal" and self.normalise != "mean":
             raise ValueError('normalise does nothing with weight = "equal": drop it, or write another weight')
-        if self.weight in ("equal", "common") and self.also:
+        if self.weight in ("equal", "common") and self.apply_to:
             raise ValueError(
-                f'also = "policy" does nothing with weight = "{self.weight}": drop it, or change the weight'
+                f'apply_to = "policy" does nothing with weight = "{self.weight}": drop it, or change the weight'
             )
         if self.weight == "equal" and not self.anchor and self.refresh == "never":
             raise ValueError(

@@ -15,6 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from slipstream.config.base import DRAWS, Epsilon, Section, Temperature
+from slipstream.errors import did_you_mean
+from slipstream.estimators.options import signature
 from slipstream.scope import Scope
 
 Cache = Literal["none", "sampled", "student_topk", "teacher_topk", "hidden"]
@@ -43,6 +45,8 @@ class LossSpec:
     chooses: str = ""
     """Formula that first selects draws of the whole batch; empty to use all draws. `choice` contains its options."""
     choice: Mapping[str, Any] = field(default_factory=dict)
+    own_vocabulary: bool = False
+    """True if the formula compares distributions over two vocabularies, so that the teacher's tokenizer may differ."""
     compares: bool = False
     """True if the loss uses probabilities of the policy that sampled the tokens."""
     loss_max_clamp: float | None = None
@@ -57,6 +61,24 @@ class DistillationLoss(Section):
     """Weight of the distillation loss in the total loss; 0 uses no distillation and no teacher."""
     temperature: Temperature = 1.0
     """Temperature applied to the distributions of student and teacher in the distillation loss."""
+    tokens: Literal["all", "first", "iw_opd", "tcod_f2b", "tcod_b2f"] = "all"
+    """Weights of tokens by their position in a response, with mean 1. all: equal. `slipstream estimators` explains the
+    other names."""
+    token_options: dict[str, float] = Field({})
+    """Options of `tokens`, for example { share = 0.3 }. Empty uses its defaults."""
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        known = signature(f"token_weights.{self.tokens}").settings if self.tokens != "all" else ()
+        for name, value in self.token_options.items():
+            if name not in known:
+                hint = f"; {did_you_mean(name, known)}" if known else ""
+                raise ValueError(f'token_options: tokens = "{self.tokens}" has no option {name}{hint}')
+            if value <= 0:
+                raise ValueError(f"token_options.{name} = {value:g} must be above 0")
+        if self.tokens == "iw_opd" and self.spec.cache == "none":
+            raise ValueError('tokens = "iw_opd" compares with a teacher, and this loss needs none: write "first"')
+        return self
 
     @property
     def spec(self) -> LossSpec:
@@ -300,49 +322,82 @@ class JSD(Divergence):
         return LossSpec(cache="teacher_topk", k=self.k, formula="divergence.jsd_topk", options=options, **self.clamps)
 
 
+class ULD(Divergence):
+    kind: Literal["uld"] = "uld"
+    """Distance of the sorted probabilities of student and teacher, for a teacher with another tokenizer."""
+    cache: Literal["hidden"] = "hidden"
+    """Scores from the teacher: the last hidden state, to which the learner applies the teacher's head."""
+
+    @property
+    def spec(self) -> LossSpec:
+        return LossSpec(cache="hidden", formula="divergence.ranked", own_vocabulary=True, **self.clamps)
+
+
+class GOLD(Divergence):
+    kind: Literal["gold"] = "gold"
+    """JSD on the tokens that student and teacher share, and the distance of the sorted probabilities of all others."""
+    cache: Literal["hidden"] = "hidden"
+    """Scores from the teacher: the last hidden state, to which the learner applies the teacher's head."""
+    beta: float = Field(0.5, gt=0, lt=1)
+    """Interpolation of the JSD between forward KL (towards 0) and reverse KL (towards 1)."""
+    rest: float = Field(1.0, ge=0)
+    """Weight of the distance by rank of the tokens that are not shared."""
+
+    @property
+    def spec(self) -> LossSpec:
+        return LossSpec(
+            cache="hidden",
+            formula="divergence.shared_and_ranked",
+            options={"beta": self.beta, "rest": self.rest},
+            own_vocabulary=True,
+            **self.clamps,
+        )
+
+
 class KLEstimate(Divergence):
     kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k2"
-    """Estimate of the reverse KL from the emitted token alone, as a loss or as a reward."""
-    as_: Literal["loss", "reward"] = Field("loss", alias="as")
-    """Use of the estimate. loss: differentiate it. reward: use it as the negative advantage of a clipped policy
+    """Estimate of the reverse KL from the emitted token alone, as a loss or as an advantage."""
+    use: Literal["loss", "advantage"] = "loss"
+    """Use of the estimate. loss: differentiate it. advantage: use its negative as the advantage of a clipped policy
     gradient (the only use of k1)."""
     policy: Literal["vanilla", "cispo", "sapo", "dppo_tv", "dppo_kl", "aspo"] = "vanilla"
-    """Policy loss that uses the estimate, with as = "reward": PPO's clip or another one that looks at single tokens."""
+    """Policy loss that uses the estimate, with use = "advantage": PPO's clip or another one that looks at single
+    tokens."""
     clip: Epsilon | tuple[Epsilon, Epsilon] | None = None
-    """Clip ε or [low, high] of p_current / p_behaviour, with as = "reward"; of the change of probability or the KL for
-    dppo. None is 0.2."""
+    """Clip ε or [low, high] of p_current / p_behaviour, with use = "advantage"; of the change of probability or the KL
+    for dppo. None is 0.2."""
     dual_clip: float | None = Field(None, gt=1)
     """Largest ratio that counts for a token with a negative advantage, for vanilla and aspo. None is 3."""
 
     @model_validator(mode="after")
     def _check_gradient(self) -> Self:
-        if self.as_ == "reward":
+        if self.use == "advantage":
             if self.clip is not None and self.policy == "sapo":
                 raise ValueError('policy = "sapo" has no clip: drop clip')
             if self.dual_clip is not None and self.policy not in ("vanilla", "aspo"):
                 raise ValueError(f'policy = "{self.policy}" has no dual clip: drop dual_clip')
             return self
         if self.policy != "vanilla":
-            raise ValueError('policy is for as = "reward": write that, or drop policy')
+            raise ValueError('policy is for use = "advantage": write that, or drop policy')
         if self.kind == "k1":
             raise ValueError(
-                'kind = "k1" as a loss has no teacher in its gradient: write as = "reward", or kind = "k1+"'
+                'kind = "k1" as a loss has no teacher in its gradient: write use = "advantage", or kind = "k1+"'
             )
         for name in ("clip", "dual_clip"):
             if getattr(self, name) is not None:
-                raise ValueError(f'{name} is for as = "reward": drop one of them')
+                raise ValueError(f'{name} is for use = "advantage": drop one of them')
         return self
 
     @property
     def spec(self) -> LossSpec:
-        if self.as_ == "loss":
+        if self.use == "loss":
             return LossSpec(
                 cache="sampled", formula="divergence.kl_estimate", options={"kind": self.kind}, **self.clamps
             )
         trust = {"clip": 0.2 if self.clip is None else self.clip, "dual_clip": self.dual_clip or 3.0}
         return LossSpec(
             cache="sampled",
-            formula="kl.kl_as_reward",
+            formula="surrogate.kl_as_reward",
             takes=("student", "behavior", "teacher"),
             options={
                 "kind": self.kind,
@@ -363,13 +418,14 @@ class CrossEntropy(DistillationLoss):
         return LossSpec(cache="none", formula="divergence.cross_entropy", takes=("student",))
 
 
+OnDraws = ReverseKLMC | DecoupledPPO | M2PO | KLEstimate
 LossConfig = Annotated[
-    ReverseKLMC | DecoupledPPO | M2PO | ReverseKLTopK | ReverseKL | ForwardKL | MOPD | EOPD | JSD | KLEstimate,
+    OnDraws | ReverseKLTopK | ReverseKL | ForwardKL | MOPD | EOPD | JSD | ULD | GOLD,
     Field(discriminator="kind"),
 ]
 SupervisedLoss = Annotated[CrossEntropy | ForwardKL | ReverseKL | JSD, Field(discriminator="kind")]
 """Losses that need no draws of the student. Cross-entropy on its own rollouts would only confirm what it drew."""
-LOSSES: dict[str, type[DistillationLoss]] = {
+DISTILLATION_LOSSES: dict[str, type[DistillationLoss]] = {
     kind: row for row in (*get_args(get_args(LossConfig)[0]), CrossEntropy) for kind in row.kinds()
 }
 

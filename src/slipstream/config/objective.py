@@ -2,83 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from slipstream.config.base import Section
+from slipstream.config.base import DRAWS, Section
+from slipstream.estimators.tables.advantage import ADVANTAGES
+from slipstream.estimators.tables.correction import PRESETS, CorrectionPreset, Threshold, Unit
+from slipstream.estimators.tables.policy import CENTRED, POLICY_LOSSES, Estimate, Mode
 
-PolicyName = Literal[
-    "vanilla",
-    "reinforce",
-    "gpg",
-    "cispo",
-    "dispo",
-    "gspo",
-    "gspo_token",
-    "tbpo",
-    "espo",
-    "gmpo",
-    "sapo",
-    "dppo_tv",
-    "dppo_kl",
-    "clip_cov",
-    "kl_cov",
-    "dro",
-    "r2vpo",
-    "quatro",
-    "m2po",
-    "decoupled_ppo",
-    "a3po",
-    "topr",
-    "aspo",
-    "minpro",
-    "ctpo",
-    "vespo",
-    "oapl",
-    "st_ppo",
-]
-AdvantageName = Literal[
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "opob",
-    "opob_exact",
-    "gpg",
-    "gdpo",
-    "oapl",
-    "reinforce_plus_plus_baseline",
-    "reinforce_plus_plus",
-    "remax",
-    "optimal_token_baseline",
-]
-"""Names of the advantage estimators that need no critic."""
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-PresetName = Literal[
-    "decoupled_token_is",
-    "decoupled_seq_is",
-    "decoupled_token_icepop",
-    "decoupled_seq_is_rs",
-    "decoupled_geo_rs",
-    "decoupled_geo_rs_seq_tis",
-    "decoupled_geo_rs_token_tis",
-    "decoupled_k3_rs",
-    "decoupled_k3_rs_seq_tis",
-    "decoupled_k3_rs_token_tis",
-    "bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "bypass_pg_is",
-    "bypass_pg_token_icepop",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_seq_tis",
-    "bypass_pg_geo_rs_token_tis",
-    "disabled",
-]
-LevelName = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
-EstimateName = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
-Bound = float | tuple[float, float]
+if TYPE_CHECKING:
+    PolicyName = str
+    AdvantageName = str
+    PresetName = str
+else:  # the keys of the tables, which a type checker cannot read
+    PolicyName, AdvantageName, PresetName = (Literal[tuple(table)] for table in (POLICY_LOSSES, ADVANTAGES, PRESETS))
 
 
 class PolicyConfig(Section):
@@ -89,7 +28,7 @@ class PolicyConfig(Section):
     """Weight of the policy loss in the total loss."""
     options: dict[str, float] = Field({})
     """Hyperparameters of the loss, for example { clip_high = 0.28 }. Empty uses the defaults of the loss."""
-    aggregation: Aggregation | None = None
+    aggregation: Mode | None = None
     """Reduction of token losses to one number. None uses the reduction of the loss."""
     advantage: AdvantageName = "grpo"
     """Advantage estimator, which turns rewards into advantages. `slipstream estimators` explains the names."""
@@ -111,6 +50,13 @@ class PolicyConfig(Section):
     old_decay: float = Field(0.75, gt=0, lt=1)
     """Share of itself that the average keeps in every update, with old = "average". The average is 1 / (1 - old_decay)
     updates old: choose this near the lag of the tokens."""
+    centre: Literal["draws", "top_k"] | None = None
+    """Score centering, for loss = "reinforce" or "gpg": subtract what the sampling policy would teach with one
+    advantage for all tokens. draws: from other draws at the same position, without bias. top_k: from the most likely
+    tokens, with an approximation of the others. None subtracts nothing."""
+    centre_size: int | None = Field(None, ge=2, le=DRAWS)
+    """Number of draws, or of most likely tokens, from which `centre` is computed. None uses 8 draws or 32 tokens, or
+    those that the distillation loss has."""
     variance_target: float | None = Field(None, gt=0)
     """Bound on the variance of the importance ratio, for loss = "r2vpo". The coefficient of the penalty starts at
     options.variance_coef. It rises after updates whose `policy/ratio_variance` is above the bound, and falls after
@@ -133,17 +79,48 @@ class PolicyConfig(Section):
             raise ValueError("variance_step is for variance_target: write that, too, or drop variance_step")
         return self
 
+    @model_validator(mode="after")
+    def _check_centre(self) -> PolicyConfig:
+        if self.centre is None and self.centre_size is not None:
+            raise ValueError("centre_size is for centre: write that, too, or drop centre_size")
+        if self.centre is not None and POLICY_LOSSES[self.loss].formula != CENTRED:
+            raise ValueError(
+                f'centre = "{self.centre}" needs a loss without clip and ratio, and loss = "{self.loss}" has one: '
+                'write loss = "reinforce", or drop centre'
+            )
+        return self
+
+    @property
+    def keeps_old(self) -> bool:
+        """Return whether the old policy is the learner before its last update, or an average of earlier weights."""
+        return self.old != "behavior"
+
     @property
     def filters(self) -> list[str]:
         """Return the names of the settings that drop groups whose rewards are alike."""
         return ["refill"] * (self.refill is not None) + ["drop_alike"] * self.drop_alike
 
-    @field_validator("advantage", mode="before")
-    @classmethod
-    def _refuse_critic(cls, name: object) -> object:
-        if name == "gae":
-            raise ValueError('"gae" needs a critic, and there is none here: write "reinforce_plus_plus", or "remax"')
-        return name
+    @property
+    def values_options(self) -> dict[str, float | bool]:
+        """Return the options of gae that decide its returns, with their defaults."""
+        defaults: dict[str, float | bool] = {"gamma": 1.0, "lam": 0.95, "by_turn": False, "rho": 0.0, "c": 0.0}
+        return {name: self.advantage_options.get(name, default) for name, default in defaults.items()}
+
+
+class CriticConfig(Section):
+    """Value head on the student's last hidden state: it predicts the reward to come, for policy.advantage = "gae"."""
+
+    lr: float = Field(1e-4, gt=0, le=1)
+    """Learning rate of the value head, which has an AdamW of its own. The wider the student, the smaller it must be."""
+    weight: float = Field(0.1, ge=0)
+    """Weight of the value loss in the total loss, by which it also trains the student. 0 trains the head alone."""
+    clip: float = Field(0.2, gt=0)
+    """Largest change of a value in an update that lowers its loss (PPO's value clip). Write 1e9 for no bound."""
+    warmup: int = Field(0, ge=0)
+    """Number of first updates that train the value head alone, before the student moves."""
+    bootstrap: bool = False
+    """Add the value of the last state to the return of episodes that a limit has cut, such as sampler.max_tokens: for
+    limits that are no part of the task (1712.00378). false: nothing comes after an episode but its rewards."""
 
 
 class ReferenceConfig(Section):
@@ -151,7 +128,7 @@ class ReferenceConfig(Section):
     """Coefficient β of the KL to the reference policy, the student at the start of the run; start value if adaptive."""
     into: Literal["loss", "reward"] = "loss"
     """Use of the KL. loss: a term of the loss. reward: subtracted from the rewards of [policy]."""
-    estimate: EstimateName | None = None
+    estimate: Estimate | None = None
     """Estimator of the KL from the emitted token. None: k3 in the loss (k2 with importance = false), k1 in the
     reward."""
     importance: bool = True
@@ -197,15 +174,28 @@ class CorrectionConfig(Section):
     preset: PresetName = "disabled"
     """Preset of importance weights and rejection for the gap between sampling and learning policy. `slipstream
     estimators` explains the names. "disabled" only measures the gap."""
-    is_level: LevelName | None = None
+    is_level: Unit | None = None
     """Unit over which token ratios are multiplied to one importance weight. None uses the preset's level, if any."""
-    is_threshold: Bound | None = None
+    is_threshold: Threshold | None = None
     """Upper bound of importance weights, or a band [low, high] outside of which they are 0. None uses the preset's."""
     is_normalize: bool = False
     """Divide importance weights by their mean over the batch."""
     ctpo_clip: float | None = Field(None, gt=0)
     """Bound c for is_level = "cumulative": the log of the product over t tokens is clipped to ±c√t. None uses 0.05."""
-    rs: dict[str, Bound] | None = None
+    rs: dict[str, Threshold] | None = None
     """Rejection modes with bounds, for example { seq_mean_k1 = [0.99, 1.01] }. None uses the preset's modes."""
     verl_compat: bool = False
     """Invert the bounds of k1 rejection, as verl does: keep ratios in [1/U, 1/L] instead of [L, U]."""
+
+    @property
+    def parts(self) -> CorrectionPreset:
+        """Return the preset with the changes of this section; ValueError if they do not fit together."""
+        names = ("is_level", "is_threshold", "ctpo_clip", "rs")
+        changes = {name: value for name in names if (value := getattr(self, name)) is not None}
+        preset = PRESETS[self.preset]
+        return replace(preset, is_normalize=self.is_normalize, verl_compat=self.verl_compat, **changes)
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> CorrectionConfig:
+        assert self.parts
+        return self

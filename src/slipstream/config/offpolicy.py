@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import Section
-from slipstream.config.losses import LOSSES, CrossEntropy, SupervisedLoss
+from slipstream.config.losses import DISTILLATION_LOSSES, CrossEntropy, SupervisedLoss
 
 OFFERED = tuple(kind for row in get_args(get_args(SupervisedLoss)[0]) for kind in row.kinds())
 
@@ -46,7 +46,7 @@ class SupervisedConfig(Section):
     @classmethod
     def _check_draws(cls, loss: Any) -> Any:
         kind = loss.get("kind", "cross_entropy") if isinstance(loss, dict) else None
-        if isinstance(kind, str) and kind in LOSSES and kind not in OFFERED:
+        if isinstance(kind, str) and kind in DISTILLATION_LOSSES and kind not in OFFERED:
             raise ValueError(
                 f'kind = "{kind}" needs draws of the student, and there are none before its first rollout: write '
                 f"{', '.join(OFFERED)}"

@@ -1,13 +1,16 @@
-"""Settings of built-in rewards: a section for each reward that has settings, `[task.NAME]`."""
+"""Section `[task]`: rewards that grade answers, and a section for each built-in reward with settings, `[task.NAME]`."""
 
 from __future__ import annotations
 
 import re
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import Dtype, Section, Url, Variable, template_fields
+from slipstream.config.base import Dtype, Section, Url, Variable, as_tuple, check_own, template_fields
+from slipstream.config.environment import Where
+
+REWARDS = ("exact", "math", "environment", "format", "overlong", "model", "judge", "reasoning_gym")
 
 
 class FormatConfig(Section):
@@ -109,3 +112,61 @@ def check_pattern(pattern: str) -> str:
     except re.error as error:
         raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
     return pattern
+
+
+def name_of(reward: str) -> str:
+    return reward.rpartition(":")[2]
+
+
+def check_reward(spec: str) -> str:
+    check_own(spec, REWARDS, "reward", "function")
+    return spec
+
+
+class TaskConfig(Section):
+    reward: tuple[str, ...] = ()
+    """Rewards that grade answers; one name or a list: exact (text), math (by math-verify), environment (its own
+    reward), format and overlong (form and length), model (a reward model), judge (a model behind an endpoint),
+    reasoning_gym (the scorer of its tasks), or a user function "./file.py:function" or "module:function". All rewards
+    are logged. The first one is the accuracy of evaluation. Empty grades nothing."""
+    format: FormatConfig | None = None
+    overlong: OverlongConfig | None = None
+    model: RewardModelConfig | None = None
+    judge: JudgeConfig | None = None
+    sandbox: Where = None
+    """Sandbox in which rewards that ask for `sandbox` run code: bubblewrap, the URL of a server with SandboxFusion's
+    API, or "none", which isolates nothing. None provides no sandbox."""
+    timeout: float = Field(10.0, gt=0)
+    """Time limit in seconds of one reward for one answer, and of one function that writes a teacher's context. An
+    answer that exceeds the limit is dropped and counted."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_or_several(cls, reward: Any) -> Any:
+        return () if reward is None else as_tuple(reward)
+
+    @field_validator("reward")
+    @classmethod
+    def _check_names(cls, reward: tuple[str, ...]) -> tuple[str, ...]:
+        names = {name_of(check_reward(spec)) for spec in reward}
+        if len(set(reward)) < len(reward):
+            raise ValueError(f"{', '.join(reward)} names a reward twice: write each once")
+        if len(names) < len(reward):
+            raise ValueError(f"{', '.join(reward)}: two of these have one name in the metrics: rename a function")
+        return reward
+
+    @model_validator(mode="after")
+    def _check_sections(self) -> Self:
+        for name in ("format", "overlong", "model", "judge"):
+            if getattr(self, name) is not None and name not in self.reward:
+                raise ValueError(f'[task.{name}] does nothing: add "{name}" to task.reward, or drop it')
+        examples = {"overlong": "{ buffer = 64 }", "model": '{ path = "DIRECTORY" }', "judge": "{ base_url = …, … }"}
+        for name, example in examples.items():
+            if name in self.reward and getattr(self, name) is None:
+                raise ValueError(f'reward = "{name}" needs its settings: write, for example, {name} = {example}')
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the rewards in metrics and settings. A user function has its function name."""
+        return tuple(map(name_of, self.reward))

@@ -1,4 +1,7 @@
-"""Schedules, one section per kind: order of rollout, scoring, learning and publishing. tau bounds work in flight."""
+"""Schedules, one section per kind: order of rollout, scoring, learning and publishing. tau bounds work in flight.
+
+Section `[reuse]` is for every kind: groups that several updates learn from.
+"""
 
 from __future__ import annotations
 
@@ -179,3 +182,50 @@ class Replay(ScheduleSection):
 
 
 ScheduleConfig = Annotated[Sync | Periodic | StepOff | Async | Replay, Field(discriminator="kind")]
+
+
+class ReuseConfig(Section):
+    """Experience replay: a store of groups that an update has learned from, and later updates learn from again."""
+
+    times: int = Field(2, ge=1)
+    """Number of updates that learn from a group: the largest with order = "age"; otherwise the mean, and half of the
+    largest. Of an update's groups, 1/times are new, and the rest come from the store; the first updates are smaller,
+    because the store is empty. 1 stores nothing."""
+    order: Literal["age", "freshness", "advantage"] = "age"
+    """Groups that an update takes from the store. age: the oldest, so that each group is in consecutive updates.
+    freshness, advantage: drawn at random, with a probability proportional to priority^alpha. freshness: the priority is
+    1, halved by every half_life updates of lag. advantage: the mean |reward − mean reward of the group|, plus 0.01."""
+    alpha: float = Field(0.6, gt=0, le=1)
+    """Exponent of priorities. Towards 0, all stored groups are drawn alike."""
+    beta: float = Field(0.4, ge=0, le=1)
+    """Exponent of the importance weights (uniform probability / probability)^beta, divided by the largest one, which
+    multiply the losses of drawn groups. 1 corrects the priorities entirely, 0 does not correct them."""
+    half_life: float | None = Field(None, gt=0)
+    """Lag in updates that halves a priority. None: 2 with order = "freshness", and no decay with "advantage"."""
+    max_lag: int | None = Field(None, ge=1)
+    """Largest lag in updates at which a stored group is learned from; older groups leave the store. schedule.max_lag
+    holds at each use, too. None: no further limit."""
+    groups: int | None = Field(None, ge=1)
+    """Largest number of groups in the store (sampler.group samples each); the oldest leave first. None: those that the
+    next update takes with order = "age", and otherwise twice as many."""
+    gigabytes: float | None = Field(None, gt=0)
+    """Largest size of the stored records in 10^9 bytes; the oldest groups leave first. None: no limit."""
+
+    @property
+    def decay(self) -> float | None:
+        """Return the lag in updates that halves a priority; None if lag does not count."""
+        return self.half_life or (2.0 if self.order == "freshness" else None)
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> ReuseConfig:
+        idle = self.changed(*(name for name in type(self).model_fields if name != "times"))
+        if self.times == 1 and idle:
+            raise ValueError(f"{idle[0]} does nothing with times = 1: drop it, or write times = 2 or more")
+        if self.order == "age" and (idle := self.changed("alpha", "beta", "half_life", "groups")):
+            raise ValueError(f'{idle[0]} does nothing with order = "age": drop it, or write order = "freshness"')
+        if self.max_lag is not None and self.max_lag < self.times - 1:
+            raise ValueError(
+                f"max_lag = {self.max_lag} leaves no time for {self.times} uses in different updates: write max_lag = "
+                f"{self.times - 1} or more, or times = {self.max_lag + 1}"
+            )
+        return self

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import HALVES, OWN, Dtype, Replicas, Section, Url, Variable, template_fields
 from slipstream.config.engines import ENGINES, EngineArgs, devices_of
-from slipstream.config.losses import LOSSES, DistillationLoss, caches, without_hidden_states
+from slipstream.config.losses import DISTILLATION_LOSSES, DistillationLoss, caches, without_hidden_states
 
 SELF = "self"
 """Value of `model` that means the student's own weights at the start of the run."""
@@ -21,7 +21,7 @@ ATTEMPTS = ("best", "best_reward", "last", "last_reward")
 """Fields of a context template that show earlier attempts at the prompt."""
 CONTEXT_FIELDS = ("prompt", "ground_truth", "response", *ATTEMPTS)
 ENDPOINT_OPTIONS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout", "noise")
-LOCAL_OPTIONS = ("engine", "engine_args", "devices", "dtype", "token_budget", "packing", "longest")
+LOCAL_OPTIONS = ("engine", "engine_args", "devices", "dtype", "token_budget", "packing", "max_length")
 
 
 class FollowConfig(Section):
@@ -92,6 +92,9 @@ class TeacherConfig(Section):
     ends: Literal["same", "map"] = "same"
     """End tokens of the teacher. same: those of the student, and others are refused. map: in every distribution of the
     teacher the student's end token has the probability of all end tokens of both, and the other ends have none."""
+    spelling: Literal["same", "own"] = "same"
+    """Tokenizer of the teacher. same: the student's, and another is refused. own: another one; the teacher scores the
+    bytes of a response in its own tokens, after the prompt in its own chat template."""
     follow: FollowConfig | None = None
     """Schedule by which the weights of a teacher with model = "self" follow the student: { ema = 0.99, every = 5 } is a
     moving average, { copy_every = 20 } is a copy. None keeps the weights of the start."""
@@ -105,8 +108,8 @@ class TeacherConfig(Section):
     """Largest number of tokens, padding included, in one forward pass. Lower it if memory runs out."""
     packing: bool = True
     """Put several sequences into one row; a sequence attends only to itself. Write false for models without support."""
-    longest: int | None = Field(None, ge=2)
-    """Largest number of tokens of a prompt with its response. None: the longest in the data (see sampler.longest).
+    max_length: int | None = Field(None, ge=2)
+    """Largest number of tokens of a prompt with its response. None: the longest in the data (see sampler.max_length).
     vLLM reserves memory for this length, and no more."""
     replicas: Replicas = 1
     """Number of copies of the teacher. For an endpoint this is the number of clients that share `concurrency`. Each
@@ -188,10 +191,28 @@ class TeacherConfig(Section):
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
         if self.model == SELF and self.ends == "map":
             raise ValueError('ends = "map" does nothing with model = "self", which ends as the student does: drop it')
+        if self.spelling == "own":
+            if self.model == SELF:
+                raise ValueError(
+                    'spelling = "own" does nothing with model = "self", which spells as the student: drop it'
+                )
+            if self.ends == "map":
+                raise ValueError(
+                    'ends = "map" does nothing with spelling = "own", which maps end tokens itself: drop it'
+                )
+            if self.relabel != "never":
+                raise ValueError(
+                    'relabel compares distributions over the student\'s tokens: drop it, or spelling = "own"'
+                )
+            if self.own_context:
+                raise ValueError(
+                    'spelling = "own" cuts responses to the room beside a context, and a function writes contexts of '
+                    "unknown length: write context as a template, or drop one of both"
+                )
         if self.model == SELF and self.context is None and self.follow is None:
             raise ValueError('model = "self" has nothing to teach before it sees more than the student: add a context')
-        if self.own_context and self.longest is None:
-            raise ValueError("longest is missing: a function writes the context, of unknown length; set longest")
+        if self.own_context and self.max_length is None:
+            raise ValueError("max_length is missing: a function writes the context, of unknown length; set max_length")
         if self.follow is not None and self.model != SELF:
             raise ValueError('follow is for model = "self", whose weights come from the student: drop one of them')
         if self.relabel != "never" and self.follow is None and not self.shows:
@@ -218,8 +239,28 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss) -> I
                 "one of them another key"
             )
     for name, teacher in teachers.items():
+        if teacher.spelling == "own":
+            yield from spelling_problems(f"teachers.{name}", loss)
         if teacher.base_url is not None:
             yield from endpoint_problems(f"teachers.{name}", teacher, loss)
+
+
+def spelling_problems(where: str, loss: DistillationLoss) -> Iterator[str]:
+    """Yield a message for each setting that needs more than the log-prob of a span of bytes from a teacher."""
+    own = f'{where}.spelling = "own"'
+    if loss.spec.own_vocabulary:
+        return
+    if loss.spec.cache != "sampled":
+        yield (
+            f'loss.kind = "{loss.kind}": {own} gives no probabilities of the student\'s other tokens, only of bytes '
+            'that it wrote: write loss.kind = "reverse_kl_mc", "gold", or a teacher with its tokenizer'
+        )
+    if loss.spec.draws > 1:
+        yield f"loss.m = {loss.spec.draws}: {own} scores the emitted tokens and no other draws: write loss.m = 1"
+    if loss.temperature != 1:
+        yield f"loss.temperature = {loss.temperature:g}: {own} scores spans at temperature 1 only: write 1"
+    if "reference" in loss.spec.takes:
+        yield f"loss.reward_scale compares single tokens with the reference, and {own} scores spans: drop it"
 
 
 def endpoint_problems(where: str, teacher: TeacherConfig, loss: DistillationLoss) -> Iterator[str]:
@@ -249,12 +290,18 @@ def endpoint_problems(where: str, teacher: TeacherConfig, loss: DistillationLoss
         )
 
 
+def spelling_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Return new defaults of a loss for teachers with another tokenizer, which score only the emitted token."""
+    row = DISTILLATION_LOSSES.get(str(given.get("kind")))
+    return {"m": 1} if row is not None and "m" in row.model_fields and "m" not in given else {}
+
+
 def endpoint_defaults(given: dict[str, Any], max_logprobs: int) -> dict[str, Any]:
     """Return new defaults of a loss for endpoint teachers that return `max_logprobs` log-probs per token.
 
     `given` holds the loss options that the config file sets. Only defaults of other options are returned.
     """
-    row = LOSSES.get(str(given.get("kind")))
+    row = DISTILLATION_LOSSES.get(str(given.get("kind")))
     if row is None:
         return {}
     defaults = {name: info.default for name, info in row.model_fields.items()}

@@ -17,14 +17,14 @@ from typing import Any
 from slipstream.data.arithmetic import SPLITS, split_of
 from slipstream.errors import DataError, did_you_mean
 
-KEYS = 10
+LOOKUP_KEYS = 10
 """Number of letters that are keys of a table."""
 Problem = tuple[str, str, dict[str, Any]]
 """Question, answer, and the table that only tools can read."""
 
 
 def table(rng: random.Random) -> Problem:
-    numbers = {key: rng.randrange(10, 100) for key in rng.sample(string.ascii_lowercase, KEYS)}
+    numbers = {key: rng.randrange(10, 100) for key in rng.sample(string.ascii_lowercase, LOOKUP_KEYS)}
     first, *others = rng.sample(list(numbers), rng.choice((2, 2, 3)))
     question, total = first, numbers[first]
     for key in others:
@@ -36,7 +36,7 @@ def table(rng: random.Random) -> Problem:
 
 def lookup(rng: random.Random) -> Problem:
     """Draw a problem in which following keys leads through all keys in a cycle. Paths are shorter than the cycle."""
-    circle = rng.sample(string.ascii_lowercase, KEYS)
+    circle = rng.sample(string.ascii_lowercase, LOOKUP_KEYS)
     hops = rng.randrange(2, 6)
     after = dict(zip(circle, circle[1:] + circle[:1], strict=True))
     return f"Start at {circle[0]} and follow {hops} hops.", circle[hops], dict(sorted(after.items()))

@@ -52,6 +52,10 @@ class Choice:
         """Return the row of a group; groups of checkpoints without rows had the fixed order."""
         return self.chosen[number] if number in self.chosen else self.prompts.order.at(number)
 
+    def difficulty(self, number: int) -> float:
+        """Return 1 minus the mean reward of earlier answers to a group's prompt; 1 if rewards are not measured."""
+        return 1.0
+
     def note(self, group: Group) -> None:
         """Remember what the answers of an ended group show about its prompt."""
 
@@ -63,28 +67,30 @@ class Choice:
 class AdaptiveChoice(Choice):
     """Draw prompts with a weight that depends on the answers so far.
 
-    by = "reward": p·(1 − p), with p the mean reward of the prompt, each reward limited to 0 … 1. by = "kl": the mean KL
-    per token to the teacher. A prompt counts as if one more answer had shown the prior: p = ½, or the mean KL of all
-    prompts. Earlier answers count half as much after every `half_life` updates, so estimates return to the prior.
+    weight_by = "reward": p·(1 − p), with p the mean reward of the prompt, each reward limited to 0 … 1.
+    weight_by = "kl": the mean KL per token to the teacher. A prompt counts as if one more answer had shown the prior:
+    p = ½, or the mean KL of all prompts. Earlier answers count half as much after every `half_life` updates, so
+    estimates return to the prior.
 
-    A prompt is drawn with probability floor / R + (1 − floor) · weight / sum of weights, for R rows of its source.
-    Prompts that were chosen for a group in flight, or since the last update, are left out while there are others. So
-    every other prompt is drawn within R / floor draws from its source, in expectation.
+    A prompt is drawn with probability u / R + (1 − u) · weight / sum of weights, for R rows of its source and
+    u = `uniform_share`. Prompts that were chosen for a group in flight, or since the last update, are left out while
+    there are others. So every other prompt is drawn within R / u draws from its source, in expectation.
     """
 
     def __init__(
         self,
         prompts: Prompts,
         *,
-        by: Literal["reward", "kl"],
+        weight_by: Literal["reward", "kl"],
         reward: str,
         half_life: float,
-        floor: float,
+        uniform_share: float,
         before: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin without any answers, or continue from the state `before`; `reward` names the reward to use."""
         super().__init__(prompts, before)
-        self.by, self.reward, self.half_life, self.floor = by, reward, half_life, floor
+        self.weight_by, self.reward = weight_by, reward
+        self.half_life, self.uniform_share = half_life, uniform_share
         self.sums, self.counts = np.zeros(len(prompts.rows)), np.zeros(len(prompts.rows))
         """Discounted sum of the values that answers to each row have shown, and discounted number of these answers."""
         noted = self.before.get("noted", {})
@@ -111,15 +117,19 @@ class AdaptiveChoice(Choice):
         rows = rows[free] if free.any() else rows
         weights = self.weights[rows]
         total = weights.sum()
-        odds = np.cumsum((1 - self.floor) * weights / total + self.floor / len(rows) if total else np.ones(len(rows)))
+        share = self.uniform_share
+        odds = np.cumsum((1 - share) * weights / total + share / len(rows) if total else np.ones(len(rows)))
         drawn = derive_seed(self.prompts.seed, "choice", number) / 2**63 * odds[-1]
         return int(rows[min(int(np.searchsorted(odds, drawn, side="right")), len(rows) - 1)])
+
+    def difficulty(self, number: int) -> float:
+        return 1.0 - float(self.level[self.row(number)]) if self.weight_by == "reward" else 1.0
 
     def note(self, group: Group) -> None:
         if group[0].header.source or group[0].header.prefix:  # the student did not draw a whole answer
             return
         headers = {handle.header.episode: handle.header for handle in group}.values()
-        if self.by == "reward":
+        if self.weight_by == "reward":
             values = [min(max(header.rewards[self.reward], 0.0), 1.0) for header in headers]
         else:
             values = [header.gap / header.trained_tokens for header in headers if header.trained_tokens]
@@ -138,6 +148,7 @@ class AdaptiveChoice(Choice):
 
     def _weigh(self) -> None:
         seen = self.counts.sum()
-        prior = 0.5 if self.by == "reward" else self.sums.sum() / seen if seen else 1.0
-        level = (self.sums + prior) / (self.counts + 1)
-        self.weights = level * (1 - level) if self.by == "reward" else np.maximum(level, 0.0)
+        prior = 0.5 if self.weight_by == "reward" else self.sums.sum() / seen if seen else 1.0
+        self.level = level = (self.sums + prior) / (self.counts + 1)
+        """Estimate of each row's mean reward or KL."""
+        self.weights = level * (1 - level) if self.weight_by == "reward" else np.maximum(level, 0.0)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from string import Formatter
 from typing import Any, Literal
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.errors import DataError, did_you_mean
 
-MARK = "####"
+GSM8K_MARK = "####"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class Layout:
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
     take: Literal["all", "after mark", "last turn"] = "all"
-    """Which part of the value is the answer: all, the text after `MARK`, or the text of the last assistant turn."""
+    """Part of the value that is the answer: all, the text after `GSM8K_MARK`, or the last assistant turn."""
 
     def __str__(self) -> str:
-        taken = f" after {MARK}" if self.take == "after mark" else ""
+        taken = f" after {GSM8K_MARK}" if self.take == "after mark" else ""
         answer = f"answer from {' or '.join(self.answer) or 'the last turn'}{taken}"
         looks = f"look like {self.name}: " if self.name else "are read as the config says: "
         return f"rows {looks}prompt from {' or '.join(self.prompt)}, {answer}"
 
 
-PLAIN = Layout("the plain layout", ("prompt", "messages"), ("ground_truth", "answer"))
+PLAIN_LAYOUT = Layout("the plain layout", ("prompt", "messages"), ("ground_truth", "answer"))
 VERL = Layout("verl", ("prompt",), ("reward_model.ground_truth",))
 TRL = Layout("TRL", ("prompt",), ("completion",), take="last turn")
 OPENAI = Layout("OpenAI messages", ("messages",), (), take="last turn")
@@ -43,26 +43,26 @@ GSM8K = Layout("GSM8K", ("question",), ("answer",), take="after mark")
 
 
 def layout_of(rows: Sequence[Any]) -> Layout:
-    """Return the layout that fits the first row's columns and the answers of all `rows`; `PLAIN` if no other fits."""
+    """Return the layout that fits the first row's columns and all answers; `PLAIN_LAYOUT` if no other fits."""
     first = next((row for row in rows if isinstance(row, dict)), {})
     columns = first.keys()
     prompts = columns & {"prompt", "messages"}
     if prompts and columns & {"ground_truth", "answer"}:
-        return PLAIN
+        return PLAIN_LAYOUT
     if "prompt" in columns and isinstance(first.get("reward_model"), dict):
         return VERL
     if {"prompt", "completion"} <= columns:
         return TRL
     if prompts:
-        return OPENAI if prompts == {"messages"} else PLAIN
+        return OPENAI if prompts == {"messages"} else PLAIN_LAYOUT
     if {"question", "final_answer"} <= columns:
         return DEEPMATH
-    marked = any(MARK in str(row.get("answer")) for row in rows if isinstance(row, dict))
+    marked = any(GSM8K_MARK in str(row.get("answer")) for row in rows if isinstance(row, dict))
     if {"question", "answer"} <= columns and marked:
         return GSM8K
     if {"problem", "answer"} <= columns and "question" not in columns:
         return PROBLEM
-    return PLAIN
+    return PLAIN_LAYOUT
 
 
 def with_configured_paths(layout: Layout, data: DataConfig) -> Layout:
@@ -73,7 +73,7 @@ def with_configured_paths(layout: Layout, data: DataConfig) -> Layout:
         layout = replace(layout, answer=(data.answer,), take="all")
     if prompt is None and data.answer is None:
         return layout
-    recognised = layout.name != PLAIN.name and (prompt is None or data.answer is None)
+    recognised = layout.name != PLAIN_LAYOUT.name and (prompt is None or data.answer is None)
     return layout if recognised else replace(layout, name="")
 
 

@@ -22,28 +22,28 @@ class Epochs:
         shuffle: bool = True,
         name: str = "",
         difficulty: Sequence[float] = (),
-        ramp: float = 1.0,
+        curriculum_epochs: float = 1.0,
     ) -> None:
         """Order these rows. `name` is the source, whose epochs have their own order; `difficulty` has a value per row.
 
-        A curriculum of `ramp` epochs has every row once per whole epoch, and a random part of the rows for the rest.
-        It is sorted by difficulty, easiest first; rows of equal difficulty are in random order.
+        A curriculum of `curriculum_epochs` has every row once per whole epoch, and a random part of the rows for the
+        rest. It is sorted by difficulty, easiest first; rows of equal difficulty are in random order.
         """
         self.rows, self.shuffle, self.seed, self.name = rows, shuffle, seed, name
-        self.ramp: list[int] = []
+        self.curriculum: list[int] = []
         """Places in `rows` in the order of the curriculum."""
         if difficulty:
             drawn, places = self._random("ramp"), range(len(rows))
-            whole, rest = divmod(max(round(ramp * len(rows)), 1), len(rows))
-            self.ramp = [*places] * whole + drawn.sample(places, rest)
-            drawn.shuffle(self.ramp)
-            self.ramp.sort(key=difficulty.__getitem__)
+            whole, rest = divmod(max(round(curriculum_epochs * len(rows)), 1), len(rows))
+            self.curriculum = [*places] * whole + drawn.sample(places, rest)
+            drawn.shuffle(self.curriculum)
+            self.curriculum.sort(key=difficulty.__getitem__)
         self._epoch, self._order = -1, list(range(len(rows)))
 
     def at(self, number: int) -> int:
-        if number < len(self.ramp):
-            return self.rows[self.ramp[number]]
-        epoch, place = divmod(number - len(self.ramp), len(self.rows))
+        if number < len(self.curriculum):
+            return self.rows[self.curriculum[number]]
+        epoch, place = divmod(number - len(self.curriculum), len(self.rows))
         if self.shuffle and epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self.rows)))
             self._random("epoch", epoch).shuffle(self._order)

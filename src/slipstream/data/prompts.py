@@ -16,9 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config.schema import DataConfig
-from slipstream.data import arithmetic, builtin, sources, words
-from slipstream.data.layouts import MARK, PLAIN, Layout, filled, first_of, layout_of, told, with_configured_paths
+from slipstream.config.data import DataConfig
+from slipstream.config.integrations import makes_rows
+from slipstream.data import arithmetic, builtin, generated, sources, words
+from slipstream.data.layouts import (
+    GSM8K_MARK,
+    PLAIN_LAYOUT,
+    Layout,
+    filled,
+    first_of,
+    layout_of,
+    told,
+    with_configured_paths,
+)
 from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.order import Epochs, Mixture
 from slipstream.errors import ConfigError, DataError
@@ -28,9 +38,9 @@ Messages = list[dict[str, Any]]
 EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
 LIKELY = ("question", "problem", "instruction", "query", "input", "text")
 """Usual names of prompt columns, which the error message for a missing prompt suggests."""
-LOOKED_AT = 8
+ROWS_LOOKED_AT = 8
 """Number of rows at the start of a source from which the layout is recognised."""
-DEEPEST = 50
+MAX_NESTING = 50
 """Largest nesting depth of lists and objects in a row."""
 BUILT_IN_ROWS = 20_000
 """Number of rows that a built-in task has if `data.limit` is not set."""
@@ -59,6 +69,8 @@ def check_there(source: str, split: str) -> None:
     """Raise DataError if a source does not exist. Contents are not read, and names on the hub are not checked."""
     if source.startswith("builtin:"):
         builtin.check(source.removeprefix("builtin:"), split)
+    elif makes_rows(source):
+        generated.check_there(source)
     else:
         sources.check_there(source)
 
@@ -72,8 +84,8 @@ def check_columns_used(data: DataConfig, *given: str) -> None:
 
 
 def check_where(source: str, where: Mapping[str, Any]) -> None:
-    """Raise ConfigError if rows of a built-in task shall be chosen by their columns."""
-    if where and source.startswith("builtin:"):
+    """Raise ConfigError if rows that are made, as many as asked for, shall be chosen by their columns."""
+    if where and (source.startswith("builtin:") or makes_rows(source)):
         raise ConfigError(f"data.where and data.eval_where choose rows by columns, and {source} has none: drop them")
 
 
@@ -97,13 +109,19 @@ def load_rows(
         check_where(source, where)
         return [built_in_row(name, split, index) for index in range(limit or BUILT_IN_ROWS)]
     chosen = Filter(source, where)
-    found = islice(filter(chosen, sources.rows_of(source, split)), limit)
-    first = list(islice(found, LOOKED_AT))
+    if makes_rows(source):
+        check_where(source, where)
+        every: sources.Rows = generated.rows_of(source, split, limit or generated.GENERATED_ROWS)
+    else:
+        every = sources.rows_of(source, split)
+    found = islice(filter(chosen, every), limit)
+    first = list(islice(found, ROWS_LOOKED_AT))
     layout = with_configured_paths(layout_of([fields for _, fields in first]), data)
     rows = [_row(where, fields, layout, data) for where, fields in chain(first, found)]
     if not rows:
         raise DataError(f"{source}: no rows" + chosen.reason)
-    say(f"{source}: {layout}")
+    if not makes_rows(source):
+        say(f"{source}: {layout}")
     if where:
         say(f"{source}: {len(rows)} rows are used, {chosen.dropped} of those that were read are not (where)")
     return rows
@@ -204,8 +222,8 @@ def fault_of(value: Any, depth: int = 0) -> str:
         except UnicodeEncodeError:
             return "holds half of a surrogate pair, which is not a character"
     elif isinstance(value, dict | list):
-        if depth == DEEPEST:
-            return f"is nested deeper than {DEEPEST} levels"
+        if depth == MAX_NESTING:
+            return f"is nested deeper than {MAX_NESTING} levels"
         for each in chain(value, value.values()) if isinstance(value, dict) else value:
             if isinstance(each, str | list | dict) and (fault := fault_of(each, depth + 1)):
                 return fault
@@ -219,7 +237,9 @@ def _prompt(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig
         return told(where, fields, data.prompt, "data.prompt")
     prompt = first_of(fields, layout.prompt)
     if prompt is None:
-        expected = EXPECTED if layout.prompt == PLAIN.prompt else f"expected {' or '.join(map(repr, layout.prompt))}"
+        expected = (
+            EXPECTED if layout.prompt == PLAIN_LAYOUT.prompt else f"expected {' or '.join(map(repr, layout.prompt))}"
+        )
         likely = next((name for name in LIKELY if isinstance(fields.get(name), str)), None)
         hint = f': if {likely!r} is the prompt, write data.prompt = "{likely}"' if likely else ""
         raise DataError(f"{where}: {expected}; found {', '.join(map(repr, fields)) or 'nothing'}{hint}")
@@ -234,10 +254,10 @@ def _answer(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig
         said = [turn.get("content") for turn in answer if isinstance(turn, dict) and turn.get("role") == "assistant"]
         return _joined(said[-1]) if said else None
     if layout.take == "after mark" and answer is not None:
-        _, mark, answer = str(answer).rpartition(MARK)
+        _, mark, answer = str(answer).rpartition(GSM8K_MARK)
         if not mark:
             raise DataError(
-                f"{where}: no {MARK} before the answer, unlike other rows; set data.answer to another column"
+                f"{where}: no {GSM8K_MARK} before the answer, unlike other rows; set data.answer to another column"
             )
         return answer.strip().replace(",", "")
     return answer
@@ -304,16 +324,19 @@ class Prompts:
         shuffle: bool,
         teachers: Sequence[str] = (),
         sources: Sequence[str] = (),
+        respelled: Sequence[Ints | None] = (),
         tells: bool = False,
         order: Mixture | None = None,
     ) -> None:
         """Set teacher and mixture component (`sources`) of each row. `tells`: prompts keep their text or messages.
 
-        `order` is the order of the rows; None makes epochs over all rows, shuffled if `shuffle` is True.
+        `respelled` are the prompts of teachers with another tokenizer. `order` is the order of the rows; None makes
+        epochs over all rows, shuffled if `shuffle` is True.
         """
         self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
         self.sources = list(sources) or self.teachers
+        self.respelled = list(respelled) or [None] * len(rows)
         self.seed, self.tells = seed, tells
         self.order = order or Mixture([Epochs(range(len(rows)), seed=seed, shuffle=shuffle)])
         self.off_policy: OffPolicy | None = None
@@ -375,6 +398,7 @@ class Prompts:
             meta={name: value for name, value in row.meta.items() if is_json(value)},
             asked=row.prompt if self.tells else None,
             place=row.where,
+            respelled=self.respelled[index],
         )
 
 

@@ -13,7 +13,7 @@ from slipstream.data.prompts import Row
 from slipstream.errors import ConfigError, DataError
 from slipstream.records import Ints
 
-WORDS = 13
+FILTER_WORDS = 13
 """Number of equal words in a row by which two prompts overlap."""
 COMMON = 10
 """Number of training rows above which these words in a row belong to a template, and are no overlap."""
@@ -81,16 +81,18 @@ def difficulties(rows: Sequence[Row], column: str) -> list[float]:
     """Return every row's number in a column; raise an error for another value, or if all are equal."""
     found = []
     for row in rows:
-        value = told(row.place, row.meta, column, "data.by")
+        value = told(row.place, row.meta, column, "data.curriculum.column")
         try:
             number = float("nan" if isinstance(value, bool) else value)
         except (TypeError, ValueError):
             number = float("nan")
         if number != number:
-            raise DataError(f"{row.place}: {column!r} is {value!r:.40}, and data.by needs a number")
+            raise DataError(f"{row.place}: {column!r} is {value!r:.40}, and data.curriculum.column needs a number")
         found.append(number)
     if len(set(found)) == 1:
-        raise ConfigError(f"data.by = {column!r} does nothing: every row has {found[0]:g} there; name another column")
+        raise ConfigError(
+            f"data.curriculum.column = {column!r} does nothing: every row has {found[0]:g} there; name another column"
+        )
     return found
 
 
@@ -99,7 +101,8 @@ def overlap_of(
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return the held-out rows with the tokens of a training row, and others that share words with one.
 
-    Both are places of held-out rows with the place of such a training row. To share is to have `WORDS` words in a row.
+    Both are places of held-out rows with the place of such a training row. To share is to have
+    `FILTER_WORDS` words in a row.
     """
     places = {ids.tobytes(): place for place, ids in reversed(list(enumerate(train_tokens)))}
     equal = {place: places[ids.tobytes()] for place, ids in enumerate(held_tokens) if ids.tobytes() in places}
@@ -120,13 +123,13 @@ def overlap_of(
 
 
 def _grams(rows: Sequence[Row]) -> tuple[Grams, Ints]:
-    """Return a hash of every `WORDS` words in a row, and the place of its row. G: grams of all rows."""
+    """Return a hash of every `FILTER_WORDS` words in a row, and the place of its row. G: grams of all rows."""
     words = [np.fromiter(map(hash, WORD.findall(_text(row).lower())), np.int64) for row in rows]
     flat = np.concatenate(words).view(np.uint64)
     row_W = np.repeat(np.arange(len(words)), [len(each) for each in words])
-    count = max(len(flat) - WORDS + 1, 0)
+    count = max(len(flat) - FILTER_WORDS + 1, 0)
     gram_G = np.zeros(count, np.uint64)
-    for shift in range(WORDS):
+    for shift in range(FILTER_WORDS):
         gram_G = gram_G * np.uint64(0x9E3779B97F4A7C15) + flat[shift : shift + count]
     whole_G = row_W[:count] == row_W[len(row_W) - count :]
     return gram_G[whole_G], row_W[:count][whole_G]

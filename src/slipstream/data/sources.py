@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
+from slipstream.config.integrations import integration_of
 from slipstream.errors import DataError, did_you_mean, first_line
 
 Rows = Iterator[tuple[str, Any]]
@@ -37,6 +38,8 @@ def ending_of(source: str) -> str:
 
 def has_splits(source: str) -> bool:
     """Return True if a source may have splits: it is neither a file nor a dataset that was saved as one table."""
+    if (integration := integration_of(source)) is not None:
+        return integration.has_splits
     return not ending_of(source) and not (Path(source) / "state.json").exists()
 
 

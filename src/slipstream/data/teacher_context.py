@@ -25,26 +25,26 @@ from slipstream.rewards.grading import GradingProcess
 
 
 def context_of(
-    spec: str | None, tokenizer: Tokenizer, *, longest: int | None = None, timeout: float = 30.0
+    spec: str | None, tokenizer: Tokenizer, *, max_length: int | None = None, timeout: float = 30.0
 ) -> TextContext | None:
     """Build the context from `teachers.NAME.context`; None (the default): the teacher sees the student's prompt."""
     if spec is None:
         return None
     if OWN.fullmatch(spec):
-        return WrittenContext(spec, tokenizer, longest, timeout)
-    return TemplateContext(spec, tokenizer, longest)
+        return WrittenContext(spec, tokenizer, max_length, timeout)
+    return TemplateContext(spec, tokenizer, max_length)
 
 
 def check_function(teacher: str, spec: str, *, graded: bool) -> None:
     """Raise ConfigError if a context function cannot be loaded, or requires rewards that the run lacks (`graded`)."""
     process = GradingProcess([spec], timeout=0.0, setting="context")
     try:
-        process.ready()
+        needs = process.needs
     except ConfigError as error:
         raise ConfigError(f"teachers.{teacher}.{error}") from None
     finally:
         process.close()
-    rewarded = [name for name in process.needs[spec] if name in ("best", "best_reward", "last_reward")]
+    rewarded = [name for name in needs[spec] if name in ("best", "best_reward", "last_reward")]
     if rewarded and not graded:
         raise ConfigError(
             f"teachers.{teacher}.context = {spec!r} asks for {rewarded[0]!r}, which needs rewards: set task.reward"
@@ -54,15 +54,17 @@ def check_function(teacher: str, spec: str, *, graded: bool) -> None:
 class TextContext:
     """Base class of contexts. Subclasses write the text in `text`; this class turns the text into tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, longest: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_length: int | None) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not thread-safe
-        self.longest = longest
+        self.max_length = max_length
 
     def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
         tokens = self.before(rollout.prompt, rollout.tokens, attempts)
         length = len(tokens) + len(rollout.tokens)
-        if self.longest is not None and length > self.longest:
-            raise NoContext(f"context and response have {length} tokens, and the teacher takes at most {self.longest}")
+        if self.max_length is not None and length > self.max_length:
+            raise NoContext(
+                f"context and response have {length} tokens, and the teacher takes at most {self.max_length}"
+            )
         return tokens
 
     def close(self) -> None:
@@ -87,8 +89,8 @@ class TextContext:
 
 
 class TemplateContext(TextContext):
-    def __init__(self, template: str, tokenizer: Tokenizer, longest: int | None = None) -> None:
-        super().__init__(tokenizer, longest)
+    def __init__(self, template: str, tokenizer: Tokenizer, max_length: int | None = None) -> None:
+        super().__init__(tokenizer, max_length)
         self.template = template
 
     def text(self, prompt: Prompt, seen: Seen) -> str:
@@ -108,8 +110,8 @@ class TemplateContext(TextContext):
 
 
 class WrittenContext(TextContext):
-    def __init__(self, spec: str, tokenizer: Tokenizer, longest: int | None, timeout: float) -> None:
-        super().__init__(tokenizer, longest)
+    def __init__(self, spec: str, tokenizer: Tokenizer, max_length: int | None, timeout: float) -> None:
+        super().__init__(tokenizer, max_length)
         self.spec, self.timeout = spec, timeout
         self.process = self._process()  # start now, while the model loads
 
@@ -122,7 +124,7 @@ class WrittenContext(TextContext):
             self.process = self._process()
         (result,) = self.process.grades([seen])
         if isinstance(result, Ungraded):
-            raise NoContext(result.said)
+            raise NoContext(result.text)
         return str(result["context"])
 
     def close(self) -> None:

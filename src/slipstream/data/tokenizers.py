@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.prompts import Row
 from slipstream.errors import ConfigError, DataError, ModelError, first_line
 from slipstream.models.adapters import is_adapter
@@ -142,7 +142,8 @@ def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tupl
         if ours.get(index) != theirs.get(index):
             raise ModelError(
                 f"student {names[0]} and teacher {names[1]} have different tokenizers: id {index} is "
-                f"{ours.get(index)!r} in one and {theirs.get(index)!r} in the other"
+                f"{ours.get(index)!r} in one and {theirs.get(index)!r} in the other; write teachers.NAME.spelling = "
+                '"own" to compare them on bytes'
             )
 
 

@@ -1,7 +1,7 @@
 """The built-in task `words`: end a sentence of a language with 2,048 words, all of whose probabilities are known.
 
 The language has 16 classes of 128 words. Only the last word matters for the next one: three classes may follow it
-(`STEPS`), and inside a class the word of rank r has a probability proportional to 1/r. A sentence may end after words
+(`STEP_CHANCES`). In a class the word of rank r has a probability proportional to 1/r. A sentence may end after words
 of every fourth class. The next word has an entropy of 4.9 nats, so the 64 most likely words hold 69 % of the
 probability.
 """
@@ -16,16 +16,16 @@ from itertools import accumulate, product
 from slipstream.data.arithmetic import SPLITS, split_of
 
 CLASSES, RANKS = 16, 128
-STEPS = {1: 0.5, 3: 0.3, 8: 0.2}
+STEP_CHANCES = {1: 0.5, 3: 0.3, 8: 0.2}
 """Probability of the class that follows, by its distance modulo `CLASSES` from the class of the last word."""
 LAST_OF, ENDS = 4, 1 / 3
 """A sentence ends with probability `ENDS` after a word whose class is the last of `LAST_OF` consecutive classes."""
 END = ""
 """The end of a sentence among its next words."""
-WORDS = ["".join(letters) for letters in product("bdfgklmnprstvzhj", "aeio", "bdfgklmnprstvzhj", "ae")]
+VOCABULARY_WORDS = ["".join(letters) for letters in product("bdfgklmnprstvzhj", "aeio", "bdfgklmnprstvzhj", "ae")]
 """All words: those of class 0 by rank, then those of class 1, and so on."""
-CLASS_OF = {word: index // RANKS for index, word in enumerate(WORDS)}
-CUMULATIVE = list(accumulate(1 / rank for rank in range(1, RANKS + 1)))
+CLASS_OF = {word: index // RANKS for index, word in enumerate(VOCABULARY_WORDS)}
+CUMULATIVE_FREQUENCIES = list(accumulate(1 / rank for rank in range(1, RANKS + 1)))
 
 
 def may_end(word: str) -> bool:
@@ -37,23 +37,23 @@ def next_words(word: str) -> Mapping[str, float]:
     """Return the probability of every word that may follow a word, and of `END`."""
     going_on = 1 - ENDS if may_end(word) else 1.0
     found = {END: ENDS} if may_end(word) else {}
-    for step, share in STEPS.items():
+    for step, share in STEP_CHANCES.items():
         first = (CLASS_OF[word] + step) % CLASSES * RANKS
         for rank in range(1, RANKS + 1):
-            found[WORDS[first + rank - 1]] = going_on * share / rank / CUMULATIVE[-1]
+            found[VOCABULARY_WORDS[first + rank - 1]] = going_on * share / rank / CUMULATIVE_FREQUENCIES[-1]
     return found
 
 
 def drawn(kind: int, rng: random.Random) -> str:
     """Draw a word of a class."""
-    return WORDS[kind * RANKS + rng.choices(range(RANKS), cum_weights=CUMULATIVE)[0]]
+    return VOCABULARY_WORDS[kind * RANKS + rng.choices(range(RANKS), cum_weights=CUMULATIVE_FREQUENCIES)[0]]
 
 
 def sentence(rng: random.Random) -> list[str]:
     """Draw a sentence of at least two words. The first word has a random class."""
     words = [drawn(rng.randrange(CLASSES), rng)]
     while len(words) < 2 or not (may_end(words[-1]) and rng.random() < ENDS):
-        (step,) = rng.choices(list(STEPS), list(STEPS.values()))
+        (step,) = rng.choices(list(STEP_CHANCES), list(STEP_CHANCES.values()))
         words.append(drawn((CLASS_OF[words[-1]] + step) % CLASSES, rng))
     return words
 

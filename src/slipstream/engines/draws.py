@@ -74,7 +74,14 @@ def kept_ids(logp_NV: Tensor) -> list[NDArray[np.int32]]:
     return np.split(ids.cpu().numpy().astype(np.int32), np.cumsum(sizes)[:-1])
 
 
-def interleave(logp_NV: Tensor, teacher_NV: Tensor, k: int, uniform_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fused(logits_NV: Tensor, teacher_NV: Tensor, alpha: float) -> Tensor:
+    """Return logits of the mixture p_teacher^α · p_student^(1 − α), up to a constant (logit fusion)."""
+    if not teacher_NV.isfinite().any(-1).all():
+        raise NonFiniteError("the teacher's logits are not finite, and sampler.fusion draws from them")
+    return (1 - alpha) * logits_NV.log_softmax(-1) + alpha * teacher_NV.to(logits_NV.dtype).log_softmax(-1)
+
+
+def draw_with_teacher(logp_NV: Tensor, teacher_NV: Tensor, k: int, uniform_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Draw from the student, and from the teacher's top k where the student's token is not among them.
 
     Speculative knowledge distillation (Xu et al., 2410.11325). With q the student's distribution, S the teacher's k
@@ -84,7 +91,7 @@ def interleave(logp_NV: Tensor, teacher_NV: Tensor, k: int, uniform_NM: Tensor) 
     """
     best_NK, ids_NK = teacher_NV.topk(k, -1)
     if not best_NK[:, 0].isfinite().all():
-        raise NonFiniteError("the teacher's logits are not finite, and sampler.interleave draws from them")
+        raise NonFiniteError("the teacher's logits are not finite, and sampler.teacher_replaces draws from them")
     inside_NV = torch.zeros_like(teacher_NV, dtype=torch.bool).scatter_(1, ids_NK, True)
     teacher_NV = _cut(teacher_NV, ~inside_NV).to(logp_NV.dtype)
     first_NM, second_NM = uniform_NM.chunk(2, -1)

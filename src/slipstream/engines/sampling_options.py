@@ -6,33 +6,44 @@ from dataclasses import replace
 
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.advantage import ADVANTAGES
+from slipstream.estimators.tables.policy import CENTRE_SIZES
 from slipstream.protocols import Sampling
 
 
 def rollout_sampling(config: Config) -> Sampling:
     sampler, spec = config.sampler, config.loss.spec if config.loss.weight else None
     draws = spec.draws if spec else 1
-    if (fresh := config.freshness) is not None and not (spec and spec.cache == "sampled"):
-        draws = fresh.draws
+    best = spec.k if spec and spec.cache == "student_topk" else 0
+    if not (spec and spec.cache == "sampled"):
+        draws = max(config.freshness.draws if config.freshness is not None else 1, centre_size(config, "draws"))
+    best = best or centre_size(config, "top_k")
     return Sampling(
         max_tokens=sampler.max_tokens,
         group=sampler.group,
         draws=draws,
-        best=spec.k if spec and spec.cache == "student_topk" else 0,
+        best=best,
         temperature=sampler.temperature,
         top_p=sampler.top_p,
         top_k=sampler.top_k,
         min_p=sampler.min_p,
-        greedy=config.policy is not None and "greedy_rewards" in ADVANTAGES[config.policy.advantage].evidence,
+        greedy=config.policy is not None and "greedy_rewards" in ADVANTAGES[config.policy.advantage].columns,
         keep_mask=sampler.keep_mask,
-        interleave=sampler.interleave,
+        teacher_replaces=sampler.teacher_replaces,
         router=config.learner.records_router,
     )
+
+
+def centre_size(config: Config, kind: str) -> int:
+    """Return the number of draws or of most likely tokens that score centering needs; 0 if it does not use them."""
+    policy = config.policy
+    if policy is None or policy.centre != kind:
+        return 0
+    return policy.centre_size or CENTRE_SIZES[kind]
 
 
 def eval_sampling(config: Config, name: str) -> Sampling:
     """Return the sampling of a held-out set: without rewards that of training, whose KL to the teacher is measured."""
     n, temperature = config.eval.of(name, "n"), config.eval.temperature
     if not config.task.reward:
-        return replace(rollout_sampling(config), group=n)
+        return replace(rollout_sampling(config), group=n, fusion=0.0)
     return Sampling(max_tokens=config.sampler.max_tokens, group=n, temperature=temperature)

@@ -19,7 +19,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.records import Attempts, Group, Handle, Ints, Rollout, Scored, TextScores, graded, header_of
+from slipstream.records import (
+    OPEN,
+    TOO_LONG,
+    UNPAIRED,
+    UNWRITTEN,
+    Attempts,
+    Group,
+    Handle,
+    Ints,
+    Rollout,
+    Scored,
+    TextScores,
+    graded,
+    header_of,
+)
 
 FLOOR = -100.0
 """Lowest log-prob of a record. Lower values are mostly rounding error, and would dominate the gradient."""
@@ -55,16 +69,25 @@ def scored(
         context=context,
         **{**found, **bounded},
     )
-    drawn_N = rollout.logp[rollout.loss_mask].astype(np.float64)
-    gap = 0.0 if rollout.prompt.source else float((drawn_N - bounded["teacher_logp"]).sum())
+    drawn_N, spans_N = rollout.logp[rollout.loss_mask].astype(np.float64), body.byte_spans
+    gap_N = drawn_N - bounded["teacher_logp"]
+    gap = (
+        0.0
+        if rollout.prompt.source
+        else float((gap_N if spans_N is None else gap_N[(spans_N >= 0) | (spans_N == UNPAIRED)]).sum())
+    )
     header = replace(
         header_of(rollout, teacher=teacher),
         teacher_version=version,
         attempts=handle.header.attempts,
         gap=gap,
         floored=int(low_N.sum()),
+        nbytes=body.nbytes,
         differs=rms_difference(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
     )
+    if spans_N is not None:
+        out = tuple(int((spans_N == reason).sum()) for reason in (OPEN, UNWRITTEN, TOO_LONG, UNPAIRED))
+        header = replace(header, left_out=out, byte_spans=len(np.unique(spans_N[spans_N >= 0])))
     if (kl_N := body.supervision_kl) is not None:
         known_N = kl_N[~np.isnan(kl_N)]
         moved = float(known_N.mean()) if len(known_N) else 0.0
@@ -84,8 +107,8 @@ class Probed:
 def said_of(handle: Handle) -> TextScores:
     if not isinstance(handle.body, Scored):
         return TextScores(np.zeros((0, 0)), handle.header.cause)
-    found = [getattr(handle.body, name) for name in IDS]
-    return TextScores(np.concatenate([columns(logp) for logp in found if logp is not None], 1))
+    logps = [getattr(handle.body, name) for name in IDS]
+    return TextScores(np.concatenate([columns(logp) for logp in logps if logp is not None], 1))
 
 
 def failed(handle: Handle, cause: str, *, teacher: str) -> Handle:

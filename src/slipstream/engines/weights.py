@@ -55,10 +55,10 @@ def combined(checksums: Iterable[int]) -> Fingerprint:
 
 def identity_of(model: nn.Module) -> str:
     """Return a hash of all weights with their names and precision, and not only of those that `fingerprint` reads."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
-        found.update(f"{name} {weight.dtype} {tuple(weight.shape)} {checksum(weight)}".encode())
-    return found.hexdigest()
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {checksum(weight)}".encode())
+    return digest.hexdigest()
 
 
 def view_of(spec: TensorSpec, flat: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ def view_of(spec: TensorSpec, flat: Tensor) -> Tensor:
 
 def tensor_of(spec: TensorSpec, weights: WeightsRef) -> Tensor:
     """Return a copy of a published tensor, whose bytes may be read-only."""
-    found = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    np.copyto(raw(found), weights.body[spec.offset : spec.offset + spec.nbytes])
-    return found
+    tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    np.copyto(raw(tensor), weights.body[spec.offset : spec.offset + spec.nbytes])
+    return tensor
 
 
 def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> None:
@@ -131,16 +131,16 @@ def gather(like: Sequence[Tensor], shards: Sequence[Tensor], dtype: torch.dtype,
             part = shards[index].reshape(-1)[begin:end]  # shorter on the last ranks
             mine[at : at + len(part)] = part
             at += end - begin
-        found = [torch.empty_like(mine) for _ in range(ranks)] if targets else None
-        dist.gather(mine.view(torch.uint8), found and [each.view(torch.uint8) for each in found], group=group)
-        for rank, theirs in enumerate(found or ()):
+        parts = [torch.empty_like(mine) for _ in range(ranks)] if targets else None
+        dist.gather(mine.view(torch.uint8), parts and [each.view(torch.uint8) for each in parts], group=group)
+        for rank, theirs in enumerate(parts or ()):
             at = 0
             for index, begin, end in bucket:
                 start = rank * shares[index]
                 part = targets[index][start + begin : start + end]
                 part.copy_(theirs[at : at + len(part)])
                 at += end - begin
-        del mine, found
+        del mine, parts
 
 
 def copy_in_buckets(source: Tensor, target: Tensor) -> None:
@@ -158,9 +158,9 @@ def on_first_rank(own: Tensor, shard: Tensor | None = None, dtype: torch.dtype |
     dtype = dtype or own.dtype
     if not isinstance(own, DTensor):
         return (own if shard is None else shard).detach().to("cpu", dtype)
-    found = torch.empty(own.shape, dtype=dtype) if own.device_mesh.get_local_rank() == 0 else None
-    gather([own], [local(own) if shard is None else shard], dtype, [] if found is None else [found.view(-1)])
-    return found
+    whole = torch.empty(own.shape, dtype=dtype) if own.device_mesh.get_local_rank() == 0 else None
+    gather([own], [local(own) if shard is None else shard], dtype, [] if whole is None else [whole.view(-1)])
+    return whole
 
 
 # --- models in this process ------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def on_first_rank(own: Tensor, shard: Tensor | None = None, dtype: torch.dtype |
 
 def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of each trained parameter: adapters if any, else all; tied weights once, by first name."""
-    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    yield from [pair for pair in named if is_adapter(pair[0])] or named
+    pairs = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    yield from [pair for pair in pairs if is_adapter(pair[0])] or pairs
 
 
 def export_weights(
@@ -234,8 +234,8 @@ def fingerprint(
             return checksum(torch.from_numpy(exported.body[spec.offset : spec.offset + spec.nbytes]))
         if name not in still:
             weight = parameters[name]
-            found = on_first_rank(weight) if isinstance(weight, DTensor) else weight
-            still[name] = 0 if found is None else checksum(found, getattr(torch, dtype))
+            whole = on_first_rank(weight) if isinstance(weight, DTensor) else weight
+            still[name] = 0 if whole is None else checksum(whole, getattr(torch, dtype))
         return still[name]
 
     return combined(map(checksum_of, fingerprinted(parameters)))
@@ -243,9 +243,9 @@ def fingerprint(
 
 def fingerprint_of_parts(weights: WeightsRef, parts: Callable[[str, Tensor], Sequence[Tensor]]) -> Fingerprint:
     """Return a hash of the tensors that `parts` returns for the name and value of each fingerprinted weight."""
-    named, checksums = set(fingerprinted(spec.name for spec in weights.manifest)), list[int]()
+    names, checksums = set(fingerprinted(spec.name for spec in weights.manifest)), list[int]()
     for spec in weights.manifest:
-        if spec.name in named:
+        if spec.name in names:
             checksums += [checksum(part) for part in parts(spec.name, tensor_of(spec, weights))]
     return combined(checksums)
 

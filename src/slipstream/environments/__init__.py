@@ -16,6 +16,10 @@ Message = dict[str, Any]
 """A message of a chat template: `role` and `content`."""
 
 
+class ToolError(Exception):
+    """Error of a tool call, whose whole text the student reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     name: str

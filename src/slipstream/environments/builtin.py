@@ -1,8 +1,16 @@
-"""Environments of the built-in tool tasks. Their models were trained with the tools' docstrings: do not edit these."""
+"""Built-in environments: those of the tool tasks, and `python`, which runs programs in the sandbox.
+
+Models were trained with the docstrings of the tools: do not edit these.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+from slipstream.sandbox.base import Limits, Ran, Sandbox, run_python
+
+MAX_OUTPUT = 4000
+"""Maximum characters of stdout that the student sees of a program; stderr has the same, separate limit."""
 
 
 def value_of(table: dict[str, Any], key: str) -> str:
@@ -51,3 +59,50 @@ class Doors:
             self._ahead = []
             return "locked"
         return str(self._ahead.pop(0)[1])
+
+
+class Python:
+    """Run Python programs; no state is kept between calls.
+
+    Results are reproducible: fixed hash seed, no network, no durations in the text.
+    """
+
+    limits = Limits()
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        """Number of programs that ended with each status (`python/ok`, …), recorded as metrics of the episode."""
+
+    def start(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+
+    async def python(self, code: str) -> str:
+        """Run a Python program and see what it prints. Nothing is kept from one call to the next."""
+        ran = await run_python(self.sandbox, code, limits=self.limits)
+        name = f"python/{ran.status}"
+        self.metrics[name] = self.metrics.get(name, 0.0) + 1.0
+        return observation(ran, self.limits)
+
+
+def observation(ran: Ran, limits: Limits) -> str:
+    endings = {
+        "ok": "ok",
+        "failed": f"failed with exit code {ran.code}",
+        "timeout": f"ended after {limits.seconds:g} s",
+        "output": f"ended: more than {limits.output} bytes of output",
+        "memory": f"ended: more than {limits.memory >> 20} MiB of memory",
+        "disk": f"ended: more than {limits.disk >> 20} MiB of files, or too many of them",
+    }
+    parts = [f"status: {endings[ran.status]}"]
+    parts += [f"{name}:\n{shortened_output(text)}" for name, text in (("stdout", ran.out), ("stderr", ran.err)) if text]
+    return "\n".join(parts)
+
+
+def shortened_output(text: str) -> str:
+    """Keep the first and last characters of an output that is too long; errors are usually at the end."""
+    text = text.removesuffix("\n")
+    left_out = len(text) - MAX_OUTPUT
+    if left_out <= 0:
+        return text
+    half = MAX_OUTPUT // 2
+    return f"{text[:half]}\n[{left_out} characters left out]\n{text[-half:]}"

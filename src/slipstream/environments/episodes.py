@@ -41,11 +41,11 @@ from slipstream.records import (
 )
 
 T = TypeVar("T")
-TRIES = 3
+EPISODE_TRIES = 3
 """Maximum number of tries of an episode whose environment fails."""
-TURN = "turn"
+TURN_SPAN = "turn"
 """Name of time spans in which the student generates; other spans are calls of the environment."""
-LOOP = 3
+LOOP_LENGTH = 3
 """Number of consecutive equal tool calls with equal answers that count as a loop."""
 
 
@@ -206,8 +206,8 @@ class Episode:
 
     def record(self, reply: Reply, step: Step) -> None:
         self.metrics, self.silent = step.metrics, not reply.text.strip()
-        self.latest = [*self.latest[1 - LOOP :], (reply.calls, step.messages)] if reply.calls else []
-        self.looped |= len(self.latest) == LOOP and all(each == self.latest[0] for each in self.latest)
+        self.latest = [*self.latest[1 - LOOP_LENGTH :], (reply.calls, step.messages)] if reply.calls else []
+        self.looped |= len(self.latest) == LOOP_LENGTH and all(each == self.latest[0] for each in self.latest)
 
     def rollout(self, finish: Finish, rewards: Mapping[str, float]) -> Rollout:
         outcome = {
@@ -216,7 +216,7 @@ class Episode:
             "turns": float(self.turns),
             "looped": float(self.looped),
             "premature": float(finish == "eos" and self.silent),
-            "seconds": sum(seconds for name, _, seconds in self.spans if name != TURN),
+            "seconds": sum(seconds for name, _, seconds in self.spans if name != TURN_SPAN),
             "failures": float(self.failures),
             "branches": 1.0,
         }
@@ -259,7 +259,7 @@ class Episodes:
                 alone = alone or suspicion.acting or suspected > 1
             except EnvironmentFailed as failure:
                 failures += 1
-                if failures == TRIES:
+                if failures == EPISODE_TRIES:
                     return Handle(failed(call.prompt, episode.index, failure), None)
                 alone = alone or failure.cause == "crash"
             if episode.parts:
@@ -357,7 +357,7 @@ class Episodes:
         group = [] if begun is None else handed_over([replace(begun, finish="released", prompt=prompt)])
         began = self._now()
         found = await self.policy.generate(prompt, sampling, group)
-        episode.spans.append((TURN, began, self._now() - began))
+        episode.spans.append((TURN_SPAN, began, self._now() - began))
         if not found:
             raise Released
         rollout: Rollout = found[0].body
@@ -426,6 +426,6 @@ def failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:
         versions=((0, 0),),
         finish="error",
         cause=str(error),
-        outcome={f"failed/{error.cause}": 1.0, "failures": float(TRIES)},
+        outcome={f"failed/{error.cause}": 1.0, "failures": float(EPISODE_TRIES)},
         teacher=prompt.teacher,
     )

@@ -13,32 +13,25 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     PydanticSchemaGenerationError,
     PydanticUserError,
-    ValidationError,
     create_model,
 )
 
-from slipstream.environments import Call, Message, Reply, Start, Step
+from slipstream.config.integrations import integration_of
+from slipstream.environments import Call, Message, Reply, Start, Step, ToolError
+from slipstream.environments.tools import InvalidArguments, ServedTool, Tool, schema_of
 from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
 from slipstream.rewards.functions import Unusable, number, rewards_of
-from slipstream.user_code.loading import (
-    describe_error,
-    field_names,
-    file_of,
-    load_object,
-    parameters,
-    short_repr,
-)
+from slipstream.user_code import describe_error, field_names, file_of, load_object, parameters, short_repr
 
 SHIPPED = "slipstream.environments"
-BUILT_IN = {
+BUILT_IN_ENVIRONMENTS = {
     "table": f"{SHIPPED}.builtin:Table",
     "lookup": f"{SHIPPED}.builtin:Lookup",
     "doors": f"{SHIPPED}.builtin:Doors",
-    "python": f"{SHIPPED}.python:Python",
+    "python": f"{SHIPPED}.builtin:Python",
 }
 """Import paths of built-in environments, by their names in a config."""
 OWN_METHODS = ("start", "step", "close")
@@ -52,35 +45,6 @@ Run = Callable[..., Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class Tool:
-    name: str
-    description: str
-    arguments: type[BaseModel]
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """JSON schema of the tool, in the form that chat templates expect."""
-        parameters = without_titles(self.arguments.model_json_schema())
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": function}
-
-
-def without_titles(schema: Any) -> Any:
-    """Remove the keys that pydantic adds to a JSON schema and chat templates do not need."""
-    if isinstance(schema, list):
-        return [without_titles(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: {key: without_titles(below) for key, below in value.items()}
-        if name == "properties"
-        else without_titles(value)
-        for name, value in schema.items()
-        if name not in ("title", "additionalProperties")
-    }
-
-
-@dataclass(frozen=True)
 class Kind:
     """Environment class, with the tools found in the class."""
 
@@ -88,7 +52,7 @@ class Kind:
     made: type[Any]
     asks: tuple[str, ...]
     """Names of the fields of `Start` that the method `start` gets."""
-    tools: Mapping[str, Tool]
+    tools: Mapping[str, Tool | ServedTool]
     """Tools by name; empty if the class has `step`."""
 
     @property
@@ -104,7 +68,7 @@ class Kind:
             except Exception as error:  # `tools` may be code of the user
                 why = f"tools is not, or does not return, a list of JSON schemas: {failure_text(self, error)}"
                 raise ConfigError(f"environment.use = {self.spec!r}: {why}") from None
-        return [tool.schema for tool in self.tools.values()]
+        return [schema_of(tool) for tool in self.tools.values()]
 
 
 async def result_of(work: Awaitable[Any]) -> Any:
@@ -114,7 +78,10 @@ async def result_of(work: Awaitable[Any]) -> Any:
 def kind_of(spec: str) -> Kind:
     """Load and inspect an environment class. This runs user code, so call it only in a child process."""
     try:
-        made = load_object(BUILT_IN.get(spec, spec), type)
+        if (integration := integration_of(spec)) is not None:
+            found: Kind = load_object(integration.environment)(spec)
+            return found
+        made = load_object(BUILT_IN_ENVIRONMENTS.get(spec, spec), type)
         start = getattr(made, "start", None)
         asks = parameters(partial(start, None), field_names(Start))[0] if start is not None else ()
         steps = callable(getattr(made, "step", None))
@@ -205,10 +172,10 @@ class Acting:
             case str():
                 seen = Step(({"role": "user", "content": returned},))
             case Sequence():
-                seen = self._checked("start", Step(tuple(returned)))
+                seen = self._check("start", Step(tuple(returned)))
             case _:
                 raise self._wrong("start", f"returned {short_repr(returned)}: return {OF_START[1]}")
-        return self._limited(seen).messages
+        return self._limit(seen).messages
 
     async def step(self, reply: Reply) -> Step:
         """Answer a reply. If the class has tools, a reply without calls ends the episode."""
@@ -217,39 +184,38 @@ class Acting:
         faults = [observation(f"error: {fault}") for fault in reply.faults]
         if not self.kind.tools:
             if faults and not reply.calls:
-                return self._limited(Step(tuple(faults)))
+                return self._limit(Step(tuple(faults)))
             step = self._step_of(await self.run(self.instance.step, reply))
-            return self._limited(Step((*faults, *step.messages), step.done, step.metrics))
+            return self._limit(Step((*faults, *step.messages), step.done, step.metrics))
         if not reply.calls and not faults:
-            return self._limited(Step(done=True))
-        return self._limited(Step((*[await self._called(call) for call in reply.calls], *faults)))
+            return self._limit(Step(done=True))
+        return self._limit(Step((*[await self._call_tool(call) for call in reply.calls], *faults)))
 
-    def _limited(self, step: Step) -> Step:
+    def _limit(self, step: Step) -> Step:
         counted = {name: float(count) for name, count in self.counts.items()}
         reported = (getattr(self.instance, "metrics", None) or {}) | dict(step.metrics)
         metrics = counted | {f"own/{name}": number(value) for name, value in reported.items()}
-        shown = [message | {"content": shortened(message["content"], self.shown)} for message in step.messages]
+        shown = [message | {"content": shorten(message["content"], self.shown)} for message in step.messages]
         return Step(tuple(map(plain, shown)), step.done, metrics)
 
-    async def _called(self, call: Call) -> Message:
+    async def _call_tool(self, call: Call) -> Message:
         tool = self.kind.tools.get(call.name)
         if tool is None:
             self.counts["invalid"] += 1
             return observation(f"error: there is no tool {call.name!r}; there are {', '.join(self.kind.tools)}", call)
         try:
-            given = tool.arguments.model_validate(call.arguments)
-        except ValidationError as error:
+            bound = tool.bind(self.instance, call.arguments)
+        except InvalidArguments as error:
             self.counts["invalid"] += 1
-            faults = [f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()]
-            return observation(f"error: {tool.name}: {'; '.join(faults)}", call)
-        arguments = {name: getattr(given, name) for name in tool.arguments.model_fields}
+            return observation(f"error: {tool.name}: {error}", call)
         try:
-            returned = await self.run(getattr(self.instance, tool.name), **arguments)
-        except SandboxError:
+            returned = await self.run(bound)
+        except (SandboxError, EnvironmentFailed):
             raise
         except Exception as error:  # the student reads the errors of tools
             self.counts["failed"] += 1
-            return observation(f"error: {type(error).__name__}: {first_line(error)}", call)
+            text = str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {first_line(error)}"
+            return observation(f"error: {text}", call)
         try:
             text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False)
         except (TypeError, ValueError):
@@ -279,9 +245,9 @@ class Acting:
                 step = Step(tuple(returned))
             case _:
                 raise self._wrong("step", f"returned {short_repr(returned)}: return {OF_STEP[1]}")
-        return self._checked("step", step)
+        return self._check("step", step)
 
-    def _checked(self, method: str, step: Step) -> Step:
+    def _check(self, method: str, step: Step) -> Step:
         for message in step.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
                 write = "write {'role': 'tool', 'content': text}"
@@ -303,7 +269,7 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     ends = most * 2 // 3, most - most * 2 // 3

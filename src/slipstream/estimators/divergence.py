@@ -15,9 +15,10 @@ from torch import Tensor
 
 from slipstream.estimators.numerics import RATIO_BOUND, bounded, floored, same_matrix, same_shape, with_gradient
 from slipstream.estimators.options import unknown
+from slipstream.estimators.tables.policy import Estimate
 
 DenseKind = Literal["forward", "reverse", "jsd"]
-KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+KL_KINDS = get_args(Estimate)
 KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
@@ -29,7 +30,7 @@ def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
     and low_var_kl are k1, k2 and k3.
     For tokens drawn from p the mean of k1 and of k3 is KL(p‖q). The mean gradient is that of KL(p‖q) for k2, k1+ and
     k3+, that of KL(q‖p) for k3, and 0 for k1. Stale draws bias all of them; `mc_reverse_kl` corrects this bias.
-    Use k1+ or k3+ as a loss on the emitted token, and k1 as a reward.
+    Use k1+ or k3+ as a loss on the emitted token, and k1 as an advantage.
     """
     same_shape(logp=logp, logq=logq)
     logp, logq = floored(logp), floored(logq)
@@ -54,7 +55,11 @@ def cross_entropy(logp_NM: Tensor) -> Tensor:
 
     Its minimum is the distribution of the data. In expectation over tokens of a teacher q its gradient is that of
     KL(q‖p).
-    Use it to warm up a student that is too far from its teacher to learn from its own rollouts.
+    Unit: given token.
+    Importance: not needed: the student drew no token.
+    Against: a student whose own rollouts teach it nothing.
+    Cost: none: no teacher scores.
+    Use this loss to warm up a student that is too far from its teacher to learn from its own rollouts.
     """
     return -floored(logp_NM)
 
@@ -64,9 +69,15 @@ def clamped(loss: Tensor, *, loss_max_clamp: float | None = None) -> Tensor:
     return loss if loss_max_clamp is None else loss.clamp(-loss_max_clamp, loss_max_clamp)
 
 
-def raised(logp: Tensor, *, log_prob_min_clamp: float | None = None) -> Tensor:
-    """Return log-probs of at least log_prob_min_clamp, as in verl; None does nothing."""
-    return logp if log_prob_min_clamp is None else logp.clamp(min=log_prob_min_clamp)
+def raised(logp: Tensor, *, log_prob_min_clamp: float | None = None, absent: bool = False) -> Tensor:
+    """Return log-probs of at least log_prob_min_clamp, as in verl; None does nothing.
+
+    With `absent`, −∞ means that there is no such token, and stays.
+    """
+    if log_prob_min_clamp is None:
+        return logp
+    least = logp.clamp(min=log_prob_min_clamp)
+    return torch.where(logp == -torch.inf, logp, least) if absent else least
 
 
 def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, renormalise: bool = False) -> Tensor:
@@ -75,6 +86,10 @@ def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, ren
     Without options there is a gradient at p = q (−Σ_S q ∇log p), which pushes mass into the support. `tail` adds the
     remaining mass of both models as one more bucket. `renormalise` conditions both on the support. Either option makes
     student = teacher a stationary point.
+    Unit: support.
+    Importance: not needed: weighted by the teacher.
+    Against: stale supports; modes of the teacher that the student misses.
+    Cost: 8·k bytes per position.
     Use this loss for stale rollouts: the teacher's probabilities q do not depend on the sampling policy.
     """
     same_matrix(logp=logp_NK, logq=logq_NK)
@@ -96,6 +111,10 @@ def reverse_kl_topk(
     needs renormalise=False). If neither is set, p = q is no stationary point. With `behavior_logp` [N, K] the result is
     the "plain" form without reweighting, −Σ_S sg(p̃_old Ã) log p̃ with Ã = log q̃ − log p̃. Its gradient is the same
     on-policy and biased on stale rollouts.
+    Unit: support.
+    Importance: reweighted on the support; tokens outside are ignored (reweight = false: none).
+    Against: variance of sampling.
+    Cost: 12·k bytes per position.
     Use this loss for fresh rollouts: it has low variance. On stale rollouts S misses tokens that only the current
     student likes, and weights on S cannot replace teacher scores of these tokens; use `mc_reverse_kl`.
     """
@@ -112,6 +131,10 @@ def generalised_kl_topk(logp_NK: Tensor, logq_NK: Tensor) -> Tensor:
 
     Probabilities are not scaled to sum to 1. Each id has a term of at least 0, which is 0 only at p = q. The gradient
     Σ_S p (log p − log q) ∇log p thus vanishes if both models agree on S, unlike that of the truncated reverse KL.
+    Unit: support.
+    Importance: not needed: the teacher chooses the support.
+    Against: the truncated reverse KL, which moves the student's mass out of the support.
+    Cost: 8·k bytes per position.
     Use this loss for reverse KL with a teacher that gives its top-k only, such as an endpoint.
     """
     same_matrix(logp=logp_NK, logq=logq_NK)
@@ -128,6 +151,10 @@ def entropy_gated(
     all other tokens is added as one more bucket. The entropy is then a lower bound. The metric is the share of
     positions with forward KL. Departure: the reverse KL is a sum over the support; the paper has a clipped surrogate on
     the emitted token.
+    Unit: vocabulary, or support and tail.
+    Importance: not needed.
+    Against: a student that loses the teacher's variety at its unsure tokens.
+    Cost: as reverse_kl, or forward_kl.
     Use this loss if the student's entropy falls below that of the teacher, and answers lose their variety.
     """
     same_matrix(logp=logp_NX, logq=logq_NX)
@@ -138,9 +165,13 @@ def entropy_gated(
 
 
 def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.5) -> Tensor:
-    """Return a divergence over the whole vocabulary: forward KL(q‖p), reverse KL(p‖q), or the generalised JSD.
+    """Return the exact reverse KL(p‖q) over the vocabulary; by `kind`, the forward KL(q‖p) or the generalised JSD.
 
     jsd (Agarwal et al., 2306.13649): β·KL(q‖m) + (1−β)·KL(p‖m) with m = βq + (1−β)p; β = 0 is forward, β = 1 reverse.
+    Unit: vocabulary.
+    Importance: not needed: exact at every visited prefix.
+    Against: support mismatch and variance.
+    Cost: 2·D bytes per position, and the teacher's head at the learner.
     Use this loss with caches of the whole distribution (hidden), or with a top-k completed by `with_tail`. The result
     is exact for tokens of any sampling policy.
     """
@@ -163,9 +194,63 @@ def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.
 
 
 def jsd_topk(logp_NK: Tensor, logq_NK: Tensor, *, beta: float = 0.5) -> Tensor:
-    """Return the generalised JSD on the teacher's top-k, with the remaining mass of both models as one more bucket."""
+    """Return the generalised JSD on the teacher's top-k, with the remaining mass of both models as one more bucket.
+
+    Unit: vocabulary, or support and tail.
+    Importance: not needed.
+    Against: forward KL is too broad, reverse KL too narrow.
+    Cost: as reverse_kl, or forward_kl.
+    Use this loss if student and teacher differ so much that one direction alone is unstable.
+    """
     same_matrix(logp=logp_NK, logq=logq_NK)
     return dense(with_tail(logp_NK), with_tail(logq_NK), kind="jsd", beta=beta)
+
+
+def ranked(logp_NV: Tensor, logq_NW: Tensor) -> Tensor:
+    """Return ULD (Boizard et al., 2402.12030): Σ |p₍ᵢ₎ − q₍ᵢ₎| of the probabilities in descending order.
+
+    The vocabularies may differ in size and order: only the sizes of the probabilities are compared, and the smaller
+    vocabulary is filled up with zeros.
+    Unit: vocabulary, by rank.
+    Importance: not needed.
+    Against: another tokenizer.
+    Cost: as reverse_kl, and a sort of both distributions.
+    Use this loss if student and teacher share hardly any token. It does not say which tokens are likely.
+    """
+    return _distance_by_rank(floored(logp_NV).exp(), logq_NW.exp())
+
+
+def shared_and_ranked(logp_NV: Tensor, logq_NX: Tensor, *, beta: float = 0.5, rest: float = 1.0) -> Tensor:
+    """Return GOLD's sum: a JSD on the tokens that both vocabularies share, and ULD with weight `rest` on all others.
+
+    Column v of `logq_NX` is the student's token v, −∞ if the teacher has no such token. Columns beyond V are tokens of
+    the teacher alone. The JSD is β·Σ q log(q/m) + (1−β)·Σ p log(p/m) with m = βq + (1−β)p, over the shared tokens,
+    whose probabilities are not scaled to a sum of 1.
+    Unit: vocabulary: shared tokens exactly, others by rank.
+    Importance: not needed.
+    Against: another tokenizer.
+    Cost: as reverse_kl, and a sort of both distributions.
+    Use this loss with a teacher that has another tokenizer and shares many of the student's tokens. As in TRL's GOLD
+    the shared tokens are compared by probability; spans of several tokens are left out here, where GOLD merges them.
+    """
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must be above 0 and below 1, got {beta}")
+    logp_NV, vocabulary = floored(logp_NV), logp_NV.shape[1]
+    own_NV = logq_NX[:, :vocabulary]
+    shared_NV = own_NV > -torch.inf
+    p_NV, q_NV, logq_NV = logp_NV.exp(), own_NV.exp(), own_NV.masked_fill(~shared_NV, 0.0)
+    logm_NV = (beta * q_NV + (1 - beta) * p_NV).clamp(min=torch.finfo(p_NV.dtype).tiny).log()
+    each_NV = beta * q_NV * (logq_NV - logm_NV) + (1 - beta) * p_NV * (logp_NV - logm_NV)
+    exact_N = each_NV.masked_fill(~shared_NV, 0.0).sum(-1)
+    return exact_N + rest * _distance_by_rank(p_NV.masked_fill(shared_NV, 0.0), logq_NX[:, vocabulary:].exp())
+
+
+def _distance_by_rank(p_NV: Tensor, q_NW: Tensor) -> Tensor:
+    width = max(p_NV.shape[1], q_NW.shape[1])
+    p_NX, q_NX = (
+        torch.nn.functional.pad(x, (0, width - x.shape[1])).sort(descending=True).values for x in (p_NV, q_NW)
+    )
+    return (p_NX - q_NX).abs().sum(-1)
 
 
 def with_tail(logp_NK: Tensor) -> Tensor:

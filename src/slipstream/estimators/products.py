@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LARGE = 100_000
+MIN_WEIGHT_SIZE = 100_000
 """Minimum number of elements of a weight; for smaller ones both libraries are equally fast."""
 CPU_INFO = Path("/proc/cpuinfo")
-COLUMNS = 8192
+PRODUCT_COLUMNS = 8192
 """Number of columns of a large product that are computed at a time: memory for more would be new pages every time."""
 
 
@@ -36,7 +36,7 @@ def prefers_onednn() -> bool:
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Return True if oneDNN computes this product faster than `torch.mm` does."""
-    if x.dtype != torch.float32 or weight.dtype != torch.float32 or weight.numel() < LARGE or not x.numel():
+    if x.dtype != torch.float32 or weight.dtype != torch.float32 or weight.numel() < MIN_WEIGHT_SIZE or not x.numel():
         return False
     return x.device.type == "cpu" and prefers_onednn() and not torch.is_autocast_enabled("cpu")
 
@@ -93,7 +93,9 @@ def multiply_into(out_CW: Tensor, left_CI: Tensor, right_WI: Tensor) -> None:
     if not is_faster(left_CI, right_WI):
         torch.mm(left_CI, right_WI.T, out=out_CW)
         return
-    for out_CP, right_PI in zip(torch.split(out_CW, COLUMNS, 1), torch.split(right_WI, COLUMNS), strict=True):
+    for out_CP, right_PI in zip(
+        torch.split(out_CW, PRODUCT_COLUMNS, 1), torch.split(right_WI, PRODUCT_COLUMNS), strict=True
+    ):
         out_CP.copy_(by_onednn(left_CI, right_PI))
 
 
@@ -103,7 +105,9 @@ def add_product(into_CW: Tensor, left_CI: Tensor, right_IW: Tensor) -> None:
     On CPUs each single product is rounded to bfloat16, in which they multiply several times as fast.
     """
     if is_faster(left_CI, right_IW) or (left_CI.dtype == torch.bfloat16 and left_CI.device.type == "cpu"):
-        for into_PW, left_PI in zip(torch.split(into_CW, COLUMNS), torch.split(left_CI, COLUMNS), strict=True):
+        for into_PW, left_PI in zip(
+            torch.split(into_CW, PRODUCT_COLUMNS), torch.split(left_CI, PRODUCT_COLUMNS), strict=True
+        ):
             into_PW.add_(linear(left_PI, right_IW.T))
     elif into_CW.dtype == left_CI.dtype:
         into_CW.addmm_(left_CI, right_IW)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.estimators.divergence import clamped, kl_estimate, raised
 from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp, floored, same_matrix, same_shape, zeroed
-from slipstream.estimators.options import unknown
-from slipstream.estimators.policy.token import clipped_surrogate, self_ratio
+from slipstream.estimators.options import only, unknown
+from slipstream.estimators.policy.token import Tokens, clipped_surrogate, self_ratio
+from slipstream.estimators.tables.policy import find_loss
 
 Clip = float | tuple[float, float]
 Metrics = dict[str, Tensor]
@@ -43,6 +45,13 @@ def mc_reverse_kl(
     With reference log-probs, λ log q + (1 − λ) log p_ref replaces log q, where λ = `reward_scale` (G-OPD, 2602.12125).
     The target is then proportional to q (q/p_ref)^(λ−1); λ > 1 goes beyond the teacher (ExOPD).
     `config.losses.ReverseKLMC` refuses combinations of these options that contradict each other.
+    Unit: draw.
+    Trust region: none; clip or ratio_cap if set.
+    Importance: token ratio to the sampling policy, advantage recomputed: unbiased at any staleness.
+    Against: stale draws.
+    Cost: 12·M bytes per position; variance 1/M.
+    Use this loss by default, for every schedule; raise m if the gradient is noisy. reward_scale > 1 goes beyond the
+    teacher (ExOPD, 2602.12125, with the student at the start as reference).
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     logp_NM, behavior_NM, logq_NM = floored(logp_NM), floored(behavior_logp_NM), floored(logq_NM)
@@ -80,6 +89,11 @@ def decoupled_ppo(
     corrects for staleness and is 0 above `weight_cap`. A = log q − log p_old (`advantage="behavior"`, PPO's
     convention), − log p_prox (`"proximal"`) or − sg(log p_θ) (`"current"`). Only `current` has the mean gradient of the
     dense reverse KL, while neither bound acts.
+    Unit: draw.
+    Trust region: PPO clip around the learner when the batch arrived.
+    Importance: proximal/behaviour ratio, 0 above weight_cap.
+    Against: a clip that measures staleness instead of the step.
+    Cost: as reverse_kl_mc, plus one forward pass for the proximal log-probs.
     Use this loss for several optimizer steps on one batch: the clip then measures the step and not the staleness.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, proximal_logp=proximal_logp_NM, logq=logq_NM)
@@ -101,6 +115,11 @@ def kept_reverse_kl(
     """Apply `mc_reverse_kl` to the draws that `m2po_mask` keeps: −1/M Σ keep·ρ sg(A) (M2PO, 2510.01161).
 
     Removed draws have loss 0 and still count in the mean over draws.
+    Unit: draw.
+    Trust region: bound on the batch mean of (log ρ)², by masking harmful draws.
+    Importance: token ratio of the kept draws.
+    Against: extreme ratios ρ.
+    Cost: as reverse_kl_mc, plus one pass over the batch without gradient.
     Use this loss for stale data with a few extreme ratios.
     """
     return mc_reverse_kl(*zeroed(keep_NM, logp_NM, behavior_logp_NM, logq_NM))
@@ -154,6 +173,38 @@ def second_moment_mask(log_ratio: Tensor, advantage: Tensor, valid: Tensor, *, b
         "budget_missed": torch.as_tensor(float(not len(met)), device=square.device),
     }
     return keep, metrics
+
+
+def kl_as_reward(
+    logp_NM: Tensor,
+    behavior_logp_NM: Tensor,
+    logq_NM: Tensor,
+    *,
+    kind: str,
+    policy: str = "vanilla",
+    clip: Clip = 0.2,
+    dual_clip: float = 3.0,
+    loss_max_clamp: float | None = None,
+    log_prob_min_clamp: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Apply PPO to the draws with A = −sg(kl_estimate), which verl calls policy-gradient distillation.
+
+    `policy` is a policy loss of token scope: vanilla is PPO's, others have no clip or another one. The clamps apply to
+    the estimate and not to the ratio p_θ/p_old. On-policy with k1 the mean gradient is that of KL(p‖q).
+    Use this loss if one stochastic reward per token and a policy gradient are wanted.
+    """
+    same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
+    ends = (raised(x.detach(), log_prob_min_clamp=log_prob_min_clamp) for x in (logp_NM, logq_NM))
+    advantage_NM = -clamped(kl_estimate(*ends, kind=kind), loss_max_clamp=loss_max_clamp)
+    logp_NM, behavior_NM = floored(logp_NM), floored(behavior_logp_NM)
+    tokens = Tokens(logp_NM, behavior_NM, advantage_NM, torch.ones_like(logp_NM, dtype=torch.bool))
+    low, high = clip_bounds(clip)
+    loss = find_loss(policy).loss
+    loss_NM, acted_NM = loss(tokens, **only({"clip_low": low, "clip_high": high, "dual_clip": dual_clip}, loss))
+    ratio_NM = tokens.ratio.detach()
+    values = {"ratio": ratio_NM, "advantage": advantage_NM, "clip_fraction": acted_NM.to(ratio_NM.dtype)}
+    means = {name: x_NM.mean(-1) for name, x_NM in values.items()}
+    return loss_NM.mean(-1), means | {"ratio_max": ratio_NM.amax(-1)}
 
 
 def clip_bounds(clip: Clip) -> tuple[float, float]:

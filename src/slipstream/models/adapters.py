@@ -26,7 +26,7 @@ ANYTHING = {
 }
 """Config keys that do not change the output of a trained adapter, whatever their value."""
 NOTHING: tuple[Any, ...] = (None, False, {}, [], "none")
-PLAIN = {"revision": ("main",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
+PLAIN_LORA = {"revision": ("main",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
 """Allowed values of single config keys, besides `NOTHING`: they do not change the output of a trained adapter."""
 Shape = tuple[int, ...]
 
@@ -78,7 +78,7 @@ def adapter_of(name: str) -> Adapter | None:
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
         raise ModelError(f"{name}: {CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}, which must be above 0")
     for key in sorted(config.keys() - READ - ANYTHING):
-        if config[key] not in (*NOTHING, *PLAIN.get(key, ())):
+        if config[key] not in (*NOTHING, *PLAIN_LORA.get(key, ())):
             raise ModelError(
                 f"{name}: {CONFIG} has {key} = {json.dumps(config[key])}, which is not supported: merge this adapter "
                 "into its base, and use the merged model"

@@ -157,7 +157,16 @@ def loading(config: Tree, final: Path) -> str:
             "",
             f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
         ]
-    served = ["```console", f"vllm serve {final} --dtype bfloat16", "```"]
+    served = [
+        "```console",
+        f"vllm serve {final} --dtype bfloat16",
+        f"python -m sglang.launch_server --model-path {final} --dtype bfloat16",
+        "",
+        "# or llama.cpp, whose checkout has the converter",
+        f"python convert_hf_to_gguf.py {final} --outfile student.gguf",
+        "llama-server --model student.gguf",
+        "```",
+    ]
     return "\n".join(["```python", *code, "```", "", *served])
 
 

@@ -15,8 +15,11 @@ from slipstream.models.gguf import directory_of
 
 HERE = Path(__file__).parent / "builtin"
 DEMO = HERE / "demo.toml"
-SHAPES = Path(__file__).parent / "shapes"
-MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher", "tool_reader", "word_student", "word_teacher")
+SHAPES_FOLDER = Path(__file__).parent / "shapes"
+MODELS = (
+    *("student", "teacher", "reader", "pair_teacher"),
+    *("tool_student", "tool_teacher", "tool_reader", "word_student", "word_teacher"),
+)
 KNOCK = 10.0
 """Timeout in seconds of the test request to the hub."""
 
@@ -34,7 +37,7 @@ def model_path(name: str) -> str:
     if kind == "shapes":
         if rest not in shipped_shapes():
             raise ModelError(f"no shapes of {rest!r} are shipped; {did_you_mean(rest, shipped_shapes())}")
-        return str(SHAPES / rest)
+        return str(SHAPES_FOLDER / rest)
     if name.endswith(".gguf"):
         return directory_of(name)
     if kind != "builtin":
@@ -50,7 +53,7 @@ def model_path(name: str) -> str:
 
 def shipped_shapes() -> list[str]:
     """Return the hub names of all models whose config.json is part of this package."""
-    return sorted(path.parent.relative_to(SHAPES).as_posix() for path in SHAPES.glob("*/*/config.json"))
+    return sorted(path.parent.relative_to(SHAPES_FOLDER).as_posix() for path in SHAPES_FOLDER.glob("*/*/config.json"))
 
 
 def without_weights(name: str) -> str:

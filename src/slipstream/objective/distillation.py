@@ -16,25 +16,27 @@ from torch import Tensor
 
 from slipstream.config.losses import Cache, DistillationLoss
 from slipstream.estimators.divergence import clamped, overlap_ratio, overlap_token_advantage, raised, support_mass
-from slipstream.estimators.logprobs.head import Head
-from slipstream.estimators.logprobs.one_end import all_read_as_one
+from slipstream.estimators.logprobs.sampling_support import all_read_as_one
+from slipstream.estimators.logprobs.tiles import Head
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.options import formula
-from slipstream.objective.frozen import Frozen, present
+from slipstream.objective.columns import present
+from slipstream.objective.constants import UpdateConstants
+from slipstream.objective.method import DRAWS_OF_OPERANDS
 from slipstream.protocols import OneEnd
 from slipstream.records import Scored
 
 Metrics = dict[str, Tensor]
 LossOfRows = Callable[..., tuple[Tensor, Metrics]]
 """Function from (student's log-probs, slice of rows, student's best_ids) to (loss per row, metrics per row)."""
-COLUMNS: dict[Cache, dict[str, Callable[[Scored], NDArray[Any] | None]]] = {
+SCORE_COLUMNS: dict[Cache, dict[str, Callable[[Scored], NDArray[Any] | None]]] = {
     "none": {
         "ids": lambda sample: sample.rollout.tokens[sample.rollout.loss_mask][:, None],
     },
     "sampled": {
         "ids": lambda sample: sample.rollout.actions,
         "behavior": lambda sample: sample.rollout.action_logp,
-        "teacher": lambda sample: sample.teacher_action_logp,
+        "teacher": lambda sample: sample.compared_logp,
     },
     "student_topk": {
         "ids": lambda sample: sample.rollout.best_ids,
@@ -54,6 +56,9 @@ class TeacherHead(NamedTuple):
 
     head: Head
     one_end: OneEnd | None = None
+    layout_X: Tensor | None = None
+    """The teacher's token for each token of the student, −1 for none, and behind them its other tokens. None: both have
+    one vocabulary."""
 
 
 TeacherHeads = Mapping[tuple[str, int], TeacherHead]
@@ -74,7 +79,7 @@ class Distillation:
         """Number of the student's most likely ids that metrics compare with the teacher's top-k; 0 for none."""
 
     def __call__(
-        self, samples: Sequence[Scored], frozen: Sequence[Frozen], tokens_N: Tensor, dtype: torch.dtype
+        self, samples: Sequence[Scored], constants: Sequence[UpdateConstants], tokens_N: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor | None, LossOfRows]:
         """Return the ids of the loss, emitted token first (None: whole vocabulary), and a function for the loss."""
         if self.dense:
@@ -82,17 +87,14 @@ class Distillation:
         device, takes = tokens_N.device, self.spec.takes
 
         def column(name: str, kind: torch.dtype) -> Tensor:
-            read = COLUMNS[self.spec.cache][name]
+            read = SCORE_COLUMNS[self.spec.cache][name]
             return joined([present(read(sample)) for sample in samples], device, kind)
 
         ids_NM = column("ids", torch.int64)
         known: dict[str, Tensor] = {name: column(name, dtype) for name in ("teacher", "behavior") if name in takes}
-        if "proximal" in takes:
-            known["proximal"] = torch.cat([present(each.proximal_NM) for each in frozen]).to(device, dtype)
-        if "reference" in takes:
-            known["reference"] = torch.cat([present(each.reference_NM) for each in frozen]).to(device, dtype)
-        if "keep" in takes:
-            known["keep"] = torch.cat([present(each.keep_NM) for each in frozen]).to(device)
+        for name in (name for name in takes if name in DRAWS_OF_OPERANDS):
+            value_NM = torch.cat([each.columns[DRAWS_OF_OPERANDS[name]] for each in constants])
+            known[name] = value_NM.to(device, dtype if value_NM.is_floating_point() else value_NM.dtype)
         # given tokens are emitted tokens, and draws begin with those; top-k ids may not contain the emitted token
         first = 0 if self.spec.cache in ("none", "sampled") else 1
 
@@ -135,28 +137,39 @@ class Distillation:
                         order.append(its_N[within])
                 logq_CV = own[0]
                 if len(own) > 1:
-                    logq_CV = torch.cat(own)[torch.from_numpy(np.argsort(np.concatenate(order))).to(device)]
+                    logq_CV = torch.cat(widened(own))[torch.from_numpy(np.argsort(np.concatenate(order))).to(device)]
             return self._loss({"student": logp_CV, "teacher": logq_CV})
 
         return on_vocabulary
 
     def _logq(self, teacher: TeacherHead, hidden_CD: Tensor, dtype: torch.dtype, vocabulary: int) -> Tensor:
         logits_CV = teacher.head(hidden_CD).to(dtype) / self.temperature
+        if teacher.layout_X is not None:
+            layout_X = teacher.layout_X.to(logits_CV.device)
+            logq_CX = logits_CV.log_softmax(-1)[:, layout_X.clamp(min=0)]
+            return logq_CX.masked_fill(layout_X < 0, -torch.inf)
         if teacher.one_end is not None:
             logits_CV = all_read_as_one(logits_CV.log_softmax(-1), **teacher.one_end._asdict())
         return logits_CV[:, :vocabulary].log_softmax(-1)
 
     def _loss(self, operands: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
         for name in operands.keys() & {"student", "teacher"}:
-            operands[name] = raised(operands[name], log_prob_min_clamp=self.spec.log_prob_min_clamp)
-        found = self.formula(*(operands[name] for name in self.spec.takes), **self.spec.options)
-        loss_C, metrics = found if isinstance(found, tuple) else (found, {})
+            least, absent = self.spec.log_prob_min_clamp, self.spec.own_vocabulary and name == "teacher"
+            operands[name] = raised(operands[name], log_prob_min_clamp=least, absent=absent)
+        result = self.formula(*(operands[name] for name in self.spec.takes), **self.spec.options)
+        loss_C, metrics = result if isinstance(result, tuple) else (result, {})
         if loss_C.ndim == 2:  # an estimate for each draw
             loss_C = loss_C.mean(-1)
         return clamped(loss_C, loss_max_clamp=self.spec.loss_max_clamp), metrics
 
 
+def widened(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return log-probs over vocabularies of several teachers with equal widths; no teacher writes the new tokens."""
+    width = max(part.shape[1] for part in parts)
+    return [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-torch.inf) for part in parts]
+
+
 def _on_device(hidden_ND: NDArray[Any], device: torch.device) -> Tensor:
     """Return hidden states as a tensor; numpy has no bfloat16, so records hold its bits as uint16."""
-    found = torch.from_numpy(hidden_ND).to(device)
-    return found.view(torch.bfloat16) if found.dtype == torch.uint16 else found
+    hidden = torch.from_numpy(hidden_ND).to(device)
+    return hidden.view(torch.bfloat16) if hidden.dtype == torch.uint16 else hidden

@@ -11,7 +11,6 @@ Shapes: N trained tokens, C rows of a chunk, M ids of a row, V vocabulary, B sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
@@ -19,19 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.estimators.freshness import rollout_kl_from_cache
-from slipstream.estimators.kl import kl_loss
+from slipstream.estimators.auxiliary import kl_loss
+from slipstream.estimators.drift import rollout_kl_from_cache
 from slipstream.estimators.logprobs import HELD, Ids, fused_loss, reduced
-from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.logprobs.sampling_support import conditioned, kept_logprobs_and_entropy_at
-from slipstream.estimators.numerics import joined
+from slipstream.estimators.logprobs.tiles import Head
+from slipstream.estimators.numerics import floored, joined
 from slipstream.estimators.policy import policy_loss
+from slipstream.estimators.tables.policy import POLICY_LOSSES
 from slipstream.metric_names import extreme
+from slipstream.objective.columns import COLUMNS, padded, present, support_of
+from slipstream.objective.constants import UpdateConstants
 from slipstream.objective.distillation import Distillation, LossOfRows, TeacherHeads
-from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.method import Method
 from slipstream.objective.sample_weights import SampleWeight, episode_of
-from slipstream.objective.sampling_support import support_of
 from slipstream.records import Counts, Scored
 
 Metrics = dict[str, Tensor]
@@ -39,6 +39,8 @@ MIXED = "policy/mixed"
 """Share of tokens that the student did not draw; the learner divides means over its own tokens by the rest."""
 TAUGHT = "teacher/taught"
 """Share of tokens that a teacher drew; the learner divides the forward KL by it."""
+PAIRS = "router/pairs"
+"""Number of pairs of a token and a router; the learner divides their flips by it."""
 DENSE = 4
 """Divisor of the chunk size for a loss over the vocabulary, which needs about twelve tensors of that size."""
 Cut = Callable[[Tensor], Tensor]
@@ -62,7 +64,7 @@ class Objective:
         hidden_NH: Tensor,
         head: Head,
         samples: Sequence[Scored],
-        frozen: Sequence[Frozen],
+        constants: Sequence[UpdateConstants],
         counts: Counts,
         judged: Sequence[SampleWeight] = (),
         slope_N: Tensor | None = None,
@@ -71,7 +73,7 @@ class Objective:
 
         `slope_N` is the gradient from `ahead`, and NaN at tokens whose policy loss is still to be computed.
         """
-        terms = Terms(self.method, samples, frozen, counts, hidden_NH, judged, divisor=self.divisor)
+        terms = Terms(self.method, samples, constants, counts, hidden_NH, judged, divisor=self.divisor)
         hidden_NH, weight, bias = head.inputs(hidden_NH)
         shape: dict[str, Any] = {"bias": bias, **head.bend}
         parts, entropy = list[tuple[Tensor, Metrics]](), Metrics()
@@ -89,14 +91,15 @@ class Objective:
                     **shape,
                 )
             logp_N, entropy = logp_NM[:, 0], terms.entropy(entropy_N, slice(None))
-            if terms.draws_NM is not None:
-                parts.append(terms.anchored(logp_NM, slice(None)))
+            parts += terms.anchored(logp_NM, slice(None))
             if slope_N is not None:
                 slope_N = slope_N.to(logp_N)
                 terms.others_N = terms.others_N & slope_N.isnan()
                 parts.append(((slope_N.nan_to_num() * (logp_N - logp_N.detach())).sum(), {}))
             if self.has_policy_terms:
-                parts.append(terms.others(terms.rows(logp_N), terms.rows))
+                centre_N = terms.centre(logp_NM, slice(None))
+                centre_BT = None if centre_N is None else terms.rows(centre_N)
+                parts.append(terms.others(terms.rows(logp_N), terms.rows, centre_BT))
         total, metrics = _summed_parts(parts)
         metrics = entropy | metrics | {"loss": total.detach()}  # the entropy of the fused pass comes first
         metrics |= terms.forward_kl(samples, logp_N.detach())
@@ -108,7 +111,7 @@ class Objective:
     def ahead(
         self,
         samples: Sequence[Scored],
-        frozen: Sequence[Frozen],
+        constants: Sequence[UpdateConstants],
         logp: Sequence[Tensor],
         counts: Counts,
         judged: Sequence[SampleWeight] = (),
@@ -121,7 +124,7 @@ class Objective:
         """
         masks = [sample.rollout.loss_mask for sample in samples]
         logp_N = torch.cat([logp_T[mask_T] for logp_T, mask_T in zip(logp, masks, strict=True)]).requires_grad_()
-        terms = Terms(self.method, samples, frozen, counts, logp_N, judged, divisor=self.divisor)
+        terms = Terms(self.method, samples, constants, counts, logp_N, judged, divisor=self.divisor)
         loss, metrics = terms.others(terms.rows(logp_N), terms.rows)
         (slope_N,) = torch.autograd.grad(loss, logp_N)
         return loss.detach(), metrics | {"loss": loss.detach()}, torch.split(slope_N, [int(m.sum()) for m in masks])
@@ -134,12 +137,12 @@ class Objective:
         distilled: LossOfRows | None = None
         temperature, best, on_kept, on_draws = method.temperature, 0, False, False
         if (row := self.distillation) is not None:
-            ids_NM, distilled = row(samples, terms.frozen, terms.tokens_N, terms.dtype)
+            ids_NM, distilled = row(samples, terms.constants, terms.tokens_N, terms.dtype)
             temperature, best, on_kept, on_draws = row.temperature, row.best, row.on_kept, row.on_draws
         requested = draws = slice(0, None if ids_NM is None else ids_NM.shape[1])
         """Columns of the log-probs: `requested` for the distillation loss, and `draws` for the draws."""
         draws_NM = terms.draws_NM if self.single_pass else None
-        if draws_NM is not None and ids_NM is not None and not on_draws:
+        if draws_NM is not None and ids_NM is not None and not (on_draws and terms.of_draws):
             draws = slice(ids_NM.shape[1], ids_NM.shape[1] + draws_NM.shape[1])
             ids_NM = torch.cat([ids_NM, draws_NM], 1)
 
@@ -164,10 +167,13 @@ class Objective:
             parts = list[tuple[Tensor, Metrics]]()
             if distilled is not None:
                 parts.append(terms.distilled(*distilled(requested_CM, rows, **beside), rows))
+            centre_C = None
             if draws_NM is not None:
-                parts.append(terms.anchored(drawn_CM, rows))
+                parts += terms.anchored(drawn_CM, rows)
+                centre_C = terms.centre(drawn_CM, rows)
             if self.single_pass and self.has_policy_terms:
-                parts.append(terms.others(emitted_C[None], lambda x_N: x_N[rows][None]))
+                centre_1C = None if centre_C is None else centre_C[None]
+                parts.append(terms.others(emitted_C[None], lambda x_N: x_N[rows][None], centre_1C))
             loss, metrics = _summed_parts(parts)
             return loss * self.scale, metrics | terms.entropy(entropy, rows)
 
@@ -195,7 +201,7 @@ class Terms:
         self,
         method: Method,
         samples: Sequence[Scored],
-        frozen: Sequence[Frozen],
+        constants: Sequence[UpdateConstants],
         counts: Counts,
         like: Tensor,
         judged: Sequence[SampleWeight] = (),
@@ -203,41 +209,63 @@ class Terms:
         divisor: float = 1.0,
     ) -> None:
         device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
-        self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
+        self.method, self.constants, self.counts, self.device, self.dtype = method, constants, counts, device, dtype
         self.masks = [sample.rollout.loss_mask for sample in samples]
         self.tokens_N = self._of_mask([sample.rollout.tokens for sample in samples], torch.int64)
         self.support = support_of([sample.rollout for sample in samples], device)
         self.teachers = [sample.teacher for sample in samples]
-        self.mask_N, self.behavior_N = self._joined("mask_T", torch.bool), self._joined("behavior_T", dtype)
-        names = [each.name for each in fields(Frozen) if each.name.endswith("_T")]
-        present = [name for name in names if getattr(frozen[0], name) is not None]
-        self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
+        self.mask_N = self._joined([each.mask_T for each in constants])
+        self.behavior_N = self._joined([each.behavior_T for each in constants])
+        names = [name for name in constants[0].columns if COLUMNS[name].shape == "tokens"]
+        self.columns_N = {name: self._joined([each.columns[name] for each in constants]) for name in names}
         counts_B = torch.tensor([mask_T.sum() for mask_T in self.masks], device=device)
         self.sample_N = torch.arange(len(samples), device=device).repeat_interleave(counts_B)
         drawn_B = torch.tensor([not sample.rollout.prompt.source for sample in samples], device=device)
         self.others_N = self.mask_N & drawn_B[self.sample_N]
         """Tokens at which the policy loss and the KL to the reference are computed; the student drew them."""
         self.mixed_N = self.mask_N & ~self.others_N
+        scored = [sample.scored_tokens for sample in samples]
+        self.taught_N = self.mask_N & joined(scored, device, torch.bool)
+        """Tokens at which the distillation loss is computed: all, except those that a teacher left out."""
         episodes = [list(its) for _, its in groupby(range(len(samples)), lambda i: episode_of(samples[i]))]
         self.rows_B = [int(counts_B[its].sum()) for its in episodes]
         """Number of trained tokens of each row. Adjacent samples of one episode form a row."""
-        self.of_rows = [frozen[its[0]] for its in episodes]
+        self.of_rows = [constants[its[0]] for its in episodes]
         self.episode_tokens_B = torch.tensor([each.episode_tokens for each in self.of_rows], device=device)
-        self.factor_N = self.anchor_N = self.draws_NM = None
-        """With [freshness]: factors of each token in distillation and in the anchor, and its draws. Else None."""
+        self.drawn_weight_N: Tensor | None = None
+        """Importance weight of each token's sample, if samples were drawn from the store of [reuse]."""
+        if any(sample.weight != 1 for sample in samples):
+            weight_B = torch.tensor([sample.weight for sample in samples], device=device, dtype=dtype)
+            self.drawn_weight_N = weight_B[self.sample_N]
+        self.factor_N = self.anchor_N = None
+        """With [freshness]: factors of each token in distillation and in the anchor. Else None."""
+        self.draws_NM: Tensor | None = None
+        """The emitted token, and others whose log-probs the anchor or the centre of the score need; None: no others."""
+        self.of_draws = method.centre != "centre_of_top_k"
+        """True if these are the draws, false if they are the sampler's most likely tokens."""
+        rollouts = [sample.rollout for sample in samples]
+        if method.anchored or (method.centre and self.of_draws):
+            self.draws_NM = joined([rollout.actions for rollout in rollouts], device, torch.int64)
+        elif method.centre:
+            best_NK = joined([present(rollout.best_ids) for rollout in rollouts], device, torch.int64)
+            self.draws_NM = torch.cat([self.tokens_N[:, None], best_NK], 1)
+        self.centre_NM: Tensor | None = None
+        """Coefficients of these log-probs in the centre of the score."""
+        if method.centre:
+            self.centre_NM = joined([each.columns[method.centre].numpy() for each in constants], device, dtype)
         if judged:
             self.factor_N = torch.cat([each.distill_N for each in judged]).to(device, dtype) / divisor
             self.weight_B = torch.tensor([each.weighed.w / divisor for each in judged], device=device, dtype=dtype)
         if method.anchored:
             self.anchor_N = torch.cat([each.anchor_N for each in judged]).to(device, dtype) / divisor
-            self.draws_NM = joined([sample.rollout.actions for sample in samples], device, torch.int64)
             self.drawn_logp_NM = joined([sample.rollout.action_logp for sample in samples], device, dtype)
 
     def _of_mask(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         return joined([array[mask_T] for array, mask_T in zip(arrays, self.masks, strict=True)], self.device, dtype)
 
-    def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self._of_mask([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
+    def _joined(self, values: Sequence[Tensor]) -> Tensor:
+        dtype = self.dtype if values[0].is_floating_point() else values[0].dtype
+        return self._of_mask([value_T.cpu().numpy() for value_T in values], dtype)
 
     def with_kept(self, ids_NM: Tensor | None) -> Ids:
         """Return `ids_NM`, or a function that appends the sampling support to the ids if samples recorded one."""
@@ -256,30 +284,34 @@ class Terms:
         return {"student/entropy": entropy_C.detach()[mask_C].sum() / max(self.counts.n_tokens, 1)}
 
     def distilled(self, loss_C: Tensor, metrics: Metrics, rows: slice) -> tuple[Tensor, Metrics]:
-        mask_C, n = self.mask_N[rows], float(max(self.counts.n_tokens, 1))
+        mask_C, n = self.taught_N[rows], float(max(self.counts.n_tokens, 1))
         loss_C = loss_C.masked_fill(~mask_C, 0.0)
-        found = _summed({"loss": loss_C.detach()} | metrics, mask_C, n)
+        reported = _summed({"loss": loss_C.detach()} | metrics, mask_C, n)
         if len(self.method.teachers) > 1:
-            found |= self._by_teacher(loss_C.detach(), mask_C, rows, n)
+            reported |= self._by_teacher(loss_C.detach(), mask_C, rows, n)
+        if (weights_N := self.columns_N.get("token_weights")) is not None:
+            loss_C = loss_C * weights_N[rows]
         if any(weight != 1.0 for weight in self.method.teachers.values()):
             weight_B = torch.tensor([self.method.teachers.get(name, 1.0) for name in self.teachers], device=self.device)
             loss_C = loss_C * weight_B[self.sample_N[rows]]
+        if self.drawn_weight_N is not None:
+            loss_C = loss_C * self.drawn_weight_N[rows]
         if self.factor_N is not None:
             loss_C, n = loss_C * self.factor_N[rows], self.units
-        return self.method.loss.weight * loss_C.sum() / n, found
+        return self.method.loss.weight * loss_C.sum() / n, reported
 
     def forward_kl(self, samples: Sequence[Scored], logp_N: Tensor) -> Metrics:
         """Return an estimate of the KL from teacher to student on responses of teachers; {} if there are none."""
-        n, found = max(self.counts.n_tokens, 1), list[Tensor]()
+        n, parts = max(self.counts.n_tokens, 1), list[Tensor]()
         counts = [int(mask_T.sum()) for mask_T in self.masks]
         split = zip(samples, torch.split(logp_N, counts), torch.split(self.mask_N, counts), strict=True)
         for sample, own_N, mask_N in split:
             if sample.rollout.prompt.source == "teacher" and sample.teacher_logp is not None:
                 gap_N = torch.from_numpy(sample.teacher_logp).to(own_N) - own_N
-                found.append(torch.stack([gap_N[mask_N].sum(), mask_N.sum().to(own_N)]))
-        if not found:
+                parts.append(torch.stack([gap_N[mask_N].sum(), mask_N.sum().to(own_N)]))
+        if not parts:
             return {}
-        gap, tokens = torch.stack(found).sum(0) / n
+        gap, tokens = torch.stack(parts).sum(0) / n
         return {"teacher/forward_kl": gap, TAUGHT: tokens}
 
     @property
@@ -287,84 +319,82 @@ class Terms:
         """Return the divisor of distillation and anchor with [freshness]."""
         return max(self.counts.n_sequences if self.method.over_samples else self.counts.n_tokens, 1)
 
-    def anchored(self, logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+    def anchored(self, logp_CM: Tensor, rows: slice) -> list[tuple[Tensor, Metrics]]:
         """Return the anchor (weighted KL to the sampling policy, estimated from the recorded draws) and its metric."""
-        assert self.anchor_N is not None
+        if self.anchor_N is None:
+            return []
         kl_C = rollout_kl_from_cache(logp_CM, self.drawn_logp_NM[rows]) * self.anchor_N[rows]
         loss = kl_C.sum() / self.units
-        return loss, {"freshness/anchor": loss.detach()}
+        return [(loss, {"freshness/anchor": loss.detach()})]
+
+    def centre(self, logp_CM: Tensor, rows: slice) -> Tensor | None:
+        """Return the centre of the score at each token, a weighted sum of log-probs; None without centering."""
+        return None if self.centre_NM is None else (self.centre_NM[rows] * floored(logp_CM)).sum(-1)
 
     def _by_teacher(self, loss_C: Tensor, mask_C: Tensor, rows: slice, n_tokens: float) -> Metrics:
         """Return the loss of each teacher's samples and their share of tokens. Both are divided by all tokens."""
-        found = Metrics()
+        metrics = Metrics()
         for name in self.method.teachers:
             its_B = torch.tensor([teacher == name for teacher in self.teachers], device=self.device)
             its_C = mask_C & its_B[self.sample_N[rows]]
-            found[f"teacher/{name}/loss"] = (loss_C * its_C).sum() / n_tokens
-            found[f"teacher/{name}/share"] = its_C.to(loss_C.dtype).sum() / n_tokens
-        return found
+            metrics[f"teacher/{name}/loss"] = (loss_C * its_C).sum() / n_tokens
+            metrics[f"teacher/{name}/share"] = its_C.to(loss_C.dtype).sum() / n_tokens
+        return metrics
 
-    def others(self, logp_BT: Tensor, cut: Cut) -> tuple[Tensor, Metrics]:
+    def others(self, logp_BT: Tensor, cut: Cut, centre_BT: Tensor | None = None) -> tuple[Tensor, Metrics]:
         """Return the sum of policy loss and reference KL, and metrics. `cut` gives every tensor the shape of `logp`."""
         policy, reference, counts = self.method.policy, self.method.reference, self.counts
         parts = list[tuple[Tensor, Metrics]]()
         # log-probs of tokens that the student did not draw may be unknown (NaN)
-        known = {name: cut(value_N.masked_fill(~self.others_N, 0)) for name, value_N in self.frozen_N.items()}
+        tokens_N = self.columns_N | {"behavior": self.behavior_N}
+        taken = {name: cut(value_N.masked_fill(~self.others_N, 0)) for name, value_N in tokens_N.items()}
+        mask_BT, weights_BT = cut(self.others_N), taken.get("weights")
         if self.method.weighs_policy:
             factor_BT = cut(self.weight_B[self.sample_N])
-            known["weight_T"] = factor_BT * known["weight_T"] if "weight_T" in known else factor_BT
-        mask_BT = cut(self.others_N)
+            weights_BT = factor_BT if weights_BT is None else factor_BT * weights_BT
+            centre_BT = None if centre_BT is None else factor_BT * centre_BT
+        if self.drawn_weight_N is not None:
+            factor_BT = cut(self.drawn_weight_N)
+            weights_BT = factor_BT if weights_BT is None else factor_BT * weights_BT
+            centre_BT = None if centre_BT is None else factor_BT * centre_BT
         if policy is not None:
-            part, found = policy_loss(
+            options: dict[str, Any] = dict(policy.options)
+            if "variance" in self.method.adaptive:
+                options["variance_coef"] = self.constants[0].coefficients.variance
+            for name in POLICY_LOSSES[policy.loss].columns:
+                of_episodes = [each.columns[name] for each in self.of_rows if name not in taken]
+                options[name] = torch.stack(of_episodes).to(self.device) if of_episodes else taken[name]
+            part, measured = policy_loss(
                 policy.loss,
                 logp_BT,
-                known["old_T"],
-                known["advantage_T"],
+                taken["old"],
+                taken["advantages"],
                 mask_BT,
-                weights=known.get("weight_T"),
+                weights=weights_BT,
+                centre=centre_BT,
                 agg=policy.aggregation,
                 n_tokens=counts.n_tokens,
                 n_sequences=counts.n_sequences,
                 scale=self.method.max_tokens,
                 sequence_tokens=self.episode_tokens_B if self.method.by_row else None,
-                **(policy.options | self._evidence(known)),
+                **options,
             )
-            metrics = {f"policy/{name}": value for name, value in found.items()} | {"policy/loss": part.detach()}
+            metrics = {f"policy/{name}": value for name, value in measured.items()} | {"policy/loss": part.detach()}
             parts.append((policy.weight * part, metrics))
         if reference is not None and reference.into == "loss":
-            part, found = kl_loss(
+            part, measured = kl_loss(
                 logp_BT,
-                known["reference_T"],
+                taken["reference"],
                 mask_BT,
-                logp_old=known["behavior_T"] if reference.importance else None,
+                logp_old=taken["behavior"] if reference.importance else None,
                 kind=reference.estimate,
                 n_tokens=counts.n_tokens,
             )
-            parts.append((self.frozen[0].coefficients.beta * part, {"reference/kl": found["kl_loss"]}))
+            parts.append((self.constants[0].coefficients.beta * part, {"reference/kl": measured["kl_loss"]}))
         loss, metrics = _summed_parts(parts)
         if (mixed := cut(self.mixed_N).sum()) > 0:
             metrics[MIXED] = mixed.to(loss.dtype) / max(counts.n_tokens, 1)
         return loss, metrics
-
-    def _evidence(self, known: dict[str, Tensor]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if self.method.chooses:
-            found["chosen"] = known["chosen_T"]
-        if self.method.proximal:
-            found["proximal_logp"] = known["proximal_T"]
-        if self.method.by_lag:
-            found["lag"] = known["lag_T"]
-        if self.method.by_turn:
-            found["turns"] = known["turn_T"].long()
-        if self.method.by_entropy:
-            found["entropy"] = known["entropy_T"]
-        if self.method.by_spread:
-            found["spread"] = known["spread_T"]
-        if "variance" in self.method.adaptive:
-            found["variance_coef"] = self.frozen[0].coefficients.variance
-        if self.method.policy is not None and self.method.policy.loss == "topr":
-            found["positive"] = torch.tensor([each.positive for each in self.of_rows], device=self.device)
-        return found
 
 
 def _summed_parts(parts: Sequence[tuple[Tensor, Metrics]]) -> tuple[Tensor, Metrics]:
@@ -376,9 +406,9 @@ def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
     """Reduce per-row metrics over the trained rows: the extreme if the name says so, else the sum over the count."""
     out = Metrics()
     for name, value_C in metrics_C.items():
-        kept = value_C[mask_C]
-        if len(kept):
-            out[name] = reduced(name, kept) / (1 if extreme(name) else n_tokens)
+        values = value_C[mask_C]
+        if len(values):
+            out[name] = reduced(name, values) / (1 if extreme(name) else n_tokens)
     if "loss" in out:
         loss_C = metrics_C["loss"]
         out |= {"loss_abs": loss_C.abs().sum() / n_tokens, "loss_max": loss_C.amax(), "loss_min": loss_C.amin()}

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from slipstream.config.freshness import FreshnessConfig
-from slipstream.estimators.freshness import aligned_mean, rollout_kl_from_cache, score, weight
-from slipstream.objective.frozen import Frozen, padded
+from slipstream.estimators.drift import aligned_mean, rollout_kl_from_cache, score, weight
+from slipstream.objective.columns import padded
+from slipstream.objective.constants import UpdateConstants
 from slipstream.protocols import SampleFreshness
 from slipstream.records import Scored
 
@@ -89,9 +90,11 @@ class FreshnessWeights:
         self.left, self.share = Counter[Key](), dict[Key, tuple[Key, int]]()
         """Number of trained tokens of every episode. `share`: episode and number of trained tokens of every sample."""
 
-    def take(self, samples: Sequence[Scored], frozen: Sequence[Frozen], found: Sequence[Drifted] | None = None) -> None:
+    def take(
+        self, samples: Sequence[Scored], constants: Sequence[UpdateConstants], found: Sequence[Drifted] | None = None
+    ) -> None:
         """Register the samples of whole episodes. `found` is the student's drift of each sample, or None if unknown."""
-        for i, (sample, each) in enumerate(zip(samples, frozen, strict=True)):
+        for i, (sample, each) in enumerate(zip(samples, constants, strict=True)):
             episode, left_N = episode_of(sample), left_of(sample, each)
             if found is not None:
                 self.drifted[key_of(sample)] = found[i]
@@ -104,7 +107,7 @@ class FreshnessWeights:
     def of(
         self,
         samples: Sequence[Scored],
-        frozen: Sequence[Frozen],
+        constants: Sequence[UpdateConstants],
         *,
         version: int,
         draws: Callable[[], Sequence[Tensor]],
@@ -115,8 +118,8 @@ class FreshnessWeights:
             if missing := [i for i in new if keys[i] not in self.drifted]:
                 logp = draws()
                 self.drifted |= {keys[i]: drifted(samples[i], logp[i]) for i in missing}
-            found = self._judge([samples[i] for i in new], [frozen[i] for i in new], version)
-            self.judged |= {keys[i]: each for i, each in zip(new, found, strict=True)}
+            weights = self._judge([samples[i] for i in new], [constants[i] for i in new], version)
+            self.judged |= {keys[i]: each for i, each in zip(new, weights, strict=True)}
         return [self.judged[key] for key in keys]
 
     def totals(self, keys: Iterable[Key]) -> Totals:
@@ -160,20 +163,22 @@ class FreshnessWeights:
             for lag, roll, sup, f, w, of_roll, of_sup in zip(*columns, rolls, sups, strict=True)
         ]
 
-    def _judge(self, samples: Sequence[Scored], frozen: Sequence[Frozen], version: int) -> list[SampleWeight]:
+    def _judge(
+        self, samples: Sequence[Scored], constants: Sequence[UpdateConstants], version: int
+    ) -> list[SampleWeight]:
         drift, anchor = [self.drifted[key_of(sample)] for sample in samples], self.freshness.anchor
-        weights, found = self.weigh(samples, drift, version=version), list[SampleWeight]()
-        for sample, each, its_drift, weighed in zip(samples, frozen, drift, weights, strict=True):
+        weights, results = self.weigh(samples, drift, version=version), list[SampleWeight]()
+        for sample, each, its_drift, weighed in zip(samples, constants, drift, weights, strict=True):
             episode, left_N = episode_of(sample), left_of(sample, each)
             w = 1.0 if self.freshness.weight == "common" else weighed.w
             distill_N = self._factor(w, left_N & supervision(sample).known_N, self.supervised[episode])
             anchor_N = self._factor(anchor * w, left_N & its_drift.known_N, self.replayed[episode])
-            found.append(SampleWeight(weighed, distill_N, anchor_N))
-        return found
+            results.append(SampleWeight(weighed, distill_N, anchor_N))
+        return results
 
     def _factor(self, w: float, known_N: Tensor, count: int) -> Tensor:
         """Return the factor of each token; `count` is the number of known tokens in the sample's episode."""
-        return known_N.double() * (w / max(count, 1) if self.freshness.over == "samples" else w)
+        return known_N.double() * (w / max(count, 1) if self.freshness.normalise_by == "samples" else w)
 
 
 def key_of(sample: Scored) -> Key:
@@ -184,9 +189,9 @@ def episode_of(sample: Scored) -> Key:
     return sample.rollout.prompt.number, sample.rollout.episode
 
 
-def left_of(sample: Scored, frozen: Frozen) -> Tensor:
+def left_of(sample: Scored, constants: UpdateConstants) -> Tensor:
     """Return the mask of the trained tokens that are not rejected, [N]."""
-    return frozen.mask_T[torch.from_numpy(sample.rollout.loss_mask)]
+    return constants.mask_T[torch.from_numpy(sample.rollout.loss_mask)]
 
 
 def oldest(sample: Scored, version: int) -> int:

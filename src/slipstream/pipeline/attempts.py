@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.records import Attempts, Group, Handle, Header
 
-LIMIT = 1 << 27
+MAX_CHARACTERS = 1 << 27
 """Maximum number of characters that a `Memory` stores."""
 
 
@@ -32,7 +32,9 @@ class PromptAttempts:
 
 
 class Memory:
-    def __init__(self, reward: str = "", *, before: Mapping[str, Any] | None = None, limit: int = LIMIT) -> None:
+    def __init__(
+        self, reward: str = "", *, before: Mapping[str, Any] | None = None, limit: int = MAX_CHARACTERS
+    ) -> None:
         """Create a memory, empty or from the saved state `before`; `reward` names the reward that ranks attempts."""
         self.reward, self.limit = reward, limit
         self.prompts = OrderedDict((prompt, PromptAttempts(**tried)) for prompt, tried in (before or {}).items())
@@ -50,18 +52,18 @@ class Memory:
         for header in headers:
             reward = header.rewards.get(self.reward)
             if reward is not None and (tried.best_reward is None or reward > tried.best_reward):
-                tried.best, tried.best_reward = header.said, reward
+                tried.best, tried.best_reward = header.text, reward
         last = headers[-1]
         others = [each for each in tried.newest if each[0] != last.number]
-        tried.newest = [*others[-1:], (last.number, last.said, last.rewards.get(self.reward))]
+        tried.newest = [*others[-1:], (last.number, last.text, last.rewards.get(self.reward))]
         self.prompts[last.prompt] = tried
         self.size += tried.size
         while self.size > self.limit and len(self.prompts) > 1:
             _, forgotten = self.prompts.popitem(last=False)
             self.size -= forgotten.size
-        return [handle.with_header(said="") for handle in group]
+        return [handle.with_header(text="") for handle in group]
 
-    def shown(self, header: Header, names: Collection[str]) -> Attempts:
+    def attempts_for(self, header: Header, names: Collection[str]) -> Attempts:
         """Return the attempts for the teacher of this response; fields that are not in `names` stay empty."""
         tried = self.prompts.get(header.prompt, PromptAttempts())
         others = [(text, reward) for number, text, reward in tried.newest if number != header.number]

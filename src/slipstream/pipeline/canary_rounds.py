@@ -2,7 +2,7 @@
 
 All workers are checked before the first rollout (`begin`), then every [health].canary updates. They are also checked at
 the next opportunity after a worker joined or a stage recovered from failures. Fixed teachers are checked while the run
-continues (`after_update`). Samplers and teachers that follow the student are checked after a publish (`after_publish`),
+continues (`on_update`). Samplers and teachers that follow the student are checked after a publish (`after_publish`),
 before the first rollout under the new weights: then the learner has the same weights. Other replicas redo the work
 of a wrong replica since its last passed check (`Worker.since`).
 """
@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.base import Rounding
-from slipstream.config.schema import HealthConfig
+from slipstream.config.running import HealthConfig
 from slipstream.errors import RecordsLost, Unhealthy, WorkerDied, first_line
 from slipstream.pipeline.control import canary
+from slipstream.pipeline.control.actions import CheckTeachers, Controller, Line
+from slipstream.pipeline.failures import is_final
 from slipstream.pipeline.groups import Groups
-from slipstream.pipeline.pool import Pool, Worker
-from slipstream.pipeline.publish import Samplers
-from slipstream.pipeline.retries import is_final
-from slipstream.pipeline.teachers import Teacher
+from slipstream.pipeline.pool import Pool, Worker, begin_task
+from slipstream.pipeline.publish import Samplers, Teacher
 from slipstream.protocols import Learner, Metrics, Sampler, Sampling, Scorer
 from slipstream.records import Attempts, Batch, Group, Prompt, Rollout, TextScores, unfinished
 
@@ -74,7 +74,7 @@ async def scored_texts(scorer: Scorer, texts: Sequence[Rollout], attempts: Attem
     return answers
 
 
-class Canaries:
+class Canaries(Controller):
     def __init__(
         self,
         health: HealthConfig,
@@ -102,13 +102,13 @@ class Canaries:
         self.following = [watched for watched in teachers if watched.teacher.follows]
         self.questions, self.sampling, self.rounding = questions, canary.drawn_by(sampling), rounding
         self.counts = {name: round(last.get(f"canary/{name}", 0)) for name in ("retired", "redone", "trained")}
-        self.apart = dict[str, float]()
+        self.distances = dict[str, float]()
         """Largest difference from the expected answers since the previous update, for "sampler" and for "teacher"."""
         self.start: Metrics | None = None
         """Comparison of the learner and the sampler furthest from it at the first check; None before it."""
         self.last_scored = self.last_sampled = 0
         """Update at the last check of fixed teachers, and at the last check of samplers and other teachers."""
-        self.task: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[None] | None = None
         self.reported = set[str]()
         """Workers already reported as wrong. With health.stop = false, the last replica continues although wrong."""
 
@@ -118,24 +118,26 @@ class Canaries:
 
     @property
     def metrics(self) -> Metrics:
-        found, self.apart = (self.counts | self.apart if self.every else {}), {}
-        return {f"canary/{name}": float(value) for name, value in found.items()}
+        values = self.counts | self.distances if self.every else {}
+        return {f"canary/{name}": float(value) for name, value in values.items()}
 
     async def begin(self, update: int) -> None:
         if self.every:
             self.last_scored = self.last_sampled = update
-            await self._ask_all(update, canary.ASKED)
+            await self._ask_all(update, canary.FIRST_REQUESTS)
             await self._draw_all(update)
 
-    def after_update(self, update: int, tasks: asyncio.TaskGroup) -> None:
-        idle = self.task is None or self.task.done()
-        if (
-            self.fixed
-            and idle
-            and self._due(update, self.last_scored, *(watched.teacher.pool for watched in self.fixed))
-        ):
-            self.last_scored = update
-            self.task = tasks.create_task(self._ask_all(update, 1))
+    def on_update(self, line: Line) -> list[CheckTeachers]:
+        self.distances, update = {}, round(line["version"])
+        idle, pools = self.task is None or self.task.done(), [watched.teacher.pool for watched in self.fixed]
+        if not (pools and idle and self._due(update, self.last_scored, *pools)):
+            return []
+        self.last_scored = update
+        return [CheckTeachers(update)]
+
+    def check_teachers(self, update: int) -> None:
+        """Check all fixed teachers while the run continues."""
+        self.task = begin_task(self.groups.task_group, self._ask_all(update, 1))
 
     async def after_publish(self, version: int) -> None:
         if self._due(version, self.last_sampled, self.samplers, *(watched.teacher.pool for watched in self.following)):
@@ -148,7 +150,7 @@ class Canaries:
             pool.tries.recovered = False
         return bool(self.every) and (new or update - last >= self.every or last < update == self.updates)
 
-    def trained(self, numbers: Collection[int], update: int) -> None:
+    def record_trained(self, numbers: Collection[int], update: int) -> None:
         """Record in `Worker.since` that the groups `numbers` were learned from in this update."""
         for pool in self.pools:
             for worker in pool.workers:
@@ -162,10 +164,13 @@ class Canaries:
         """Check all replicas of a fixed teacher; the answers to its first check become the reference."""
         teacher, texts = watched.teacher, watched.texts
         groups_before = {worker: list(worker.since) for worker in teacher.pool.workers}
-        found = await asyncio.gather(*(
-            self._answers(teacher.pool, worker, [scored_texts(worker.engine, texts, watched.attempts, times)])
-            for worker in groups_before
-        ))  # fmt: skip
+
+        async def ask(worker: Worker[Scorer]) -> Any:  # so that a check that is cancelled at once has made no coroutine
+            return await self._answers(
+                teacher.pool, worker, [scored_texts(worker.engine, texts, watched.attempts, times)]
+            )
+
+        found = await asyncio.gather(*map(ask, groups_before))
         answers = {worker: said[0] for worker, said in zip(groups_before, found, strict=True) if said}
         inconsistent = self._set_reference(watched, answers) if answers and not watched.reference else {}
         for worker, each in answers.items():
@@ -242,7 +247,7 @@ class Canaries:
             return None
         self._note("sampler", numbers["drift/k3_kl"])
         versions = {version for handle in handles for version, _ in handle.header.versions}
-        wrong = canary.distrusted(numbers, versions, version=version, rounding=self.rounding, start=self.start)
+        wrong = canary.sampler_fault(numbers, versions, version=version, rounding=self.rounding, start=self.start)
         if wrong:
             self.distrust(worker, wrong)
             return None
@@ -258,7 +263,7 @@ class Canaries:
                 continue
             apart = canary.worst_gap(numbers, scored)
             self._note("teacher", apart)
-            if apart <= canary.FOLLOWS[watched.exact]:
+            if apart <= canary.FOLLOWING_LIMIT[watched.exact]:
                 self._good(worker, groups_before, version)
                 continue
             wrong = f"teacher {teacher.name} lacks the exported weights: a log-prob by {worker.name} is {apart:.2g} off"
@@ -276,7 +281,7 @@ class Canaries:
         self._bad(self.samplers, worker, f"{worker.name} cannot be trusted: {wrong}", harmful=False, roll=True)
 
     def _note(self, kind: str, apart: float) -> None:
-        self.apart[kind] = max(min(apart, canary.FAR), self.apart.get(kind, 0.0))
+        self.distances[kind] = max(min(apart, canary.MAX_DISTANCE), self.distances.get(kind, 0.0))
 
     def _good(self, worker: Worker[Any], numbers: Sequence[int], update: int) -> None:
         worker.good, worker.unproven = update, False

@@ -1,7 +1,7 @@
 """Checkpoints: written under a temporary name, synced, then renamed, so that a checkpoint is complete or absent.
 
 checkpoints/N holds the learner after update N (a HF directory and the optimizer state) and all groups in flight. It
-also holds the state of admission and of the run's files (`standing.json`) and a manifest with checksums
+also holds the state of the run (`RunState`) and of its files in `standing.json`, and a manifest with checksums
 (`atomic_files.seal`). A resumed run discards everything later than its checkpoint and continues the groups in flight.
 So every group still ends exactly once.
 """
@@ -12,12 +12,13 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import RunDirError
-from slipstream.pipeline.admission import AdmissionState
+from slipstream.pipeline.admission import NEW, AdmissionState
+from slipstream.pipeline.store import Stored
 from slipstream.protocols import Learner
 from slipstream.records import Group
 from slipstream.run_dir.atomic_files import beside_of, damage, reading, remove, remove_unfinished, seal, sync, writing
@@ -32,25 +33,44 @@ from slipstream.run_dir.formats import (
 )
 from slipstream.run_dir.writing import LogPosition
 
-STANDING = "standing.json"
-REPLACED = ".old"
+STATE_FILE = "standing.json"
+CHECKPOINT_FIELDS_ON_DISK = {"zero_advantage": "alike"}
+"""Names of fields of `AdmissionState` in standing.json, where they differ."""
+REPLACED_SUFFIX = ".old"
 """Suffix of a checkpoint whose place a new one takes."""
-SMALL = 1 << 24
+SMALL_DIRECTORY = 1 << 24
 """Size of a directory in bytes above which checksums are computed in a thread, so that the event loop continues."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything that a run continues from, apart from the learner and the run's files."""
+
+    admission: AdmissionState = NEW
+    groups: Sequence[Group] = ()
+    """Groups in flight that have tokens, with partial rollouts; the learner saves and restores them."""
+    attempts: Mapping[str, Any] = field(default_factory=dict)
+    """Attempts remembered for each prompt; empty if no teacher is shown attempts."""
+    canaries: Mapping[str, Any] = field(default_factory=dict)
+    """Reference answers of each teacher to the canary texts (fixed texts that test the teacher), by teacher name."""
+    choice: Mapping[str, Any] = field(default_factory=dict)
+    """State of the choice of prompts, with the rows of the groups in flight; empty in older checkpoints."""
+
+
+BEGINNING = RunState()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    standing: AdmissionState
+    state: RunState
+    """State without its groups, which `Learner.restore` returns."""
     mark: LogPosition
     """Sizes and checksums of the run's files at the checkpoint."""
-    attempts: Mapping[str, Any]
-    """Attempts remembered for each prompt; empty if no teacher is shown attempts."""
-    canaries: Mapping[str, Any]
-    """Reference answers of each teacher to the canary texts (fixed texts that test the teacher), by teacher name."""
-    choice: Mapping[str, Any]
-    """State of the choice of prompts, with the rows of the groups in flight; empty in older checkpoints."""
+
+    async def restore(self, learner: Learner) -> RunState:
+        """Load the checkpoint into the learner, and return the whole state of the run."""
+        return replace(self.state, groups=await learner.restore(self.path))
 
 
 class Checkpoints:
@@ -71,54 +91,47 @@ class Checkpoints:
     async def save(
         self,
         learner: Learner,
-        standing: AdmissionState,
-        groups: Sequence[Group],
+        state: RunState,
         mark: LogPosition,
         *,
-        attempts: Mapping[str, Any] | None = None,
-        canaries: Mapping[str, Any] | None = None,
-        choice: Mapping[str, Any] | None = None,
         stopping: bool = False,
         suspect: bool = False,
     ) -> Path:
-        """Save a checkpoint and return its directory.
+        """Save a checkpoint and return its directory; `state` and `mark` must describe the run at this call.
 
-        `standing`, `groups`, `attempts`, `choice` and `mark` must describe the state at this call. When the run is
-        `stopping`, older checkpoints are kept, because the newest weights may be worse. A checkpoint whose weights are
-        `suspect` is never resumed automatically. It is removed when a resumed run saves again.
+        When the run is `stopping`, older checkpoints are kept, because the newest weights may be worse. A checkpoint
+        whose weights are `suspect` is never resumed automatically. It is removed when a resumed run saves again.
         """
-        path = plain = self.directory / str(standing.version)
+        admission = state.admission
+        path = plain = self.directory / str(admission.version)
         if suspect:
             path = suspect_of(plain)
             if plain.exists():
                 with writing(path):
                     shutil.rmtree(path, ignore_errors=True)
                     plain.rename(path)
-        if standing.in_flight or not path.exists():  # an existing one has outdated groups
+        if admission.in_flight or not path.exists():  # an existing one has outdated groups
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
-            state = {"admission": asdict(standing), "log": mark, "attempts": attempts or {}, "canaries": canaries or {}}
-            state |= {"choice": choice} if choice else {}
-            await save_whole(
-                learner, path, {STANDING: json.dumps(state | written_by()).encode()}, groups, optimizer=True
-            )
+            files = {STATE_FILE: json.dumps(on_disk(state, mark)).encode()}
+            await save_whole(learner, path, files, state.groups, optimizer=True)
         for old in self.suspects() if not suspect else []:
             remove(old)
         if not stopping:
-            self._prune(standing.version)
+            self._prune(admission.version)
         self.last = mark["time"]
         return path
 
     def _prune(self, version: int) -> None:
         """Remove all checkpoints except the newest `keep`, the last proven one and the next to become proven."""
-        existing, proven = self.existing(), self.proven(version)
+        existing, proven = self.existing(), self.proven_numbers(version)
         stay = {*existing[-self.keep :], *proven[-1:], *existing[len(proven) :][:1]}
         with writing(self.directory):
             for old in set(existing) - stay:
                 remove(self.directory / str(old))
 
-    def proven(self, version: int) -> list[int]:
+    def proven_numbers(self, version: int) -> list[int]:
         return [number for number in self.existing() if number <= version - self.proof]
 
     def existing(self) -> list[int]:
@@ -136,19 +149,26 @@ class Checkpoints:
                     remove(self.directory / str(later))
 
 
+def on_disk(state: RunState, mark: LogPosition) -> dict[str, Any]:
+    admission = {CHECKPOINT_FIELDS_ON_DISK.get(name, name): value for name, value in asdict(state.admission).items()}
+    choice = {"choice": state.choice} if state.choice else {}
+    found = {"admission": admission, "log": mark, "attempts": state.attempts, "canaries": state.canaries}
+    return found | choice | written_by()
+
+
 def suspect_of(path: Path) -> Path:
     return path.with_name(f"{path.name}{SUSPECT}")
 
 
 def replaced_by(path: Path) -> Path:
     """Return the temporary path of a checkpoint while a new one takes its place."""
-    return beside_of(path.with_name(f"{path.name}{REPLACED}"))
+    return beside_of(path.with_name(f"{path.name}{REPLACED_SUFFIX}"))
 
 
 def restore_replaced(directory: Path) -> None:
     """Give a checkpoint its name back if a kill prevented the new one from taking its place."""
-    for before in directory.glob(f"*{REPLACED}.tmp"):
-        path = before.with_name(before.name.removesuffix(f"{REPLACED}.tmp"))
+    for before in directory.glob(f"*{REPLACED_SUFFIX}.tmp"):
+        path = before.with_name(before.name.removesuffix(f"{REPLACED_SUFFIX}.tmp"))
         if not path.exists():
             before.rename(path)
 
@@ -170,7 +190,7 @@ async def save_whole(
             await learner.save(beside, groups, optimizer=optimizer)
             for name, data in (files or {}).items():
                 (beside / name).write_bytes(data)
-            if sum(file.stat().st_size for file in beside.rglob("*")) > SMALL:
+            if sum(file.stat().st_size for file in beside.rglob("*")) > SMALL_DIRECTORY:
                 await asyncio.get_running_loop().run_in_executor(None, seal, beside)
             else:
                 seal(beside)
@@ -196,7 +216,7 @@ def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callabl
     existing = checkpoints.existing()
     for path in checkpoints.suspects():
         if path.stem == str(number) or not existing:
-            other = f"or write --from with one of {_listed(existing)}" if existing else "or begin a new run"
+            other = f"or write --from with one of {_list(existing)}" if existing else "or begin a new run"
             raise RunDirError(
                 f"{path} was saved when the run went wrong, and its weights may be bad: rename it to {path.stem} to "
                 f"go on from it all the same, {other}"
@@ -206,7 +226,7 @@ def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callabl
             f"{run} has no checkpoint to go on from: it was stopped before the first (checkpoint.minutes)"
         )
     if number is not None and number not in existing:
-        raise RunDirError(f"{run} has no checkpoint {number}: write --from with one of {_listed(existing)}")
+        raise RunDirError(f"{run} has no checkpoint {number}: write --from with one of {_list(existing)}")
     for version in [number] if number is not None else reversed(resumable(checkpoints.directory, proof)):
         path = checkpoints.directory / str(version)
         if (wrong := _wrong(path)) is None:
@@ -214,32 +234,34 @@ def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callabl
         say(f"{path} is damaged: {wrong}")
     if number is not None:
         raise RunDirError(
-            f"checkpoint {number} of {run} is damaged: leave --from away, or write another of {_listed(existing)}"
+            f"checkpoint {number} of {run} is damaged: leave --from away, or write another of {_list(existing)}"
         )
     raise RunDirError(f"{run} has no undamaged checkpoint to go on from: begin a new run")
 
 
 def read(path: Path) -> Checkpoint:
-    with reading(path / STANDING) as file:
-        state = object_of(file.read())
-    state = upgraded(STANDING, state, format_of(path / STANDING, state))
-    saved = state["admission"]
-    for by_number in ("in_flight", "versions", "sources"):
+    with reading(path / STATE_FILE) as file:
+        found = object_of(file.read())
+    found = upgraded(STATE_FILE, found, format_of(path / STATE_FILE, found))
+    saved = found["admission"]
+    saved |= {name: saved.pop(old) for name, old in CHECKPOINT_FIELDS_ON_DISK.items() if old in saved}
+    for by_number in ("in_flight", "versions", "sources", "stored"):
         saved[by_number] = {int(number): value for number, value in saved.get(by_number, {}).items()}
-    kept = {name: state.get(name, {}) for name in ("attempts", "canaries", "choice")}
-    return Checkpoint(path, AdmissionState(**saved), state["log"], **kept)
+    saved["stored"] = {number: Stored(**stored) for number, stored in saved["stored"].items()}
+    others = {name: found.get(name, {}) for name in ("attempts", "canaries", "choice")}
+    return Checkpoint(path, RunState(AdmissionState(**saved), **others), found["log"])
 
 
 def _wrong(path: Path) -> str | None:
     if (path / "learner.pt").exists():
         return "learner.pt is of an older version of slipstream, which this one does not read"
-    if not (path / STANDING).exists():
-        return f"{STANDING} is missing"
+    if not (path / STATE_FILE).exists():
+        return f"{STATE_FILE} is missing"
     if wrong := damage(path):
         return wrong
-    version = read(path).standing.version
+    version = read(path).state.admission.version
     return None if version == int(path.name) else f"it is checkpoint {version} under another name"
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _list(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))

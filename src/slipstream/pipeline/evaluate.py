@@ -7,13 +7,68 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from slipstream.config.running import EvalConfig
+from slipstream.errors import RecordsLost
 from slipstream.metrics import Metrics, avg_at_n, kl_and_error, sample_metrics
-from slipstream.protocols import Sampling
-from slipstream.records import Handle, Prompt
+from slipstream.pipeline.groups import Groups
+from slipstream.pipeline.pool import Worker
+from slipstream.pipeline.publish import Samplers
+from slipstream.pipeline.stages import Scoring, answered_members
+from slipstream.protocols import Sampler, Sampling
+from slipstream.records import Group, Handle, Prompt, unfinished
+from slipstream.run_dir.writing import RunLog
 
 Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]
+
+
+@dataclass
+class Evaluation:
+    settings: EvalConfig
+    sampling: Callable[[str], Sampling]
+    """Return the sampling options of a held-out set."""
+    held_out: Mapping[str, Sequence[Prompt]]
+    """Held-out prompts by set."""
+    reward: str
+    """Reward whose mean is the accuracy; empty in a run without rewards."""
+    samplers: Samplers
+    scoring: Scoring
+    groups: Groups
+    log: RunLog
+
+    async def evaluate(self) -> None:
+        """Evaluate the sets that are due at the current version, unless this version was evaluated before."""
+        admission, progress = self.groups.admission, self.groups.progress
+        update = admission.version
+        if not self.settings.every or update == self.log.evaluated:
+            return
+        final = update == admission.updates  # the final student is always evaluated
+        due = [name for name in self.held_out if final or update % self.settings.of(name, "every") == 0]
+        if not due:
+            return
+        began = progress.trace.now()
+        groups = {name: await answers(self._answer, self.held_out[name], self.sampling(name)) for name in due}
+        for name in due:  # no await here: a stopped run records all sets or none
+            self.log.metrics("eval", summary(groups[name], self.reward), update=update, of=name)
+        self.groups.ledger.add_evaluation(progress.trace.now() - began)
+
+    async def _answer(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        async def generate(worker: Worker[Sampler]) -> Group:
+            drawn = await worker.engine.generate(prompt, sampling, group)
+            return drawn if unfinished(drawn) else answered_members(drawn)
+
+        group: Group = ()
+        while unfinished(group):
+            group = await self.samplers.call(f"held-out prompt {prompt.number}", generate)
+        if not self.reward:
+            try:
+                group = await self.scoring.score_other(group, f"answers to held-out prompt {prompt.number}")
+            except RecordsLost:  # a worker died with the answers, so they are drawn again
+                return await self._answer(prompt, sampling)
+        self.groups.progress.note_change()
+        return list(group)
 
 
 async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampling) -> list[list[Handle]]:

@@ -7,15 +7,20 @@ called after each change.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from statistics import fmean
 
 from slipstream.data.choice import Choice
 from slipstream.metrics import NO_ADVANTAGE
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.progress import Progress
+from slipstream.pipeline.store import Reuse
+from slipstream.protocols import SampleFreshness
 from slipstream.records import Group, Prompt
 
+LEAST_PRIORITY = 0.01
+"""Addend of the priorities by advantage, so that each stored group can be drawn."""
 Stage = Callable[[int], Coroutine[None, None, None]]
 """Coroutine that takes a group, by number, through one stage."""
 
@@ -33,11 +38,14 @@ class Groups:
         progress: Progress,
         task_group: asyncio.TaskGroup,
         responses: dict[int, Group],
+        measure: Callable[[Group], tuple[float, int]],
     ) -> None:
         self.admission, self.ledger, self.choice = admission, ledger, choice
         self.progress, self.task_group = progress, task_group
         self.responses = responses
         """Current responses of each group, by group number, with partial rollouts; groups without tokens are absent."""
+        self.measure = measure
+        """Return the priority and the bytes of a group, for the store."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Task of each group that is being rolled out or scored, by group number."""
         self.paused = True
@@ -59,7 +67,7 @@ class Groups:
                 self.restart(number)
         self._refill()
         self._roll(self.admission.submit())
-        for number in self.admission.take():
+        for number in self.admission.start_scoring():
             self._start(number, self.score)
         self.progress.note_change()
 
@@ -81,22 +89,47 @@ class Groups:
         for number in dropped:
             self.choice.note(self.responses[number])
             self.discard(number)
-            self.ledger.dropped(self.prompt(number), NO_ADVANTAGE)
+            self.ledger.write_dropped(self.prompt(number), NO_ADVANTAGE)
         self._roll(begun)
 
+    def to_learn(self, number: int) -> Group:
+        """Return the responses of a group, with its importance weight if it was drawn from the store."""
+        weight = self.admission.store.learning.get(number, 1.0)
+        group = self.responses[number]
+        return group if weight == 1 else [handle.with_header(weight=weight) for handle in group]
+
+    def end_trained(self, weighed: Mapping[tuple[int, int], SampleFreshness]) -> None:
+        """Record the end of all groups that have left the store, and forget their responses."""
+        left = self.admission.store.take_left()
+        ended = [(self.responses.pop(number), stored.uses) for number, stored in left.items()]
+        self.ledger.write_trained(ended, weighed)
+
+    def end_stored(self, number: int) -> None:
+        """End a group that an update has learned from, and that cannot be used again."""
+        self.admission.store.end(number)
+        self.end_trained({})
+
     def drop(self, number: int, reason: str, cause: str = "") -> None:
-        self.admission.drop(number, reason)
-        self.discard(number)
-        self.ledger.dropped(self.prompt(number), reason, cause)
+        """End a group without training on it; a group that an update has learned from ends as it is."""
+        if number in self.admission.store.groups:
+            self.end_stored(number)
+        else:
+            self.admission.drop(number, reason)
+            self.discard(number)
+            self.ledger.write_dropped(self.prompt(number), reason, cause)
 
     def restart(self, number: int) -> None:
-        self.discard(number)
-        self.admission.restart(number)
-        self._roll([number])
+        """Begin a group again; a group that an update has learned from ends instead."""
+        if number in self.admission.store.groups:
+            self.end_stored(number)
+        else:
+            self.discard(number)
+            self.admission.restart(number)
+            self._roll([number])
 
     def discard(self, number: int) -> None:
         """Discard the responses of a group, and cancel its rollout or scoring."""
-        self.ledger.thrown += tokens_of(self.responses.pop(number, ()))
+        self.ledger.thrown_tokens += tokens_of(self.responses.pop(number, ()))
         task = self.tasks.pop(number, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -120,6 +153,18 @@ class Groups:
 
     def _start(self, number: int, stage: Stage) -> None:
         self.tasks[number] = self.task_group.create_task(stage(number))
+
+
+def measured(weights: Mapping[str, float], reuse: Reuse | None, group: Group) -> tuple[float, int]:
+    """Return priority and bytes of a group for the store; `weights` are those of the rewards in the policy loss."""
+    if reuse is None:
+        return 1.0, 0
+    nbytes = sum(handle.header.nbytes for handle in group)
+    if reuse.order != "advantage":
+        return 1.0, nbytes
+    episodes = {handle.header.episode: handle.header.rewards for handle in group}.values()
+    rewards = [sum(weight * each[name] for name, weight in weights.items()) for each in episodes]
+    return LEAST_PRIORITY + fmean(abs(reward - fmean(rewards)) for reward in rewards), nbytes
 
 
 def tokens_of(group: Group) -> int:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
 from slipstream.metrics import (
-    ENDS,
-    TREND,
+    TREND_UPDATES,
     Metrics,
-    interleave_metrics,
     lag_metrics,
     mean_lag,
     off_policy_metrics,
     prefix_metrics,
     relabel_metrics,
+    replacement_metrics,
     sample_metrics,
+    spelling_metrics,
     trend,
     trust_metrics,
     usage,
 )
 from slipstream.pipeline.admission import Admission
-from slipstream.pipeline.restarts import Restarts
+from slipstream.pipeline.failures import Restarts
 from slipstream.pipeline.trace import Trace
 from slipstream.protocols import Quote, SampleFreshness
 from slipstream.records import Batch, Group, Header, Prompt
@@ -38,14 +37,18 @@ class Ledger:
         trace: Trace,
         admission: Admission,
         restarts: Restarts,
-        steered: Callable[[], Metrics],
+        controllers: Callable[[], Metrics],
         traffic: Callable[[], Mapping[str, int]],
         devices: int,
+        size: int,
     ) -> None:
-        """Start or continue the records of a run; `steered` returns further metrics, `traffic` bytes so far by path."""
+        """Start or continue the records of a run; `controllers` returns metrics, `traffic` the bytes so far by path.
+
+        `size` is the number of members of a complete group.
+        """
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
-        self.steered, self.traffic, self.devices = steered, traffic, devices
-        self.thrown = round(log.last.get("thrown_tokens", 0))
+        self.controllers, self.traffic, self.devices, self.size = controllers, traffic, devices, size
+        self.thrown_tokens = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and never learned from, in the whole run."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
         """Number of group members that an engine failed to answer, in the whole run."""
@@ -57,7 +60,7 @@ class Ledger:
         self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
         """Number of tokens of greedy answers; these answers only give rewards and are not trained on."""
         self.lengths = deque(
-            (each["length/mean"] for each in log.updates() if not each.get("sft")), maxlen=TREND + ENDS
+            (each["length/mean"] for each in log.updates() if not each.get("sft")), maxlen=TREND_UPDATES
         )
         self.publish: Metrics = {}
         """Metrics of the publish since the last update; empty if there was none."""
@@ -80,21 +83,26 @@ class Ledger:
         self._traffic = Counter[str]()
         """Bytes of each path until the last update."""
 
-    def trained(
-        self, groups: Iterable[Group], *, update: int, version: int, size: int, weighed: Iterable[SampleFreshness] = ()
+    def write_trained(
+        self, ended: Iterable[tuple[Group, list[int]]], weighed: Mapping[tuple[int, int], SampleFreshness]
     ) -> None:
-        """Write a ledger entry for each trained group; `size` is the number of members of a complete group."""
-        freshness, entries = iter(weighed), list[dict[str, Any]]()
-        for group in groups:
+        """Write a ledger entry for each trained group, from the updates that learned from it; its lag is at the last.
+
+        `weighed` has the freshness of samples in the update that was just made, by group number and index.
+        """
+        entries = list[dict[str, Any]]()
+        for group, uses in ended:
+            update, version = uses[-1], uses[-1] - 1
             headers = [handle.header for handle in group]
             number, teacher_versions = headers[0].number, [header.teacher_version for header in headers]
             optional = {
                 "source": headers[0].source,
                 "prefix": headers[0].prefix,
                 "teacher_version": teacher_versions if any(teacher_versions) else [],
-                **freshness_columns(list(islice(freshness, len(group)))),
+                **freshness_columns([weighed[h.number, h.index] for h in headers if (h.number, h.index) in weighed]),
+                "uses": uses if len(uses) > 1 else [],
                 "failed": sorted(
-                    set(range(0 if headers[0].source in ("data", "file") else size)) - {h.episode for h in headers}
+                    set(range(0 if headers[0].source in ("data", "file") else self.size)) - {h.episode for h in headers}
                 ),
                 "causes": self.causes.pop(number, []),
                 "distrusted": self.redone.pop(number, ""),
@@ -112,7 +120,16 @@ class Ledger:
             entries.append(entry | {name: value for name, value in optional.items() if value})
         self.log.ledger(*entries)
 
-    def failed(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
+    def reuse_metrics(self, headers: Sequence[Header], new: Container[int]) -> Metrics:
+        """Return the share of samples and the tokens of an update that are new, and the store's size; {} without it."""
+        if self.admission.schedule.reuse is None:
+            return {}
+        fresh = [header for header in headers if header.number in new]
+        tokens = float(sum(header.tokens for header in fresh))
+        store = self.admission.store.metrics
+        return {"reuse/share": 1 - len(fresh) / len(headers), "reuse/new_tokens": tokens, **store}
+
+    def count_failed(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
         """Count the members that an engine failed to answer; report the first failure of each kind."""
         for header in members:
             if header.finish != "error":
@@ -126,30 +143,30 @@ class Ledger:
             if kinds:
                 self.causes.setdefault(number, []).append(header.cause)
 
-    def ungraded(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
+    def count_ungraded(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
         """Count the members of a rolled-out group whose grading failed; report the first failure of each cause."""
         self.causes.pop(number, None)
         for header in members:
             if header.ungraded is None:
                 continue
             if header.ungraded.cause not in self.unrewarded:
-                say(f"an answer to {header.prompt} has no reward and is dropped: {header.ungraded.said}")
+                say(f"an answer to {header.prompt} has no reward and is dropped: {header.ungraded.text}")
             self.unrewarded[header.ungraded.cause] += 1
-            self.causes.setdefault(number, []).append(header.ungraded.said)
+            self.causes.setdefault(number, []).append(header.ungraded.text)
 
-    def scored(self, group: Group, say: Callable[[str], None]) -> None:
+    def count_unscored(self, group: Group, say: Callable[[str], None]) -> None:
         """Count the members that could not be scored; report only the first failure of each teacher."""
         failed = [handle.header for handle in group if handle.header.finish == "error"]
         self.unusable += len(failed)
         if len(failed) < len(group):  # else the whole group is dropped, and `Groups.discard` counts its tokens
-            self.thrown += sum(header.tokens for header in failed)
+            self.thrown_tokens += sum(header.tokens for header in failed)
         for header in failed:
             if header.teacher not in self.reported:
                 self.reported.add(header.teacher)
                 say(f"{header.cause}: this response to prompt {header.prompt} is left out, and later ones silently")
             self.causes.setdefault(header.number, []).append(header.cause)
 
-    def scored_again(self, group: Group, say: Callable[[str], None], *, promised: float) -> None:
+    def count_recheck(self, group: Group, say: Callable[[str], None], *, promised: float) -> None:
         difference = max(inf if h.header.finish == "error" else h.header.differs for h in group)
         self.again.append(difference)
         if difference > promised:
@@ -160,7 +177,7 @@ class Ledger:
                 f"apart (root mean square); rounding explains at most {promised:g}"
             )
 
-    def dropped(self, prompt: Prompt, reason: str, cause: str = "") -> None:
+    def write_dropped(self, prompt: Prompt, reason: str, cause: str = "") -> None:
         """Write the ledger entry of a dropped group; omit `row` (file and line) if it is unknown or the prompt's id."""
         self.causes.pop(prompt.number, None)
         self.redone.pop(prompt.number, None)
@@ -168,27 +185,27 @@ class Ledger:
         known = {"row": prompt.place if prompt.place != prompt.id else "", "cause": cause}
         self.log.ledger(entry | {"version": self.admission.version} | {name: v for name, v in known.items() if v})
 
-    def published(self, numbers: Metrics) -> None:
+    def add_publish(self, numbers: Metrics) -> None:
         self.publish = numbers
-        self.thrown += round(numbers.pop("thrown_tokens"))
+        self.thrown_tokens += round(numbers.pop("thrown_tokens"))
 
-    def evaluated(self, seconds: float) -> None:
+    def add_evaluation(self, seconds: float) -> None:
         """Record the duration of the evaluation after a publish, for which the learner waited."""
         self.publish["seconds/eval"] = seconds
 
-    def moved(self, teacher: str, version: int, seconds: float) -> None:
+    def add_move(self, teacher: str, version: int, seconds: float) -> None:
         """Record that all scorers of a teacher have the weights of update `version`, after `seconds` of publishing."""
         self.teachers[f"teacher/{teacher}/version"] = float(version)
         self.moves[f"teacher/{teacher}/seconds/publish"] = seconds
 
-    def quoted(self, quotes: Sequence[Quote], *, update: int) -> None:
+    def write_samples(self, quotes: Sequence[Quote], *, update: int) -> None:
         if quotes:
             self.log.samples(quotes, update=update)
 
-    def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
+    def write_update(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
         """Write and return the metrics of an update, including how long each worker was busy since the last update."""
-        admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
-        wall = max(lately.seconds, 1e-9)
+        admission, samples, window = self.admission, sample_metrics(batch.headers), self.trace.busy_window()
+        wall = max(window.seconds, 1e-9)
         tokens = Counter[str]()
         for track in self.trace.tracks:
             tokens[track.stage] += track.tokens
@@ -203,9 +220,10 @@ class Ledger:
             **trend(list(self.lengths)),
             **self._trust(batch),
             **relabel_metrics(batch.headers),
+            **spelling_metrics(batch.headers),
             **off_policy_metrics(batch.headers),
             **prefix_metrics(batch.headers),
-            **interleave_metrics(batch.headers),
+            **replacement_metrics(batch.headers),
             **({"sft": float(batch.update <= admission.supervised)} if admission.supervised else {}),
             **lag_metrics(batch.headers, batch.update - 1),
             **{f"seconds/{name}": value for name, value in seconds.items()},
@@ -217,20 +235,20 @@ class Ledger:
             **self.publish,
             **self.teachers,
             **self.moves,
-            **usage(lately.busy, lately.stages, wall),
+            **usage(window.busy, window.stages, wall),
             **{f"tokens_per_s/{stage}": (count - before[stage]) / wall for stage, count in tokens.items()},
             **{f"groups/{place}": float(len(getattr(admission, place))) for place in places},
             "credits": float(admission.in_use),
             "dropped": float(admission.dropped.total()),
             **{f"dropped/{reason}": float(count) for reason, count in sorted(admission.dropped.items())},
             "restarted": float(admission.restarted),
-            "thrown_tokens": float(self.thrown),
+            "thrown_tokens": float(self.thrown_tokens),
             "failed_samples": float(self.failed_samples),
             **{kind: float(count) for kind, count in sorted(self.failures.items())},
             **{f"ungraded/{cause}": float(count) for cause, count in sorted(self.unrewarded.items())},
             **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
             **self.restarts.metrics,
-            **self.steered(),
+            **self.controllers(),
             "version": float(batch.update),
             "time": self.trace.now(),
         }

@@ -13,8 +13,7 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from slipstream.errors import AllDied, EngineError, ModelError, WorkerDied, first_line
-from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.retries import DEFECTS, Retries
+from slipstream.pipeline.failures import DEFECTS, Restarts, Retries
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.protocols import Engines
 
@@ -47,6 +46,15 @@ def scorer_name(teacher: str, teachers: Collection[str]) -> str:
     return f"scorer-{teacher}" if len(teachers) > 1 else "scorer"
 
 
+def begin_task(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Start a task in a group; return None if the group is being cancelled, so that no task can start."""
+    try:
+        return tasks.create_task(work)
+    except RuntimeError:
+        work.close()
+        return None
+
+
 class Pool(Generic[E]):
     def __init__(
         self,
@@ -75,6 +83,8 @@ class Pool(Generic[E]):
         """Number of names given so far; a name is never reused."""
         self.coming: dict[Worker[E], asyncio.Task[None]] = {}
         """Workers whose engines are being started or restarted, each with the task that starts it."""
+        self.last_death = ""
+        """Reason why no worker is left; every call that still waits reports it."""
         self.retired: set[Worker[E]] = set()
         """Workers whose answers cannot be trusted."""
         self.leaving: dict[Worker[E], asyncio.Task[None]] = {}
@@ -113,7 +123,7 @@ class Pool(Generic[E]):
 
     async def _wait_for_worker(self) -> None:
         if not self.coming:
-            raise EngineError(f"no {self.name} is left")
+            raise EngineError(self.last_death or f"no {self.name} is left")
         self.waiting += 1
         try:
             while not self.workers:
@@ -162,29 +172,23 @@ class Pool(Generic[E]):
     def _restart_pause(self, worker: Worker[E]) -> float | None:
         if self.engines.replace is None:
             return None
-        return self.restarts.granted(worker.name, asyncio.get_running_loop().time())
+        return self.restarts.grant(worker.name, asyncio.get_running_loop().time())
 
     def _lose(self, worker: Worker[E], why: str) -> None:
-        often = self.restarts.often(worker.name)
+        often = self.restarts.describe(worker.name)
         if not self.workers and not self.coming:
-            raise EngineError(f"the last {self.name} died{often}: {why}")
+            self.last_death = f"the last {self.name} died{often}: {why}"
+            raise EngineError(self.last_death)
         self.say(f"{worker.name} died{often} and its groups go to others: {why}")
         if self.engines.dismiss is not None:
             self._end_later(worker)
 
     def _launch(self, worker: Worker[E], pause: float) -> bool:
         """Start a worker's engine after `pause` seconds; return False if the whole run is being cancelled."""
-        task = self._begin(self._start(worker, pause))
+        task = begin_task(self.tasks, self._start(worker, pause))
         if task:
             self.coming[worker] = task
         return task is not None
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        try:
-            return self.tasks.create_task(work)
-        except RuntimeError:  # the task group is being cancelled, so no new task can start
-            work.close()
-            return None
 
     async def _start(self, worker: Worker[E], pause: float) -> None:
         began = self.trace.now()
@@ -255,7 +259,7 @@ class Pool(Generic[E]):
 
     def _end_later(self, worker: Worker[E], *coming: asyncio.Task[None]) -> None:
         worker.track.there = False
-        if task := self._begin(self._leave(worker, *coming)):
+        if task := begin_task(self.tasks, self._leave(worker, *coming)):
             self.leaving[worker] = task
 
     async def _leave(self, worker: Worker[E], *coming: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""The publish of new weights to samplers, and to scorers of teachers that follow the student.
+"""Samplers and teachers of the run, and the publish of new weights to samplers and to teachers that follow the student.
 
 A publish stops new groups (`Admission.gated`), pauses engines, loads and checks the weights, and resumes. This module
 guarantees that every engine runs the exported weights: the fingerprint of the loaded weights must equal the learner's.
@@ -7,12 +7,18 @@ guarantees that every engine runs the exported weights: the fingerprint of the l
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from slipstream.config.teacher import TeacherConfig
 from slipstream.errors import ModelError, RecordsLost, WorkerDied
 from slipstream.metrics import Metrics
+from slipstream.pipeline.failures import ResponseWatch
+from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.pool import Pool, Worker
-from slipstream.protocols import Fingerprint, Loaded, Mode, MovingScorer, Sampler, WeightsRef
+from slipstream.pipeline.trace import Track
+from slipstream.protocols import Fingerprint, Learner, Loaded, Mode, MovingScorer, Sampler, WeightsRef
 
 E = TypeVar("E", Sampler, MovingScorer)
 
@@ -121,6 +127,25 @@ class MovingTeacher(Newest[MovingScorer]):
         return await load_teacher(worker.engine, worker.name, weights, expected)
 
 
+NO_TEACHER = TeacherConfig(model="none", recheck=0)
+"""Settings in a run without teachers."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    name: str
+    settings: TeacherConfig
+    pool: Pool[Any]
+    shows: tuple[str, ...] = ()
+    """Fields of `Attempts` in the context of this teacher."""
+    silence: ResponseWatch | None = None
+    """Warns if the teacher's endpoint does not answer; None for a teacher without endpoint."""
+
+    @property
+    def follows(self) -> bool:
+        return isinstance(self.pool, MovingTeacher)
+
+
 def publish_metrics(results: list[Loaded], weights: WeightsRef) -> Metrics:
     drafted, accepted = (sum(getattr(loaded, name) for loaded in results) for name in ("drafted", "accepted"))
     speculation = {"sampler/drafted": float(drafted), "sampler/accepted": accepted / drafted} if drafted else {}
@@ -132,3 +157,68 @@ def publish_metrics(results: list[Loaded], weights: WeightsRef) -> Metrics:
         "publish/rebuild": max((loaded.rebuild for loaded in results), default=0.0),
         "thrown_tokens": float(sum(loaded.thrown for loaded in results)),
     }
+
+
+# --- the stage that delivers weights ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Publishing:
+    learner: Learner
+    track: Track
+    samplers: Samplers
+    teachers: Collection[Teacher]
+    groups: Groups
+    after_publish: Callable[[], Awaitable[None]]
+    """Called when every sampler has the newest weights, before a group starts under them."""
+
+    async def begin(self) -> None:
+        """Give all samplers and all following teachers their first weights."""
+        weights, expected = await self.export()
+        await self.samplers.publish(weights, expected, version=self.groups.admission.version, mode="drain")
+        await asyncio.gather(*await self.move_teachers(first=True))
+
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        with self.track.busy("export", "other"):
+            return await self.learner.export(teacher)
+
+    async def move_teachers(self, *, first: bool = False) -> list[asyncio.Task[None]]:
+        """Start to publish weights to teachers that follow the student and are due (`first`: all); return the tasks."""
+        version, moving = self.groups.admission.version, list[asyncio.Task[None]]()
+        for teacher in self.teachers:
+            follow = teacher.settings.follow
+            if follow is not None and (first or version % follow.period == 0):
+                weights, expected = await self.export(teacher.name)
+                while first and weights.version < version - version % follow.period:
+                    # after a resume, earlier versions, which scored groups in flight, come first
+                    loaded = weights.version
+                    await self._load(teacher, weights, expected, loaded)
+                    weights, expected = await self.export(teacher.name)
+                    if weights.version == loaded:  # the newest, if the period was changed
+                        break
+                due = weights.version if first else version
+                moving.append(self.groups.task_group.create_task(self._move(teacher, weights, expected, due)))
+        return moving
+
+    async def _move(self, teacher: Teacher, weights: WeightsRef, expected: Fingerprint, version: int) -> None:
+        clock = self.track.trace.now
+        began = clock()
+        await self._load(teacher, weights, expected, version)
+        self.groups.ledger.add_move(teacher.name, version, clock() - began)
+
+    async def _load(self, teacher: Teacher, weights: WeightsRef, expected: Fingerprint, version: int) -> None:
+        assert isinstance(teacher.pool, MovingTeacher)
+        await teacher.pool.publish(weights, expected, version=version, mode="drain")
+
+    async def deliver(self, weights: WeightsRef, expected: Fingerprint, moving: Sequence[asyncio.Task[None]]) -> None:
+        """Publish to all samplers, and wait for moving teachers; then return credits and let groups start again."""
+        admission, clock = self.groups.admission, self.track.trace.now
+        began = clock()
+        loaded = await self.samplers.publish(
+            weights, expected, version=admission.version, mode=admission.schedule.publish
+        )
+        self.groups.ledger.add_publish(publish_metrics(loaded, weights) | {"seconds/publish": clock() - began})
+        await asyncio.gather(*moving)
+        await self.after_publish()
+        admission.publish()
+        self.groups.resume()

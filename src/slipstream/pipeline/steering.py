@@ -1,15 +1,14 @@
-"""The decisions after every update: health checks, guards on the learning rate and tau, and the autopilot of tau."""
+"""Steering of a run: all controllers, and the learning rate and limits that follow from their state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from slipstream.config.guards import GuardsConfig
+from slipstream.config.running import HealthConfig
 from slipstream.config.schedule import Async, ScheduleConfig
-from slipstream.config.schema import HealthConfig
 from slipstream.metrics import Metrics
-from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.control.actions import Action, Controller, Line, SetLimits, SetRate
 from slipstream.pipeline.control.autopilot import Autopilot
 from slipstream.pipeline.control.guards import Guards
 from slipstream.pipeline.control.health import Health
@@ -19,33 +18,23 @@ from slipstream.run_dir.writing import RunLog
 
 class Steering:
     def __init__(
-        self,
-        schedule: ScheduleConfig,
-        guards: GuardsConfig,
-        health: HealthConfig,
-        admission: Admission,
-        log: RunLog,
-        say: Callable[[str], None],
+        self, schedule: ScheduleConfig, guards: GuardsConfig, health: HealthConfig, groups: int, log: RunLog
     ) -> None:
-        """Create the rules; restore their state from the metrics lines in `log`, if the run is resumed."""
-        self.schedule, self.admission, self.say = schedule, admission, say
+        """Create the controllers; restore their state from the metrics lines in `log`, if the run is resumed.
+
+        `groups` is the number of groups of one update.
+        """
+        self.schedule, self.groups = schedule, groups
         self.guards = Guards(guards, tau=schedule.max_tau, batches=schedule.max_batches)
+        self.controllers: list[Controller] = [Health(health), self.guards]
         self.autopilot: Autopilot | None = None
         if isinstance(schedule, Async) and schedule.adapts_tau:
-            self.autopilot = Autopilot(
-                schedule.tau_max, schedule.drift, often=schedule.min_publish_every, rarest=schedule.max_publish_every
-            )
+            often, rarest = schedule.min_publish_every, schedule.max_publish_every
+            self.autopilot = Autopilot(schedule.tau_max, schedule.drift, often=often, rarest=rarest)
+            self.controllers.append(self.autopilot)
         self.tau_changes = self.autopilot is not None or guards.kl is not None
-        for line in log.updates():
-            self._decide(line)
-        self.health = Health(health, say)
-        self.health.recall(log.updates())
-        self._apply()
-
-    @property
-    def lr(self) -> float:
-        """Return the factor on the learning rate of the next update."""
-        return self.guards.lr
+        for controller in self.controllers:
+            controller.recall(log.updates())
 
     @property
     def tau(self) -> float:
@@ -53,32 +42,22 @@ class Steering:
         return (self.autopilot.tau if self.autopilot else self.schedule.max_tau) - self.guards.lowered
 
     @property
-    def publish_every(self) -> int:
-        return self.autopilot.every if self.autopilot else self.admission.schedule.publish_every
-
-    @property
     def metrics(self) -> Metrics:
-        metrics = self.guards.metrics
+        metrics = {name: value for each in self.controllers for name, value in each.metrics.items()}
         if self.tau_changes:
             metrics["tau"] = float(self.tau)
         if self.autopilot and self.autopilot.rarest > self.autopilot.often:
-            metrics["publish_every"] = float(self.publish_every)
+            metrics["publish_every"] = float(self.autopilot.every)
         return metrics
 
-    def look(self, line: Metrics) -> None:
-        """Check the metrics of an update, and decide about the next one; raise Unhealthy if the run must stop."""
-        self.health.look(line)
-        for message in self._decide(line):
-            self.say(message)
-        self._apply()
+    def on_update(self, line: Line) -> Iterator[Action]:
+        """Yield the actions of all controllers, then the settings of the next update."""
+        for controller in self.controllers:
+            yield from controller.on_update(line)
+        yield from self.settings()
 
-    def _decide(self, line: Mapping[str, Any]) -> list[str]:
-        messages = self.guards.look(line)
-        if self.autopilot and "tau" in line and not line.get("sft") and (change := self.autopilot.look(line)):
-            messages.append(f"schedule: {change}")
-        return messages
-
-    def _apply(self) -> None:
+    def settings(self) -> Iterator[Action]:
+        yield SetRate(self.guards.lr)
         if isinstance(self.schedule, Async):
-            every = self.publish_every
-            self.admission.allow(credits_of(self.tau, every, self.admission.schedule.groups), every)
+            every = self.autopilot.every if self.autopilot else self.schedule.min_publish_every
+            yield SetLimits(credits_of(self.tau, every, self.groups), every)

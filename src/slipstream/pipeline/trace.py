@@ -26,7 +26,7 @@ class Written(Protocol):
     def write(self, text: str, /) -> object: ...
 
 
-class Lately(NamedTuple):
+class BusyWindow(NamedTuple):
     """The busy intervals of all workers, by stage, in a period of `seconds`."""
 
     seconds: float
@@ -50,7 +50,7 @@ class Spans:
             self._over.append((self.since, now))
             self.since = None
 
-    def between(self, start: float, end: float) -> list[Interval]:
+    def take(self, start: float, end: float) -> list[Interval]:
         """Return the intervals cut to the given period, and forget the intervals that have ended."""
         found = [*self._over, *([] if self.since is None else [(self.since, end)])]
         self._over = []
@@ -127,13 +127,13 @@ class Trace:
         self.file, self.clock, self.began = file, clock, clock() - before
         self.tracks: list[Track] = []
         self.at: float | None = None
-        """Start of the next period of `lately`: end of the last one, or start of the first work; None before."""
+        """Start of the next period of `busy_window`: end of the last one, or start of the first work; None before."""
 
     def now(self) -> float:
         """Return the seconds since the run began."""
         return self.clock() - self.began
 
-    def lately(self) -> Lately:
+    def busy_window(self) -> BusyWindow:
         """Return the busy intervals since the last call, or since the first stage began to work."""
         assert self.at is not None, "no work has begun"
         start, now = self.at, self.now()
@@ -141,9 +141,9 @@ class Trace:
         busy, stages = dict[str, Workers](), dict[str, Workers]()
         for track in self.tracks:
             if track.there:
-                busy.setdefault(track.stage, {})[track.name] = track.busy_at.between(start, now)
-                stages.setdefault(track.stage, {})[track.name] = track.stage_at.between(start, now)
-        return Lately(now - start, busy, stages)
+                busy.setdefault(track.stage, {})[track.name] = track.busy_at.take(start, now)
+                stages.setdefault(track.stage, {})[track.name] = track.stage_at.take(start, now)
+        return BusyWindow(now - start, busy, stages)
 
     def track(self, stage: str, name: str, *, there: bool = True) -> Track:
         """Add a track for a worker; its idle time counts while `there` is true."""
@@ -176,11 +176,11 @@ class Trace:
             name = f"{header.number}/{header.index}"
             spans = [(what, now - before, now - before + seconds) for what, before, seconds in header.spans]
             if spans:
-                self._nested(name, f"episode {name}", spans[0][1], spans[-1][2])
+                self._write_nested(name, f"episode {name}", spans[0][1], spans[-1][2])
             for span in spans:
-                self._nested(name, *span)
+                self._write_nested(name, *span)
 
-    def _nested(self, episode: str, name: str, start: float, end: float) -> None:
+    def _write_nested(self, episode: str, name: str, start: float, end: float) -> None:
         for phase, at in (("b", start), ("e", end)):
             event = {"ph": phase, "cat": "episode", "id": episode, "pid": 1, "ts": round(at * 1e6), "name": name}
             self._write(event)

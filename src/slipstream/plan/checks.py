@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.base import Rounding
-from slipstream.config.schema import HealthConfig
+from slipstream.config.running import HealthConfig
 from slipstream.errors import ModelError
 from slipstream.metrics import episode_metrics, trust_metrics
 from slipstream.pipeline.control.canary import HALF_KL, HALF_PERPLEXITY, KL, PERPLEXITY
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.ends import EndProbe, end_advice, names_of_ends
-from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.engine_plans import EnginesPlan
 from slipstream.plan.known_texts import judged
 from slipstream.plan.plan import Plan
 from slipstream.plan.templates import FAR, TemplateProbe, mean_logps
@@ -95,8 +95,8 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
         # in one batch with the others, to find out if a long sequence changes the log-probs of a short one
         groups += without_failed(await sample_groups(plan, engines, [furthest]))
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
-    ends = [await same_end(plan, engines, teacher) for teacher in plan.ends]
-    ends += [await known_template(plan, engines, teacher) for teacher in plan.templates]
+    ends = [await same_end(plan, engines, teacher) for teacher in plan.teachers.ends]
+    ends += [await known_template(plan, engines, teacher) for teacher in plan.teachers.templates]
     same = agreement(numbers, Limits.of(plan.engines), groups)
     taught = [await known_scores(plan, engines, teacher, headers) for teacher in plan.engines.scorers]
     return [*same, *taught, *ends, *returned, *failed]
@@ -104,7 +104,7 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
 
 async def same_end(plan: Plan, engines: Engines, teacher: str) -> Finding:
     """Let a teacher score its own and the student's end tokens after right answers; return a finding."""
-    probe, scorer = plan.ends[teacher], of_teacher(engines.scorers, teacher)[0]
+    probe, scorer = plan.teachers.ends[teacher], of_teacher(engines.scorers, teacher)[0]
     chance = dict[int, float]()
     for end in (*probe.stops, *probe.others):
         scored = await scorer.score(probe.ended(end, plan.sampling, teacher=teacher))
@@ -126,7 +126,7 @@ def judged_ends(teacher: str, probe: EndProbe, chance: Mapping[int, float]) -> F
 
 async def known_template(plan: Plan, engines: Engines, teacher: str) -> Finding:
     """Let a teacher score prompts in the student's template and in its own form; return a finding, never fatal."""
-    probe, scorer = plan.templates[teacher], of_teacher(engines.scorers, teacher)[0]
+    probe, scorer = plan.teachers.templates[teacher], of_teacher(engines.scorers, teacher)[0]
     logps = mean_logps(await scorer.probe(probe.texts(plan.sampling)))
     return judged_template(teacher, probe, *logps, vocabulary=plan.engines.scorers[teacher].vocabulary)
 
@@ -145,7 +145,7 @@ def judged_template(teacher: str, probe: TemplateProbe, seen: float, own: float,
 def long_prompt(plan: Plan, prompts: Sequence[Prompt]) -> Prompt | None:
     """Return a prompt that with its answer is as long as the run's longest sequence; None if others nearly are."""
     prompt = max(prompts, key=lambda each: len(each.tokens))
-    wanted = (plan.engines.learner.student.longest or 0) - min(TOKENS, plan.sampling.max_tokens)
+    wanted = (plan.engines.learner.student.max_length or 0) - min(TOKENS, plan.sampling.max_tokens)
     return replace(prompt, tokens=np.resize(prompt.tokens, wanted)) if wanted > len(prompt.tokens) + TOKENS else None
 
 
@@ -165,7 +165,8 @@ async def sample_groups(
     Short answers use no agents.
     """
     alone, samplers = tokens == TOKENS and plan.config.has_agents, engines.samplers
-    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "keep_mask": False, "interleave": 0}
+    whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "keep_mask": False}
+    whole |= {"teacher_replaces": 0, "fusion": 0.0}
     limit = min(tokens, plan.sampling.max_tokens)
     sampling = replace(plan.sampling, max_tokens=limit, group=group, alone=alone, **whole)
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]
@@ -259,7 +260,7 @@ def reward_finding(groups: Sequence[Group]) -> Finding:
         f"{name} " + " ".join(f"{header.rewards[name]:.3g}" for header in headers if name in header.rewards)
         for name in names
     ]
-    why = Counter(header.ungraded.said for header in headers if header.ungraded is not None)
+    why = Counter(header.ungraded.text for header in headers if header.ungraded is not None)
     detail += [f"none for {count} of {len(headers)}: {each}" for each, count in why.items()]
     fix = "such answers are dropped; see docs/rewards.md" if why else ""
     return Finding("rewards of a few short answers", not why, "; ".join(detail), fix, fatal=why.total() == len(headers))

@@ -10,22 +10,33 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from slipstream.data.prompts import Prompts
 from slipstream.data.tokenizers import Tokenizer, stop_ids
-from slipstream.engines.native.config import generation_of, vocabulary_of
-from slipstream.environments.chat.turn_boundaries import ASKED, Refused, Template
+from slipstream.environments.chat.turn_boundaries import QUESTION, Refused, Template
 from slipstream.errors import ConfigError, ModelError
+from slipstream.plan.facts import ModelFacts
 from slipstream.protocols import OneEnd, Sampling
 from slipstream.records import Handle, Ints, Prompt, header_of, lineage, one_turn
 
-MARK = "4f1d0c"
+PROBE_TEXT = "4f1d0c"
 """Text of an assistant's message; no chat template changes this text."""
 ANSWERS = 8
 """Maximum number of right answers from the data after which a teacher scores end tokens."""
+
+
+def end_ids(student: ModelFacts, tokenizer: Tokenizer, stop: Sequence[int | str] = ()) -> set[int]:
+    """Return the tokens at which the student stops; raise ModelError if it cannot generate any of them."""
+    ends = stop_ids(tokenizer, student.generation, stop)
+    if min(ends) >= student.vocabulary:
+        raise ModelError(
+            f"{student.name}: its end token {min(ends)} is beyond its {student.vocabulary} embeddings, so that no "
+            "answer could end: use the tokenizer that it was trained with"
+        )
+    return ends
 
 
 @dataclass(frozen=True)
@@ -87,70 +98,47 @@ def template_end(tokenizer: Tokenizer, args: Mapping[str, Any]) -> int | None:
     """Return the id of the first added token that the chat template writes after an assistant's text, or None."""
     if tokenizer.chat_template is None:
         return None
-    messages = [ASKED, {"role": "assistant", "content": MARK}]
+    messages = [QUESTION, {"role": "assistant", "content": PROBE_TEXT}]
     try:
         text = Template(tokenizer, re.compile(""), (), args).render(messages, False)
     except Refused:
         return None
-    if MARK not in text:
+    if PROBE_TEXT not in text:
         return None
-    ids = tokenizer(text.rpartition(MARK)[2], add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenizer(text.rpartition(PROBE_TEXT)[2], add_special_tokens=False, verbose=False)["input_ids"]
     return next((index for index in ids if index in tokenizer.added_tokens_decoder), None)
 
 
-class EndTokens(NamedTuple):
-    stops: set[int]
-    """Tokens at which the student stops."""
-    teacher: set[int]
-    """End tokens of the teacher and the template."""
-    one_end: OneEnd | None
-    """Mapping of the teacher's end tokens to the student's; None if they are the same."""
-
-
 def end_tokens(
-    where: str,
-    *,
-    names: tuple[str, str],
-    tokenizers: tuple[Tokenizer, Tokenizer],
-    template: int | None,
-    stop: Sequence[int | str] = (),
-    mapped: bool = False,
-) -> EndTokens:
-    """Raise ModelError if the student does not stop at the token with which the teacher ends answers, unless `mapped`.
+    where: str, student: ModelFacts, teacher: ModelFacts, *, stops: set[int], template: int | None, mapped: bool
+) -> tuple[set[int], OneEnd | None]:
+    """Return the end tokens of teacher and template, and their mapping to the student's if they are `mapped`.
 
-    `template` is the token with which the chat template ends turns; None if prompts are plain text. `stop` is
-    `sampler.stop`. `mapped`: read the teacher's end tokens as the token with which the student ends.
+    Raise ModelError if the student does not stop at the token with which the teacher ends answers, unless `mapped`.
+    `stops`: tokens at which the student stops. `template`: the token with which the chat template ends turns; None if
+    prompts are plain text.
     """
-    (student, teacher), (ours, theirs) = names, tokenizers
-    stops = stop_ids(ours, generation_of(student), stop)
+    ours, theirs = student.tokenizer, teacher.tokenizer
     try:
-        ends = stop_ids(theirs, generation_of(teacher))
+        ends = stop_ids(theirs, teacher.generation)
     except ModelError:  # of a model behind an endpoint, only the tokenizer may be on this machine
         ends = set[int]() if theirs.eos_token_id is None else {theirs.eos_token_id}
     every = ends if template is None else ends | {template}
     if mapped:
-        return EndTokens(stops, every, one_end(where, names, template, stops, ours.eos_token_id, every))
+        possible = sorted(each for each in stops if each < student.vocabulary)
+        token = next((each for each in (template, ours.eos_token_id) if each in possible), possible[0])
+        mapping = OneEnd(token, tuple(sorted(each for each in stops | every if each < teacher.vocabulary)))
+        if mapping.ends == (token,):
+            raise ConfigError(f'{where}.ends = "map" does nothing: {teacher.name} ends as {student.name} does; drop it')
+        return every, mapping
     end = template if template in ends else theirs.eos_token_id
     if end is None or end in stops:
-        return EndTokens(stops, every, None)
+        return every, None
     teacher_end, student_ends = names_of_ends(texts(theirs, [end])), names_of_ends(texts(ours, stops))
     raise ModelError(
-        f"{where}: {teacher} ends an answer with {teacher_end}, {student} stops only at {student_ends}: training would "
-        f"teach it not to stop; {end_advice(where, theirs.convert_ids_to_tokens(end))}"
+        f"{where}: {teacher.name} ends an answer with {teacher_end}, {student.name} stops only at {student_ends}: "
+        f"training would teach it not to stop; {end_advice(where, theirs.convert_ids_to_tokens(end))}"
     )
-
-
-def one_end(
-    where: str, names: tuple[str, str], template: int | None, stops: set[int], eos: int | None, ends: set[int]
-) -> OneEnd:
-    """Return the mapping to the student's end token: that of the template if it stops there, else its eos_token."""
-    student, teacher = map(vocabulary_of, names)
-    possible = sorted(each for each in stops if each < student)
-    token = next((each for each in (template, eos) if each in possible), possible[0])
-    every = tuple(sorted(each for each in stops | ends if each < teacher))
-    if every == (token,):
-        raise ConfigError(f'{where}.ends = "map" does nothing: {names[1]} ends as {names[0]} does; drop it')
-    return OneEnd(token, every)
 
 
 def texts(tokenizer: Tokenizer, ids: Collection[int]) -> dict[int, str]:

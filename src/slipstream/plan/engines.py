@@ -1,261 +1,63 @@
-"""Plans of engines: all settings with which a runtime can build each engine, in any process."""
+"""Decisions on engines: derive the plan of each engine from a config."""
 
 from __future__ import annotations
 
-import secrets
-import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
-from slipstream.config.base import HALVES, Quantisation, Rounding, at_first
-from slipstream.config.costs import Costs
+from slipstream.config.base import at_first
 from slipstream.config.costs import load as load_costs
-from slipstream.config.environment import GatewayConfig
-from slipstream.config.losses import LossSpec
-from slipstream.config.rewards import FormatConfig
-from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
-from slipstream.config.speculation import SpeculationConfig
+from slipstream.config.schema import Config
 from slipstream.config.teacher import FollowConfig
 from slipstream.engines.http.client import Endpoint, key_from_environment
-from slipstream.engines.http.judge import Judge, JudgeEndpoint
-from slipstream.engines.native.config import check_there, context_length, load_config, vocabulary_of, width_of
-from slipstream.engines.native.reward_process import RewardModel
+from slipstream.engines.native.config import vocabulary_of, width_of
 from slipstream.engines.sampling_options import rollout_sampling
-from slipstream.engines.server.api import ServerSettings
+from slipstream.engines.server.api import ServerEndpoint, ServerSettings
 from slipstream.engines.vllm.core import Settings
-from slipstream.environments.episodes import Limits
-from slipstream.environments.gateway.agent_processes import Agent
-from slipstream.environments.hosts import HostSettings
-from slipstream.errors import ConfigError
-from slipstream.objective.method import Method, Supervised, supervised_of
+from slipstream.objective.method import Method, supervised_of
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.plan.vllm import sampler_settings, scorer_settings, server_settings
-from slipstream.protocols import Follower, OneEnd
-from slipstream.rewards.functions import RewardSettings
+from slipstream.plan.engine_plans import (
+    EnginesPlan,
+    LearnerPlan,
+    ModelPlan,
+    SamplerPlan,
+    ScorerPlan,
+)
+from slipstream.plan.environment import environment_of
+from slipstream.plan.graders import grader_of
+from slipstream.protocols import Follower, OneEnd, Respelling
+
+SCORED = 64
+"""Maximum number of responses that a teacher in vLLM scores at the same time."""
+GENERATED = 1
+"""Tokens that vLLM generates, and has to have room for, after a sequence that it scores."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelPlan:
-    """A model that a native engine runs here."""
+def engines_of(
+    config: Config,
+    method: Method,
+    one_ends: Mapping[str, OneEnd | None] | None = None,
+    respellings: Mapping[str, Respelling] | None = None,
+) -> EnginesPlan:
+    """Return the specification of every engine.
 
-    name: str
-    dtype: str
-    device: str
-    longest: int | None = None
-    """Longest sequence (prompt and response) in tokens; None if unknown."""
-    devices: int = 1
-    """Number of devices over which its layers are split."""
-    lora: LoraConfig | None = None
-    """Settings of the LoRA adapters that are trained; None: no adapters, and all weights are trained."""
-    seed: int = 0
-    """Seed of the adapters' initial values."""
-    quantisation: Quantisation | None = None
-    """Format of the weights of linear layers; None: `dtype`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewayPlan:
-    agent: Agent | None
-    """Agent program that is started for every episode; None if the user starts agents elsewhere."""
-    at_once: int
-    host: str
-    port: int
-    name: str
-    """Model name that the gateway's API shows to agents."""
-    vocabulary: int
-    token: str = field(default_factory=partial(secrets.token_urlsafe, 32), compare=False, repr=False)
-    """Access token for programs that open and grade episodes when agents are started elsewhere."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentPlan:
-    """An environment of the user (`wanted` is set), or a gateway for agents (`gateway` is set)."""
-
-    wanted: HostSettings | None
-    """Settings of the host processes that run the environment; None for a gateway."""
-    gateway: GatewayPlan | None
-    processes: int
-    limits: Limits
-    renderer: Mapping[str, Any]
-    """Keyword arguments of `Renderer`: call format and template arguments."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerPlan:
-    runs: ModelPlan | Settings | ServerSettings
-    """Model and engine: a `ModelPlan` for the native engine, `Settings` for vLLM, `ServerSettings` for a server."""
-    slots: int
-    stop: tuple[int | str, ...] = ()
-    """Tokens at which responses stop besides the end tokens in the student's files, as ids or texts."""
-    draws: int = 1
-    best: int = 0
-    top_k: int = 0
-    """top_k of rollouts that record their sampling support; 0: they record none, or top_k cuts nothing."""
-    on_publish: Literal["rebuild", "reuse"] = "rebuild"
-    speculation: SpeculationConfig | None = None
-    threads: int = 1
-    replicas: int = 1
-    environment: EnvironmentPlan | None = None
-    """Environment, if responses are episodes of several turns; None: a response is one turn."""
-    teacher: ModelPlan | None = None
-    """Teacher that replaces tokens while the student draws (`sampler.interleave`); None: the student draws alone."""
-    router: bool = False
-    """True if the sampler records the experts that its model's routers choose."""
-    ends_as: str = ""
-    """Model whose end tokens end a response; empty: those of the sampler's own model."""
-    cache: str | None = None
-    """Directory that stores the rollouts of supervised updates; None: they are not stored."""
-
-    @property
-    def devices(self) -> int:
-        """Return the number of devices per replica."""
-        return self.runs.devices
-
-    @property
-    def model(self) -> str:
-        return self.runs.name if isinstance(self.runs, ModelPlan) else self.runs.model
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScorerPlan:
-    name: str
-    runs: ModelPlan | Settings | Endpoint
-    """Model and engine: `ModelPlan` for the native engine, `Settings` for vLLM, `Endpoint` for a remote server."""
-    one_end: OneEnd | None = None
-    """Mapping of the teacher's end tokens to the student's; None if they are the same."""
-    spec: LossSpec
-    """Scores that the loss needs from the teacher."""
-    temperature: float
-    supervised: LossSpec | None
-    """Scores that the loss of the supervised updates needs; None: no teacher scores in them."""
-    supervised_temperature: float
-    token_budget: int
-    packing: bool
-    vocabulary: int
-    """Size of the student's vocabulary."""
-    context: str | None
-    """Template of the teacher's prompt, or name of a user function that writes it; None: the student's prompt."""
-    timeout: float
-    """Time limit in seconds of the user function that writes the context."""
-    keep: int
-    """Number of earlier versions of the teacher's weights that are kept, to compute scores again; 0 keeps none."""
-    threads: int
-    replicas: int
-
-    @property
-    def here(self) -> str:
-        """Return the name of the model that this run loads; empty for an endpoint."""
-        match self.runs:
-            case ModelPlan(name=name) | Settings(model=name):
-                return name
-            case Endpoint():
-                return ""
-
-    @property
-    def devices(self) -> int:
-        """Return the number of devices per replica; 0 for an endpoint."""
-        return 0 if isinstance(self.runs, Endpoint) else self.runs.devices
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnerPlan:
-    student: ModelPlan
-    settings: LearnerConfig
-    method: Method
-    supervised: Supervised | None = None
-    """Supervised updates before the first rollout; None: none."""
-    updates: int
-    width: int
-    """Hidden size of the student; the learner estimates the cost of sequences from it."""
-    step_tokens: int | None
-    """Largest number of tokens of a rank's samples in one optimizer step; None: unknown."""
-    export_dtype: str
-    quantisation: Quantisation | None = None
-    """Format to which samplers quantise the exported weights of linear layers; None: they do not."""
-    stop: tuple[int | str, ...] = ()
-    """Tokens at which the sampler stops besides the end tokens in the student's files; saved with the student."""
-    teachers: Mapping[str, ModelPlan]
-    """Constant teachers whose output layers the learner applies to cached hidden states; empty if the loss caches none.
-    Those of following teachers are in the learner's snapshots."""
-    one_ends: Mapping[str, OneEnd | None]
-    """Mapping of each of these teachers' end tokens to the student's; None if they are the same."""
-    snapshots: int
-    """Number of published versions of the student whose weights are kept; 0 keeps none."""
-    follow: Mapping[str, Follower]
-    """Rules of teachers whose weights follow the student's weights, by teacher."""
-    cosine_every: int
-    """Number of updates between two comparisons of the gradients of fresh and stale samples; 0: no comparison."""
-    cosine_limit: float | None
-    """Largest cosine of the gradients of consecutive updates; None: no limit."""
-    threads: int
-    patience: float
-    """Seconds for which the learner's ranks wait for one another."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraderPlan:
-    rewards: tuple[str, ...]
-    processes: int = 1
-    timeout: float = 30.0
-    sandbox: str | None = None
-    """Kind of sandbox in which rewards run code; None if rewards get no sandbox."""
-    settings: RewardSettings = field(default_factory=dict)
-    apart: tuple[RewardModel | Judge, ...] = ()
-    """Graders of whole groups, besides the functions."""
-    tells: bool = False
-    """True: also return the texts of responses, for teachers whose context shows earlier responses."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnginesPlan:
-    learner: LearnerPlan
-    sampler: SamplerPlan
-    teacher_samplers: Mapping[str, SamplerPlan]
-    """Samplers with a teacher's weights, by teacher; empty unless teachers generate responses."""
-    scorers: Mapping[str, ScorerPlan]
-    grader: GraderPlan
-    runtime: RuntimeConfig
-    tokens_in_flight: int = 0
-    """Largest number of response tokens of all samples in flight."""
-    serial: bool = False
-    """True if the schedule lets no two stages overlap."""
-    costs: Costs | None = None
-    """Costs by which modelled time passes; None: the time is real."""
-
-    @property
-    def rounding(self) -> Rounding:
-        """Return the coarsest number format of all engines here."""
-        learner = self.learner.settings
-        models = [self.sampler.runs, *(scorer.runs for scorer in self.scorers.values())]
-        here = {model.dtype for model in models if not isinstance(model, Endpoint)}
-        formats = here | {learner.compute_dtype or learner.dtype}
-        coarse = None if self.learner.settings.quantised else self.learner.quantisation
-        return coarse or ("exact" if HALVES.isdisjoint(formats) else "half")
-
-
-def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None] | None = None) -> EnginesPlan:
-    """Return the specification of every engine; `one_ends` has the mapping of each teacher with ends = "map"."""
+    `one_ends` has the mapping of each teacher with ends = "map", `respellings` those with spelling = "own".
+    """
     mapped = {name for name, teacher in config.teachers.items() if teacher.ends == "map"}
     one_ends = {name: one_end for name, one_end in (one_ends or {}).items() if name in mapped}
     return EnginesPlan(
-        learner=learner_of(config, method, one_ends),
+        learner=learner_of(config, method, one_ends, respellings or {}),
         sampler=sampler_of(config),
         teacher_samplers=teacher_samplers_of(config),
-        scorers={name: scorer_of(config, name, one_ends.get(name)) for name in config.teachers},
-        grader=GraderPlan(
-            rewards=config.task.reward,
-            processes=config.runtime.graders,
-            timeout=config.task.timeout,
-            sandbox=config.task.sandbox,
-            settings=reward_settings(config),
-            apart=graders_apart(config),
-            tells=any(teacher.shows for teacher in config.teachers.values()),
-        ),
+        scorers={
+            name: scorer_of(config, name, one_ends.get(name), (respellings or {}).get(name)) for name in config.teachers
+        },
+        grader=grader_of(config),
         runtime=config.runtime,
-        tokens_in_flight=schedule_of(config.schedule, config.groups_per_update).credits
+        tokens_in_flight=schedule_of(config.schedule, config.groups_per_update, config.reuse).held
         * config.sampler.group
         * config.sampler.max_tokens,
         serial=config.schedule.serial,
@@ -263,71 +65,10 @@ def engines_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
     )
 
 
-def reward_settings(config: Config) -> RewardSettings:
-    task, found = config.task, dict[str, Mapping[str, Any]]()
-    if "format" in task.reward:
-        found["format"] = (task.format or FormatConfig()).model_dump()
-    if task.overlong is not None:
-        found["overlong"] = task.overlong.model_dump() | {"max_tokens": config.sampler.max_tokens}
-    if task.model is not None:
-        found["model"] = {}
-    if task.judge is not None:
-        found["judge"] = {"prompt": task.judge.prompt}
-    return found
-
-
-def graders_apart(config: Config) -> tuple[RewardModel | Judge, ...]:
-    """Return the reward model and the judge of the config, if any."""
-    task, found = config.task, list[RewardModel | Judge]()
-    if (model := task.model) is not None:
-        found.append(
-            RewardModel(
-                path=model.path,
-                max_length=model.max_length or context_length(load_config(model.path)),
-                batch=model.batch,
-                dtype=model.dtype,
-                device=config.runtime.device,
-                timeout=task.timeout,
-            )
-        )
-    if (judge := task.judge) is not None:
-        endpoint = JudgeEndpoint(
-            teacher="",
-            url=judge.base_url,
-            model=judge.model,
-            key=key_from_environment("task.judge.api_key_env", judge.api_key_env),
-            concurrency=judge.concurrency,
-            timeout=judge.timeout,
-        )
-        found.append(Judge(endpoint=endpoint, **judge.model_dump(include={"prompt", "pattern", "key", "max_tokens"})))
-    return tuple(found)
-
-
-def check_reward_model(config: Config) -> None:
-    """Raise ConfigError if task.model is no model whose only label is a reward."""
-    if (model := config.task.model) is None:
-        return
-    check_there(model.path)
-    found = load_config(model.path)
-    names = found.architectures or []
-    if not any(name.endswith("ForSequenceClassification") for name in names):
-        raise ConfigError(
-            f"task.model.path: {model.path} holds {', '.join(names) or 'another model'}: a reward model is one for "
-            "sequence classification"
-        )
-    if found.num_labels != 1:
-        raise ConfigError(f"task.model.path: {model.path} has {found.num_labels} labels: a reward model has one")
-    context = context_length(found)
-    if model.max_length is not None and model.max_length > context:
-        raise ConfigError(
-            f"task.model.max_length = {model.max_length} exceeds the context of {context} of {model.path}"
-        )
-
-
 def student_of(config: Config, dtype: str) -> ModelPlan:
-    device, longest = config.runtime.device, config.sampler.longest
+    device, max_length = config.runtime.device, config.sampler.max_length
     lora, seed = config.learner.lora, config.seed
-    return ModelPlan(name=config.student, dtype=dtype, device=device, longest=longest, lora=lora, seed=seed)
+    return ModelPlan(name=config.student, dtype=dtype, device=device, max_length=max_length, lora=lora, seed=seed)
 
 
 def sampler_of(config: Config) -> SamplerPlan:
@@ -350,11 +91,11 @@ def sampler_of(config: Config) -> SamplerPlan:
 
 
 def beside_sampler(config: Config) -> ModelPlan | None:
-    """Return the teacher that the sampler asks at every token (`sampler.interleave`); None: it asks none."""
-    if not config.sampler.interleave:
+    """Return the teacher that the sampler asks at every token; None: it asks none."""
+    if not config.sampler.asks_teacher:
         return None
     (name,) = config.teachers
-    return replace(teacher_of(config, name), longest=config.sampler.longest)
+    return replace(teacher_of(config, name), max_length=config.sampler.max_length)
 
 
 def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
@@ -376,52 +117,9 @@ def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
     }
 
 
-def environment_of(config: Config) -> EnvironmentPlan | None:
-    environment = config.environment
-    if environment is None:
-        return None
-    use, gateway, sandbox = environment.use, environment.gateway, environment.sandbox
-    return EnvironmentPlan(
-        wanted=None if use is None else HostSettings(use, sandbox, environment.observation),
-        gateway=None if gateway is None else gateway_of(config, gateway, walled=sandbox == "bubblewrap"),
-        processes=environment.processes,
-        limits=Limits(**{each.name: getattr(environment, each.name) for each in fields(Limits)}),
-        renderer={"format": environment.format, "template_args": config.data.template_args},
-    )
-
-
-def gateway_of(config: Config, gateway: GatewayConfig, *, walled: bool) -> GatewayPlan:
-    host, _, port = (gateway.listen or "127.0.0.1:0").rpartition(":")
-    return GatewayPlan(
-        agent=None if gateway.command is None else agent_of(gateway, walled),
-        at_once=gateway.at_once,
-        host=host.strip("[]"),
-        port=int(port),
-        name=config.student,
-        vocabulary=vocabulary_of(config.student),
-    )
-
-
-def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
-    def words(name: str, given: str | None) -> list[str]:
-        try:
-            return shlex.split(given or "")
-        except ValueError as error:
-            raise ConfigError(f"environment.gateway.{name} = {given!r}: {error}") from None
-
-    verify = tuple(  # absolute paths, since the program starts in another directory
-        str(Path(word).absolute()) if "/" in word and Path(word).exists() else word
-        for word in words("verify", gateway.verify)
-    )
-    return Agent(
-        command=tuple(words("command", gateway.command)),
-        verify=verify if gateway.verify is not None else None,
-        workspace=gateway.workspace,
-        walled=walled,
-    )
-
-
-def scorer_of(config: Config, name: str, one_end: OneEnd | None = None) -> ScorerPlan:
+def scorer_of(
+    config: Config, name: str, one_end: OneEnd | None = None, respelling: Respelling | None = None
+) -> ScorerPlan:
     teacher, sft = config.teachers[name], config.sft
     return ScorerPlan(
         name=name,
@@ -433,7 +131,8 @@ def scorer_of(config: Config, name: str, one_end: OneEnd | None = None) -> Score
         supervised_temperature=1.0 if sft is None else sft.loss.temperature,
         token_budget=teacher.token_budget,
         packing=teacher.packing,
-        vocabulary=vocabulary_of(config.student),
+        vocabulary=vocabulary_of(config.student) if respelling is None else respelling.vocabulary,
+        respelling=respelling,
         context=teacher.context,
         timeout=config.task.timeout,
         keep=0 if teacher.follow is None or teacher.relabel == "never" else versions_in_flight(config, teacher.follow),
@@ -445,12 +144,12 @@ def scorer_of(config: Config, name: str, one_end: OneEnd | None = None) -> Score
 def teacher_of(config: Config, name: str) -> ModelPlan:
     teacher, device = config.teachers[name], config.runtime.device
     if teacher.follow is not None:  # has the same architecture and adapters as the student
-        return replace(student_of(config, teacher.dtype), longest=teacher.longest, devices=teacher.devices)
+        return replace(student_of(config, teacher.dtype), max_length=teacher.max_length, devices=teacher.devices)
     return ModelPlan(
         name=config.model_of(teacher),
         dtype=teacher.dtype,
         device=device,
-        longest=teacher.longest,
+        max_length=teacher.max_length,
         devices=teacher.devices,
     )
 
@@ -470,12 +169,17 @@ def endpoint_of(config: Config, name: str) -> Endpoint | None:
     )
 
 
-def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | None]) -> LearnerPlan:
+def learner_of(
+    config: Config,
+    method: Method,
+    one_ends: Mapping[str, OneEnd | None],
+    respellings: Mapping[str, Respelling] = MappingProxyType({}),
+) -> LearnerPlan:
     constant = [name for name, teacher in config.teachers.items() if teacher.follow is None]
-    longest, step_tokens = config.sampler.longest, None
-    if longest is not None and config.environment is None:  # an episode may have any number of samples
+    max_length, step_tokens = config.sampler.max_length, None
+    if max_length is not None and config.environment is None:  # an episode may have any number of samples
         steps = config.learner.minibatches * config.learner.ranks
-        step_tokens = -(-config.learner.batch_size // steps) * longest
+        step_tokens = -(-config.learner.batch_size // steps) * max_length
     sending = constant if sends_hidden(config) else []
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
@@ -490,6 +194,7 @@ def learner_of(config: Config, method: Method, one_ends: Mapping[str, OneEnd | N
         stop=config.sampler.stop,
         teachers={name: replace(teacher_of(config, name), devices=1) for name in sending},
         one_ends={name: one_ends.get(name) for name in sending},
+        respellings={name: respellings[name] for name in sending if name in respellings},
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
         cosine_every=config.guards.gac.every if config.guards.gac is not None else 0,
@@ -517,8 +222,8 @@ def followers_of(config: Config) -> dict[str, Follower]:
 
 def versions_in_flight(config: Config, follow: FollowConfig) -> int:
     """Return the number of versions of a following teacher that may have scored groups in flight."""
-    schedule = schedule_of(config.schedule, config.groups_per_update)
-    return max(schedule.reach, schedule.max_lag or 0) // follow.period + 2
+    schedule = schedule_of(config.schedule, config.groups_per_update, config.reuse)
+    return schedule.kept_versions // follow.period + 2
 
 
 def snapshots_of(config: Config, method: Method) -> int:
@@ -526,8 +231,47 @@ def snapshots_of(config: Config, method: Method) -> int:
     needed = config.learner.exact_drift or method.reads_snapshots
     if config.learner.snapshots is not None or not needed:
         return config.learner.snapshots or 0
-    schedule = schedule_of(config.schedule, config.groups_per_update)
-    return max(schedule.reach, schedule.max_lag or 0) // schedule.publish_every + 1
+    schedule = schedule_of(config.schedule, config.groups_per_update, config.reuse)
+    return schedule.kept_versions // schedule.publish_every + 1
+
+
+def sampler_settings(config: Config) -> Settings:
+    sampler, lora = config.sampler, config.learner.lora
+    args = with_longest(sampler.engine_args, sampler.max_length)
+    settings = vllm_settings(config, config.student, sampler.dtype, sampler.slots, args, seed=config.seed, lora=lora)
+    return replace(settings, sleeps=config.runtime.time_share)
+
+
+def scorer_settings(config: Config, name: str) -> Settings:
+    teacher, where = config.teachers[name], f"teachers.{name}.engine_args"
+    args = with_longest(teacher.engine_args, teacher.max_length and teacher.max_length + GENERATED)
+    return vllm_settings(config, config.model_of(teacher), teacher.dtype, SCORED, args, where=where)
+
+
+def with_longest(args: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
+    """Return vLLM's arguments with the longest sequence, on which its memory and position factors depend."""
+    return {"max_model_len": longest, **args} if longest else {**args}
+
+
+def vllm_settings(config: Config, model: str, dtype: str, slots: int, args: Mapping[str, Any], **more: Any) -> Settings:
+    runtime = config.runtime
+    machine: Any = {"threads": runtime.threads, "device": runtime.device, "heartbeat": runtime.heartbeat}
+    return Settings(model, dtype, slots, args, **machine, **more)
+
+
+def server_settings(config: Config) -> ServerSettings:
+    sampler, server = config.sampler, config.sampler.server
+    assert server is not None
+    key = key_from_environment("sampler.server.api_key_env", server.api_key_env)
+    return ServerSettings(
+        ServerEndpoint("", server.url, config.student, key, sampler.slots, server.timeout),
+        server.api,
+        config.student,
+        sampler.dtype,
+        server.folder,
+        max_length=sampler.max_length,
+        threads=config.runtime.threads,
+    )
 
 
 SAMPLERS: dict[str, Callable[[Config], ModelPlan | Settings | ServerSettings]] = {

@@ -1,23 +1,80 @@
-"""Checks of an environment: its class or agent exists, its tools load, and the chat template supports several turns."""
+"""Plans and checks of an environment: its class or agent exists, and the chat template supports several turns."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.environment import RUNNING_PYTHON, GatewayConfig
+from slipstream.config.schema import Config
 from slipstream.data.tokenizers import Tokenizer
+from slipstream.engines.native.config import vocabulary_of
+from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agent_processes import Agent
 from slipstream.environments.gateway.agent_sandbox import AgentSandbox
 from slipstream.environments.gateway.judging import too_large
-from slipstream.environments.hosts import schemas
+from slipstream.environments.pool import EnvironmentSettings, schemas
 from slipstream.errors import ConfigError
-from slipstream.plan.engines import EnvironmentPlan
+from slipstream.plan.engine_plans import EnvironmentPlan, GatewayPlan
 from slipstream.sandbox import sandbox_of
 
 Tools = Sequence[dict[str, Any]] | None
 """JSON schemas of an environment's tools; None if there is no environment, or a gateway."""
+
+
+def environment_of(config: Config) -> EnvironmentPlan | None:
+    environment = config.environment
+    if environment is None:
+        return None
+    use, gateway, sandbox = environment.use, environment.gateway, environment.sandbox
+    return EnvironmentPlan(
+        wanted=None if use is None else EnvironmentSettings(use, sandbox, environment.observation),
+        gateway=None if gateway is None else gateway_of(config, gateway, walled=sandbox == "bubblewrap"),
+        processes=environment.processes,
+        limits=Limits(**{each.name: getattr(environment, each.name) for each in fields(Limits)}),
+        renderer={"format": environment.format, "template_args": config.data.template_args},
+    )
+
+
+def gateway_of(config: Config, gateway: GatewayConfig, *, walled: bool) -> GatewayPlan:
+    host, _, port = (gateway.listen or "127.0.0.1:0").rpartition(":")
+    return GatewayPlan(
+        agent=None if gateway.command is None else agent_of(gateway, walled),
+        at_once=gateway.at_once,
+        host=host.strip("[]"),
+        port=int(port),
+        name=config.student,
+        vocabulary=vocabulary_of(config.student),
+    )
+
+
+def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
+    def words(name: str, given: str | None) -> list[str]:
+        try:
+            return shlex.split(given or "")
+        except ValueError as error:
+            raise ConfigError(f"environment.gateway.{name} = {given!r}: {error}") from None
+
+    verify = tuple(  # absolute paths, since the program starts in another directory
+        str(Path(word).absolute()) if "/" in word and Path(word).exists() else word
+        for word in words("verify", gateway.verify)
+    )
+    command = words("command", gateway.command)
+    if command[:1] == [RUNNING_PYTHON]:
+        modules = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
+        command = ["/usr/bin/env", f"PYTHONPATH={modules}", sys.executable, *command[1:]]
+    return Agent(
+        command=tuple(command),
+        verify=verify if gateway.verify is not None else None,
+        workspace=gateway.workspace,
+        walled=walled,
+    )
 
 
 def tools_of(

@@ -1,85 +1,54 @@
-"""Plan of an evaluation of one model on held-out prompts, for `eval` and the demo."""
+"""Plan of an evaluation of one model on held-out prompts, for `eval` and the demo.
+
+An evaluation is planned as a run is: from a config, which trains nothing, by the same facts and rules.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from slipstream.config.base import check_url
-from slipstream.config.schema import DataConfig, name_of
-from slipstream.data.prompts import Prompts, Row
-from slipstream.data.tokenizers import Tokenizer, check_ids, encode_rows
-from slipstream.engines.http.client import key_from_environment
-from slipstream.engines.native.config import context_length, load_config, vocabulary_of
-from slipstream.engines.server.api import Served, ServerEndpoint, served_name
-from slipstream.engines.vllm.core import COLDEST, Settings, check_installed
-from slipstream.errors import ConfigError, DataError
-from slipstream.models.adapters import is_adapter
-from slipstream.plan.engines import EnvironmentPlan, GraderPlan, ModelPlan, SamplerPlan
-from slipstream.plan.environment import Tools
+from slipstream.config.data import DataConfig
+from slipstream.config.file import data_section
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.rewards import TaskConfig
+from slipstream.config.running import EvalConfig, RuntimeConfig
+from slipstream.config.sampler import SamplerConfig
+from slipstream.config.schema import Config
+from slipstream.data.tokenizers import Tokenizer, check_ids
+from slipstream.engines.sampling_options import eval_sampling
+from slipstream.errors import DataError
+from slipstream.plan.engine_plans import EnvironmentPlan, GraderPlan, SamplerPlan
+from slipstream.plan.engines import sampler_of
+from slipstream.plan.facts import KINDS, Facts, ModelFacts
+from slipstream.plan.graders import grader_of
+from slipstream.plan.prompts import DataFacts
+from slipstream.plan.rules import COMPLETED, EVALUATION, FAST, check
+from slipstream.plan.rules.endpoints import served_model
+from slipstream.plan.rules.memory import check_alone
 from slipstream.protocols import Sampling
-from slipstream.records import Prompt, Ungraded
-from slipstream.rewards import grading
-from slipstream.rewards.functions import Answer, RewardSettings, unfit
+from slipstream.records import Prompt
 
-SLOW = 1.0
-"""Seconds for one answer from which a reward gets a warning."""
-FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>")
-"""Usual forms in which a response contains its answer; `reward_warnings` tests rewards with them."""
+INHERITED_DATA_KEYS = ("prompt", "answer", "template", "chat", "system_prompt", "template_args")
+SAMPLER = ("max_tokens", "dtype", "max_length", "slots", "engine_args")
+RUNTIME = ("device", "threads", "graders")
+"""Settings of a run that its evaluation has, too, of sections of which others do not count."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """Settings of an evaluation, named like command-line options. Defaults are for a model that no run saved."""
+@dataclass(frozen=True)
+class EvalRequest:
+    """An evaluation that is asked for."""
 
-    data: Mapping[str, str] = field(default_factory=lambda: {"": "builtin:arithmetic"})
-    """Data source of each set of prompts, by the set's name. The name may be empty if there is only one set."""
-    split: str = "eval"
-    where: Mapping[str, Any] = field(default_factory=dict)
-    prompt: str | None = None
-    answer: str | None = None
-    template: str | None = None
-    chat: bool = False
-    system_prompt: str | None = None
-    reward: tuple[str, ...] = ("exact",)
-    limit: int | Mapping[str, int] = 200
-    """Number of prompts of each set; one number, or one for each set by name."""
-    n: int | Mapping[str, int] = 4
-    """Samples of each prompt, like `limit`."""
-    max_tokens: int = 96
-    temperature: float = 1.0
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "auto"
-    template_args: Mapping[str, Any] = field(default_factory=dict)
-    longest: int | None = None
-    """Longest sequence in tokens, by which some models choose position factors. None: computed from the prompts."""
-    slots: int = 64
-    threads: int = 1
-    graders: int = 1
-    timeout: float = 30.0
-    sandbox: str | None = None
-    """Kind of sandbox in which rewards run code; None if rewards get no sandbox."""
-    reward_settings: RewardSettings = field(default_factory=dict)
-    """Settings of the rewards, by name; only a run has them."""
-    apart: tuple[Any, ...] = ()
-    """Reward model and judge of the run."""
-    environment: EnvironmentPlan | None = None
-    engine: str = "native"
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's engine, from the run."""
+    config: Config
+    """Config of the evaluation: the model is its student, and the sets are its held-out prompts."""
     url: str | None = None
     """OpenAI-compatible server that runs the model; None: the model runs here."""
     api_key_env: str | None = None
-
-    def of(self, name: str, key: Literal["n", "limit"]) -> int:
-        value: int | Mapping[str, int] = getattr(self, key)
-        return value if isinstance(value, int) else value[name]
-
-    def sampling(self, name: str) -> Sampling:
-        return Sampling(max_tokens=self.max_tokens, group=self.of(name, "n"), temperature=self.temperature)
+    environment: EnvironmentPlan | None = None
+    """Environment of the run, which names the run's student to agents."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the command line by the key of their setting."""
 
 
 @dataclass(frozen=True)
@@ -92,129 +61,107 @@ class Evaluation:
     grader: GraderPlan
 
 
-def graded_rows(
-    rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None = None, settings: RewardSettings | None = None
-) -> Sequence[Row]:
-    """Return the rows unchanged; raise DataError for a row whose answer is missing or unusable for a reward."""
-    needed = grading.needs(rewards, sandbox, settings)
-    for row in rows if rewards else ():
-        for reward in rewards:
-            if row.ground_truth is None:
-                if "ground_truth" in needed[reward]:
-                    raise DataError(
-                        f"{row.place}: has no answer, which the reward {reward!r} needs: set data.answer to its column"
-                    )
-            elif why := unfit(reward, row.ground_truth):
-                raise DataError(f"{row.place}: the reward {reward!r} cannot compare the answer: {why}")
-    return rows
+def config_of_model(model: str, **sections: Any) -> Config:
+    """Return a config that evaluates a model and trains nothing; without sections on the built-in task.
 
-
-def eval_prompts(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    *,
-    seed: int,
-    tools: Tools = None,
-    tells: bool = False,
-    teachers: Sequence[str] = (),
-) -> list[Prompt]:
-    """Return the prompts in the order of the rows. `tells`: prompts keep their text or messages, which agents need.
-
-    `teachers` are the names of the rows' teachers, if they score answers.
+    Rules between sections are about training, and are not tested.
     """
-    tokens = encode_rows(rows, tokenizer, data, tools)
-    prompts = Prompts(rows, tokens, seed=seed, shuffle=False, tells=tells, teachers=teachers)
-    return [prompts.at(number) for number in range(len(rows))]
+    own: dict[str, Any] = {
+        "data": DataConfig(eval="builtin:arithmetic"),
+        "sampler": SamplerConfig(max_tokens=96),
+        "task": TaskConfig(reward=("exact",), timeout=30),
+        "eval": EvalConfig(n=4),
+        "runtime": RuntimeConfig(kind="inline"),
+    }
+    return Config.model_construct(student=model, loss=ReverseKLMC(weight=0), **own | sections)
 
 
-def reward_warnings(rows: Sequence[Row], rewards: Sequence[str], timeout: float) -> list[str]:
-    """Return a warning for each reward that gives 0 to the first right answers of the data in every form of `FORMS`.
-
-    Raise ConfigError if grading the first answer takes more than `timeout` seconds.
-    """
-    answered = [row for row in rows[:3] if isinstance(row.ground_truth, str | int | float)]
-    answers = [
-        Answer(text=text, messages=[{"role": "assistant", "content": text}], tokens=[], prompt=str(row.prompt),
-               ground_truth=row.ground_truth, meta=row.meta, data_source=row.data_source, finish="eos", outcome={})
-        for row in answered
-        for text in (form.format(row.ground_truth) for form in FORMS)
-    ]  # fmt: skip
-    process = grading.GradingProcess(rewards, timeout=timeout)
-    try:
-        process.ready()
-        began = time.monotonic()
-        graded = process.grades(answers[:1])
-        seconds = time.monotonic() - began
-        if seconds > SLOW:
-            limit = f"task.timeout = {timeout:g} s"
-            if all(isinstance(each, Ungraded) and each.cause == "timeout" for each in graded):
-                raise ConfigError(
-                    f"task.reward: {', '.join(rewards)} took more than {limit} for the first answer: make it faster, "
-                    "or raise the limit"
-                )
-            return [f"task.reward: {', '.join(rewards)} took {seconds:.1f} s for the first answer, {limit}"]
-        grades = [each for each in process.grades(answers) if isinstance(each, dict)]
-    finally:
-        process.close()
-    return [
-        f"task.reward = {reward!r} gives 0 to the right answer of {answered[0].place} and others, {answers[0].text!r}, "
-        f"in every form that was tried ({answers[3].text!r} …): check that it can give more"
-        for reward in rewards
-        if grades and not any(each[name_of(reward)] for each in grades)
-    ]
-
-
-def evaluation(
-    model: str, sets: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer, asked: EvalSettings
-) -> Evaluation:
-    """Make the plan of an evaluation; raise DataError if a prompt does not fit the model. No weights are loaded."""
-    longest, context = asked.longest or 0, context_length(load_config(model))
-    for prompts in sets.values():
-        check_ids(prompts, [prompt.tokens for prompt in prompts], model, vocabulary_of(model))
-        for prompt in prompts:
-            drawn = len(prompt.tokens) + asked.max_tokens
-            if drawn > context:
-                raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {context} of {model}")
-            longest = max(longest, drawn)
-    slots = max(asked.slots, *(asked.of(name, "n") for name in sets))
-    return Evaluation(
-        tokenizer=tokenizer,
-        sets=sets,
-        sampler=SamplerPlan(
-            runs=engine_of(model, asked, longest, slots),
-            slots=slots,
-            threads=asked.threads,
-            environment=asked.environment,
+def config_of_run(run: Config, model: str) -> Config:
+    """Return the config that evaluates a model of a run: on its held-out prompts, or else on its training prompts."""
+    data, given = run.data, run.data.held_out
+    sets, most = given or data.sources, None if given else data.limit
+    prompts = {name: run.eval.of(name, "prompts") for name in sets}
+    made = config_of_model(
+        model,
+        data=DataConfig(
+            eval=data.eval if given else data.train,
+            eval_split=data.eval_split if given else data.split,
+            eval_where=data.eval_where if given else data.where,
+            **values(data, INHERITED_DATA_KEYS),
         ),
-        sampling={name: asked.sampling(name) for name in sets},
-        grader=GraderPlan(
-            rewards=asked.reward,
-            processes=asked.graders,
-            timeout=asked.timeout,
-            sandbox=asked.sandbox,
-            settings=asked.reward_settings,
-            apart=tuple(each for each in asked.apart if each.name in asked.reward),
+        sampler=SamplerConfig(**values(run.sampler, SAMPLER)),
+        task=run.task,
+        eval=EvalConfig(
+            prompts=same({name: min(each, most or each) for name, each in prompts.items()}),
+            n=same({name: run.eval.of(name, "n") for name in sets}),
+            temperature=run.eval.temperature,
         ),
+        runtime=RuntimeConfig(kind="inline", **values(run.runtime, RUNTIME)),
     )
+    return made.with_values(seed=run.seed, environment=run.environment)
 
 
-def engine_of(model: str, asked: EvalSettings, longest: int, slots: int) -> ModelPlan | Settings | Served:
-    """Return the plan of the engine that samples; ConfigError if it cannot run the model as asked."""
+def values(section: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in names}
+
+
+def same(numbers: dict[str, int]) -> int | dict[str, int]:
+    """Return the number of all sets, or the numbers by set if they differ."""
+    return numbers if len(set(numbers.values())) > 1 else next(iter(numbers.values()))
+
+
+def with_options(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the config with these values of settings, by dotted key. Other data have other columns."""
+    changes = dict[str, dict[str, Any]]()
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        changes.setdefault(section, {})[name] = value
+    data = changes.pop("data", {})
+    if "eval" in data:
+        data |= {"eval": data["eval"].get("", data["eval"]), "eval_where": {}}
+    # a template names its own columns: an option for the template unsets the prompt column, and the reverse
+    data = {other: None for name, other in (("prompt", "template"), ("template", "prompt")) if name in data} | data
+    columns = values(config.data, (*INHERITED_DATA_KEYS, "eval", "eval_split", "eval_where"))
+    config = config.with_values(data=data_section(columns | data), **changes.pop("", {}))
+    if rewards := changes.get("task", {}).get("reward"):
+        idle = {name: None for name in ("format", "overlong", "model", "judge") if name not in rewards}
+        changes["task"] |= idle
+    return config.with_values(**changes)
+
+
+def planned_evaluation(asked: EvalRequest, say: Callable[[str], None]) -> Evaluation:
+    """Make the plan of an evaluation, as `plan` makes that of a run; no weights are loaded."""
+    config, kinds = asked.config, KINDS - {"training"} - ({"weights"} if asked.url is not None else set())
+    facts = Facts(config, kinds=kinds, options=asked.options)
+    check(FAST, config, facts)
+    check(EVALUATION, config, facts)
+    data = DataFacts(config, facts, say)
+    sets = {name: data.held_out_set(name)[1] for name in config.data.held_out}
+    made = evaluation(asked, sets, data.tokenizer)
+    check_alone(made.sampler, config.runtime.device)
+    check(COMPLETED, config, facts)  # takes seconds, so after the fast checks
+    return made
+
+
+def evaluation(asked: EvalRequest, sets: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer) -> Evaluation:
+    """Return the plan of an evaluation on these prompts; raise DataError if a prompt does not fit the model."""
+    config, model = asked.config, ModelFacts(asked.config.student)
+    longest = max(config.sampler.max_length or 0, *(longest_of(prompts, model, config) for prompts in sets.values()))
+    slots = max(config.sampler.slots, *(config.eval.of(name, "n") for name in sets))
+    config = config.with_values(sampler={"max_length": longest, "slots": slots})
+    sampler = replace(sampler_of(config), environment=asked.environment)
     if asked.url is not None:
-        try:
-            url = check_url(asked.url)
-        except ValueError as error:
-            raise ConfigError(f"--url: {error}") from None
-        endpoint = ServerEndpoint("", url, model, key_from_environment("--api-key-env", asked.api_key_env), slots)
-        endpoint = replace(endpoint, model=served_name(endpoint, model))
-        return Served(endpoint, "openai", model, asked.dtype, folder="")
-    if asked.engine == "native":
-        return ModelPlan(name=model, dtype=asked.dtype, device=asked.device, longest=longest)
-    check_installed("--engine")
-    if is_adapter(model):
-        raise ConfigError(f"--engine vllm: {model} is an adapter: name the directory above it, a model with it merged")
-    if 0 < asked.temperature < COLDEST:
-        raise ConfigError(f"--temperature {asked.temperature:g}: vLLM would sample at {COLDEST}; write that or more")
-    args = {"max_model_len": longest, **asked.engine_args}
-    return Settings(model, asked.dtype, slots, args, threads=asked.threads, device=asked.device, seed=asked.seed)
+        sampler = replace(sampler, runs=served_model(config, asked.url, asked.api_key_env))
+    sampling = {name: eval_sampling(config, name) for name in sets}
+    return Evaluation(tokenizer, sets, sampler, sampling, grader_of(config))
+
+
+def longest_of(prompts: Sequence[Prompt], model: ModelFacts, config: Config) -> int:
+    """Return the length of the longest prompt with a response; raise DataError if it does not fit the model."""
+    check_ids(prompts, [prompt.tokens for prompt in prompts], model.name, model.vocabulary)
+    for prompt in prompts:
+        if len(prompt.tokens) + config.sampler.max_tokens > model.context:
+            raise DataError(
+                f"{prompt.id}: prompt and --max-tokens exceed the context of {model.context} of {model.name}"
+            )
+    return max(len(prompt.tokens) for prompt in prompts) + config.sampler.max_tokens

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from slipstream.config.schema import RuntimeConfig
+from slipstream.config.running import RuntimeConfig
 from slipstream.errors import ConfigError
-from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.engine_plans import EnginesPlan
 from slipstream.plan.placement import GIB
 
 
@@ -60,10 +60,16 @@ class Crew(NamedTuple):
 
 
 def crews_of(plan: EnginesPlan) -> list[Crew]:
-    """Return the workers that each need a GPU or more."""
+    """Return the workers that each need a GPU or more; with `runtime.time_share`, learner and samplers use the same."""
+    ranks, rolls = plan.learner.settings.ranks, plan.sampler
+    students = [
+        Crew("learner", ranks, 1),
+        Crew("sampler", rolls.replicas, rolls.devices, "sampler.replicas"),
+    ]
+    if plan.runtime.time_share:
+        students = [Crew("learner and sampler in turn", max(ranks, rolls.replicas * rolls.devices), 1)]
     crews = [
-        Crew("learner", plan.learner.settings.ranks, 1),
-        Crew("sampler", plan.sampler.replicas, plan.sampler.devices, "sampler.replicas"),
+        *students,
         *(Crew(f"sampler of teacher {name}", own.replicas, own.devices) for name, own in plan.teacher_samplers.items()),
         *(
             Crew(f"teacher {name}", own.replicas, own.devices, f"teachers.{name}.replicas")

@@ -20,10 +20,12 @@ import numpy as np
 
 from slipstream.config.base import HALVES
 from slipstream.config.teacher import TeacherConfig
+from slipstream.data.prompts import Prompts
 from slipstream.data.teacher_context import context_of
-from slipstream.data.tokenizers import Tokenizer
+from slipstream.data.tokenizers import Tokenizer, load_tokenizer
 from slipstream.pipeline.control import canary
-from slipstream.plan.engines import ScorerPlan
+from slipstream.plan.engine_plans import ScorerPlan
+from slipstream.plan.lengths import in_teachers_tokens
 from slipstream.plan.placement import host_memory, size
 from slipstream.protocols import Sampling, Scorer
 from slipstream.records import Attempts, Floats, Ints, Prompt, Rollout, TextScores
@@ -90,6 +92,11 @@ async def judged(known: KnownTexts, settings: TeacherConfig, scorer: Scorer) -> 
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
+def prompts_of(prompts: Prompts, teacher: str | None) -> list[Prompt]:
+    """Return the prompts of the known texts of a teacher; None: of the only teacher."""
+    return canary.prompts_of(prompts, teacher, canary.CANARY_TEXTS)
+
+
 @dataclass(frozen=True)
 class TextMaker:
     """Makes the known texts of one teacher."""
@@ -101,6 +108,17 @@ class TextMaker:
     ends: tuple[int, ...]
     """End tokens of the student."""
     sampling: Sampling
+
+    def in_teachers_spelling(self) -> TextMaker:
+        """Return a maker of texts in the teacher's own tokens, if it has a tokenizer of its own."""
+        if (respelling := self.scorer.respelling) is None:
+            return self
+        return replace(
+            self,
+            prompts=[in_teachers_tokens(prompt) for prompt in self.prompts],
+            tokenizer=load_tokenizer(respelling.tokenizer),
+            ends=tuple(sorted({*respelling.roles.values()})),
+        )
 
     def make(self) -> KnownTexts:
         """Return the texts, and the log-probs of a forward pass if the teacher's weights are here."""
@@ -252,7 +270,7 @@ class Reference:
         expected: canary.Reference = [self.logps(each) for each in texts]
         dtype = getattr(self.scorer.runs, "dtype", "bfloat16")  # that of an endpoint is unknown
         if dtype not in HALVES:
-            return expected, canary.EXACT
+            return expected, canary.EXACT_LIMIT
         self.lm.model.to(getattr(torch, dtype))
         rounded = [TextScores(self.logps(each)) for each in texts]
         change = canary.difference(texts, expected, rounded).apart
@@ -262,7 +280,7 @@ class Reference:
         """Return log-probs [N, X] in the order of a probe: of the emitted tokens, and of those that the loss needs."""
         import torch
 
-        from slipstream.estimators.logprobs.one_end import all_read_as_one
+        from slipstream.estimators.logprobs.sampling_support import all_read_as_one
 
         seen, spec = self.seen(text), self.scorer.spec
         with torch.inference_mode():

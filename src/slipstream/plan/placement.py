@@ -6,21 +6,23 @@ Weights, gradients, moments and caches are computed exactly. Estimates, such as 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slipstream.config.learner import LoraConfig
 from slipstream.config.losses import without_hidden_states
-from slipstream.config.schema import LoraConfig, RuntimeConfig
+from slipstream.config.running import RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.server.api import Served, ServerSettings
 from slipstream.engines.vllm.core import Settings
-from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names
-from slipstream.plan.adapters import adapted
-from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
+from slipstream.plan.engine_plans import EnginesPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
+
+if TYPE_CHECKING:
+    from torch import nn
 
 GIB = 2**30
 ONE_GPU = "the one GPU"
@@ -147,6 +149,17 @@ def shape_of(model: str) -> Shape:
     )
 
 
+def shape_line(model: str, text: Any) -> str:
+    shape = shape_of(model)
+    heads = getattr(text, "num_attention_heads", None)
+    grouped = getattr(text, "num_key_value_heads", None) or heads
+    attention = f", {heads} heads, {grouped} of keys and values" if heads else ""
+    return (
+        f"{model}: {shape.parameters:,} parameters, {shape.layers} layers of width {shape.width:,}{attention}, "
+        f"vocabulary {text.vocab_size:,}, context {shape.context:,}"
+    )
+
+
 def of_perceptron(text: Any) -> int:
     """Return the number of elements that a layer's perceptron, or the experts of a token, store of one token."""
     chosen = text.num_experts_per_tok if getattr(text, "moe_intermediate_size", None) else 0
@@ -238,115 +251,42 @@ def record_lines(plan: EnginesPlan) -> list[str]:
     ]
 
 
-def check_room(plan: EnginesPlan, room: tuple[float, float] | None = None) -> list[str]:
-    """Raise ConfigError if the exact parts exceed the memory; return warnings if exact and estimated parts do.
-
-    `room`: bytes of memory of each GPU and of all GPUs of the run. None: the memory of this machine.
-    """
-    if room is None and plan.runtime.address is not None:  # the devices are on a cluster
-        return []
-    needed, (each, available) = needs(plan, gpu=None if room is None else True), room or memory(plan.runtime)
-    check_longest(plan.learner, needed[0], each)
-    for need in needed:
-        if need.counted > each * need.share:
-            raise ConfigError(f"{need}, and its device has {size(each * need.share)}: {need.advice}")
-    if room is None:
-        check_host(needed, turns=plan.runtime.turns)
-        check_update(plan)
-    if not plan.runtime.turns and (counted := sum(need.counted * need.devices for need in needed)) > available:
-        turns = ", or runtime.turns" if plan.runtime.kind == "inline" and plan.runtime.device != "cpu" else ""
-        raise ConfigError(
-            f"all engines together need {size(counted)}, and there are {size(available)}: {LESS_MEMORY}{turns}"
-        )
-    tight = [
-        f"{need}, and its device has {size(each * need.share)}: {need.advice}"
-        for need in needed
-        if need.total > each * need.share
-    ]
-    if room is None and hidden_states(plan) > host_memory():
-        tight += [f"{line}; there are {size(host_memory())}" for line in record_lines(plan)]
-    if plan.runtime.turns:
-        return tight
-    if not tight and (wanted := sum(need.total * need.devices for need in needed)) > available:
-        tight = [f"all engines together need about {size(wanted)}, and there are {size(available)}: {LESS_MEMORY}"]
-    return tight
-
-
-def check_update(plan: EnginesPlan) -> None:
-    """Raise ConfigError if the hidden states of one update exceed the host memory."""
-    method, batch = plan.learner.method, plan.learner.settings.batch_size
-    most, room = hidden_states(plan, batch * method.max_tokens), host_memory()
-    if most > room:
-        raise ConfigError(
-            f"the hidden states of an update of {batch} samples need up to {size(most)}, and there are {size(room)} of "
-            f"host memory: write {other_loss(plan)}, or lower learner.batch_size or sampler.max_tokens"
-        )
-
-
-def check_longest(plan: LearnerPlan, need: Need, room: float) -> None:
-    """Raise ConfigError if the longest sequence alone does not fit the learner's device."""
-    longest, per_token = plan.student.longest, need.parts["~activations"] / pass_tokens(plan)
-    left = room - need.counted
-    if longest is None or left <= 0 or longest * per_token <= left:
-        return
-    ways = ["a smaller sampler.max_tokens", "more learner.ranks"]
-    if plan.settings.lora is None:
-        ways.insert(0, "learner.lora")
-    if "optimizer" not in plan.settings.offload:
-        ways.insert(0, 'learner.offload = ["optimizer"]')
-    if not plan.settings.checkpointing:
-        ways.insert(0, "learner.checkpointing = true")
-    elif "activations" not in plan.settings.offload:
-        ways.insert(0, 'learner.offload = ["activations"]')
-    raise ConfigError(
-        f"learner: a sequence may have {longest:,} tokens, and about {int(left / per_token):,} fit its device, because "
-        f"{size(need.counted)} of {size(room)} hold weights and states; a sequence is not split over ranks: write "
-        f"{', '.join(ways[:-1])} or {ways[-1]}"
-    )
-
-
-def check_host(needed: Sequence[Need], *, turns: bool) -> None:
-    """Raise ConfigError if the host memory does not suffice for all that waits in it."""
-    kept, parked = sum(need.kept for need in needed), sum(need.parked for need in needed)
-    most = kept + (max(parked - need.parked for need in needed) if turns else 0)
-    if most > host_memory():
-        what = "engines that wait for their turn" if turns else "weights and states in host memory"
-        raise ConfigError(
-            f"{what} need {size(most)} of host memory, and there are {size(host_memory())}: "
-            "use smaller models, learner.lora or more memory"
-        )
-
-
 def turn_lines(plan: EnginesPlan, *, gpu: bool | None = None) -> list[str]:
-    """Return lines about the memory in each phase of a run on one GPU, in turns and together; none for other runs."""
+    """Return lines about the memory in each phase of a run in turns, or of one on one GPU; none for other runs."""
+    if plan.runtime.time_share and plan.runtime.kind == "local":
+        return party_lines(plan, gpu)
     runs = [plan.sampler.runs, *(scorer.runs for scorer in plan.scorers.values())]
     native = all(isinstance(each, ModelPlan) and each.devices == 1 for each in runs)
-    needed, turns = needs(plan, gpu=gpu), plan.runtime.turns
-    if plan.runtime.kind != "inline" or not (turns or (native and needed[0].where == ONE_GPU)):
+    needed, time_share = needs(plan, gpu=gpu), plan.runtime.time_share
+    if plan.runtime.kind != "inline" or not (time_share or (native and needed[0].where == ONE_GPU)):
         return []
     kept, together = sum(need.kept for need in needed), sum(need.total for need in needed)
     parked = kept + sum(need.parked for need in needed)
     most, waiting = max(need.total for need in needed), max(parked - need.parked for need in needed)
-    if not turns:
+    if not time_share:
         return [
-            f"all engines together: {size(together)} on the device; with runtime.turns = true at most {size(most)}, "
-            f"and {size(waiting)} in host memory"
+            f"all engines together: {size(together)} on the device; with runtime.time_share = true at most "
+            f"{size(most)}, and {size(waiting)} in host memory"
         ]
     phases = [
         f"turn of {need.name}: {size(need.total)} on the device, {size(parked - need.parked)} in host memory"
         for need in needed
     ]
-    return [*phases, f"at most {size(most)} on the device, and without runtime.turns {size(together)}"]
+    return [*phases, f"at most {size(most)} on the device, and without runtime.time_share {size(together)}"]
 
 
-def check_alone(plan: SamplerPlan, device: str) -> None:
-    """Raise ConfigError if an evaluation's sampler does not fit into the device's memory."""
-    need, (each, _) = Need("sampler", device, sampler(plan)), memory(RuntimeConfig(kind="inline", device=device))
-    if need.counted > each:
-        raise ConfigError(f"{need}, and its device has {size(each)}: lower -n or --max-tokens")
+def party_lines(plan: EnginesPlan, gpu: bool | None) -> list[str]:
+    """Return lines about the memory while the ranks of the learner, or all samplers, have the devices."""
+    needed = needs(plan, gpu=gpu)
+    ranks, count = plan.learner.settings.ranks, plan.sampler.replicas
+    learners, samplers = needed[:ranks], needed[ranks : ranks + count]
+    return [
+        f"turn of the {name}: {size(max(need.total for need in own))} on a device, "
+        f"{size(sum(need.parked for need in others))} in host memory"
+        for name, own, others in (("learner", learners, samplers), ("samplers", samplers, learners))
+    ]
 
 
-LESS_MEMORY = "use smaller models, fewer sampler.slots, learner.lora, learner.checkpointing, or more devices"
 LESS_MEMORY_OF = {
     "learner": "lower learner.token_budget, use learner.lora, learner.checkpointing or more learner.ranks",
     "sampler": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
@@ -370,6 +310,19 @@ def memory(runtime: RuntimeConfig) -> tuple[float, float]:
         return host_memory(), host_memory()
     gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     return (sum(gpus) if runtime.kind == "inline" else min(gpus)), sum(gpus)
+
+
+def adapted(student: str, lora: LoraConfig) -> dict[str, nn.Linear]:
+    """Return the linear layers of the student that get an adapter, by layer name."""
+    from torch import nn
+
+    from slipstream.engines.native.files import empty_model
+
+    model: Any = empty_model(student)
+    head = model.get_output_embeddings()
+    named = model.named_modules()
+    linear = {name: part for name, part in named if type(part) is nn.Linear and part is not head}
+    return {name: linear[name] for name in lora.among(list(linear))}
 
 
 def trained_of(plan: LearnerPlan) -> int:
@@ -410,6 +363,7 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
         "whole gradients": whole,
         "gradients": trained * number * (1 if plan.cosine_limit is None else 2),
         "moments": stepped * moment_bytes(plan),
+        "value head": 12.0 * (shape.width + 1) if method.critic is not None else 0.0,  # in float32, with two moments
         "reference": kept * number,
         "versions before": others * trained * number,
         "rounded weights": rounded,  # the backward pass needs them, whole on every rank
@@ -496,11 +450,11 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
         case ServerSettings(model=name, dtype=dtype):
             shape = shape_of(name)  # its first output head stays beside the copy
             return {"copy of the weights": (shape.parameters + shape.head) * WIDTHS[dtype]}
-        case ModelPlan(name=name, dtype=dtype, longest=longest):
+        case ModelPlan(name=name, dtype=dtype, max_length=max_length):
             from slipstream.engines.native.sampling.decoding import PASS_TOKENS
 
             shape = shape_of(name)
-            positions = min(longest or shape.context, shape.context)
+            positions = min(max_length or shape.context, shape.context)
             beside = {} if plan.teacher is None else sampler(replace(plan, runs=plan.teacher, teacher=None))
             saved = 0  # a code has one byte
             if plan.runs.quantisation is not None:

@@ -10,13 +10,11 @@ from pathlib import Path
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, RunDirError, did_you_mean
 from slipstream.pipeline.checkpoint import Checkpoints
-from slipstream.plan.engines import environment_of, graders_apart, reward_settings
-from slipstream.plan.evaluation import EvalSettings
 from slipstream.run_dir.atomic_files import MANIFEST, damage
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import LEDGER, METRICS
 
-DEEPEST = 3
+MAX_FOLDER_DEPTH = 3
 """Maximum number of directory levels above a model at which its run directory is searched."""
 
 
@@ -24,14 +22,10 @@ DEEPEST = 3
 class EvaluatedModel:
     model: str
     run: Path | None = None
-    asked: EvalSettings | None = None
-    """Evaluation settings of the run; None if no run directory was found for the model."""
-    trained_on: bool = False
-    """True: evaluate on training prompts, because the run has no held-out prompts."""
+    config: Config | None = None
+    """Config of the run; None if no run directory was found for the model."""
     update: int | None = None
     """Number of the update after which the model was saved; None if unknown."""
-    sampled_with: str = "native"
-    """Engine that sampled in the run."""
     notes: tuple[str, ...] = ()
 
 
@@ -50,53 +44,10 @@ def evaluated_model(name: str) -> EvaluatedModel:
     return EvaluatedModel(
         model=str(path),
         run=run,
-        asked=eval_settings_of(config),
-        trained_on=not config.data.held_out,
+        config=config,
         update=update_of(path, run, config.updates),
-        sampled_with=config.sampler.engine,
         notes=tuple(notes),
     )
-
-
-def eval_settings_of(config: Config) -> EvalSettings:
-    """Return the evaluation settings of a run's config; training prompts are used if held-out prompts are missing."""
-    data, task, sampler, runtime = config.data, config.task, config.sampler, config.runtime
-    sets, limit = data.held_out or data.sources, None if data.held_out else data.limit
-    prompts = {name: config.eval.of(name, "prompts") for name in sets}
-    return EvalSettings(
-        data=sets,
-        split=data.eval_split if data.held_out else data.split,
-        where=data.eval_where if data.held_out else data.where,
-        prompt=data.prompt,
-        answer=data.answer,
-        template=data.template,
-        chat=data.chat,
-        system_prompt=data.system_prompt,
-        template_args=data.template_args,
-        reward=task.reward,
-        limit=same({name: min(each, limit or each) for name, each in prompts.items()}),
-        n=same({name: config.eval.of(name, "n") for name in sets}),
-        max_tokens=sampler.max_tokens,
-        temperature=config.eval.temperature,
-        seed=config.seed,
-        dtype=sampler.dtype,
-        device=runtime.device,
-        longest=sampler.longest,
-        slots=sampler.slots,
-        threads=runtime.threads,
-        graders=runtime.graders,
-        timeout=task.timeout,
-        sandbox=task.sandbox,
-        reward_settings=reward_settings(config),
-        apart=graders_apart(config),
-        environment=environment_of(config),
-        engine_args=sampler.engine_args,
-    )
-
-
-def same(numbers: dict[str, int]) -> int | dict[str, int]:
-    """Return the number of all sets, or the numbers by set if they differ."""
-    return numbers if len(set(numbers.values())) > 1 else next(iter(numbers.values()))
 
 
 def run_of(path: Path) -> Path | None:
@@ -105,7 +56,7 @@ def run_of(path: Path) -> Path | None:
         return None
     if is_run_directory(path):
         return path
-    above = next((each for each in path.absolute().parents[:DEEPEST] if is_run_directory(each)), None)
+    above = next((each for each in path.absolute().parents[:MAX_FOLDER_DEPTH] if is_run_directory(each)), None)
     return above.relative_to(Path.cwd()) if above and above.is_relative_to(Path.cwd()) else above
 
 

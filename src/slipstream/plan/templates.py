@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.data import DataConfig
 from slipstream.data.prompts import Row
 from slipstream.data.tokenizers import Tokenizer, rendered
 from slipstream.errors import DataError

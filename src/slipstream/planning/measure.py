@@ -19,17 +19,19 @@ from typing import Any
 
 from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost, quantiles
 from slipstream.config.schema import Config
-from slipstream.engines.native.config import ENOUGH, PASS_INTERVAL
+from slipstream.engines.native.config import PASS_INTERVAL, PASS_SHARE
 from slipstream.errors import ConfigError
 from slipstream.pipeline.run import Run
 from slipstream.plan import checks
-from slipstream.plan.plan import Plan, on_cpu
+from slipstream.plan.facts import Facts
+from slipstream.plan.plan import Plan
+from slipstream.plan.rules.machine import on_cpu
 from slipstream.planning.fit import Paid, Terms, fitted_to_fastest
 from slipstream.planning.simulate import Split, Work, forecast
 from slipstream.protocols import Engines, Sampling
 from slipstream.records import Batch, Group, total
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.runtimes.places import cpu_seconds
+from slipstream.runtimes.workers import cpu_seconds
 
 REPEATS = 3
 UPDATES = 10
@@ -40,7 +42,7 @@ def shared_cores(config: Config) -> float | None:
     """Return the number of CPU cores that engines share: 1 if they run in one process, None if they use GPUs."""
     if config.runtime.kind == "inline":
         return 1.0
-    return float(len(os.sched_getaffinity(0))) if on_cpu(config) else None
+    return float(len(os.sched_getaffinity(0))) if on_cpu(config, Facts(config)) else None
 
 
 def check_measurable(made: Plan) -> None:
@@ -89,14 +91,13 @@ class Bench:
         costs = costs.model_copy(update={"coordinator": 0.0})
         config, scorers = self.config, sum(map(len, self.engines.scorers.values()))
         split = Split(len(self.engines.samplers), scorers, config.learner.ranks)
-        work, teacher = Work.of(config), bool(config.teachers)
-        return forecast(costs, split, config.schedule, work, updates=UPDATES, teacher=teacher).work
+        return forecast(costs, split, config.schedule, Work.of(config), updates=UPDATES).work
 
     async def timed(self, worker: str, work: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
         """Return the seconds of `work` (CPU: mean of workers whose names begin with `worker`) and its result."""
         before = await self._clock(worker)
         result = await work()
-        return await self._clock(worker) - before, result
+        return max(0.0, await self._clock(worker) - before), result  # two clocks may round against each other
 
     async def _clock(self, worker: str) -> float:
         if not self.by_cpu:
@@ -119,8 +120,7 @@ class Bench:
 
     async def short_run(self) -> tuple[float, float, list[int]]:
         """Return CPU seconds per sample of the coordinator and of all engines, and the lengths of all responses."""
-        quiet = self.config.eval.model_copy(update={"every": 0})
-        config = self.config.model_copy(update={"updates": UPDATES, "eval": quiet, "sft": None})
+        config = self.config.with_values(updates=UPDATES, eval={"every": 0}, sft=None)
         with tempfile.TemporaryDirectory() as path:
             with RunLog.create(config, Path(path) / "run") as log:
                 began, before = time.thread_time(), await self._engines_cpu()
@@ -163,7 +163,7 @@ class Bench:
             paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(call)}, str(len(call))))
         native = self.made.engines.scorers
         budget = next(iter(native.values())).token_budget if native else 0
-        return ScoreCost(**fitted_to_fastest(paid), apart=PASS_INTERVAL, enough=max(1, budget // ENOUGH))
+        return ScoreCost(**fitted_to_fastest(paid), apart=PASS_INTERVAL, enough=max(1, budget // PASS_SHARE))
 
     async def learning(self, groups: Sequence[Group]) -> LearnCost:
         learner, count = self.engines.learner, self.config.groups_per_update

@@ -28,10 +28,10 @@ SAMPLES, LEAST_UPDATES, MOST_UPDATES = 2500, 10, 25
 """Number of samples of a simulation after warm-up, and least and largest number of its updates."""
 
 
-ONE = Split(1, 1, 1)
+ONE_SPLIT = Split(1, 1, 1)
 
 
-def splits(devices: int, scorers: int | None = None, each: Split = ONE) -> Iterator[Split]:
+def splits(devices: int, scorers: int | None = None, each: Split = ONE_SPLIT) -> Iterator[Split]:
     """Yield all splits of the devices that give every stage at least one worker.
 
     `scorers` is the number of scorers that need no device: endpoints, or 0 without teachers. If it is None, each scorer
@@ -90,22 +90,22 @@ def outlook(
     updates: int,
     schedules: Sequence[ScheduleConfig] = USUAL,
     scorers: int | None = None,
-    each: Split = ONE,
+    each: Split = ONE_SPLIT,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outlook:
     least = each.samplers + (each.scorers if scorers is None else 0) + 1
     if devices < least:
-        needed = "one each" if each == ONE else f"{each.samplers}, {each.scorers} and 1"
+        needed = "one each" if each == ONE_SPLIT else f"{each.samplers}, {each.scorers} and 1"
         raise ConfigError(f"--devices {devices}: sampler, scorer and learner need {needed}: write {least} or more")
 
     simulated = max(LEAST_UPDATES, min(MOST_UPDATES, SAMPLES // work.batch))
 
     def offers(count: int) -> list[Offer]:
-        found, teacher = list[Offer](), scorers != 0
+        found = list[Offer]()
         for schedule in schedules:
-            for split in promising_splits(costs, work, list(splits(count, scorers, each)), schedule, teacher=teacher):
+            for split in promising_splits(costs, work, list(splits(count, scorers, each)), schedule):
                 say(f"{schedule.label} on {count} devices, split {split}")
-                seen = forecast(costs, split, schedule, work, updates=simulated, teacher=teacher)
+                seen = forecast(costs, split, schedule, work, updates=simulated)
                 seconds = seen.seconds(updates, work.batch)
                 found.append(Offer(schedule=schedule.label, split=split, forecast=seen, seconds=seconds))
         return found
@@ -113,30 +113,29 @@ def outlook(
     return Outlook(devices=devices, offers=offers(devices), more=offers(devices + 1))
 
 
-def promising_splits(
-    costs: Costs, work: Work, splits: Sequence[Split], schedule: ScheduleConfig, *, teacher: bool = True
-) -> list[Split]:
-    estimates = {split: estimate(costs, work, split, schedule, teacher=teacher) for split in splits}
+def promising_splits(costs: Costs, work: Work, splits: Sequence[Split], schedule: ScheduleConfig) -> list[Split]:
+    estimates = {split: estimate(costs, work, split, schedule) for split in splits}
     best = max(estimates.values())
     return sorted((s for s in splits if estimates[s] >= WITHIN * best), key=lambda s: -estimates[s])[:MOST]
 
 
-def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig, *, teacher: bool = True) -> float:
+def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig) -> float:
     """Return an upper bound on samples per second, set by the slowest stage, stages in turn, or shared cores.
 
     A decoding step is shared by the rows of a batch if whole batches roll out, else by all rows in flight.
     """
-    knobs = schedule_of(schedule, work.batch // work.group)
-    together = work.batch if knobs.submit == "batch" else knobs.credits * work.group
+    knobs = schedule_of(schedule, work.batch // work.group, work.reuse)
+    together = (knobs.groups if knobs.submit == "batch" else knobs.credits) * work.group
     rows = min(work.slots, max(1.0, together / split.samplers))
-    each = per_sample(costs, work, rows=rows, teacher=teacher)
+    each, uses = per_sample(costs, work, rows=rows), work.reuse.times if work.reuse is not None else 1
+    each |= {stage: each[stage] / uses for stage in ("rollout", "score")}
     workers = {"rollout": split.samplers, "score": max(1, split.scorers), "learn": split.ranks, "coordinator": 1}
     seconds = [each[stage] / count for stage, count in workers.items()]
     cores = sum(each.values()) / costs.cores if costs.cores is not None else 0.0
     return 1 / max(sum(seconds) if knobs.stages == "turns" else max(seconds), cores)
 
 
-def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -> dict[str, float]:
+def per_sample(costs: Costs, work: Work, *, rows: float) -> dict[str, float]:
     """Return the minimum device seconds per sample of each stage, with `rows` rows per step and no cost per pass."""
     lengths, decode, learn = costs.lengths, costs.decode, costs.learn
     drawn = [min(work.max_tokens, lengths.draw(number, 0)) for number in range(1000)]
@@ -146,7 +145,7 @@ def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -
         "rollout": mean * (decode.step / rows + decode.row)
         + decode.context * context
         + costs.read.token * lengths.prompt / work.group,
-        "score": costs.score.token * passed * (1 + work.rechecked) if teacher else 0.0,
+        "score": costs.score.token * passed * (1 + work.rechecked) if work.scored else 0.0,
         "learn": learn.token * passed * work.epochs + learn.step * work.minibatches * work.epochs / work.batch,
         "coordinator": costs.coordinator,
     }

@@ -16,19 +16,23 @@ import numpy as np
 
 from slipstream.config.costs import Costs, ScoreCost
 from slipstream.config.engines import ENGINES
-from slipstream.config.schedule import ScheduleConfig
-from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.running import CheckpointConfig, HealthConfig
+from slipstream.config.sampler import SamplerConfig
+from slipstream.config.schedule import ReuseConfig, ScheduleConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.native.config import ADMISSION_SHARE
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.protocols import Engines, Fingerprint, Metrics, SampleFreshness, Sampling, WeightsRef
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt
+from slipstream.records import ONE_COUNT, Batch, Counts, Group, Handle, Header, Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.simulation.cores import Cores
-from slipstream.simulation.sleep import Length, Server, SleepLearner, SleepSampler, SleepScorer
+from slipstream.simulation.timed_engines import Length, Server, SleepLearner, SleepSampler, SleepScorer
 
 WARMUP = 5
 """Number of first updates that speed, mean lag and idle shares of a forecast leave out."""
@@ -66,11 +70,17 @@ class Work:
     """True if a sampler recomputes the prefixes of running rows after a publish."""
     rechecked: float = 0.0
     """Share of the groups that are scored twice."""
+    scored: bool = True
+    """True if teachers score the responses."""
+    reuse: ReuseConfig | None = None
+    """Store of groups that several updates learn from."""
 
     @classmethod
     def of(cls, config: Config) -> Work:
         sampler, learner = config.sampler, config.learner
-        rechecks = [teacher.recheck for teacher in config.teachers.values()]
+        rechecks, reuse = [teacher.recheck for teacher in config.teachers.values()], config.reuse
+        if reuse is not None and reuse.order == "advantage":  # simulated responses have no rewards
+            reuse = reuse.model_copy(update={"order": "freshness"})
         return cls(
             batch=learner.batch_size,
             group=sampler.group,
@@ -81,6 +91,8 @@ class Work:
             epochs=learner.epochs,
             rebuilds=sampler.on_publish == "rebuild",
             rechecked=fmean(rechecks) if rechecks else 0.0,
+            scored=bool(rechecks),
+            reuse=reuse,
         )
 
 
@@ -106,9 +118,7 @@ class Forecast:
         return self.first + max(0, updates - WARMUP) * batch / self.samples_per_s
 
 
-def forecast(
-    costs: Costs, split: Split, schedule: ScheduleConfig, work: Work, *, updates: int = 30, teacher: bool = True
-) -> Forecast:
+def forecast(costs: Costs, split: Split, schedule: ScheduleConfig, work: Work, *, updates: int = 30) -> Forecast:
     config = Config(
         student="none",
         teachers={"main": TeacherConfig(model="none", recheck=work.rechecked)},
@@ -116,25 +126,26 @@ def forecast(
         sampler=SamplerConfig(max_tokens=work.max_tokens, group=work.group, slots=work.slots),
         learner=LearnerConfig(batch_size=work.batch, minibatches=work.minibatches, epochs=work.epochs),
         schedule=schedule,
+        reuse=work.reuse,
         checkpoint=CheckpointConfig(minutes=0),  # no checkpoints, which would count virtual minutes
         health=HealthConfig(canary=0),  # simulated engines return no log-probs
     )
     with tempfile.TemporaryDirectory() as path:
         cores = Cores(math.inf if costs.cores is None else costs.cores, others=costs.others)
-        made = engines(costs, split, work, cores, teacher=teacher)
+        made = engines(costs, split, work, cores)
         with RunLog(Path(path), [], trace=False) as log:
             virtual.run(Run(config, made, prompts(costs), log, say=lambda _: None).train())
         lines = read_lines(Path(path) / "metrics.jsonl")
-    return told(lines, cores.done, updates=updates)
+    return forecast_of(lines, cores.done, updates=updates)
 
 
 def ahead(schedule: ScheduleConfig, work: Work) -> int:
     """Return the number of last updates to leave out: they start no new groups, so their speed differs."""
-    groups = work.batch // work.group
-    return math.ceil(schedule_of(schedule, groups).credits / groups)
+    data = schedule_of(schedule, work.batch // work.group, work.reuse)
+    return math.ceil(data.credits / data.groups)
 
 
-def told(lines: Sequence[dict[str, Any]], work: float, *, updates: int) -> Forecast:
+def forecast_of(lines: Sequence[dict[str, Any]], work: float, *, updates: int) -> Forecast:
     """Compute a forecast from the `updates` updates after warm-up; `work` is device seconds of the whole run."""
     samples = sum(line["samples"] for line in lines)
     lines = lines[: WARMUP + updates]
@@ -163,7 +174,7 @@ def prompts(costs: Costs) -> Prompts:
     return Prompts([Row(id="p", prompt="x")], [tokens], seed=0, shuffle=False)
 
 
-def engines(costs: Costs, split: Split, work: Work, cores: Cores, *, teacher: bool = True) -> Engines:
+def engines(costs: Costs, split: Split, work: Work, cores: Cores) -> Engines:
     coordinator = Server(lambda samples: samples * costs.coordinator / 2, cores)
 
     def length(prompt: Prompt, index: int) -> int:
@@ -183,7 +194,7 @@ def engines(costs: Costs, split: Split, work: Work, cores: Cores, *, teacher: bo
             cores=cores,
         )
 
-    score = costs.score if teacher else ScoreCost()
+    score = costs.score if work.scored else ScoreCost()
     return Engines(
         samplers=tuple(sampler() for _ in range(split.samplers)),
         scorers={"": tuple(Passes(score, coordinator, cores) for _ in range(max(1, split.scorers)))},
@@ -261,7 +272,7 @@ class Ranks(SleepLearner):
         self.update = batch.update
         return []
 
-    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+    async def step(self, counts: Counts = ONE_COUNT, lr: float = 1.0) -> Metrics:
         """Make one optimizer step; all steps of an update get the same version: the number of the update."""
         learn = self.costs.learn
         await self.cores.work(learn.step + learn.exchange * (self.ranks - 1), wide=self.ranks)

@@ -6,6 +6,7 @@ name. A failure is reported in one line that names the line of the user's file. 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib.util
 import inspect
@@ -21,15 +22,15 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 from slipstream.records import Ungraded
-from slipstream.user_code.loading import describe_error, field_names, file_of, load_object, parameters, short_repr
+from slipstream.user_code import describe_error, field_names, file_of, load_object, parameters, short_repr
 
-WHOLE = "reward"
+TOTAL_REWARD = "reward"
 """Name of the total among several returned numbers. If no number has this name, the total is the sum of all."""
 MOST_REWARDS = 32
 """Maximum number of named rewards that an environment or an agent may report."""
 LARGEST_REWARD = 1e6
 """Largest absolute reward. Float32, in which advantages are computed, can represent differences of 0.1 up to it."""
-NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
+REWARD_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 """Pattern of allowed reward names; they become part of metric names."""
 RewardSettings = Mapping[str, Mapping[str, Any]]
 """Settings of built-in rewards by the reward's name: keyword arguments of its function."""
@@ -83,11 +84,11 @@ class Seen:
 
 def environment(outcome: dict[str, float], finish: str) -> dict[str, float]:
     """Return the rewards that the environment reported in `outcome`; raise Unusable if it has no `reward`."""
-    if WHOLE not in outcome:
+    if TOTAL_REWARD not in outcome:
         late = ", at the end of environment.seconds" if finish == "time" else ""
         raise Unusable("error", f"has no reward: close() returned none, or the agent left none{late}")
     parts = {name.removeprefix("reward/"): value for name, value in outcome.items() if name.startswith("reward/")}
-    return {WHOLE: outcome[WHOLE], **parts}
+    return {TOTAL_REWARD: outcome[TOTAL_REWARD], **parts}
 
 
 def exact(text: str, ground_truth: Any) -> float:
@@ -112,6 +113,16 @@ def math(text: str, ground_truth: Any) -> float:
     return 0.0
 
 
+def reasoning_gym(text: str, meta: dict[str, Any], ground_truth: Any = None) -> float:
+    """Return the score of the task that made the row. The answer is in the last <answer> tags, or the whole text."""
+    from reasoning_gym.factory import get_score_answer_fn
+    from reasoning_gym.utils import extract_answer
+
+    made, found = meta["reasoning_gym"], extract_answer(text)
+    entry = {**made, "answer": ground_truth, "metadata": ast.literal_eval(made["metadata"])}
+    return float(get_score_answer_fn(made["task"])(text.strip() if found is None else found, entry))
+
+
 def match_format(text: str, *, pattern: str | None, tags: Sequence[str]) -> float:
     """Return 1 if the whole response matches `pattern`, or consists of the tags in order, each once; else 0."""
     if pattern is not None:
@@ -126,17 +137,20 @@ def overlong(tokens: Sequence[int], *, max_tokens: int, buffer: int, penalty: fl
     return penalty * min(0.0, max(-1.0, (max_tokens - buffer - len(tokens)) / buffer))
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {
+BUILT_IN_REWARDS: dict[str, Callable[..., Any]] = {
     "exact": exact,
     "math": math,
     "environment": environment,
     "format": match_format,
     "overlong": overlong,
+    "reasoning_gym": reasoning_gym,
 }
 
 
-ELSEWHERE = "its settings are in [task.{spec}] of the config of a run: evaluate a run that has them"
-APART = ("model", "judge")
+NO_SETTINGS = "its settings are in [task.{spec}] of the config of a run: evaluate a run that has them"
+REWARD_PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+"""Modules that built-in rewards import, by reward. A grading process loads them before it grades."""
+MODEL_REWARDS = ("model", "judge")
 """Rewards of whole groups, which no function computes: a reward model, and a judge behind an endpoint."""
 
 
@@ -180,7 +194,7 @@ class Reward:
 
     def call(self, answer: Any) -> Any:
         returned = self.function(**{name: getattr(answer, name) for name in self.asks})
-        return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        return asyncio.run(_await_result(returned)) if inspect.isawaitable(returned) else returned
 
     def evaluate(self, answer: Any) -> dict[str, Any]:
         """Call the function; return the total under the reward's name NAME, and each part under NAME/PART."""
@@ -206,7 +220,7 @@ class ContextFunction(Reward):
         return {"context": returned}
 
 
-async def _awaited(returned: Awaitable[Any]) -> Any:
+async def _await_result(returned: Awaitable[Any]) -> Any:
     return await returned
 
 
@@ -233,7 +247,7 @@ def number(returned: Any, part: str = "", *, largest: float = maths.inf) -> floa
 
 def with_total(name: str, parts: dict[str, float]) -> dict[str, float]:
     """Return the total of numbers under `name`, and each of them under `name/PART`."""
-    whole = parts.pop(WHOLE, None)
+    whole = parts.pop(TOTAL_REWARD, None)
     named = {f"{name}/{part}": value for part, value in parts.items()}
     return {name: sum(parts.values()) if whole is None else whole, **named}
 
@@ -243,11 +257,15 @@ def rewards_of(returned: Any) -> dict[str, float]:
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
-        return {WHOLE: number(returned, largest=LARGEST_REWARD)}
-    if len(returned) > MOST_REWARDS or not all(isinstance(name, str) and NAME.fullmatch(name) for name in returned):
+        return {TOTAL_REWARD: number(returned, largest=LARGEST_REWARD)}
+    if len(returned) > MOST_REWARDS or not all(
+        isinstance(name, str) and REWARD_NAME.fullmatch(name) for name in returned
+    ):
         names = ", ".join(map(repr, returned))[:80]
         raise Unusable("type", f"returned rewards by the names {names}: write up to {MOST_REWARDS} plain words")
-    return with_total(WHOLE, {name: number(each, name, largest=LARGEST_REWARD) for name, each in returned.items()})
+    return with_total(
+        TOTAL_REWARD, {name: number(each, name, largest=LARGEST_REWARD) for name, each in returned.items()}
+    )
 
 
 # --- one response -----------------------------------------------------------------------------------------------------
@@ -288,19 +306,21 @@ def _out_of_time(*_: object) -> None:
 
 
 def is_own(spec: str) -> bool:
-    return spec not in (*BUILT_IN, *APART)
+    return spec not in (*BUILT_IN_REWARDS, *MODEL_REWARDS)
 
 
 def check_installed(specs: Iterable[str]) -> None:
-    if "math" in specs and importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("task.reward = 'math' needs math-verify: pip install 'slipstream[math]'")
+    for spec, module in REWARD_PACKAGES.items():
+        if spec in specs and importlib.util.find_spec(module) is None:
+            package, extra = module.replace("_", "-"), spec.replace("_", "-")
+            raise ConfigError(f"task.reward = {spec!r} needs {package}: pip install 'slipstream[{extra}]'")
 
 
 def reward_of(spec: str, setting: str = "task.reward", settings: RewardSettings | None = None) -> Reward:
     """Load a function by its entry in a setting. The import runs user code: call this in a child process."""
     kind, values = (Reward, Answer) if setting == "task.reward" else (ContextFunction, Seen)
     try:
-        function = load_object(spec) if is_own(spec) else _configured(spec, settings or {})
+        function = load_object(spec) if is_own(spec) else _with_settings(spec, settings or {})
         asks, needs = parameters(function, field_names(values))
         if kind is Reward and not asks:
             same = "so all responses would get the same reward"
@@ -310,11 +330,11 @@ def reward_of(spec: str, setting: str = "task.reward", settings: RewardSettings 
         raise ConfigError(f"{setting} = {spec!r}: {error}") from None
 
 
-def _configured(spec: str, settings: RewardSettings) -> Callable[..., Any]:
+def _with_settings(spec: str, settings: RewardSettings) -> Callable[..., Any]:
     """Return a built-in function with its settings; raise ConfigError if it needs settings and has none."""
-    function = BUILT_IN[spec]
+    function = BUILT_IN_REWARDS[spec]
     if spec in settings:
         return partial(function, **settings[spec])
     if any(each.kind is each.KEYWORD_ONLY for each in inspect.signature(function).parameters.values()):
-        raise ConfigError(ELSEWHERE.format(spec=spec))
+        raise ConfigError(NO_SETTINGS.format(spec=spec))
     return function

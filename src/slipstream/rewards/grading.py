@@ -7,6 +7,7 @@ A reward may loop, crash or run out of memory on a model's text, so it does not 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import os
 import pickle
@@ -17,15 +18,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from slipstream.children import Child, ChildPool, first_message
 from slipstream.errors import ConfigError, EngineError
 from slipstream.records import Group, Handle, Rollout, Ungraded, turns_of
 from slipstream.rewards.functions import (
-    APART,
-    ELSEWHERE,
+    MODEL_REWARDS,
+    NO_SETTINGS,
+    REWARD_PACKAGES,
     Answer,
     Grades,
     Reward,
@@ -37,9 +41,8 @@ from slipstream.rewards.functions import (
 )
 from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Sandbox
-from slipstream.user_code.process import STARTED, Child, begun
 
-GRACE = 5.0
+REPORT_TIME = 5.0
 """Seconds for which the parent waits after a timeout, so that the process can report the timeout itself."""
 
 
@@ -48,12 +51,14 @@ GRACE = 5.0
 
 def serve(parent: Connection) -> None:
     """Load the functions that the parent names, send their required fields, and grade until the parent ends."""
-    setting, specs, timeout, sandbox_name, settings = begun(parent)
+    setting, specs, timeout, sandbox_name, settings = first_message(parent)
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
     try:
         rewards = [reward_of(spec, setting, settings) for spec in specs]
         sandbox = sandbox_for(rewards, sandbox_name)
+        for spec in REWARD_PACKAGES.keys() & set(specs):
+            importlib.import_module(REWARD_PACKAGES[spec])
     except ConfigError as error:
         parent.send(error)
         return
@@ -100,23 +105,17 @@ class GradingProcess(Child):
         """Start a process that loads the functions `specs`, which the config names in `setting`."""
         super().__init__("slipstream.rewards.grading", (setting, tuple(specs), timeout, sandbox, settings))
         self.specs, self.timeout, self.setting = tuple(specs), timeout, setting
-        self.needs: dict[str, tuple[str, ...]] = {}
 
-    def ready(self) -> None:
-        """Wait until the process has loaded its functions; raise ConfigError if one of them cannot be used."""
-        if self.needs:
-            return
-        try:
-            if not self.connection.poll(STARTED):
-                specs = ", ".join(map(repr, self.specs))
-                raise ConfigError(f"{self.setting} = {specs}: its imports take more than {STARTED:.0f} s")
-            answer = self.connection.recv()
-        except (EOFError, OSError):
-            own = ", ".join(filter(is_own, self.specs))
-            raise EngineError(f"no grading process can start ({self.end()}), importing {own or 'nothing'}") from None
-        if isinstance(answer, ConfigError):
-            raise answer
-        self.needs = answer
+    @property
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """Required fields of each function, known when the process is ready."""
+        return dict(self.ready())
+
+    def lost(self, how: str, *, late: bool) -> Exception:
+        if late:
+            return ConfigError(f"{self.setting} = {', '.join(map(repr, self.specs))}: its imports take more than {how}")
+        own = ", ".join(filter(is_own, self.specs))
+        return EngineError(f"no grading process can start ({how}), importing {own or 'nothing'}")
 
     def grades(self, answers: Sequence[Any]) -> list[Grades]:
         """Grade responses in order. Stop after one that ends the process or blocks it; later responses get no entry."""
@@ -125,7 +124,7 @@ class GradingProcess(Child):
         try:
             self.connection.send(answers)
             while len(found) < len(answers):
-                if not self.connection.poll(self.timeout * len(self.specs) + GRACE):
+                if not self.connection.poll(self.timeout * len(self.specs) + REPORT_TIME):
                     self.close()
                     limit = f"{self.timeout:g} s (task.timeout) and did not stop"
                     return [*found, Ungraded("timeout", f"{', '.join(self.specs)} took more than {limit}")]
@@ -146,22 +145,21 @@ def needs(
 ) -> dict[str, tuple[str, ...]]:
     """Return the required fields of each reward, by reward; raise ConfigError if a reward cannot be used."""
     check_installed(specs)
-    apart = {spec: needs_apart(spec, settings or {}) for spec in specs if spec in APART}
-    specs = [spec for spec in specs if spec not in APART]
+    apart = {spec: needs_of_model(spec, settings or {}) for spec in specs if spec in MODEL_REWARDS}
+    specs = [spec for spec in specs if spec not in MODEL_REWARDS]
     if sandbox is None and not any(map(is_own, specs)):
         return apart | {spec: reward_of(spec, settings=settings).needs for spec in specs}
     process = GradingProcess(specs, timeout=0.0, sandbox=sandbox, settings=settings)
     try:
-        process.ready()
+        return apart | process.needs
     finally:
         process.close()
-    return apart | process.needs
 
 
-def needs_apart(spec: str, settings: RewardSettings) -> tuple[str, ...]:
+def needs_of_model(spec: str, settings: RewardSettings) -> tuple[str, ...]:
     """Return the required fields of a reward that no function computes."""
     if spec not in settings:
-        raise ConfigError(f"task.reward = {spec!r}: {ELSEWHERE.format(spec=spec)}")
+        raise ConfigError(f"task.reward = {spec!r}: {NO_SETTINGS.format(spec=spec)}")
     return ("ground_truth",) if "{ground_truth}" in settings[spec].get("prompt", "") else ()
 
 
@@ -183,38 +181,35 @@ class PoolGrader:
         *,
         processes: int = 1,
         timeout: float = 30.0,
-        tells: bool = False,
+        keeps_text: bool = False,
         sandbox: str | None = None,
         settings: RewardSettings | None = None,
-        apart: Sequence[BatchGrader] = (),
+        model_graders: Sequence[BatchGrader] = (),
     ) -> None:
-        """Start the processes. `tells`: also store the text of each response in its header."""
+        """Start the processes. `keeps_text`: also store the text of each response in its header."""
         check_installed(rewards)
-        self.apart, self.rewards = apart, tuple(each for each in rewards if each not in APART)
-        self.decode, self.timeout, self.tells = decode, timeout, tells
-        self.closed, self.sandbox, self.settings = False, sandbox, settings
-        self.processes = [self._process() for _ in range(processes if self.rewards else 0)]  # early: they start slowly
+        self.model_graders, self.rewards = model_graders, tuple(each for each in rewards if each not in MODEL_REWARDS)
+        self.decode, self.keeps_text = decode, keeps_text
+        start = partial(GradingProcess, self.rewards, timeout, sandbox=sandbox, settings=settings)
+        self.processes = ChildPool(start, processes if self.rewards else 0)
         self.idle = SimpleQueue[int]()
-        for place in range(len(self.processes)):
+        for place in range(len(self.processes.children)):
             self.idle.put(place)
         self.threads = ThreadPoolExecutor(max(1, processes), "grading")
 
-    def _process(self) -> GradingProcess:
-        return GradingProcess(self.rewards, self.timeout, sandbox=self.sandbox, settings=self.settings)
-
     async def grade(self, group: Group) -> list[Handle]:
-        if self.tells:
-            group = [Handle(replace(h.header, said=self.decode(h.body.tokens)), h.body) for h in group]
-        if not self.rewards and not self.apart:
+        if self.keeps_text:
+            group = [Handle(replace(h.header, text=self.decode(h.body.tokens)), h.body) for h in group]
+        if not self.rewards and not self.model_graders:
             return list(group)
         answers = [self._answer(handle.body) for handle in group]
         asked = [(answer.prompt if (asked := h.body.prompt.asked) is None else asked, answer)
                  for h, answer in zip(group, answers, strict=True)]  # fmt: skip
-        calls = [each.grades(asked) for each in self.apart]
+        calls = [each.grades(asked) for each in self.model_graders]
         if self.rewards:
             calls.insert(0, self._in_processes(answers))
         found = zip(*await asyncio.gather(*calls), strict=True)
-        return [with_grades(handle, merged(parts)) for handle, parts in zip(group, found, strict=True)]
+        return [with_grades(handle, merge_grades(parts)) for handle, parts in zip(group, found, strict=True)]
 
     async def _in_processes(self, answers: Sequence[Answer]) -> list[Grades]:
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._grades, answers)
@@ -241,39 +236,23 @@ class PoolGrader:
         """Grade responses in a free process. If a response ends the process, a new one grades the rest."""
         place, found = self.idle.get(), list[Grades]()
         try:
-            while len(found) < len(answers) and not self.closed:
-                found += self._ready(place).grades(answers[len(found) :])
+            while len(found) < len(answers) and not self.processes.closed:
+                found += self.processes.ready(place).grades(answers[len(found) :])
             return found
         finally:
             self.idle.put(place)
 
-    def _ready(self, place: int) -> GradingProcess:
-        """Return process number `place` when it is ready. If its start fails, start it once more."""
-        for again in (True, False):
-            if self.processes[place].ended:
-                self.processes[place].close()
-                self.processes[place] = self._process()
-            try:
-                self.processes[place].ready()
-                break
-            except (ConfigError, EngineError):
-                self.processes[place].close()
-                if self.closed or not again:
-                    raise
-        return self.processes[place]
-
     def close(self) -> None:
-        self.closed = True
-        for process in self.processes:
+        self.processes.closed = True
+        for process in self.processes.children:
             process.kill()
-        for each in self.apart:
+        for each in self.model_graders:
             each.close()
         self.threads.shutdown(cancel_futures=True)
-        for process in self.processes:
-            process.close()
+        self.processes.close()
 
 
-def merged(parts: Sequence[Grades]) -> Grades:
+def merge_grades(parts: Sequence[Grades]) -> Grades:
     """Return all rewards of a response, or the first failure."""
     failed = next((part for part in parts if isinstance(part, Ungraded)), None)
     return failed or {name: reward for part in parts if isinstance(part, dict) for name, reward in part.items()}

@@ -30,7 +30,7 @@ SUSPECT = ".suspect"
 """Suffix of a checkpoint saved when an unhealthy run or a non-finite loss was stopped: its weights may be bad."""
 LARGEST = 1 << 53
 """Limit of integers that are exact as floats."""
-SHAPES: Mapping[str, Mapping[str, Any]] = {
+FILE_SHAPES: Mapping[str, Mapping[str, Any]] = {
     "meta.json": {"config": {}, "prompts?": ("", None), "packages?": {"*": ("", None)}, "command?": [""]},
     "metrics.jsonl": {"kind": "train|eval", "update": 0, "set?": "", "*": inf},
     "metrics.jsonl train": {"time?": 0.0, "tokens?": 0.0, "samples?": 0.0, "lag/max?": 0.0},
@@ -43,7 +43,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "causes?": [""],
         "source?": "",
     },
-    "ledger.jsonl trained": {"tokens?": [0], "lag?": [0.0], "rewards?": [{"*": inf}], "f?": [(0.0, None)]},
+    "ledger.jsonl trained": {
+        "tokens?": [0],
+        "lag?": [0.0],
+        "rewards?": [{"*": inf}],
+        "uses?": [0],
+        "f?": [(0.0, None)],
+    },
     "ledger.jsonl dropped": {"reason": ""},
     "samples.jsonl": {
         **dict.fromkeys(("prompt_id", "prompt", "response", "teacher"), ""),
@@ -142,7 +148,7 @@ def object_of(text: bytes) -> Line:
 
 def checked(name: str, data: Line) -> Line:
     kind = next((data[key] for key in DECIDES if isinstance(data.get(key), str)), "")
-    if wrong := misfit(data, SHAPES.get(name, {})) or misfit(data, SHAPES.get(f"{name} {kind}", {})):
+    if wrong := misfit(data, FILE_SHAPES.get(name, {})) or misfit(data, FILE_SHAPES.get(f"{name} {kind}", {})):
         raise ValueError(wrong)
     if name == "samples.jsonl" and len({len(each) for key in PER_TOKEN if (each := data[key]) is not None}) > 1:
         raise ValueError(f"{', '.join(PER_TOKEN)} differ in length")
@@ -150,7 +156,7 @@ def checked(name: str, data: Line) -> Line:
 
 
 def misfit(data: Mapping[str, Any], shape: Mapping[str, Any]) -> str:
-    """Return how an object deviates from a shape of `SHAPES`, or an empty string."""
+    """Return how an object deviates from a shape of `FILE_SHAPES`, or an empty string."""
     missing = sorted(key for key in shape.keys() - data.keys() if key[-1] not in "?*")
     if missing:
         return f"{missing[0]} is missing"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.file import parse, read
+from slipstream.config.renamed_keys import with_new_keys
 from slipstream.config.schema import Config
 from slipstream.errors import RunDirError
 from slipstream.run_dir.atomic_files import check_regular, reading
@@ -16,14 +17,14 @@ from slipstream.run_dir.formats import Line as Line
 from slipstream.run_dir.formats import parsed, upgraded
 from slipstream.run_dir.writing import LEDGER, METRICS, SAMPLES, TRACE, format_in, read_lines, read_meta
 
-CONFIG = "config.toml"
+CONFIG_FILE = "config.toml"
 
 
 class RunDir:
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
-        check_regular(self.path / CONFIG)
-        if not (self.path / CONFIG).exists():
+        check_regular(self.path / CONFIG_FILE)
+        if not (self.path / CONFIG_FILE).exists():
             raise RunDirError(f"{path} holds no run: there is no config.toml in it")
         self.format = format_in(self.path)
 
@@ -40,8 +41,8 @@ class RunDir:
 
     def config_with(self, *overrides: tuple[str, str]) -> Config:
         """Return the config with these `(dotted key, text)` settings in place of its own."""
-        tree = upgraded(CONFIG, read(self.path / CONFIG), self.format)
-        return parse(tree, overrides, where=str(self.path / CONFIG), say=str)
+        tree = with_new_keys(upgraded(CONFIG_FILE, read(self.path / CONFIG_FILE), self.format))
+        return parse(tree, overrides, where=str(self.path / CONFIG_FILE), say=str)
 
     @property
     def meta(self) -> Mapping[str, Any]:

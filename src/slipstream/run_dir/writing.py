@@ -9,7 +9,6 @@ eval.jsonl     results of `eval`, one line per set lock            the process t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -17,19 +16,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from textwrap import indent
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.config.file import differing, parse, to_toml
-from slipstream.config.schema import Config, Tracker
+from slipstream.config.renamed_keys import with_new_keys
+from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, RunDirError, first_line
 from slipstream.run_dir.atomic_files import Extent, Lines, begins_with, reading, write_atomic, writing
 from slipstream.run_dir.formats import FORMAT, checked, format_of, object_of, parsed, upgraded
+from slipstream.run_dir.trackers import Quotes, Sink, check_trackers, start_trackers
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
 META, METRICS, LEDGER, SAMPLES, TRACE = "meta.json", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"
@@ -37,29 +37,14 @@ SOCKET = "scale.sock"
 """Socket by which `slipstream scale` changes the number of workers of a running run."""
 EVALS = "eval.jsonl"
 """Results of `slipstream eval`, which may write while the run writes its own files."""
-LOOKED_AT = (SAMPLES, TRACE)
+FILES_LOOKED_AT = (SAMPLES, TRACE)
 """Large files that only people look at; a user may delete them, and the run still resumes."""
 AHEAD = 1 << 16
 """Bytes of the trace that are buffered before a write."""
-FIXED = ("student", "seed", "sampler.group", "learner.batch_size", "learner.lora", "schedule.kind")
+FIXED = ("student", "seed", "sampler.group", "learner.batch_size", "learner.lora", "schedule.kind", "reuse")
 """Settings that cannot change within a run, because the meaning of its data depends on them."""
 LogPosition = Mapping[str, Any]
 """The state of the log at a checkpoint: sizes and checksums of the files, and the last metrics."""
-Quotes = Sequence[Mapping[str, Any]]
-"""Lines of samples.jsonl."""
-TEXTS = 10
-"""Interval in updates at which a tracker gets samples, because trackers store and draw each text separately."""
-
-
-class Sink(Protocol):
-    """A receiver of all metrics, and of samples of some updates: a tracker or the display."""
-
-    every: int
-    """Interval in updates at which the sink gets samples, beginning with the first update."""
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
-    def samples(self, quotes: Quotes, step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -207,8 +192,8 @@ def check_lines(path: Path, mark: LogPosition) -> None:
 
 
 def ends_of(path: Path, mark: LogPosition) -> dict[str, Extent]:
-    """Return size and checksum of each file at the checkpoint, except deleted files that are in `LOOKED_AT`."""
-    return {name: end for name, end in mark["files"].items() if name not in LOOKED_AT or (path / name).exists()}
+    """Return size and checksum of each file at the checkpoint, except deleted files that are in `FILES_LOOKED_AT`."""
+    return {name: end for name, end in mark["files"].items() if name not in FILES_LOOKED_AT or (path / name).exists()}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -251,7 +236,7 @@ def format_in(path: Path) -> int:
 
 def check_unchanged(path: Path, config: Config, *, accepted: Iterable[str] = ()) -> None:
     """Raise RunDirError if config.toml differs from the run's start in settings that are not in `accepted`."""
-    before = parse(read_meta(path)["config"], where=str(path / META), say=lambda _: None)
+    before = parse(with_new_keys(read_meta(path)["config"]), where=str(path / META), say=lambda _: None)
     changes = {
         name: f"{name} = {json.dumps(now)} (it was {json.dumps(then)})" for name, then, now in differing(before, config)
     }
@@ -306,130 +291,3 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "git": commit,
     }
-
-
-# --- trackers: one config line each ----------------------------------------------------------------------
-
-
-def check_trackers(names: Iterable[Tracker]) -> None:
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"log.to = [{name!r}] needs {name}: pip install 'slipstream[{name}]'")
-
-
-def start_trackers(config: Config, path: Path) -> list[Sink]:
-    sinks: list[Sink] = []
-    for name in config.log.to:
-        try:
-            sinks.append(SINKS[name](config, path))
-        except Exception as error:  # a tracker may raise anything: no key, no server
-            raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}") from None
-    return sinks
-
-
-ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
-"""Text for each finish reason of a sample."""
-
-
-def heading(quote: Mapping[str, Any]) -> str:
-    lags = [quote["update"] - 1 - version for version, _ in quote["versions"]]
-    lag = f", lag {min(lags)}" + (f" to {max(lags)}" if len(set(lags)) > 1 else "") if lags else ""
-    rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
-    ended = ENDED.get(quote["finish"], quote["finish"])
-    return f"update {quote['update']}{lag}{rewards}, {len(quote['tokens'])} tokens, {ended}"
-
-
-COLUMNS = ("sample", "prompt", "response")
-
-
-def table_of(quotes: Quotes) -> list[list[str]]:
-    return [[heading(quote), quote["prompt"], quote["response"]] for quote in quotes]
-
-
-class TensorBoard:
-    every = TEXTS
-
-    def __init__(self, config: Config, path: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(path / "tensorboard"))
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
-
-    def samples(self, quotes: Quotes, step: int) -> None:
-        """Write samples as Markdown, where indented text is shown unchanged."""
-        for number, (headline, *texts) in enumerate(table_of(quotes)):
-            for name, text in zip(COLUMNS[1:], texts, strict=True):
-                headline += f"\n\n{name}:\n\n{indent(text, ' ' * 4, bool)}"
-            self.writer.add_text(f"samples/{number}", headline, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class Wandb:
-    every = TEXTS
-
-    def __init__(self, config: Config, path: Path) -> None:
-        import wandb
-
-        self.start(wandb, config, path, dir=str(path))
-
-    def start(self, library: Any, config: Config, path: Path, **options: str) -> None:
-        self.library = library
-        settings = config.model_dump(mode="json")
-        self.run = library.init(project=config.log.project, name=path.name, config=settings, **options)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self.run.log(dict(numbers), step=step)
-
-    def samples(self, quotes: Quotes, step: int) -> None:
-        self.run.log({"samples": self.library.Table(columns=list(COLUMNS), data=table_of(quotes))}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-class Trackio(Wandb):
-    """A tracker with the interface of wandb."""
-
-    def __init__(self, config: Config, path: Path) -> None:
-        import trackio
-
-        self.start(trackio, config, path)
-
-
-class MLflow:
-    every = TEXTS
-
-    def __init__(self, config: Config, path: Path) -> None:
-        import mlflow
-
-        self.mlflow = mlflow
-        if not mlflow.is_tracking_uri_set():
-            mlflow.set_tracking_uri(f"sqlite:///{path.resolve() / 'mlflow.db'}")
-            if mlflow.get_experiment_by_name(config.log.project) is None:
-                mlflow.create_experiment(config.log.project, (path.resolve() / "mlflow").as_uri())
-        mlflow.set_experiment(config.log.project)
-        mlflow.start_run(run_name=path.name)
-        mlflow.log_text(to_toml(config), "config.toml")
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self.mlflow.log_metrics(dict(numbers), step=step)
-
-    def samples(self, quotes: Quotes, step: int) -> None:
-        texts = "\n\n".join("\n".join(row) for row in table_of(quotes))
-        self.mlflow.log_text(texts, f"samples/update-{step:06d}.txt")
-
-    def close(self) -> None:
-        self.mlflow.end_run()
-
-
-SINKS: dict[Tracker, Callable[[Config, Path], Sink]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": MLflow,
-    "trackio": Trackio,
-}

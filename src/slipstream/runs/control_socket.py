@@ -18,9 +18,9 @@ from typing import Any
 from slipstream.errors import ConfigError, RunDirError, SlipstreamError
 from slipstream.run_dir.writing import SOCKET
 
-LONGEST = 1 << 16
+MAX_REQUEST_BYTES = 1 << 16
 """Longest request in bytes."""
-PATIENCE = 10.0
+COMMAND_TIMEOUT = 10.0
 """Timeout of client and server in seconds."""
 SHORT = 100
 """Length in bytes of a socket's address that every operating system accepts."""
@@ -50,14 +50,14 @@ class Conversation:
         self.loop = asyncio.get_running_loop()
         connection.setblocking(False)
         self.loop.add_reader(connection, self.read)
-        self.limit = self.loop.call_later(PATIENCE, self.end)
+        self.limit = self.loop.call_later(COMMAND_TIMEOUT, self.end)
         active.add(self)
 
     def read(self) -> None:
         with suppress(OSError):  # the client has disconnected
-            data = self.connection.recv(LONGEST)
+            data = self.connection.recv(MAX_REQUEST_BYTES)
             self.heard += data
-            if data and b"\n" not in self.heard and len(self.heard) <= LONGEST:
+            if data and b"\n" not in self.heard and len(self.heard) <= MAX_REQUEST_BYTES:
                 return
             self.connection.sendall(json.dumps(answer_of(self.heard, self.answer)).encode() + b"\n")
         self.end()
@@ -117,7 +117,7 @@ def scale(path: Path, changes: Sequence[str]) -> list[str]:
         raise RunDirError(f"{path} holds no run: there is no config.toml in it")
     try:
         with socket.socket(socket.AF_UNIX) as connection, address(path / SOCKET) as name:
-            connection.settimeout(PATIENCE)
+            connection.settimeout(COMMAND_TIMEOUT)
             connection.connect(name)
             connection.sendall(json.dumps(list(changes)).encode() + b"\n")
             with connection.makefile(encoding="utf-8") as answer:

@@ -13,9 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from slipstream.pipeline.admission import Admission
-from slipstream.reporting.terminal.metric_formats import listed, readings
 from slipstream.reporting.terminal.panel import View, inline
-from slipstream.reporting.terminal.progress import RunProgress, SampleSelector
+from slipstream.reporting.terminal.progress import RunProgress, SampleSelector, counts_text, key_readings
 
 FIRST_LINE = 5.0
 """Seconds of waiting until the first line about it, where no text can be replaced. Each further wait doubles."""
@@ -71,7 +70,7 @@ class Progress:
         shown = not self.live
         if step > self.update:
             self.update, self.updated = step, self.clock()
-            self.course.made(numbers)
+            self.course.add_update(numbers)
             shown = shown and (step == self.updates or self.updated >= self.printed + LINE_EVERY)
             self.printed = self.updated if shown else self.printed
         if shown:
@@ -84,7 +83,7 @@ class Progress:
         pass
 
     def line(self, numbers: Mapping[str, float], step: int) -> str:
-        parts = [f"update {step}/{self.updates}", *(f"{name} {text}" for name, text in readings(numbers))]
+        parts = [f"update {step}/{self.updates}", *(f"{name} {text}" for name, text in key_readings(numbers))]
         return "  ".join(parts)
 
     def panel(self) -> RenderableType:
@@ -104,7 +103,7 @@ class Progress:
         )
 
     def doing(self) -> str:
-        where = listed(self.stages())
+        where = counts_text(self.stages())
         if self.update > self.start:
             return f"{'supervised updates, ' * self.admission.supervising}groups: {where or 'none'}"
         first = "samplers load the first weights" + self.evaluates * " and answer held-out prompts"

@@ -15,7 +15,7 @@ from slipstream.plan.plan import Plan
 from slipstream.runtimes import local
 from slipstream.runtimes.exchange import RemoteWorker
 from slipstream.runtimes.local import ProcessLauncher
-from slipstream.runtimes.places import Place
+from slipstream.runtimes.workers import WorkerSpec
 
 
 class Planner:
@@ -51,7 +51,7 @@ def planned(make: Callable[[], Plan], home: ProcessLauncher | ExitStack, *, say:
 
 def _planned_in(launcher: ProcessLauncher, make: Callable[[], Plan], say: Callable[[str], None]) -> Plan:
     with ExitStack() as stack:
-        (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], launcher, stack, say=say).places
+        (planner,) = local.start([WorkerSpec(RemoteWorker, "planner", 1, Planner)], launcher, stack, say=say).specs
         found: tuple[Plan, bytes] = asyncio.run(planner.call("plan", make, TAKEN))
     made, tokenizer = found
     return replace(made, tokenizer=Sealed(tokenizer))

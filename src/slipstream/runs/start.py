@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,16 +20,17 @@ from rich.markup import escape
 from slipstream.config.schema import Config
 from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Stalled, Terminated, WorkerDied
 from slipstream.metrics import digest, summary
-from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
-from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.run import Run, admission_of, choice_of, with_timeout
+from slipstream.pipeline.checkpoint import BEGINNING, Checkpoint, Checkpoints, RunState, newest
+from slipstream.pipeline.ending import with_timeout
+from slipstream.pipeline.failures import Restarts
+from slipstream.pipeline.run import Run, admission_of, choice_of
 from slipstream.plan.checks import PROMPTS, raise_fatal, start_checks
-from slipstream.plan.engines import EnvironmentPlan
-from slipstream.plan.plan import Plan, check_sizes, fast_checks, plan, plan_with_texts
+from slipstream.plan.engine_plans import EnvironmentPlan
+from slipstream.plan.plan import Plan, fast_checks, plan, plan_with_texts
+from slipstream.plan.rules.machine import check_sizes
 from slipstream.processes import leave_closed_terminal
 from slipstream.protocols import Engines
-from slipstream.records import Group
-from slipstream.reporting.terminal.metric_formats import from_to
+from slipstream.reporting.terminal.progress import from_to
 from slipstream.run_dir.atomic_files import directory_lock, private
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.reading import RunDir
@@ -157,9 +158,9 @@ def resume(
     with private(), process_launcher(config) as launcher, directory_lock(path):
         checkpoint = newest(path, number, proof=config.health.proof, say=line_printer(console))
         check_lines(path, checkpoint.mark)
-        made = planned_on(console, config, launcher)
+        made, state = planned_on(console, config, launcher), checkpoint.state
         check_prompts(path, made.config, made.prompts.digest, accepted=accepted)
-        admission_of(made.config, choice_of(made.config, made.prompts, checkpoint.choice), checkpoint.standing)
+        admission_of(made.config, choice_of(made.config, made.prompts, state.choice), state.admission)
         start = Start(made, launcher, path, path.name, console, caller)
         start.with_restarts(partial(start.continue_from, checkpoint))
     return path
@@ -193,10 +194,10 @@ class Start:
                 checkpoint = newest(self.path, proof=self.plan.config.health.proof, say=self.say)
             except RunDirError as none:
                 raise EngineError(f"{died}; {none}") from None
-            pause = self.restarts.granted("learner", time.monotonic())
+            pause = self.restarts.grant("learner", time.monotonic())
             if pause is None:
                 print_resume_command(self.path, self.plan.config, self.console)
-                raise EngineError(f"the learner died{self.restarts.often('learner')}: {died}")
+                raise EngineError(f"the learner died{self.restarts.describe('learner')}: {died}")
             self.say(f"{died}; the run restarts from its last checkpoint")
             time.sleep(pause)
             part = partial(self.continue_from, checkpoint)
@@ -206,42 +207,35 @@ class Start:
         config = self.plan.config
         try:
             with opened(self.plan, self.launcher, self.console) as engines:
-                reading = engines.learner.restore(checkpoint.path)
+                reading = checkpoint.restore(engines.learner)
                 with waiting(self.console, f"reading {checkpoint.path}"):
-                    groups = asyncio.run(with_timeout(reading, config.runtime.patience, f"reading {checkpoint.path}"))
-                in_flight = len(checkpoint.standing.in_flight)
+                    state = asyncio.run(with_timeout(reading, config.runtime.patience, f"reading {checkpoint.path}"))
+                in_flight = len(state.admission.in_flight)
                 self.say(f"continuing from {checkpoint.path}; {in_flight} groups in flight continue")
                 # before log lines are deleted, because later checkpoints need those lines
-                Checkpoints(self.path / "checkpoints").forget_after(checkpoint.standing.version)
+                Checkpoints(self.path / "checkpoints").forget_after(state.admission.version)
                 with RunLog.reopen(config, self.path, checkpoint.mark, prompts=self.plan.prompts.digest) as log:
-                    self.loop(engines, log, checkpoint, groups)
+                    self.loop(engines, log, state)
         except WorkerDied as error:  # the learner, or any worker while it is loaded
             raise LearnerDied(str(error)) from None
 
-    def loop(
-        self, engines: Engines, log: RunLog, checkpoint: Checkpoint | None = None, groups: Sequence[Group] = ()
-    ) -> None:
+    def loop(self, engines: Engines, log: RunLog, state: RunState = BEGINNING) -> None:
         """Run the training loop with display and signal handlers; at the end print a summary, or how to continue."""
         made, config = self.plan, self.plan.config
         modelled = made.engines.costs is not None
         announce_gateway(made.engines.sampler.environment, log.path, self.say)
-        state: Any = {}
-        if checkpoint is not None:
-            state = {"standing": checkpoint.standing, "attempts": checkpoint.attempts, "canaries": checkpoint.canaries}
-            state |= {"choice": checkpoint.choice}
         run = Run(
             config,
             engines,
             made.prompts,
             log,
+            state=state,
             held_out=made.held_out,
-            groups=groups,
             ends=made.end_ids,
             restarts=self.restarts,
             patience=None if modelled else config.runtime.patience,
             whole_batches=made.whole_batches,
             say=self.say,
-            **state,
         )
 
         scaling = partial(scale_server, log.path, partial(run.scale, check=partial(check_sizes, config)), run.say)

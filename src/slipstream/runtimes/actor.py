@@ -27,16 +27,17 @@ from ray.exceptions import RayActorError, RayError
 
 from slipstream.engines.shared_memory import parts_of
 from slipstream.errors import RecordsLost, WorkerDied, first_line
+from slipstream.processes import GRACE
 from slipstream.runtimes import exchange
-from slipstream.runtimes.exchange import Answer, Body, Call, Host, RemoteWorker, map_references, number_bundles
-from slipstream.runtimes.places import Place
+from slipstream.runtimes.exchange import Answer, Body, Call, EngineServer, RemoteWorker, map_references, number_bundles
+from slipstream.runtimes.workers import WorkerSpec
 
-TICK = 0.02
+EXCHANGE_INTERVAL = 0.02
 """Minimum seconds between two exchanges of a busy worker; an exchange costs about 1 ms on each side."""
 
 
 class Actor:
-    """Host of one engine. It imports nothing heavy before the call `START` unpickles the engine's builder.
+    """Server of one engine. It imports nothing heavy before the call `START` unpickles the engine's builder.
 
     Ctrl-C in a terminal does not reach this process, because Ray starts its processes with SIGINT blocked. The
     coordinator can therefore still save a checkpoint.
@@ -46,7 +47,7 @@ class Actor:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
         with contextlib.suppress(OSError):  # relative paths in a config keep their meaning if the directory exists
             os.chdir(directory)
-        self.host, self.store = Host(name, self._tell), None
+        self.host, self.store = EngineServer(name, self._tell), None
         self.turn = 0
         """Number of exchanges accepted so far."""
         self.early: dict[int, Sequence[Call]] = {}
@@ -73,8 +74,8 @@ class Actor:
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def exchange(self, turn: int, calls: Sequence[Call], *bundles: Any) -> tuple[list[Answer], list[list[Any]]]:
         def found(body: Body) -> Any:
-            answer, place = body.index
-            return bundles[body.bundle][answer][place]
+            answer, spec = body.index
+            return bundles[body.bundle][answer][spec]
 
         self.early[turn] = map_references(calls, found)
         while self.turn in self.early:  # Ray does not guarantee that exchanges arrive in order
@@ -97,9 +98,9 @@ class Actor:
         self.changed.set()
 
     async def _wait_for_more(self, turn: int) -> None:
-        """Wait for further answers until TICK seconds after the previous ones, so that they travel together."""
+        """Wait for further answers until EXCHANGE_INTERVAL after the previous ones, so that they travel together."""
         clock = asyncio.get_running_loop().time
-        until = self.answered + TICK
+        until = self.answered + EXCHANGE_INTERVAL
         while self.host.running and turn == self.turn - 1 and clock() < until:
             self.changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -112,11 +113,11 @@ class Actor:
 
 
 class RayLink:
-    def __init__(self, place: Place, resources: Mapping[str, float], ended: Callable[[], str]) -> None:
+    def __init__(self, spec: WorkerSpec, resources: Mapping[str, float], ended: Callable[[], str]) -> None:
         """Create the actor; `ended` returns the name of a vital Ray daemon that has ended, or ""."""
         options = {"num_cpus": resources["CPU"], "num_gpus": resources["GPU"], "max_restarts": 0, "max_task_retries": 0}
         actor: Any = ray.remote(Actor)
-        self.actor, self.pid = actor.options(**options).remote(place.name, place.threads, str(Path.cwd())), 0
+        self.actor, self.pid = actor.options(**options).remote(spec.name, spec.threads, str(Path.cwd())), 0
         self.ended, self.turn, self.exchanged = ended, 0, 0
         self.sent, self.delayed = 0.0, False
         """`sent`: time of the last exchange. `delayed`: True if the next exchange is scheduled."""
@@ -137,7 +138,7 @@ class RayLink:
     async def leave(self, worker: RemoteWorker) -> None:
         if not worker.gone:
             with contextlib.suppress(TimeoutError, RayError):
-                await asyncio.wait_for(self.actor.close.remote(), exchange.GOODBYE)
+                await asyncio.wait_for(self.actor.close.remote(), GRACE)
         worker.end("it was dismissed")
 
     def attach(self, worker: RemoteWorker) -> None:
@@ -155,7 +156,7 @@ class RayLink:
         to_wait = worker.waiting and not self.receiving
         if worker.gone or len(self.receiving) == 2 or not (worker.outbox or to_wait):
             return
-        if self.receiving and (early := self.sent + TICK - loop.time()) > 0:  # the worker is busy
+        if self.receiving and (early := self.sent + EXCHANGE_INTERVAL - loop.time()) > 0:  # the worker is busy
             if not self.delayed:
                 self.delayed = True
                 loop.call_later(early, self._send_delayed)
@@ -204,8 +205,8 @@ class RayLink:
         asyncio.get_running_loop().call_soon(self.send)  # after the resumed callers have posted new calls
 
 
-def body_of(bodies: Any, answer: int, place: int) -> Body:
-    return Body(bodies, (answer, place))
+def body_of(bodies: Any, answer: int, spec: int) -> Body:
+    return Body(bodies, (answer, spec))
 
 
 def reason(error: RayError) -> str:

@@ -10,24 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import slipstream
-from slipstream.data.teacher_context import context_of
-from slipstream.data.tokenizers import Tokenizer, stop_ids
+from slipstream.data.spelling import Spelling, shared_layout
+from slipstream.data.teacher_context import TemplateContext, context_of
+from slipstream.data.tokenizers import Tokenizer, load_tokenizer, stop_ids
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.config import generation_of
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.lora import called_layers, with_adapters
-from slipstream.engines.native.model import LanguageModel, load_model, pick_device
-from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, connect, join, open_store
+from slipstream.engines.native.model import LanguageModel, called_layers, load_model, pick_device, with_adapters
+from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, SharedObjects, connect, join, open_store
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.quantisation import compute_rounded, quantise
-from slipstream.engines.rollout_cache import RolloutCache
+from slipstream.engines.record_files import RolloutCache
+from slipstream.engines.respelling import RespellingScorer
 from slipstream.engines.server.api import Served, ServerSettings
-from slipstream.engines.server.completions import CompletionsSampler
-from slipstream.engines.server.sampler import ServerSampler
-from slipstream.engines.shared_objects import SharedObjects
+from slipstream.engines.server.sampler import CompletionsSampler, ServerSampler
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
@@ -37,10 +38,10 @@ from slipstream.environments.episodes import Episodes
 from slipstream.environments.gateway.agent_processes import Programs
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.external_agents import ExternalAgents
-from slipstream.environments.hosts import Hosts
-from slipstream.estimators.logprobs.head import Head
+from slipstream.environments.pool import EnvironmentPool
+from slipstream.estimators.logprobs.tiles import Head
 from slipstream.objective.distillation import TeacherHead
-from slipstream.plan.engines import (
+from slipstream.plan.engine_plans import (
     EnvironmentPlan,
     GatewayPlan,
     GraderPlan,
@@ -49,7 +50,7 @@ from slipstream.plan.engines import (
     SamplerPlan,
     ScorerPlan,
 )
-from slipstream.protocols import Graded, Sampling, TeacherSampler
+from slipstream.protocols import GradingSampler, Sampling, TeacherSampler
 from slipstream.records import Group, Handle, Prompt
 from slipstream.rewards.grading import PoolGrader
 
@@ -65,10 +66,11 @@ class NativeKinds:
     """Function to call after an engine is built, and before the next one is loaded."""
 
 
-REAL = NativeKinds()
+NATIVE_KINDS = NativeKinds()
 Policy = NativeSampler | VllmSampler | ServerSampler | CompletionsSampler
 AnySampler = Policy | Episodes | Agents
-AnyScorer = NativeScorer | HttpScorer | VllmScorer
+EngineScorer = NativeScorer | HttpScorer | VllmScorer
+AnyScorer = EngineScorer | RespellingScorer
 
 
 def build_model(plan: ModelPlan) -> LanguageModel:
@@ -78,7 +80,7 @@ def build_model(plan: ModelPlan) -> LanguageModel:
         dtype=plan.dtype,
         device=plan.device,
         devices=plan.devices,
-        longest=plan.longest,
+        max_length=plan.max_length,
         base=trained,
     )
     if plan.quantisation is not None:
@@ -95,14 +97,16 @@ def build_sampler(
         return build_agents(plan, plan.environment, plan.environment.gateway, tokenizer, kind)
     assert plan.environment.wanted is not None
     with ExitStack() as stack:
-        hosts = Hosts(plan.environment.wanted, plan.environment.processes)  # their processes start while models load
-        stack.callback(hosts.close)
+        pool = EnvironmentPool(
+            plan.environment.wanted, plan.environment.processes
+        )  # their processes start while models load
+        stack.callback(pool.close)
         policy = build_policy(plan, tokenizer, kind)
         stack.callback(policy.close)
         ends = stop_ids(tokenizer, generation_of(plan.model), plan.stop)
-        renderer = Renderer(tokenizer, stop_ids=ends, tools=hosts.ready(), **plan.environment.renderer)
+        renderer = Renderer(tokenizer, stop_ids=ends, tools=pool.schemas(), **plan.environment.renderer)
         stack.pop_all()
-        return Episodes(policy, renderer, hosts, plan.environment.limits)
+        return Episodes(policy, renderer, pool, plan.environment.limits)
 
 
 def build_agents(
@@ -143,7 +147,7 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., Na
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_of(settings.model), plan.stop)
-            return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best, top_k=plan.top_k)
+            return VllmSampler(settings, plan, stop_ids=ends)
         case ServerSettings() as server:
             ends = stop_ids(tokenizer, generation_of(server.model), plan.stop)
             if isinstance(server, Served):
@@ -154,9 +158,7 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., Na
             generation = generation_of(plan.ends_as) if plan.ends_as else lm.model.generation_config
             ends = stop_ids(tokenizer, generation, plan.stop)
             teacher = None if plan.teacher is None else build_model(plan.teacher)
-            options: dict[str, Any] = {"slots": plan.slots, "threads": plan.threads, "on_publish": plan.on_publish}
-            options |= {"router": plan.router, "speculation": plan.speculation}
-            return kind(lm, stop_ids=ends, teacher=teacher, **options)
+            return kind(lm, plan, stop_ids=ends, teacher=teacher)
 
 
 class OwnTeacherSampler(TeacherSampler):
@@ -181,7 +183,7 @@ class OwnTeacherSampler(TeacherSampler):
         return await generate(prompt, sampling, begun)
 
 
-class SelfGrading(Graded):
+class SelfGrading(GradingSampler):
     """Sampler that grades responses in the process that holds the tokens."""
 
     def __init__(self, sampler: SamplerPlan, grader: GraderPlan, tokenizer: Tokenizer) -> None:
@@ -191,7 +193,14 @@ class SelfGrading(Graded):
             sampling = build_sampler(sampler, tokenizer)
             stack.callback(sampling.close)
             super().__init__(sampling, grading)
+            self.policy: Any = sampling.policy if isinstance(sampling, Episodes | Agents) else sampling
             self.close = stack.pop_all().close
+
+    async def offload(self) -> None:
+        await self.policy.offload()
+
+    async def reload(self) -> None:
+        await self.policy.reload()
 
 
 def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:
@@ -200,10 +209,10 @@ def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:
         decoder(tokenizer),
         processes=plan.processes,
         timeout=plan.timeout,
-        tells=plan.tells,
+        keeps_text=plan.keeps_text,
         sandbox=plan.sandbox,
         settings=plan.settings,
-        apart=[each.open() for each in plan.apart],
+        model_graders=[each.open() for each in plan.model_graders],
     )
 
 
@@ -215,37 +224,26 @@ def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
 
 
 def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeScorer] = NativeScorer) -> AnyScorer:
-    longest = plan.runs.longest if isinstance(plan.runs, ModelPlan) else None
-    context = context_of(plan.context, tokenizer, longest=longest, timeout=plan.timeout)
+    """Build a teacher's scorer; `tokenizer` is the student's."""
+    if (respelling := plan.respelling) is None:
+        return build_engine_scorer(plan, tokenizer, kind)
+    own = load_tokenizer(respelling.tokenizer)
+    spellings = Spelling(tokenizer), Spelling(own)
+    context = None if plan.context is None else TemplateContext(plan.context, own)
+    settings: dict[str, Any] = {"dense": plan.spec.cache == "hidden", "context": context}
+    return RespellingScorer(build_engine_scorer(plan, own, kind), plan.name, *spellings, respelling, **settings)
+
+
+def build_engine_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeScorer]) -> EngineScorer:
+    max_length = plan.runs.max_length if isinstance(plan.runs, ModelPlan) else None
+    context = context_of(plan.context, tokenizer, max_length=max_length, timeout=plan.timeout)
     match plan.runs:
         case ModelPlan() as model:
-            return kind(
-                build_model(model),
-                name=plan.name,
-                cache=plan.spec.cache,
-                k=plan.spec.k,
-                temperature=plan.temperature,
-                supervised=plan.supervised,
-                supervised_temperature=plan.supervised_temperature,
-                token_budget=plan.token_budget,
-                packing=plan.packing,
-                vocabulary=plan.vocabulary,
-                one_end=plan.one_end,
-                context=context,
-                keep=plan.keep,
-                threads=plan.threads,
-            )
+            return kind(build_model(model), plan, context)
         case Settings() as settings:
-            return VllmScorer(
-                settings,
-                name=plan.name,
-                k=plan.spec.k,
-                draws=plan.spec.draws,
-                vocabulary=plan.vocabulary,
-                context=context,
-            )
+            return VllmScorer(settings, plan, context)
         case Endpoint() as endpoint:
-            return HttpScorer(endpoint, k=plan.spec.k, vocabulary=plan.vocabulary, context=context)
+            return HttpScorer(endpoint, plan, context)
 
 
 def build_student(plan: LearnerPlan, device: str | None = None) -> LanguageModel:
@@ -299,21 +297,10 @@ def build_learner(
     heads = dict[str, TeacherHead]()
     for name, teacher in plan.teachers.items():
         head = build_head(teacher) if loaded is None else loaded[name]
-        heads[name] = TeacherHead(head.to(pick_device(teacher.device)), plan.one_ends.get(name))
-    return kind(
-        student,
-        method=plan.method,
-        supervised=plan.supervised,
-        config=plan.settings,
-        updates=plan.updates,
-        export_dtype=plan.export_dtype,
-        quantisation=plan.quantisation,
-        tokenizer=tokenizer,
-        teacher_heads=heads,
-        snapshots=plan.snapshots,
-        follow=plan.follow,
-        cosine_every=plan.cosine_every,
-        cosine_limit=plan.cosine_limit,
-        threads=plan.threads,
-        ranks=ranks,
-    )
+        layout_X = None
+        if (respelling := plan.respellings.get(name)) is not None:
+            spellings = Spelling(tokenizer), Spelling(load_tokenizer(respelling.tokenizer))
+            sizes = student.vocab_size, head.weight.shape[0]
+            layout_X = torch.from_numpy(shared_layout(*spellings, respelling.roles, sizes=sizes))
+        heads[name] = TeacherHead(head.to(pick_device(teacher.device)), plan.one_ends.get(name), layout_X)
+    return kind(student, plan, ranks, tokenizer=tokenizer, heads=heads)

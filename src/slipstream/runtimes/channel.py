@@ -21,10 +21,10 @@ from typing import Any
 
 from slipstream.engines.shared_memory import Mapped
 
-PREFIX = 8
-DESCRIPTORS = 250
+PREFIX_BYTES = 8
+MAX_DESCRIPTORS = 250
 """Largest number of descriptors per system call; Linux allows 253."""
-ROOM = socket.CMSG_SPACE(4 * DESCRIPTORS)
+DESCRIPTOR_SPACE = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 
 
 class Channel:
@@ -72,7 +72,7 @@ class Channel:
         """Queue a message and send what the socket accepts. If pickling raises, nothing is sent."""
         head = pickle.dumps((value, [(type(each), each.size) for each in memories]), protocol=5)
         idle = not self.unsent
-        self.unsent.append((memoryview(len(head).to_bytes(PREFIX, "little") + head), memories))
+        self.unsent.append((memoryview(len(head).to_bytes(PREFIX_BYTES, "little") + head), memories))
         if idle and not self.write() and self.loop is not None:
             self.loop.add_writer(self.socket, self._writable)
 
@@ -80,7 +80,7 @@ class Channel:
         """Send what the socket accepts; return True if nothing remains. If the socket is closed, drop the rest."""
         while self.unsent:
             part, memories = self.unsent[0]
-            now, later = memories[:DESCRIPTORS], memories[DESCRIPTORS:]
+            now, later = memories[:MAX_DESCRIPTORS], memories[MAX_DESCRIPTORS:]
             try:
                 # descriptors need a byte that carries them
                 sent = socket.send_fds(self.socket, [part[:1] if later else part], [each.descriptor for each in now])
@@ -100,7 +100,7 @@ class Channel:
         """Read the available bytes; return False when the other end is closed."""
         while True:
             try:
-                count, extras, _, _ = self.socket.recvmsg_into([self.part], ROOM, socket.MSG_CMSG_CLOEXEC)
+                count, extras, _, _ = self.socket.recvmsg_into([self.part], DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return True
             except ConnectionResetError:
@@ -120,7 +120,7 @@ class Channel:
             yield from self._message()  # a generator per message frees the message's buffers
 
     def _message(self) -> Iterator[memoryview]:
-        prefix = bytearray(PREFIX)
+        prefix = bytearray(PREFIX_BYTES)
         yield memoryview(prefix)
         head = bytearray(int.from_bytes(prefix, "little"))
         yield memoryview(head)

@@ -1,6 +1,6 @@
 """Calls to an engine in another process, independent of the transport.
 
-    coordinator: RemoteWorker ── Link ──▶ Host: engine
+    coordinator: RemoteWorker ── Link ──▶ EngineServer: engine
     call 1, call 2, cancel 0 ───────────▶ starts 1 and 2, cancels 0
     answer ◀───────────────── value, bodies of 2
 
@@ -21,27 +21,29 @@ import pickle
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import EngineError, WorkerDied, first_line
 from slipstream.processes import cpu_seconds
-from slipstream.protocols import WeightsRef
+from slipstream.protocols import Proxy, WeightsRef
 from slipstream.records import Batch, Handle
 
 START, CANCEL, PING, CPU_SECONDS = "start", "", "ping", "cpu seconds"
 """Methods of the host itself; all other calls go to the engine."""
-NOBODY = -1
+WITHOUT_TURN = (START, CPU_SECONDS, "release", "offload", "reload")
+"""Methods that a worker may run while others use its devices."""
+NO_CALLER = -1
 """Id of calls whose answer is ignored, such as pings."""
-BEATS = 6
+PINGS_PER_PERIOD = 6
 """Pings per heartbeat period."""
-HEARTBEAT = 60.0
+DEFAULT_HEARTBEAT = 60.0
 """Default of `runtime.heartbeat`, in seconds."""
-GOODBYE = 10.0
-"""Seconds that engines have to close before their processes are killed."""
-REMINDER = 60.0
+REMINDER_INTERVAL = 60.0
 """Seconds between two messages about engines that have not started."""
 
 
@@ -111,7 +113,7 @@ def number_bundles(calls: Any) -> tuple[Any, list[Any]]:
     return numbered, list(numbers)
 
 
-def failed(id: int, error: BaseException) -> Answer:
+def failure_of(id: int, error: BaseException) -> Answer:
     trace = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)
@@ -121,7 +123,7 @@ def failed(id: int, error: BaseException) -> Answer:
     return Answer(id, error=pickled, trace=trace)
 
 
-class Host:
+class EngineServer:
     """Server in the process of an engine: it runs the coordinator's calls, and sends answers and bodies."""
 
     def __init__(
@@ -162,9 +164,9 @@ class Host:
             answer = Answer(call.id, map_bodies(result, keep))
             parcels = await self.pack(bodies) if self.pack else bodies
         except asyncio.CancelledError:  # the caller waits for an answer unless the caller cancelled
-            answer = failed(call.id, EngineError(f"{call.method} was cancelled in {self.name}"))
+            answer = failure_of(call.id, EngineError(f"{call.method} was cancelled in {self.name}"))
         except Exception as error:
-            answer = failed(call.id, error)
+            answer = failure_of(call.id, error)
         self.tell(answer, parcels)
 
     async def close(self) -> None:
@@ -213,13 +215,13 @@ class Link(Protocol):
         ...
 
 
-class RemoteWorker:
+class RemoteWorker(Proxy):
     """Client of one engine in the coordinator. If the process is gone, all pending and later calls raise WorkerDied."""
 
     makes = "other"
     """Name of what its engine gives to others."""
 
-    def __init__(self, name: str, link: Link, heartbeat: float = HEARTBEAT) -> None:
+    def __init__(self, name: str, link: Link, heartbeat: float = DEFAULT_HEARTBEAT) -> None:
         self.name, self.link, self.heartbeat = name, link, heartbeat
         self.gone = ""
         self.ids = count()
@@ -232,12 +234,20 @@ class RemoteWorker:
         """Number of beats since the last answer."""
         self.given = 0
         """Bytes of all bodies that its engine gave to others."""
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+        """Context in which the worker may use devices that it shares with others."""
 
     @property
     def pid(self) -> int:
         return self.link.pid
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        if method in WITHOUT_TURN:
+            return await self._call(method, *args, **options)
+        async with self.turn():
+            return await self._call(method, *args, **options)
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
         if self.gone:
             raise WorkerDied(self.gone)
         loop = asyncio.get_running_loop()
@@ -249,7 +259,8 @@ class RemoteWorker:
             self._next_beat(loop)
         id, answer = next(self.ids), loop.create_future()
         self.waiting[id] = answer
-        self._post(Call(id, method, args, options))
+        here = tuple(arg.absolute() if isinstance(arg, Path) else arg for arg in args)
+        self._post(Call(id, method, here, options))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -275,17 +286,17 @@ class RemoteWorker:
         return seconds
 
     def _next_beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.beat = loop.call_later(self.heartbeat / BEATS, self._on_beat, loop)
+        self.beat = loop.call_later(self.heartbeat / PINGS_PER_PERIOD, self._on_beat, loop)
 
     def _on_beat(self, loop: asyncio.AbstractEventLoop) -> None:
         self.beat = None
         if self.gone or not self.waiting:
             return
-        if self.silent == BEATS:
+        if self.silent == PINGS_PER_PERIOD:
             self.end(f"it has not answered for {self.heartbeat:g} s (runtime.heartbeat)")
             return
         self.silent += 1
-        self._post(Call(NOBODY, PING))
+        self._post(Call(NO_CALLER, PING))
         self._next_beat(loop)
 
     def _post(self, call: Call) -> None:

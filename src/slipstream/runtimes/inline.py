@@ -5,31 +5,41 @@ Each engine has its own thread. If stages never overlap and operations are paral
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial, wraps
 from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 
 from slipstream.data.tokenizers import Tokenizer
-from slipstream.engines.native.threads import one_thread
-from slipstream.plan.engines import EnginesPlan
-from slipstream.protocols import Engines, Graded, Unscored
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.resources import Offloading, one_thread
+from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.plan.engine_plans import EnginesPlan
+from slipstream.protocols import Engines, GradingSampler, Unscored
 from slipstream.runtimes.build import (
-    REAL,
+    NATIVE_KINDS,
     AnyScorer,
+    NativeKinds,
     OwnTeacherSampler,
     build_grader,
     build_learner,
     build_sampler,
     build_scorer,
 )
-from slipstream.runtimes.modelled import modelled
-from slipstream.runtimes.turns import in_turns
+from slipstream.runtimes.modelled import on_modelled_time
+from slipstream.runtimes.time_share import TimeShare
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 
 def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:
-    kinds = in_turns() if plan.runtime.turns else REAL if plan.costs is None else modelled(plan.costs)
+    kinds = NATIVE_KINDS if plan.costs is None else on_modelled_time(plan.costs)
+    if plan.runtime.time_share:
+        kinds = sharing_time()
     threads = plan.runtime.threads
     together = plan.serial and threads == plan.learner.threads > 1
     torch.set_num_threads(1 if together else threads)  # for this thread only; engines set the number for theirs
@@ -59,9 +69,68 @@ def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str]
             stack.callback(scorer.close)
         opened = stack.pop_all()
     return Engines(
-        samplers=tuple(Graded(sampler, grader) for sampler in samplers),
+        samplers=tuple(GradingSampler(sampler, grader) for sampler in samplers),
         scorers=scorers or {"": (Unscored(),)},
         learner=learner,
         teacher_samplers=teacher_samplers,
         close=opened.close,
     )
+
+
+# --- engines that take turns ------------------------------------------------------------------------------------------
+
+
+def sharing_time() -> NativeKinds:
+    share, engines = TimeShare(), list[Offloading]()
+    share.holders = engines  # type: ignore[assignment]  # every engine is a holder
+
+    def offload_all() -> None:
+        for engine in engines:
+            engine.thread.submit(engine.move_to_host).result()
+
+    return NativeKinds(
+        sampler=partial(SharedSampler, share),
+        scorer=partial(SharedScorer, share),
+        learner=partial(SharedLearner, share),
+        built=offload_all,
+    )
+
+
+def in_turn(method: Method) -> Method:
+    """Return a method of an engine that waits for the engine's turn first."""
+
+    @wraps(method)
+    async def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+        async with self.share.turn(self):
+            return await method(self, *args, **options)
+
+    return wrapped  # type: ignore[return-value]
+
+
+class SharedSampler(NativeSampler):
+    def __init__(self, share: TimeShare, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.share = share
+        share.holders.append(self)
+
+    generate = in_turn(NativeSampler.generate)
+    publish = in_turn(NativeSampler.publish)
+
+
+class SharedScorer(NativeScorer):
+    def __init__(self, share: TimeShare, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.share = share
+        share.holders.append(self)
+
+    publish = in_turn(NativeScorer.publish)
+    _call = in_turn(NativeScorer._call)
+
+
+class SharedLearner(NativeLearner):
+    def __init__(self, share: TimeShare, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.share = share
+        share.holders.append(self)
+
+    _run = in_turn(NativeLearner._run)

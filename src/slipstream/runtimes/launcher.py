@@ -29,10 +29,7 @@ from typing import Any
 from slipstream import processes
 from slipstream.engines.shared_memory import Mapped, Records
 from slipstream.runtimes.channel import Channel
-from slipstream.runtimes.exchange import Answer, Call, Host, failed, map_references
-
-GRACE = 5.0
-"""Seconds in which processes that killed engines leave behind, such as graders, may end by themselves."""
+from slipstream.runtimes.exchange import Answer, Call, EngineServer, failure_of, map_references
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class ProcessSettings:
     """Value of CUDA_VISIBLE_DEVICES; None leaves the variable unchanged."""
 
 
-GPUS = "gpus"
+LIST_GPUS = "gpus"
 """Request to the launcher for the names of all GPUs."""
 
 
@@ -54,7 +51,7 @@ GPUS = "gpus"
 
 
 def run_launcher(control: Connection) -> None:
-    """Serve requests: settings fork an engine, a pid kills one and returns its exit code, `GPUS` lists all GPUs."""
+    """Serve requests: settings fork an engine, a pid kills one and returns its exit code, `LIST_GPUS` lists GPUs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):  # drop the handlers of the command line
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -75,7 +72,7 @@ def run_launcher(control: Connection) -> None:
                     engine.join()
                     del engines[pid]  # only now: `reap` would treat it as an orphan
                     control.send(engine.exitcode)
-                case str():  # GPUS
+                case str():  # LIST_GPUS
                     control.send(visible_gpus())
                 case settings:
                     theirs = socket(fileno=recv_handle(control))
@@ -146,8 +143,8 @@ def reap(engines: dict[int, BaseProcess]) -> None:
 
 
 def wait_for_all() -> None:
-    """Wait until this process has no child; kill those that remain after GRACE seconds."""
-    until = time.monotonic() + GRACE
+    """Wait for the processes that killed engines leave behind, such as graders; kill those that do not end."""
+    until = time.monotonic() + processes.GRACE
     with contextlib.suppress(ChildProcessError):
         while True:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
@@ -184,25 +181,25 @@ def work(settings: ProcessSettings, ours: socket, control: Connection, launcher:
 async def serve(name: str, ours: socket) -> None:
     def on_call(call: Call, memories: list[Mapped]) -> None:
         try:
-            bodies = [opened(memory) for memory in memories]
+            bodies = [unpack(memory) for memory in memories]
             host.accept(map_references(call, lambda body: bodies[body.bundle][body.index]))
         except Exception as error:  # unpickling can raise any exception: return it to the caller
-            send_answer(failed(call.id, error), [])
+            send_answer(failure_of(call.id, error), [])
 
     def send_answer(answer: Answer, memories: list[Mapped]) -> None:
         try:
             channel.send(answer, memories)
         except Exception as error:  # the same for pickling
-            channel.send(failed(answer.id, error))
+            channel.send(failure_of(answer.id, error))
 
-    host, channel, hung_up = Host(name, send_answer, packed), Channel(ours, on_call), asyncio.Event()
+    host, channel, hung_up = EngineServer(name, send_answer, pack), Channel(ours, on_call), asyncio.Event()
     channel.attach(hung_up.set)
     await hung_up.wait()
     await host.close()
     channel.close()
 
 
-async def packed(bodies: Sequence[Any]) -> list[Mapped]:
+async def pack(bodies: Sequence[Any]) -> list[Mapped]:
     """Return weights or records in shared memory; a thread copies weights that are not there yet."""
     import numpy as np
 
@@ -215,7 +212,7 @@ async def packed(bodies: Sequence[Any]) -> list[Mapped]:
             return [Records.of_values(bodies)]
 
 
-def opened(memory: Mapped) -> Any:
+def unpack(memory: Mapped) -> Any:
     return memory.values() if isinstance(memory, Records) else [memory.array()]
 
 

@@ -33,21 +33,31 @@ from slipstream.data.tokenizers import Tokenizer
 from slipstream.engines.http.client import TAKEN
 from slipstream.engines.shared_memory import Mapped
 from slipstream.errors import AllDied, ConfigError, EngineError
-from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.engine_plans import EnginesPlan
 from slipstream.plan.gpus import crews_of, sum_line, unused_line
-from slipstream.processes import exit_text, kill, start_python
+from slipstream.processes import GRACE, exit_text, kill, start_python
 from slipstream.protocols import Engines
 from slipstream.runtimes.channel import Channel
-from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, RemoteWorker, number_bundles
-from slipstream.runtimes.launcher import GPUS, ProcessSettings, run_launcher
-from slipstream.runtimes.places import Place, Say, Staff, construct, engines_from, gpus_each, loading_message, places
+from slipstream.runtimes.exchange import DEFAULT_HEARTBEAT, Answer, Body, RemoteWorker, number_bundles
+from slipstream.runtimes.launcher import LIST_GPUS, ProcessSettings, run_launcher
+from slipstream.runtimes.workers import (
+    PARTIES,
+    Say,
+    WorkerManager,
+    WorkerSpec,
+    construct,
+    engines_from,
+    gpus_each,
+    loading_message,
+    worker_specs,
+)
 
-BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+LAUNCHER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment of the launcher: its imports must not start threads, and `torch.cuda.is_available` must not call CUDA.
 
 Engines set their own number of threads.
 """
-HEARD = 120.0
+FIRST_ANSWER_TIMEOUT = 120.0
 """Seconds in which the launcher must finish its imports and answer the first request."""
 
 
@@ -63,8 +73,8 @@ class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
     its imports, a launcher that has not answered for `heartbeat` seconds is killed.
     """
 
-    def __init__(self, secrets: Collection[str] = (), heartbeat: float = HEARTBEAT) -> None:
-        self.secrets, self.heartbeat, self.patience = secrets, heartbeat, HEARD
+    def __init__(self, secrets: Collection[str] = (), heartbeat: float = DEFAULT_HEARTBEAT) -> None:
+        self.secrets, self.heartbeat, self.patience = secrets, heartbeat, FIRST_ANSWER_TIMEOUT
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each engine needs some in both processes
         self.gone = False
@@ -76,7 +86,7 @@ class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
             self.pid = fork_launcher(theirs, self.control, secrets)
         else:
             environment = {name: value for name, value in os.environ.items() if name not in secrets}
-            self.process = start_python("slipstream.runtimes.launcher", theirs, environment | BARE)
+            self.process = start_python("slipstream.runtimes.launcher", theirs, environment | LAUNCHER_ENVIRONMENT)
             self.pid = self.process.pid
         self.bare = True
         """True until the first request: the launcher may still be importing, and has no child."""
@@ -98,7 +108,7 @@ class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
     def gpus(self) -> list[str]:
         """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them, counted by the launcher."""
         try:
-            names: list[str] = self._request(GPUS)
+            names: list[str] = self._request(LIST_GPUS)
         except LauncherGone:
             raise AllDied("no engine can start: the process launcher, which forks them, is gone") from None
         return names
@@ -153,7 +163,7 @@ def fork_launcher(theirs: Connection, ours: Connection, secrets: Collection[str]
         TAKEN.clear()
         for name in secrets:
             os.environ.pop(name, None)
-        os.environ |= BARE
+        os.environ |= LAUNCHER_ENVIRONMENT
         os.setsid()  # signals from a terminal must reach the coordinator only
         run_launcher(theirs)
     except BaseException:
@@ -206,7 +216,7 @@ class LocalLink:
             self.attach(worker)
             self.channel.close_writing()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.lost.wait(), GOODBYE)
+                await asyncio.wait_for(self.lost.wait(), GRACE)
         worker.end("it was dismissed")
         self.ended()
         self.channel.close()
@@ -229,17 +239,17 @@ def open_engines(
     still: Say = str,
 ) -> Engines:
     """Open all engines; start a launcher if none is given or if the given one is gone."""
-    wanted = places(plan, tokenizer)
+    wanted = worker_specs(plan, tokenizer)
     with ExitStack() as stack:
         if launcher is None or launcher.gone:
             launcher = stack.enter_context(launcher.another() if launcher else ProcessLauncher())
         gpus = launcher.gpus()
         each = gpus_each(plan.runtime.device, crews_of(plan), [len(gpus)], say)
         say(loading_message(plan))
-        staff = start(
+        manager = start(
             wanted, launcher, stack, gpus=gpus if each else [], heartbeat=plan.runtime.heartbeat, say=say, still=still
         )
-        return engines_from(plan, staff, stack.pop_all().close)
+        return engines_from(plan, manager, stack.pop_all().close)
 
 
 def check_gpus(plan: EnginesPlan, machines: Sequence[int], say: Say) -> list[str]:
@@ -261,55 +271,67 @@ def check_gpus(plan: EnginesPlan, machines: Sequence[int], say: Say) -> list[str
 
 
 def start(
-    wanted: Sequence[Place],
+    wanted: Sequence[WorkerSpec],
     launcher: ProcessLauncher,
     stack: ExitStack,
     *,
     gpus: Sequence[str] | None = None,
-    heartbeat: float = HEARTBEAT,
+    heartbeat: float = DEFAULT_HEARTBEAT,
     say: Say,
     still: Say = str,
-) -> Staff:
-    """Start all engines at once, each on its own GPUs, which its replacement inherits; `gpus` None: all share GPUs."""
-    where = meeting(launcher, stack, say) if any(place.meets for place in wanted) else None
+) -> WorkerManager:
+    """Start all engines at once, each on its own GPUs, which its replacement inherits; `gpus` None: all share GPUs.
+
+    Two parties that take turns have the same GPUs.
+    """
+    where = meeting(launcher, stack, say) if any(spec.meets for spec in wanted) else None
     links: list[LocalLink] = []
     stack.callback(stop, links)
-    free, own = deque(gpus or []), dict[str, list[str]]()
+    own, shared = dict[str, list[str]](), shared_devices(wanted) if gpus else 0
+    pools = {party: deque((gpus or [])[:shared]) for party in PARTIES} | {"": deque((gpus or [])[shared:])}
 
-    def start_worker(place: Place) -> RemoteWorker:
-        if place.name not in own:
-            if gpus and place.computes > len(free):
-                raise EngineError(f"no GPU is free for {place.name}")
-            own[place.name] = [free.popleft() for _ in range(place.computes if gpus else 0)]
-        visible = None if gpus is None else ",".join(own[place.name])
-        links.append(launcher.start_engine(ProcessSettings(place.name, place.threads, str(Path.cwd()), visible)))
-        return place.kind(place.name, links[-1], heartbeat)
+    def start_worker(spec: WorkerSpec) -> RemoteWorker:
+        if spec.name not in own:
+            free = pools[spec.party]
+            if gpus and spec.computes > len(free):
+                raise EngineError(f"no GPU is free for {spec.name}")
+            own[spec.name] = [free.popleft() for _ in range(spec.computes if gpus else 0)]
+        visible = None if gpus is None else ",".join(own[spec.name])
+        links.append(launcher.start_engine(ProcessSettings(spec.name, spec.threads, str(Path.cwd()), visible)))
+        return spec.kind(spec.name, links[-1], heartbeat)
 
-    def release(place: Place) -> None:
-        free.extend(own.pop(place.name, ()))
+    def release(spec: WorkerSpec) -> None:
+        pools[spec.party].extend(own.pop(spec.name, ()))
 
-    def resources_of(place: Place) -> dict[str, float]:
-        return {"GPU": place.computes} if gpus else {}
+    def resources_of(spec: WorkerSpec) -> dict[str, float]:
+        return {"GPU": spec.computes} if gpus else {}
 
-    staff = Staff(start_worker, release, resources_of, lambda: {"GPU": len(free)})
-    staff.begin(wanted, lambda _: where, say, still)
-    return staff
+    manager = WorkerManager(start_worker, release, resources_of, lambda: {"GPU": len(pools[""])})
+    manager.begin(wanted, lambda _: where, say, still)
+    return manager
+
+
+def shared_devices(wanted: Sequence[WorkerSpec]) -> int:
+    """Return the number of devices that parties use in turn: as many as the largest party needs."""
+    return max(sum(spec.computes for spec in wanted if spec.party == party) for party in PARTIES)
 
 
 def meeting(launcher: ProcessLauncher, stack: ExitStack, say: Say) -> tuple[str, int]:
     """Start a process that serves the rendezvous of ranks and ends after them; return its address."""
-    (worker,) = start([Place(RemoteWorker, "meeting", 1, partial(construct, "Meet"))], launcher, stack, say=say).places
+    (worker,) = start(
+        [WorkerSpec(RemoteWorker, "meeting", 1, partial(construct, "Meet"))], launcher, stack, say=say
+    ).specs
     where: tuple[str, int] = asyncio.run(worker.call("where"))
     return where
 
 
 def stop(links: Sequence[LocalLink]) -> None:
-    """Close all engines within GOODBYE seconds, then end their processes."""
+    """Close all engines within GRACE seconds, then end their processes."""
     closing = [link for link in links if link.started and not link.ending]
     for link in closing:
         link.channel.detach()
         link.channel.close_writing()
-    until = time.monotonic() + GOODBYE
+    until = time.monotonic() + GRACE
     for link in closing:
         link.channel.drain(until)
     for link in links:

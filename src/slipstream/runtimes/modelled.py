@@ -23,13 +23,13 @@ from slipstream.engines.native.sampling.requests import Publish
 from slipstream.engines.native.sampling.sampler import NativeSampler, settle
 from slipstream.engines.native.scorer import Call, NativeScorer
 from slipstream.protocols import Fingerprint, Loaded, Metrics, Mode, WeightsRef
-from slipstream.records import ONE, Counts
+from slipstream.records import ONE_COUNT, Counts
 from slipstream.runtimes.build import NativeKinds
 from slipstream.simulation.cores import Cores
 from slipstream.simulation.virtual_clock import ModelledLoop
 
 T = TypeVar("T")
-FORWARD = 1 / 3
+FORWARD_COST = 1 / 3
 """Cost of a pass without a gradient, relative to a training pass."""
 
 
@@ -51,7 +51,7 @@ class ModelledTime:
         await self.cores.work(seconds)
 
 
-def modelled(costs: Costs) -> NativeKinds:
+def on_modelled_time(costs: Costs) -> NativeKinds:
     time = ModelledTime(costs)
     return NativeKinds(
         sampler=partial(ModelledSampler, time),
@@ -131,7 +131,7 @@ class ModelledLearner(NativeLearner):
         super().__init__(*args, **given)
         self.time, self.costs = time, time.costs
 
-    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+    async def step(self, counts: Counts = ONE_COUNT, lr: float = 1.0) -> Metrics:
         found = await super().step(counts, lr)
         await self.time.work(self.costs.learn.step)
         return found
@@ -142,12 +142,12 @@ class ModelledLearner(NativeLearner):
         return found
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
-        before = self._passed
+        before = self._tokens_passed
         found = await super()._run(work, *args)
-        await self.time.work(self.costs.learn.seconds(self._passed - before))
+        await self.time.work(self.costs.learn.seconds(self._tokens_passed - before))
         return found
 
     @property
-    def _passed(self) -> float:
+    def _tokens_passed(self) -> float:
         """Return the tokens of all passes so far, as training tokens that take the same time."""
-        return self.passes.trained + FORWARD * self.passes.read
+        return self.passes.trained + FORWARD_COST * self.passes.read

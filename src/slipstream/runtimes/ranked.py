@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 
 from slipstream.engines.native.packing import cost
 from slipstream.errors import EngineError, RecordsLost, SlipstreamError, WorkerDied
-from slipstream.protocols import Fingerprint, Learner, Metrics, Quote, SampleFreshness, WeightsRef
-from slipstream.records import ONE, Batch, Counts, Group
+from slipstream.protocols import Learner, Proxy, Quote, SampleFreshness
+from slipstream.records import Batch, Counts, Group
 
 T = TypeVar("T")
-GRACE = 5.0
+RANK_ERRORS = 5.0
 """Seconds after one rank's error in which the other ranks may raise their errors."""
 
 
-class RankedLearner:
+class RankedLearner(Proxy, Learner):
     def __init__(
         self, ranks: Sequence[Learner], *, hidden: int, minibatches: int = 1, shared_prompt: bool = False
     ) -> None:
@@ -60,27 +60,16 @@ class RankedLearner:
         weighed = [iter(each) for each in found]
         return [next(weighed[self.homes[header.number]]) for header in batch.headers] if any(found) else []
 
-    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
-        return (await self._all(lambda rank: self.ranks[rank].step(counts, lr)))[0]
-
     async def quote(self, batch: Batch) -> list[Quote]:
         parts = self._split(batch)
         return [each for found in await self._all(lambda rank: self.ranks[rank].quote(parts[rank])) for each in found]
 
-    async def weigh(self, batch: Batch) -> list[SampleFreshness]:
-        return (await self._all(lambda rank: self.ranks[rank].weigh(batch)))[0]
-
-    async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
-        return (await self._all(lambda rank: self.ranks[rank].compare(batch, teacher)))[0]
-
-    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
-        return (await self._all(lambda rank: self.ranks[rank].export(teacher)))[0]
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Make the same call to every rank, and return the answer of the first."""
+        return (await self._all(lambda rank: getattr(self.ranks[rank], method)(*args, **options)))[0]
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         await self._all(lambda rank: self.ranks[rank].save(path, () if rank else groups, optimizer=optimizer))
-
-    async def restore(self, path: Path) -> Sequence[Group]:
-        return (await self._all(lambda rank: self.ranks[rank].restore(path)))[0]
 
     def _split(self, batch: Batch) -> list[Batch]:
         parts: list[list[Group]] = [[] for _ in self.ranks]
@@ -104,11 +93,11 @@ class RankedLearner:
         done, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         errors = errors_of(done)
         if late and not any(isinstance(error, WorkerDied) for error in errors):
-            _, late = await asyncio.wait(tasks, timeout=GRACE)
+            _, late = await asyncio.wait(tasks, timeout=RANK_ERRORS)
         errors += [error for error in errors_of(set(tasks) - late) if error not in errors]
         if not errors:
             return [task.result() for task in tasks]
-        if len(errors) < len(tasks) or not agreed(errors):
+        if len(errors) < len(tasks) or not all_agree(errors):
             self.failed = next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
             if isinstance(self.failed, RecordsLost):  # other ranks had their records and have advanced
                 self.failed = WorkerDied(str(self.failed))
@@ -121,7 +110,7 @@ def errors_of(done: Iterable[asyncio.Future[T]]) -> list[BaseException]:
     return [error for task in done if (error := task.exception()) is not None]
 
 
-def agreed(errors: Sequence[BaseException]) -> bool:
+def all_agree(errors: Sequence[BaseException]) -> bool:
     """Return True if all ranks raised the same recoverable error at the same point, so that they can continue."""
     first = errors[0]
     same = all(type(error) is type(first) for error in errors)

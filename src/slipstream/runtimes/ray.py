@@ -26,16 +26,25 @@ from ray._private import worker as ray_worker
 
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.errors import AllDied, ConfigError, first_line
-from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.engine_plans import EnginesPlan
 from slipstream.plan.gpus import crews_of
+from slipstream.processes import GRACE
 from slipstream.protocols import Engines
 from slipstream.run_dir.atomic_files import directory_lock, held, writer
 from slipstream.runtimes.actor import RayLink
-from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, RemoteWorker
-from slipstream.runtimes.places import Place, Say, Staff, engines_from, gpus_each, loading_message, places
+from slipstream.runtimes.exchange import DEFAULT_HEARTBEAT, RemoteWorker
+from slipstream.runtimes.workers import (
+    Say,
+    WorkerManager,
+    WorkerSpec,
+    engines_from,
+    gpus_each,
+    loading_message,
+    worker_specs,
+)
 
-QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-SHORT = 20
+QUIET_OPTIONS: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+MAX_DIRECTORY_LENGTH = 20
 """Longest directory path, in characters, that keeps the names of Ray's sockets within the limit of any system."""
 JANITOR = """
 sweep() {
@@ -49,13 +58,13 @@ sweep
 test "$now" || for more in 1 2 3 4 5; do sleep 1; sweep; done
 """
 """Shell script that removes Ray's processes and files when the coordinator asks for it or has ended."""
-PREFIX = "ray-"
+RAY_DIRECTORY = "ray-"
 """Prefix of the names of Ray directories that are created here."""
 OWN_RESOURCE = "slipstream"
 """Name of a resource that marks a Ray started by this process. Such a Ray has enough CPUs for all engines."""
-VITAL = ("gcs_server", "raylet")
+VITAL_DAEMONS = ("gcs_server", "raylet")
 """Ray daemons that no actor can work without."""
-CONNECT_TIMEOUT = 10.0
+CLUSTER_CONNECT_TIMEOUT = 10.0
 """Seconds in which a cluster must accept a connection."""
 
 
@@ -63,20 +72,20 @@ def open_engines(
     plan: EnginesPlan, tokenizer: Tokenizer, *, home: ExitStack | None = None, say: Say = print, still: Say = str
 ) -> Engines:
     """Open all engines. Ray (started or connected here) closes with `home`, or with the engines if `home` is None."""
-    wanted = sorted(places(plan, tokenizer), key=lambda place: -place.computes)  # Ray places the largest first
+    wanted = sorted(worker_specs(plan, tokenizer), key=lambda spec: -spec.computes)  # Ray places the largest first
     with ExitStack() as stack:
         connect(plan.runtime.address, wanted, home or stack, say)
         gpus = gpus_each(plan.runtime.device, crews_of(plan), machines(), say)
         say(loading_message(plan))
         cpus = 0 if resource_count(OWN_RESOURCE) else 1
-        staff = start(wanted, stack, gpus=gpus, cpus=cpus, heartbeat=plan.runtime.heartbeat, say=say, still=still)
-        return engines_from(plan, staff, stack.pop_all().close)
+        manager = start(wanted, stack, gpus=gpus, cpus=cpus, heartbeat=plan.runtime.heartbeat, say=say, still=still)
+        return engines_from(plan, manager, stack.pop_all().close)
 
 
-def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say: Say) -> None:
+def connect(address: str | None, wanted: Sequence[WorkerSpec], stack: ExitStack, say: Say) -> None:
     """Use the Ray of this process, or connect to a cluster, or start a Ray here with enough CPUs for all engines."""
-    cpus = sum(place.threads for place in wanted)
-    if ray.is_initialized() and (ended() or (daemons() and not resource_count(OWN_RESOURCE))):
+    cpus = sum(spec.threads for spec in wanted)
+    if ray.is_initialized() and (ended_daemon() or (daemons() and not resource_count(OWN_RESOURCE))):
         stack.close()  # a vital daemon has ended, or hangs and was given up by Ray
     if not ray.is_initialized():
         ray_worker._worker_logs_enabled = False  # Slipstream reports failures of daemons itself
@@ -102,11 +111,11 @@ def directory() -> Iterator[str]:
     If that process is killed too, the next run removes the directory, because its lock is then no longer held.
     """
     usual = tempfile.gettempdir()
-    where = Path(usual if len(usual) <= SHORT else "/tmp")
-    for left in where.glob(f"{PREFIX}*"):  # a directory without a lock is foreign or just being created
+    where = Path(usual if len(usual) <= MAX_DIRECTORY_LENGTH else "/tmp")
+    for left in where.glob(f"{RAY_DIRECTORY}*"):  # a directory without a lock is foreign or just being created
         if writer(left) and held(left) is False and left.lstat().st_uid == os.getuid():
             shutil.rmtree(left, ignore_errors=True)
-    path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
+    path = tempfile.mkdtemp(prefix=RAY_DIRECTORY, dir=where)
     with (
         directory_lock(Path(path)),
         Popen(["sh", "-c", JANITOR, path], stdin=PIPE, start_new_session=True) as janitor,
@@ -138,7 +147,7 @@ def start_here(cpus: int, path: str) -> None:
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             _temp_dir=path,
-            **QUIET,
+            **QUIET_OPTIONS,
         )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
@@ -146,9 +155,9 @@ def start_here(cpus: int, path: str) -> None:
 
 
 def shut_down() -> None:
-    """Shut Ray down; kill its daemons after GOODBYE seconds, because Ray waits forever for a stopped daemon."""
+    """Shut Ray down; kill its daemons after GRACE seconds, because Ray waits forever for a stopped daemon."""
     ours = daemons()
-    impatient = threading.Timer(GOODBYE, lambda: [daemon.kill() for daemon in ours])
+    impatient = threading.Timer(GRACE, lambda: [daemon.kill() for daemon in ours])
     impatient.start()
     try:
         ray.shutdown()
@@ -162,18 +171,18 @@ def daemons() -> list[Any]:
     return [info.process for infos in node.all_processes.values() for info in infos] if node else []
 
 
-def ended() -> str:
+def ended_daemon() -> str:
     """Return the name of a vital daemon that has ended, or "". Ray itself would end this process a minute later."""
     node = ray_worker._global_node
-    return next((kind for kind, _ in node.dead_processes() if kind in VITAL), "") if node else ""
+    return next((kind for kind, _ in node.dead_processes() if kind in VITAL_DAEMONS), "") if node else ""
 
 
 def start_there(address: str) -> None:
     try:
         address_there = services.canonicalize_bootstrap_address(address)
         host, _, port = str(address_there).rpartition(":")
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()  # Ray retries for minutes
-        ray.init(address_there, **QUIET)
+        socket.create_connection((host, int(port)), timeout=CLUSTER_CONNECT_TIMEOUT).close()  # Ray retries for minutes
+        ray.init(address_there, **QUIET_OPTIONS)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"runtime.address = {address!r}: no Ray cluster answers there ({first_line(error)}); write the host:port "
@@ -192,42 +201,42 @@ def machines() -> list[int]:
 
 
 def start(
-    wanted: Sequence[Place],
+    wanted: Sequence[WorkerSpec],
     stack: ExitStack,
     *,
     gpus: float = 0,
     cpus: float = 1,
-    heartbeat: float = HEARTBEAT,
+    heartbeat: float = DEFAULT_HEARTBEAT,
     say: Say,
     still: Say = str,
-) -> Staff:
+) -> WorkerManager:
     links: list[RayLink] = []
     stack.callback(stop, links)
 
-    def resources_of(place: Place) -> dict[str, float]:
-        return {"CPU": cpus * place.threads, "GPU": gpus * place.computes}
+    def resources_of(spec: WorkerSpec) -> dict[str, float]:
+        return {"CPU": cpus * spec.threads, "GPU": gpus * spec.computes}
 
-    def start_worker(place: Place) -> RemoteWorker:
-        if daemon := ended():
-            raise AllDied(f"{place.name} cannot start: {daemon}, a daemon of Ray, has ended")
-        links.append(RayLink(place, resources_of(place), ended))
-        return place.kind(place.name, links[-1], heartbeat)
+    def start_worker(spec: WorkerSpec) -> RemoteWorker:
+        if daemon := ended_daemon():
+            raise AllDied(f"{spec.name} cannot start: {daemon}, a daemon of Ray, has ended")
+        links.append(RayLink(spec, resources_of(spec), ended_daemon))
+        return spec.kind(spec.name, links[-1], heartbeat)
 
     def meeting(first: RemoteWorker) -> Any:
         """Return an ObjectRef of the rendezvous address, so that the other ranks need not wait for the first."""
         assert isinstance(first.link, RayLink)
         return first.link.actor.meet.remote()
 
-    staff = Staff(start_worker, resources_of=resources_of, available=ray.available_resources)
-    staff.begin(wanted, meeting, say, still)
-    return staff
+    manager = WorkerManager(start_worker, resources_of=resources_of, available=ray.available_resources)
+    manager.begin(wanted, meeting, say, still)
+    return manager
 
 
 def stop(links: Sequence[RayLink]) -> None:
-    if ended():
+    if ended_daemon():
         return
     closing = [link.actor.close.remote() for link in links if link.pid]
     if closing:
-        ray.wait(closing, num_returns=len(closing), timeout=GOODBYE)
+        ray.wait(closing, num_returns=len(closing), timeout=GRACE)
     for link in links:
         ray.kill(link.actor)

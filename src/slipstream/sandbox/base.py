@@ -15,11 +15,11 @@ from typing import Literal
 MiB = 1 << 20
 Status = Literal["ok", "failed", "timeout", "output", "memory", "disk"]
 """`failed`: the exit code was not 0. `timeout`, `output`, `memory`, `disk`: the program exceeded that limit."""
-PYTHON = ("env", "PYTHONHASHSEED=0", "PYTHONDONTWRITEBYTECODE=1", "python3")
+PYTHON_COMMAND = ("env", "PYTHONHASHSEED=0", "PYTHONDONTWRITEBYTECODE=1", "python3")
 """Command for Python with a fixed hash seed, so that the order of sets is the same in every run."""
-LONGEST = 100_000
+MAX_ARGUMENT_BYTES = 100_000
 """Maximum bytes of one command-line argument; Linux allows 128 KiB."""
-COPY = ("cp", "-R", "--remove-destination")
+COPY_COMMAND = ("cp", "-R", "--remove-destination")
 """Command that copies new files of a session. It runs in the sandbox, so symbolic links of a program stay inside."""
 
 
@@ -41,7 +41,7 @@ class Limits:
         return max(1024, self.disk // 4096)
 
 
-USUAL = Limits()
+DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,17 @@ class Program:
     """Text, or a file of this machine, which only sandboxes on this machine can read."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents of new files, by path below the working directory."""
-    limits: Limits = USUAL
+    limits: Limits = DEFAULT_LIMITS
 
 
 class Runner(ABC):
     async def run(
-        self, argv: Sequence[str], *, stdin: str | Path = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str | Path = "",
+        files: Mapping[str, str] = {},
+        limits: Limits = DEFAULT_LIMITS,
     ) -> Ran:
         program = Program(argv, stdin, files, limits)
         return unrunnable(program) or await self.execute(program)
@@ -94,7 +99,7 @@ class Session(Runner):
 
     @abstractmethod
     async def copy(self, files: Mapping[str, str], limits: Limits) -> Ran:
-        """Copy files into the working directory by the program `COPY`."""
+        """Copy files into the working directory by the program `COPY_COMMAND`."""
 
     @abstractmethod
     async def call(self, program: Program) -> Ran: ...
@@ -104,7 +109,7 @@ class Sandbox(Runner):
     """Runner of programs. Every call of `run` gets a new working directory that contains only `files`."""
 
     @abstractmethod
-    async def session(self, limits: Limits = USUAL) -> Session:
+    async def session(self, limits: Limits = DEFAULT_LIMITS) -> Session:
         """Open a session. Only `limits.disk` is used, for its directories; each call has its own other limits."""
 
 
@@ -114,10 +119,10 @@ async def run_python(
     *,
     stdin: str = "",
     files: Mapping[str, str] = {},
-    limits: Limits = USUAL,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> Ran:
     """Run Python code as main.py, in a working directory with these files."""
-    return await sandbox.run([*PYTHON, "main.py"], stdin=stdin, files={**files, "main.py": code}, limits=limits)
+    return await sandbox.run([*PYTHON_COMMAND, "main.py"], stdin=stdin, files={**files, "main.py": code}, limits=limits)
 
 
 def unrunnable(program: Program) -> Ran | None:
@@ -127,19 +132,19 @@ def unrunnable(program: Program) -> Ran | None:
         raise ValueError("argv is empty: it begins with the name of a program")
     for name in files:
         parts = name.split("/")
-        if {"", ".", ".."} & set(parts) or "\0" in name or any(len(encoded(part)) > 255 for part in parts):
+        if {"", ".", ".."} & set(parts) or "\0" in name or any(len(encode(part)) > 255 for part in parts):
             raise ValueError(f"files: {name!r} is not a path below the working directory, such as 'src/main.py'")
         if any("/".join(parts[:depth]) in files for depth in range(1, len(parts))):
             raise ValueError(f"files: {name!r} is below a file, not below a directory")
     if any("\0" in each for each in argv):
         return Ran("failed", 126, "", "an argument contains a null character\n", 0.0)
-    if any(len(encoded(each)) > LONGEST for each in argv) or len(argv) > 1000:
+    if any(len(encode(each)) > MAX_ARGUMENT_BYTES for each in argv) or len(argv) > 1000:
         return Ran("failed", 126, "", "Argument list too long\n", 0.0)
-    if sum(len(encoded(each)) for each in files.values()) > limits.disk or len(files) > limits.files:
+    if sum(len(encode(each)) for each in files.values()) > limits.disk or len(files) > limits.files:
         return Ran("disk", None, "", "No space left on device\n", 0.0)
     return None
 
 
-def encoded(text: str) -> bytes:
+def encode(text: str) -> bytes:
     """Encode text as UTF-8. An unpaired surrogate, which models may write, becomes a question mark."""
     return text.encode(errors="replace")

@@ -25,33 +25,33 @@ from slipstream import processes
 from slipstream.errors import ConfigError, SandboxError
 from slipstream.processes import descendants
 from slipstream.sandbox import cgroups
-from slipstream.sandbox.base import COPY, USUAL, Limits, Program, Ran, Sandbox, Session, Status, encoded
+from slipstream.sandbox.base import COPY_COMMAND, DEFAULT_LIMITS, Limits, Program, Ran, Sandbox, Session, Status, encode
 from slipstream.sandbox.limits import (
     check_installed,
     environment,
     finish,
-    limited,
     memory,
-    opened_stdin,
-    sealed,
+    sealed_file,
     sockets,
+    stdin_file,
+    with_limits,
 )
 from slipstream.sandbox.seccomp import program as seccomp_program
 
-NOBODY = "65534"
+NOBODY_ID = "65534"
 """User id and group id that a program sees inside the sandbox."""
-USERS, PER_PROCESS = 1_879_048_192, 64
+FIRST_USER, USERS_PER_PROCESS = 1_879_048_192, 64
 """First of 2^28 user ids that systemd leaves unused, and how many of these ids each Slipstream process uses."""
 WORK = "/work"
-SHARED = {WORK: "/tmp/work", "/tmp": "/tmp/tmp"}
+SESSION_DIRECTORIES = {WORK: "/tmp/work", "/tmp": "/tmp/tmp"}
 """Directories whose files a session's calls share, mapped to their paths in the session's keeper process."""
-FILES = "/files"
-"""Mount point of new files of a session, from which the program `COPY` copies them."""
-READY = 10.0
+FILES_MOUNT = "/files"
+"""Mount point of new files of a session, from which the program `COPY_COMMAND` copies them."""
+SESSION_TIMEOUT = 10.0
 """Timeout in seconds for opening a session."""
-FIRST = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
+FIRST_PROCESS = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
 """Shell that is process 1 of the sandbox. Bubblewrap's own process 1 has no seccomp filter and could be attacked."""
-CALLS = itertools.count()
+CALL_NUMBERS = itertools.count()
 
 
 class Bubblewrap(Sandbox):
@@ -74,8 +74,8 @@ class Bubblewrap(Sandbox):
         mounts += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
         return await self.call(program, mounts, WORK, user=another_user())
 
-    async def session(self, limits: Limits = USUAL) -> KeeperSession:
-        return await KeeperSession.opened(self, limits)
+    async def session(self, limits: Limits = DEFAULT_LIMITS) -> KeeperSession:
+        return await KeeperSession.open(self, limits)
 
     async def call(
         self, program: Program, mounts: Sequence[str], files_at: str, *, user: int | None, prefix: Sequence[str] = ()
@@ -85,12 +85,12 @@ class Bubblewrap(Sandbox):
         with ExitStack() as stack:
             files: list[str] = []
             for name, content in program.files.items():
-                descriptor = stack.enter_context(sealed(encoded(content)))
+                descriptor = stack.enter_context(sealed_file(encode(content)))
                 files += ["--perms", "0644", "--file", str(descriptor), f"{files_at}/{name}"]
-            rules = stack.enter_context(sealed(self.filter))
+            rules = stack.enter_context(sealed_file(self.filter))
             status, status_end = stack.enter_context(_pipe())
             descriptors = [*(int(each) for each in files[3::5]), rules, status_end]
-            words = [*FIRST, "/usr/bin/env", "-C", WORK, *program.argv]
+            words = [*FIRST_PROCESS, "/usr/bin/env", "-C", WORK, *program.argv]
             cgroup, gate = None, list[str]()
             if self.cgroups is not None:
                 cgroup = stack.enter_context(cgroups.group(self.cgroups, limits))
@@ -99,13 +99,13 @@ class Bubblewrap(Sandbox):
                 gate, descriptors = ["--block-fd", str(blocked)], [*descriptors, blocked]
             process = await processes.start_program(
                 [
-                    *prefix, self.bwrap, *gate, *WALLS, *self.system, *mounts, *files,
+                    *prefix, self.bwrap, *gate, *ISOLATION, *self.system, *mounts, *files,
                     *("--remount-ro", "/", "--chdir", "/"),
                     *("--seccomp", str(rules), "--json-status-fd", str(status_end)), "--clearenv",
                     *(word for entry in environment(self.path, WORK).items() for word in ("--setenv", *entry)),
-                    *("--", *limited(words, limits, processes=True, space=cgroup is None)),
+                    *("--", *with_limits(words, limits, processes=True, space=cgroup is None)),
                 ],
-                stdin=stack.enter_context(opened_stdin(program.stdin)), user=user, descriptors=descriptors,
+                stdin=stack.enter_context(stdin_file(program.stdin)), user=user, descriptors=descriptors,
             )  # fmt: skip
             if cgroup is not None:
                 try:
@@ -114,7 +114,7 @@ class Bubblewrap(Sandbox):
                 except OSError as error:
                     await processes.end_program(process)
                     raise SandboxError(f"sandbox: no process can be put into {cgroup}: {error}") from None
-            ran = await finish(process, limits, since, lambda pid: exceeded(pid, limits), outside=True)
+            ran = await finish(process, limits, since, lambda pid: exceeded_limit(pid, limits), outside=True)
             if cgroup is not None and cgroups.out_of_memory(cgroup):
                 return replace(ran, status="memory", code=None)
             if ran.code is not None and not _ended_by_itself(status):
@@ -122,9 +122,9 @@ class Bubblewrap(Sandbox):
             return ran
 
 
-WALLS = [
+ISOLATION = [
     *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
-    *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL", "--disable-userns"),
+    *("--uid", NOBODY_ID, "--gid", NOBODY_ID, "--hostname", "sandbox", "--cap-drop", "ALL", "--disable-userns"),
     *("--die-with-parent", "--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"),
     *("--perms", "1777", "--size", str(16 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
 ]
@@ -151,10 +151,10 @@ def another_user() -> int | None:
     whole = Path("/proc/self/uid_map").read_text("utf-8").split() == ["0", "0", str((1 << 32) - 1)]
     if os.geteuid() != 0 or not whole:
         return None
-    return USERS + (os.getpid() % (1 << 22)) * PER_PROCESS + next(CALLS) % PER_PROCESS
+    return FIRST_USER + (os.getpid() % (1 << 22)) * USERS_PER_PROCESS + next(CALL_NUMBERS) % USERS_PER_PROCESS
 
 
-def exceeded(pid: int, limits: Limits) -> Status | None:
+def exceeded_limit(pid: int, limits: Limits) -> Status | None:
     """Measure a sandbox's processes from outside; return the limit that they exceed, or None if there is none."""
     inside = descendants(pid)
     if (taken := memory(inside, limits.memory)) > limits.memory:
@@ -198,15 +198,26 @@ class KeeperSession(Session):
     def __init__(self, sandbox: Bubblewrap, keeper: asyncio.subprocess.Process, user: int | None) -> None:
         super().__init__()
         self.sandbox, self.keeper, self.user = sandbox, keeper, user
+        self.links: Mapping[str, str] = {}
+        """Paths that lead to other ones, relative to the working directory."""
 
     @classmethod
-    async def opened(cls, sandbox: Bubblewrap, limits: Limits) -> KeeperSession:
+    async def open(cls, sandbox: Bubblewrap, limits: Limits) -> KeeperSession:
         user, size = another_user(), str(limits.disk)
         keeper = await processes.start_program(
             [
-                *(sandbox.bwrap, "--unshare-user", "--uid", NOBODY, "--gid", NOBODY, "--die-with-parent"),
+                *(sandbox.bwrap, "--unshare-user", "--uid", NOBODY_ID, "--gid", NOBODY_ID, "--die-with-parent"),
                 *("--dev-bind", "/", "/", "--perms", "0755", "--size", size, "--tmpfs", "/tmp"),
-                *("--perms", "0755", "--dir", SHARED[WORK], "--perms", "1777", "--dir", SHARED["/tmp"]),
+                *(
+                    "--perms",
+                    "0755",
+                    "--dir",
+                    SESSION_DIRECTORIES[WORK],
+                    "--perms",
+                    "1777",
+                    "--dir",
+                    SESSION_DIRECTORIES["/tmp"],
+                ),
                 *("/bin/sh", "-c", "echo; exec sleep infinity"),
             ],
             user=user,
@@ -214,7 +225,7 @@ class KeeperSession(Session):
         session = cls(sandbox, keeper, user)
         assert keeper.stdout is not None and keeper.stderr is not None
         try:
-            async with asyncio.timeout(READY):
+            async with asyncio.timeout(SESSION_TIMEOUT):
                 if not await keeper.stdout.readline():
                     reason = (await keeper.stderr.read(1000)).decode(errors="replace")
                     raise SandboxError(f"bubblewrap: no session: {' '.join(reason.split())}")
@@ -222,19 +233,20 @@ class KeeperSession(Session):
         except BaseException as error:
             await session.close()
             if isinstance(error, TimeoutError):
-                raise SandboxError(f"bubblewrap: no session within {READY:g} s") from None
+                raise SandboxError(f"bubblewrap: no session within {SESSION_TIMEOUT:g} s") from None
             raise
 
     async def copy(self, files: Mapping[str, str], limits: Limits) -> Ran:
-        return await self.call(Program([*COPY, f"{FILES}/.", WORK], files=files, limits=limits))
+        return await self.call(Program([*COPY_COMMAND, f"{FILES_MOUNT}/.", WORK], files=files, limits=limits))
 
     async def call(self, program: Program) -> Ran:
         inside = descendants(self.keeper.pid)
         if self.keeper.returncode is not None or not inside:
             raise SandboxError("bubblewrap: the session is over")
         prefix = ["/usr/bin/nsenter", "-t", str(inside[-1]), "-U", "-m", "--preserve-credentials", "--"]
-        mounts = ["--bind", SHARED[WORK], WORK, "--bind", SHARED["/tmp"], "/tmp"]
-        return await self.sandbox.call(program, mounts, FILES, user=self.user, prefix=prefix)
+        mounts = ["--bind", SESSION_DIRECTORIES[WORK], WORK, "--bind", SESSION_DIRECTORIES["/tmp"], "/tmp"]
+        mounts += [word for link, path in self.links.items() for word in ("--symlink", str(Path(WORK, path)), link)]
+        return await self.sandbox.call(program, mounts, FILES_MOUNT, user=self.user, prefix=prefix)
 
     async def close(self) -> None:
         await processes.end_program(self.keeper)

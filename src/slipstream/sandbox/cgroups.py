@@ -17,10 +17,10 @@ from slipstream.processes import descendants
 from slipstream.sandbox.base import Limits, MiB
 
 MOUNTED = Path("/sys/fs/cgroup")
-NEEDED = {"memory", "pids"}
+CGROUP_CONTROLLERS = {"memory", "pids"}
 SPARE_MEMORY, SPARE_PROCESSES = 32 * MiB, 8
 """Bytes and processes that the sandbox itself needs, added to the limits of the program in it."""
-NUMBERS = itertools.count()
+CGROUP_NUMBERS = itertools.count()
 
 
 def writable(mounted: Path = MOUNTED, membership: Path = Path("/proc/self/cgroup")) -> Path | None:
@@ -30,7 +30,7 @@ def writable(mounted: Path = MOUNTED, membership: Path = Path("/proc/self/cgroup
     for place in (*here, *(each.parent for each in here)):
         with suppress(OSError):
             on = set((place / "cgroup.subtree_control").read_text("utf-8").split())
-            if on >= NEEDED and os.access(place, os.W_OK) and os.access(place / "cgroup.procs", os.W_OK):
+            if on >= CGROUP_CONTROLLERS and os.access(place, os.W_OK) and os.access(place / "cgroup.procs", os.W_OK):
                 return place
     return None
 
@@ -38,7 +38,7 @@ def writable(mounted: Path = MOUNTED, membership: Path = Path("/proc/self/cgroup
 @contextmanager
 def group(parent: Path, limits: Limits) -> Iterator[Path]:
     """Make a cgroup with these limits, and remove it at the end. Files in the sandbox's directories count as memory."""
-    made = parent / f"slipstream-{os.getpid()}-{next(NUMBERS)}"
+    made = parent / f"slipstream-{os.getpid()}-{next(CGROUP_NUMBERS)}"
     try:
         made.mkdir()
         (made / "memory.max").write_text(str(limits.memory + 2 * limits.disk + SPARE_MEMORY))

@@ -13,17 +13,17 @@ from typing import Any
 from slipstream import processes
 from slipstream.errors import ConfigError
 from slipstream.processes import read_proc
-from slipstream.sandbox.base import Limits, Ran, Status, encoded
+from slipstream.sandbox.base import Limits, Ran, Status, encode
 
-LOOK = 0.1
+MEASURE_INTERVAL = 0.1
 """Seconds between two measurements of a program's processes."""
-ENDED = 5.0
+KILL_TIMEOUT = 5.0
 """Timeout in seconds for the end of a killed process."""
-DRAINED = 1.0
+DRAIN_TIMEOUT = 1.0
 """Timeout in seconds for reading the remaining output of an ended program."""
-SPACE = 16 << 30
+MAX_ADDRESS_SPACE = 16 << 30
 """Maximum address space of a process in bytes (32 times its memory limit, if that is more)."""
-UNIX_SOCKET = 64 << 10
+UNIX_SOCKET_BYTES = 64 << 10
 """Bytes that a Unix socket may hold in addition to its send buffer."""
 
 
@@ -31,7 +31,7 @@ def environment(path: str, home: str) -> dict[str, str]:
     return {"PATH": path, "HOME": home, "LANG": "C.UTF-8"}
 
 
-def limited(argv: Sequence[str], limits: Limits, *, processes: bool, space: bool = False) -> list[str]:
+def with_limits(argv: Sequence[str], limits: Limits, *, processes: bool, space: bool = False) -> list[str]:
     """Return a command line that sets limits on each process and runs `argv`.
 
     `processes` limits their number too (per user and user namespace), `space` the address space and so page tables.
@@ -43,7 +43,7 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool, space: bool
         *("--rtprio=0", "--msgqueue=0", "--sigpending=256"),
         "--core=1",  # a limit of 0 would still start the system's crash handler, as root
         *([f"--nproc={limits.processes}"] if processes else []),
-        *([f"--as={max(SPACE, 32 * limits.memory)}"] if space else []),
+        *([f"--as={max(MAX_ADDRESS_SPACE, 32 * limits.memory)}"] if space else []),
         *("--", *argv),
     ]
 
@@ -57,7 +57,7 @@ def check_installed(programs: Iterable[str], advice: str) -> None:
 
 
 @contextmanager
-def sealed(content: bytes) -> Iterator[int]:
+def sealed_file(content: bytes) -> Iterator[int]:
     """Yield the file descriptor of an in-memory file that has this content and is read-only for everyone."""
     descriptor = os.memfd_create("slipstream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -73,13 +73,13 @@ def sealed(content: bytes) -> Iterator[int]:
 
 
 @contextmanager
-def opened_stdin(stdin: str | Path) -> Iterator[int]:
+def stdin_file(stdin: str | Path) -> Iterator[int]:
     """Yield the file descriptor of a program's standard input."""
     if isinstance(stdin, Path):
         with stdin.open("rb") as file:
             yield file.fileno()
     else:
-        with sealed(encoded(stdin)) as descriptor:
+        with sealed_file(encode(stdin)) as descriptor:
             yield descriptor
 
 
@@ -95,7 +95,7 @@ async def finish(
     loop = asyncio.get_running_loop()
     assert process.stdout is not None and process.stderr is not None
     out, err = bytearray(), bytearray()
-    ended = asyncio.create_task(processes.exited(process))
+    ended = asyncio.create_task(processes.wait_for_exit(process))
     reading = [
         asyncio.create_task(_read(process.stdout, out, limits.output)),
         asyncio.create_task(_read(process.stderr, err, limits.output)),
@@ -111,16 +111,16 @@ async def finish(
         if outside and not ended.done() and (inside := processes.descendants(process.pid)):
             for pid in inside:
                 processes.kill(pid)
-            await asyncio.wait([ended], timeout=ENDED)  # the sandbox reports the end of the program, then exits
+            await asyncio.wait([ended], timeout=KILL_TIMEOUT)  # the sandbox reports the end of the program, then exits
         processes.kill_program(process)
-        await asyncio.wait([ended], timeout=ENDED)
-        await asyncio.wait(reading, timeout=DRAINED)
+        await asyncio.wait([ended], timeout=KILL_TIMEOUT)
+        await asyncio.wait(reading, timeout=DRAIN_TIMEOUT)
         if status is None:
             status = next((each.result() for each in reading if each.done() and each.result()), None)
     finally:
         processes.kill_program(process)
         try:
-            await asyncio.wait([ended], timeout=ENDED)
+            await asyncio.wait([ended], timeout=KILL_TIMEOUT)
         finally:
             for task in (ended, watching, *reading):
                 task.cancel()
@@ -140,7 +140,7 @@ async def _read(stream: asyncio.StreamReader, into: bytearray, most: int) -> Sta
 
 async def _watch(pid: int, over: Callable[[int], Status | None]) -> Status:
     while True:
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(MEASURE_INTERVAL)
         if (status := over(pid)) is not None:
             return status
 
@@ -164,7 +164,7 @@ def sockets(pid: int) -> int:
 
     For TCP and UDP sockets this is twice the queues that Linux reports; for Unix sockets it is their maximum capacity.
     """
-    each = int(read_proc("/proc/sys/net/core/wmem_default") or 0) + UNIX_SOCKET
+    each = int(read_proc("/proc/sys/net/core/wmem_default") or 0) + UNIX_SOCKET_BYTES
     found = each * max(0, len(read_proc(f"/proc/{pid}/net/unix").splitlines()) - 1)
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for line in read_proc(f"/proc/{pid}/net/{kind}").splitlines()[1:]:

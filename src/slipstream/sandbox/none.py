@@ -15,9 +15,9 @@ from pathlib import Path
 
 from slipstream import processes
 from slipstream.errors import SandboxError
-from slipstream.sandbox.base import COPY, USUAL, Limits, Program, Ran, Sandbox, Session, Status, encoded
+from slipstream.sandbox.base import COPY_COMMAND, DEFAULT_LIMITS, Limits, Program, Ran, Sandbox, Session, Status, encode
 from slipstream.sandbox.bubblewrap import system
-from slipstream.sandbox.limits import check_installed, environment, finish, holds_more, limited, memory, opened_stdin
+from slipstream.sandbox.limits import check_installed, environment, finish, holds_more, memory, stdin_file, with_limits
 
 
 class Unconfined(Sandbox):
@@ -30,26 +30,26 @@ class Unconfined(Sandbox):
             write(Path(work), program.files)
             return await self.call(program, work)
 
-    async def session(self, limits: Limits = USUAL) -> UnconfinedSession:
+    async def session(self, limits: Limits = DEFAULT_LIMITS) -> UnconfinedSession:
         return UnconfinedSession(self, limits.disk)
 
     async def call(self, program: Program, work: str) -> Ran:
         since, limits = asyncio.get_running_loop().time(), program.limits
 
-        def exceeded(pid: int) -> Status | None:
+        def exceeded_limit(pid: int) -> Status | None:
             if memory([pid, *processes.descendants(pid)], limits.memory) > limits.memory:
                 return "memory"
             return "disk" if holds_more(work, limits.disk, limits.files) else None
 
-        with opened_stdin(program.stdin) as stdin:
+        with stdin_file(program.stdin) as stdin:
             process = await processes.start_program(
-                limited(program.argv, limits, processes=False, space=True),
+                with_limits(program.argv, limits, processes=False, space=True),
                 stdin=stdin,
                 env=environment(self.path, work),
                 cwd=work,
             )
             try:
-                ran = await finish(process, limits, since, exceeded)
+                ran = await finish(process, limits, since, exceeded_limit)
             finally:
                 processes.kill_at_home(work)
         if ran.code is not None and holds_more(work, limits.disk, limits.files):
@@ -60,9 +60,9 @@ class Unconfined(Sandbox):
 def write(into: Path, files: Mapping[str, str]) -> None:
     """Write files into a new directory, which cannot contain symbolic links yet."""
     for name, content in files.items():
-        file = into / encoded(name).decode()
+        file = into / encode(name).decode()
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(encoded(content))
+        file.write_bytes(encode(content))
 
 
 class UnconfinedSession(Session):
@@ -76,7 +76,7 @@ class UnconfinedSession(Session):
     async def copy(self, files: Mapping[str, str], limits: Limits) -> Ran:
         with directory() as new:
             write(Path(new), files)
-            return await self.call(Program([*COPY, f"{new}/.", "."], limits=limits))
+            return await self.call(Program([*COPY_COMMAND, f"{new}/.", "."], limits=limits))
 
     async def call(self, program: Program) -> Ran:
         if self.directory is None:

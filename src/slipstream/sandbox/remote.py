@@ -15,19 +15,19 @@ from typing import Any, NoReturn
 import httpx2
 
 from slipstream.errors import ConfigError, SandboxError, first_line
-from slipstream.sandbox.base import PYTHON, USUAL, Limits, MiB, Program, Ran, Sandbox, Status, encoded
+from slipstream.sandbox.base import DEFAULT_LIMITS, PYTHON_COMMAND, Limits, MiB, Program, Ran, Sandbox, Status, encode
 
-PAUSES = (0.25, 1.0, 4.0)
+SANDBOX_RETRY_PAUSES = (0.25, 1.0, 4.0)
 """Seconds before each retry of a request, randomised by ±50 %."""
-QUEUE = 60.0
+MAX_QUEUE_TIME = 60.0
 """Maximum seconds for which a program may wait in the server's queue."""
-CONNECT = 10.0
+SANDBOX_CONNECT_TIMEOUT = 10.0
 """Timeout in seconds for connecting to the server."""
-SPARE = 1 << 20
+SPARE_BYTES = 1 << 20
 """Bytes that the server's answer may have in addition to the program's output."""
-SHOWN = 200
+MAX_EXCERPT = 200
 """Maximum characters of the server's answer that error messages show."""
-AT_ONCE = 64
+MAX_REQUESTS = 64
 """Maximum number of simultaneous connections to the server."""
 
 
@@ -42,9 +42,9 @@ class Remote(Sandbox):
 
     async def execute(self, program: Program) -> Ran:
         limits, body = program.limits, request_body(program)
-        most = SPARE + 12 * limits.output  # two outputs, and JSON may write one byte as six
+        most = SPARE_BYTES + 12 * limits.output  # two outputs, and JSON may write one byte as six
         since = asyncio.get_running_loop().time()
-        for pause in (*PAUSES, None):
+        for pause in (*SANDBOX_RETRY_PAUSES, None):
             try:
                 content = await self._once(body, limits, most)
                 break
@@ -57,7 +57,7 @@ class Remote(Sandbox):
             return Ran("output", None, "", "", seconds)
         return self._ran(content, limits, seconds)
 
-    async def session(self, limits: Limits = USUAL) -> NoReturn:
+    async def session(self, limits: Limits = DEFAULT_LIMITS) -> NoReturn:
         raise ConfigError(f'sandbox at {self.url}: a server has no sessions: write environment.sandbox = "bubblewrap"')
 
     async def close(self) -> None:
@@ -68,14 +68,14 @@ class Remote(Sandbox):
     async def _once(self, body: dict[str, Any], limits: Limits, most: int) -> bytes:
         if self.loop is not (loop := asyncio.get_running_loop()):
             connections = httpx2.Limits(
-                max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE, keepalive_expiry=4.0
+                max_connections=MAX_REQUESTS, max_keepalive_connections=MAX_REQUESTS, keepalive_expiry=4.0
             )
-            timeout = httpx2.Timeout(None, connect=CONNECT)
+            timeout = httpx2.Timeout(None, connect=SANDBOX_CONNECT_TIMEOUT)
             self.loop = loop
             self.client = httpx2.AsyncClient(
                 headers={"Accept-Encoding": "identity"}, timeout=timeout, limits=connections
             )
-        patience = limits.seconds + QUEUE
+        patience = limits.seconds + MAX_QUEUE_TIME
         content = bytearray()
         try:
             async with (
@@ -89,12 +89,12 @@ class Remote(Sandbox):
         except TimeoutError:
             raise SandboxError(f"sandbox at {self.url} gives no whole answer in {patience:g} s") from None
         except httpx2.RequestError as error:
-            raise Passing(f"cannot be reached: {type(error).__name__}: {first_line(error)[:SHOWN]}") from None
+            raise Passing(f"cannot be reached: {type(error).__name__}: {first_line(error)[:MAX_EXCERPT]}") from None
         status = response.status_code
         if status == 429 or status >= 500:
-            raise Passing(f"answers {status}: {shown(content)}")
+            raise Passing(f"answers {status}: {excerpt(content)}")
         if status != 200:
-            raise SandboxError(f"sandbox at {self.url} answers {status}: {shown(content)}")
+            raise SandboxError(f"sandbox at {self.url} answers {status}: {excerpt(content)}")
         return bytes(content)
 
     def _ran(self, content: bytes, limits: Limits, seconds: float) -> Ran:
@@ -103,7 +103,7 @@ class Remote(Sandbox):
             status, result = answer["status"], answer.get("run_result") or answer.get("compile_result") or {}
             if status not in ("Success", "Failed") or result.get("status") not in ("Finished", "TimeLimitExceeded"):
                 raise SandboxError(
-                    f"sandbox at {self.url} ran nothing: {status}: {shown(str(answer.get('message')).encode())}"
+                    f"sandbox at {self.url} ran nothing: {status}: {excerpt(str(answer.get('message')).encode())}"
                 )
             late, code = result["status"] == "TimeLimitExceeded", result.get("return_code")
             if not late and type(code) is not int:
@@ -112,10 +112,10 @@ class Remote(Sandbox):
             took = result.get("execution_time")
             took = float(took) if isinstance(took, int | float) else seconds
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise SandboxError(f"sandbox at {self.url} gives no SandboxFusion answer: {shown(content)}") from None
-        flood = max(len(encoded(out)), len(encoded(err))) > limits.output
+            raise SandboxError(f"sandbox at {self.url} gives no SandboxFusion answer: {excerpt(content)}") from None
+        flood = max(len(encode(out)), len(encode(err))) > limits.output
         outcome: Status = "timeout" if late else "output" if flood else "ok" if code == 0 else "failed"
-        out, err = (encoded(each)[: limits.output].decode(errors="replace") for each in (out, err))
+        out, err = (encode(each)[: limits.output].decode(errors="replace") for each in (out, err))
         return Ran(outcome, code if outcome in ("ok", "failed") else None, out, err, took)
 
 
@@ -123,16 +123,16 @@ def request_body(program: Program) -> dict[str, Any]:
     """Return the request body for `/run_code`. Python programs are sent as Python, other commands as a bash line."""
     argv, files, limits = program.argv, program.files, program.limits
     assert isinstance(program.stdin, str)
-    if tuple(argv[:-1]) == PYTHON and argv[-1] in files:
+    if tuple(argv[:-1]) == PYTHON_COMMAND and argv[-1] in files:
         language, code = "python", files[argv[-1]]
         files = {name: content for name, content in files.items() if name != argv[-1]}
     else:
         language, code = "bash", shlex.join(argv)
     return {
         "language": language,
-        "code": encoded(code).decode(),
-        "stdin": encoded(program.stdin).decode(),
-        "files": {name: base64.b64encode(encoded(content)).decode() for name, content in files.items()},
+        "code": encode(code).decode(),
+        "stdin": encode(program.stdin).decode(),
+        "files": {name: base64.b64encode(encode(content)).decode() for name, content in files.items()},
         "fetch_files": [],
         "compile_timeout": limits.seconds,
         "run_timeout": limits.seconds,
@@ -146,6 +146,6 @@ def _text(value: Any) -> str:
     return value or ""
 
 
-def shown(content: bytes | bytearray) -> str:
-    line = " ".join(bytes(content[: 10 * SHOWN]).decode(errors="replace").split())
-    return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
+def excerpt(content: bytes | bytearray) -> str:
+    line = " ".join(bytes(content[: 10 * MAX_EXCERPT]).decode(errors="replace").split())
+    return line if len(line) <= MAX_EXCERPT else f"{line[:MAX_EXCERPT]}…"

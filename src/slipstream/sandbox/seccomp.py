@@ -12,7 +12,7 @@ import struct
 
 from slipstream.errors import SandboxError
 
-REFUSED = {
+REFUSED_CALLS = {
     "x86_64": {
         "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "msgget": 68, "semget": 64,
         "add_key": 248, "request_key": 249, "keyctl": 250, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
@@ -45,7 +45,7 @@ SET_PDEATHSIG = 1
 SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
 SOL_SOCKET, SO_SNDBUF = 1, 7
 """Option for the send buffer's size. The filter skips it, so that the number of sockets bounds their memory."""
-FAMILIES = (1, 2, 10)
+SOCKET_FAMILIES = (1, 2, 10)
 """Allowed socket families: Unix, IPv4, IPv6."""
 X32 = 0x40000000
 """First number of the x32 system calls on x86_64."""
@@ -58,13 +58,13 @@ ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
 def program(machine: str) -> bytes:
     """Return the filter for bubblewrap's option --seccomp. `machine` is the output of `uname -m`."""
-    if machine not in REFUSED:
+    if machine not in REFUSED_CALLS:
         raise SandboxError(
             f"bubblewrap: there is no filter for {machine}: run code on x86_64 or aarch64, or on a server by its URL"
         )
     code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE[machine]), _fail(errno.EPERM), (LOAD, 0, 0, NUMBER)]
     code += [(AT_LEAST, 0, 1, X32), _fail(errno.ENOSYS), (EQUAL, 0, 1, CLONE3), _fail(errno.ENOSYS)]
-    for number in REFUSED[machine].values():
+    for number in REFUSED_CALLS[machine].values():
         code += [(EQUAL, 0, 1, number), _fail(errno.EPERM)]
     code += [(EQUAL, 0, 4, PRCTL[machine]), (LOAD, 0, 0, ARGUMENT), (EQUAL, 0, 1, SET_PDEATHSIG), _fail(errno.EPERM)]
     code += [(LOAD, 0, 0, NUMBER)]
@@ -72,7 +72,7 @@ def program(machine: str) -> bytes:
     code += [(EQUAL, 0, 1, SO_SNDBUF), _fail(0), (LOAD, 0, 0, NUMBER)]
     first, second = SOCKETS[machine]
     code += [(EQUAL, 2, 0, first), (EQUAL, 1, 0, second), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, ARGUMENT)]
-    for family in FAMILIES:
+    for family in SOCKET_FAMILIES:
         code += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
     code += [_fail(errno.EAFNOSUPPORT)]
     return b"".join(struct.pack("<HBBI", *each) for each in code)

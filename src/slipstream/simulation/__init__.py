@@ -1,1 +1,1 @@
-"""Engines that only take time or use tabular models, and a virtual clock."""
+"""Engines that only take time, and a virtual clock."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-ROUNDING = 1e-9
+CLOCK_ROUNDING = 1e-9
 """Rounding error of the clocks in seconds; smaller differences count as 0."""
 
 
@@ -93,7 +93,7 @@ class Cores:
             self.timer = asyncio.get_running_loop().call_later(seconds, self._wake)
 
     def _wake(self) -> None:
-        served, ended = self.time() + ROUNDING, list[Work]()
+        served, ended = self.time() + CLOCK_ROUNDING, list[Work]()
         while self.works and (self.works[0].over or self.works[0].end <= served):
             work = heapq.heappop(self.works)
             if not work.over:

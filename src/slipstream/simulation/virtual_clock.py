@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-HANGS = 60.0
+ANSWER_TIMEOUT = 60.0
 """Real seconds without an answer of another process after which the virtual clock runs on."""
 
 
@@ -69,7 +69,7 @@ class WaitingClock(VirtualClock):
             return []
         if self.outside or not self.calls.empty():
             try:
-                self.calls.get(timeout=HANGS)()
+                self.calls.get(timeout=ANSWER_TIMEOUT)()
             except Empty:
                 self.outside = False
             else:
@@ -104,7 +104,7 @@ class ModelledLoop(VirtualLoop):
         return asyncio.Handle(callback, args, self, context)
 
     @asynccontextmanager
-    async def outside(self) -> AsyncIterator[None]:
+    async def clock_stopped(self) -> AsyncIterator[None]:
         """Stop the clock while the body waits for another process; one task at a time may wait."""
         async with self.turn:
             self.clock.outside = True

@@ -17,10 +17,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.statistics import Estimate
 from slipstream.studies.cells import Event
 from slipstream.studies.results import Aggregate, Sweep, SweepCell
-from slipstream.studies.statistics import Estimate
-from slipstream.studies.study import shown
+from slipstream.studies.study import value_text
 
 MARKS = {"waiting": "·", "begun": "▸", "done": "✓", "failed": "✗"}
 HEAD = 16
@@ -146,18 +146,18 @@ def summary(sweep: Sweep) -> Iterator[RenderableType]:
         yield Text(f"\n± –: only one seed, so no standard error ({lone[0].series} …)")
     if claims := sweep.claims():
         yield Text("\nclaims", style="bold")
-        for tried in claims:
-            found = f"{tried.measure}: {text_of(tried.found)}, {tried.found.n} seeds, p = {tried.p_text} (Holm)"
-            yield f"{tried.verdict}: {tried.claim.says} ({found})"
+        for each in claims:
+            seen = f"{each.measure}: {text_of(each.difference)}, {each.difference.n} seeds, p = {each.p_text} (Holm)"
+            yield f"{each.verdict}: {each.claim.says} ({seen})"
 
 
 def estimates(sweep: Sweep, measure: str) -> Columns:
     first = sweep.study.points[0].arm
-    deltas = {(each.series, shown(each.x)): each.found for each in sweep.differences(measure)}
+    deltas = {(each.series, value_text(each.x)): each.difference for each in sweep.differences(measure)}
     titles = ["", "seeds", measure, *([f"minus {first}, by seed", "pairs"] if deltas else [])]
     rows = list[Sequence[Any]]()
     for point, row in zip(sweep.study.points, sweep.table(measure), strict=True):
-        d = deltas.get((point.series, shown(point.x)))
+        d = deltas.get((point.series, value_text(point.x)))
         rows.append((point.name, row.n, text_of(row), *((text_of(d), d.n) if d else ("", "") if deltas else ())))
     return Columns(titles, rows)
 

@@ -20,18 +20,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import EngineError, SlipstreamError, first_line
-from slipstream.processes import exit_text, kill, kill_group, set_process_name
+from slipstream.processes import GRACE, exit_text, kill, kill_group, set_process_name
 
 TICK = 0.5
-"""Longest time in seconds between two items that `run` yields."""
+"""Longest time in seconds between two items that `run_jobs` yields."""
 TRIES = 20
 """Number of attempts to start a process, TICK seconds apart, while multiprocessing replaces a killed forkserver."""
-UNKNOWN = 255
+UNKNOWN_STATUS = 255
 """Exit status that multiprocessing reports if the forkserver is gone; the process itself may still be alive."""
 LOOK = 2.0
 """Seconds between two checks by a job that its parent process is alive."""
-GRACE = 10.0
-"""Seconds between SIGTERM and SIGKILL for a job that is stopped."""
 Tell = Callable[[Any], None]
 
 
@@ -86,7 +84,7 @@ class Running:
         self.messages.close()
         code = self.process.exitcode or 0
         reason = exit_text(code)
-        if code == UNKNOWN:
+        if code == UNKNOWN_STATUS:
             reason = "the process from which it was forked is gone"
             self.stop(signal.SIGKILL)
         elif code == -signal.SIGKILL:
@@ -105,7 +103,7 @@ class Running:
             kill(self.process.pid, number)
 
 
-def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Generator[Event | None, None, None]:
+def run_jobs(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Generator[Event | None, None, None]:
     """Run jobs in order, `at_a_time` in parallel, and yield their events; closing the generator stops all jobs.
 
     None is yielded after each check of all running jobs. A job is taken from `jobs` only when that job can start.

@@ -1,10 +1,12 @@
-"""Directory of a study: checks before any cell starts, and files of finished cells.
+"""Directory of a study: checks before any cell starts, files of finished cells, and result rows as CSV and Parquet.
 
 A finished cell is kept if its config is unchanged; an unfinished one starts again from the beginning.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import shutil
 import time
@@ -15,10 +17,12 @@ from typing import Any
 
 import slipstream
 from slipstream.config.file import differing, parse
-from slipstream.config.schema import Config, most_replicas
+from slipstream.config.renamed_keys import with_new_keys
+from slipstream.config.schema import Config
+from slipstream.config.sections import most_replicas
 from slipstream.errors import ConfigError, RunDirError, SlipstreamError
 from slipstream.processes import cpu_seconds
-from slipstream.run_dir.atomic_files import write_atomic, writing
+from slipstream.run_dir.atomic_files import beside_of, write_atomic, writing
 from slipstream.run_dir.reading import RunDir
 from slipstream.studies.results import CELLS, DONE, STUDY_FILE, Sweep, SweepCell
 from slipstream.studies.study import Point, Study
@@ -47,7 +51,7 @@ def directory_of(study: Study, name: str) -> Path:
 def check_unchanged(sweep: Sweep) -> None:
     """Raise RunDirError if a finished cell was run with a config that differs from its config in the study now."""
     for cell in sweep.finished:
-        before = parse(cell.done["config"], where=str(cell.path / DONE), say=str)
+        before = parse(with_new_keys(cell.done["config"]), where=str(cell.path / DONE), say=str)
         for name, then, now in differing(before, cell.config):
             raise RunDirError(
                 f"{cell.path} was run with {name} = {value_text(then)}, but the study has {value_text(now)}: restore "
@@ -87,8 +91,10 @@ def removed_cells(sweep: Sweep) -> list[Path]:
 
 def check_points(points: Sequence[Point], where: str, tell: Any) -> list[Checked]:
     """Plan every point as `train` does; raise ConfigError with the point's name at the first invalid point."""
+    from slipstream.plan.facts import Facts
     from slipstream.plan.placement import memory
-    from slipstream.plan.plan import on_cpu, plan
+    from slipstream.plan.plan import plan
+    from slipstream.plan.rules.machine import on_cpu
 
     found = []
     for number, point in enumerate(points):
@@ -98,7 +104,7 @@ def check_points(points: Sequence[Point], where: str, tell: Any) -> list[Checked
             raise ConfigError(f"{where}: {point.name}: {error}") from None
         tell(number)
         room = memory(made.engines.runtime)[1] // max(1.0, sum(need.counted for need in made.needs))
-        found.append(Checked(made.warnings, made.prompts.digest, on_cpu(made.config), int(room)))
+        found.append(Checked(made.warnings, made.prompts.digest, on_cpu(made.config, Facts(made.config)), int(room)))
     return found
 
 
@@ -143,3 +149,45 @@ def finish_cell(path: Path, config: Config, began: float, *, keep: bool) -> None
         "config": config.model_dump(mode="json", exclude_none=True),
     }
     write_atomic(path / DONE, json.dumps(done, indent=1) + "\n")
+
+
+# --- result rows ------------------------------------------------------------------------------------------------------
+
+
+def write_csv(sweep: Sweep) -> Path:
+    path, rows = sweep.path / "results.csv", sweep.rows()
+    text = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: csv_value(value) for key, value in row.items()} for row in rows)
+    with writing(path):
+        write_atomic(path, text.getvalue())
+    return path
+
+
+def write_parquet(sweep: Sweep) -> Path | None:
+    """Write the rows as Parquet and return the path; None if pyarrow is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        return None
+    path, rows = sweep.path / "results.parquet", sweep.rows()
+    columns = {key: parquet_column([row[key] for row in rows]) for key in rows[0]} if rows else {}
+    with writing(path):
+        pyarrow.parquet.write_table(pyarrow.table(columns), beside_of(path))
+        beside_of(path).replace(path)
+    return path
+
+
+def csv_value(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict | bool) else value
+
+
+def parquet_column(values: Sequence[Any]) -> list[Any]:
+    """Return the values of a column; convert them to text if their types are mixed, which Parquet does not allow."""
+    kinds = {type(value) for value in values if value is not None}
+    if kinds <= {int, float} or (len(kinds) == 1 and not kinds & {list, dict}):
+        return list(values)
+    return [None if value is None else str(csv_value(value)) for value in values]

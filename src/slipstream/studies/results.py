@@ -15,10 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from slipstream.config.file import flat
+from slipstream.config.file import flat, read
+from slipstream.config.renamed_keys import former_setting
 from slipstream.errors import RunDirError, first_line
 from slipstream.run_dir.reading import Line, RunDir
-from slipstream.studies.statistics import (
+from slipstream.statistics import (
     BySeed,
     Estimate,
     Verdict,
@@ -29,7 +30,16 @@ from slipstream.studies.statistics import (
     slope,
     verdict,
 )
-from slipstream.studies.study import CONDITION, CUMULATIVE, OF_RUNS, Cell, Point, Study, is_number
+from slipstream.studies.study import (
+    CONDITION,
+    CUMULATIVE_METRICS,
+    OF_RUNS,
+    Cell,
+    Point,
+    Study,
+    is_number,
+    with_new_settings,
+)
 from slipstream.studies.table import Claim
 
 STUDY_FILE, CELLS, DONE = "study.toml", "cells", "cell.json"
@@ -60,6 +70,17 @@ class SweepCell(Cell):
             raise RunDirError(f"{path} is damaged: {first_line(error)}; remove {self.path}") from None
 
 
+def saved_study(path: Path) -> Study:
+    """Return the study of a study.toml, which may have old names of settings that were renamed since."""
+    return Study(with_new_settings(read(path)), where=str(path))
+
+
+def cell_path(cells: Path, cell: Cell) -> Path:
+    """Return the directory of a cell; an older version may have named it by old names of settings."""
+    former = cells / cell.folder_by(former_setting)
+    return former if former.exists() else cells / cell.folder
+
+
 @dataclass(frozen=True)
 class Aggregate(Estimate):
     """Mean and standard error of a measure at one point of the study, over its finished seeds."""
@@ -69,13 +90,13 @@ class Aggregate(Estimate):
 
 
 @dataclass(frozen=True)
-class Compared:
+class PairedDifference:
     """Measure at a point minus the measure of the first arm with the same settings, paired by seed."""
 
     series: str
     base: str
     x: Any
-    found: Estimate
+    difference: Estimate
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,7 @@ class ClaimResult:
 
     claim: Claim
     measure: str
-    found: Estimate
+    difference: Estimate
     verdict: Verdict
     p: float | None
     """P-value of the difference, corrected by Holm's method for all claims of the study; None for a single seed."""
@@ -100,8 +121,8 @@ class Sweep:
         self.path = Path(path)
         if study is None and not (self.path / STUDY_FILE).exists():
             raise RunDirError(f"{path} holds no study: there is no {STUDY_FILE} in it")
-        self.study = study or Study.load(self.path / STUDY_FILE)
-        self.cells = [SweepCell(c.point, c.seed, self.path / CELLS / c.folder) for c in self.study.cells]
+        self.study = study or saved_study(self.path / STUDY_FILE)
+        self.cells = [SweepCell(c.point, c.seed, cell_path(self.path / CELLS, c)) for c in self.study.cells]
         self._values = dict[tuple[Path, str], float | None]()
         """Cache of values by cell path and measure, only for finished cells, whose values do not change."""
 
@@ -120,7 +141,7 @@ class Sweep:
             run = cell.run
             lines = (run.metrics, run.evaluations)
             for each in {measure, *self.measures}:
-                self._values[cell.path, each] = measured(each, *lines, last=self.study.sweep.last)
+                self._values[cell.path, each] = value_of_measure(each, *lines, last=self.study.sweep.last)
         return self._values[key]
 
     def by_seed(self, points: Sequence[Point], measure: str) -> list[dict[int, float]]:
@@ -140,15 +161,15 @@ class Sweep:
             for point, values in zip(points, self.by_seed(points, measure), strict=True)
         ]
 
-    def differences(self, measure: str | None = None) -> list[Compared]:
+    def differences(self, measure: str | None = None) -> list[PairedDifference]:
         """Return, for each point of other arms, the difference to the first arm's point with the same settings."""
         measure = measure or self.measures[0]
-        points, found = self.study.points, list[Compared]()
+        points, found = self.study.points, list[PairedDifference]()
         values = dict(zip(map(id, points), self.by_seed(points, measure), strict=True))
         for point in points:
             if (base := baseline_point(point, points)) is not None:
                 d = difference(values[id(point)], values[id(base)])
-                found.append(Compared(point.series, base.series, point.x, d))
+                found.append(PairedDifference(point.series, base.series, point.x, d))
         return found
 
     def slopes(self, measure: str | None = None) -> dict[str, Estimate]:
@@ -224,22 +245,22 @@ class Sweep:
         return found
 
 
-def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
+def value_of_measure(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
     """Return the last evaluation, last value of a growing metric, or mean of last updates; None if never written.
 
     collapse/… and peak_to_end/… are computed from all updates.
     """
     if measure.startswith("eval/"):
-        of_set = evaluated(measure, evaluations)
+        of_set = evaluations_of(measure, evaluations)
         return of_set[-1][measure.rpartition("/")[2]] if of_set else None
     of_run, _, name = measure.partition("/")
     if of_run in OF_RUNS and (rewards := [line[name] for line in updates if name in line]):
         return OF_RUNS[of_run](rewards)
-    found = [line[measure] for line in updates[-1 if measure in CUMULATIVE else -last :] if measure in line]
+    found = [line[measure] for line in updates[-1 if measure in CUMULATIVE_METRICS else -last :] if measure in line]
     return fmean(found) if found else None
 
 
-def evaluated(measure: str, evaluations: Sequence[Line]) -> list[Line]:
+def evaluations_of(measure: str, evaluations: Sequence[Line]) -> list[Line]:
     """Return the evaluations of a held-out set that have a measure like eval/accuracy or eval/SET/kl."""
     held_out_set, _, name = measure.removeprefix("eval/").rpartition("/")
     return [line for line in evaluations if line.get("set", "") == held_out_set and name in line]

@@ -18,20 +18,21 @@ from urllib.parse import quote
 
 from slipstream import metric_names as vocabulary
 from slipstream.config.file import STUDY, flat, overridden, parse, read, value_of
+from slipstream.config.renamed_keys import new_setting, with_new_keys
 from slipstream.config.schedule import Replay
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.metrics import collapse, peak_to_end
-from slipstream.studies.table import Claim, placed, read_table
+from slipstream.studies.table import Claim, read_table, with_value
 
 GRID = "grid"
 CONDITION = "condition"
 """Key of the condition's name in `Point.settings`, and name of the x axis, in a study with conditions."""
 DEFAULT_ARM = "all"
 """Name of the arm if a study names none."""
-RESERVED = {"seed": "sweep.seeds are the seeds", "output": "output is the directory of the whole study"}
+RESERVED_KEYS = {"seed": "sweep.seeds are the seeds", "output": "output is the directory of the whole study"}
 """Settings that no arm and no grid may set, with the reason."""
-CUMULATIVE = ("time",)
+CUMULATIVE_METRICS = ("time",)
 """Metrics that only grow; a study uses the last value of these metrics instead of a mean."""
 OF_RUNS: dict[str, Callable[[Sequence[float]], float | None]] = {
     "collapse": lambda rewards: float(collapse(rewards) is not None),
@@ -56,7 +57,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        return named(self.arm, self.settings)
+        return point_name(self.arm, self.settings)
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,18 @@ class Cell:
     @property
     def folder(self) -> Path:
         """Directory of the cell, relative to `cells`."""
-        where = ",".join(f"{key}={shown(value)}" for key, value in self.point.settings.items())
+        return self.folder_by(lambda key, value: (key, value))
+
+    def folder_by(self, named: Callable[[str, Any], tuple[str, Any]]) -> Path:
+        """Return the directory of the cell if `named` gives the key and the value of each of its settings."""
+        settings = [named(key, value) for key, value in self.point.settings.items()]
+        where = ",".join(f"{key}={value_text(value)}" for key, value in settings)
         parts = [self.point.arm, *([where] if where else []), f"seed-{self.seed}"]
         return Path(*(quote(part, safe="=,+ ") for part in parts))
 
     @property
     def config(self) -> Config:
-        return self.point.config.model_copy(update={"seed": self.seed})
+        return self.point.config.with_values(seed=self.seed)
 
 
 class Study:
@@ -93,7 +99,7 @@ class Study:
         for key, text in overrides:
             head, *path = key.split(".")
             if head == STUDY and path:
-                table = placed(table, path, value_of(text))
+                table = with_value(table, path, value_of(text))
             else:
                 base_overrides.append((key, text))
         self.sweep = read_table(table, where)
@@ -120,7 +126,7 @@ class Study:
     def tree(self) -> dict[str, Any]:
         """Content of the study file with overrides applied and without None values."""
         table = self.sweep.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-        return {**drop_none(self.base), STUDY: table}
+        return {**without_none(self.base), STUDY: table}
 
     @cached_property
     def cells(self) -> list[Cell]:
@@ -149,7 +155,8 @@ class Study:
                 yield self._point(name, fixed, dict(zip(axes, combination, strict=True)))
 
     def _point(self, arm: str, fixed: dict[str, Any], settings: dict[str, Any]) -> Point:
-        name, series = named(arm, settings), named(arm, {key: each for key, each in settings.items() if key != self.x})
+        name = point_name(arm, settings)
+        series = point_name(arm, {key: each for key, each in settings.items() if key != self.x})
         changes = fixed | self.conditions.get(settings.get(CONDITION, ""), {}) | settings
         overrides = [(key, json.dumps(value, ensure_ascii=False)) for key, value in changes.items() if key != CONDITION]
         tree = {**self.base, "seed": self.sweep.seeds[0]}
@@ -212,8 +219,8 @@ class Study:
                 known = dict.fromkeys([*self.arms, *(point.series for point in self.points)])
                 raise ConfigError(f"{where}: no arm {side!r}; {did_you_mean(side, known)}")
             if at is not None and at not in [point.x for point in found]:
-                known_x = ", ".join(shown(point.x) for point in found)
-                raise ConfigError(f"{where}: {side} has no x = {shown(at)}; known: {known_x}")
+                known_x = ", ".join(value_text(point.x) for point in found)
+                raise ConfigError(f"{where}: {side} has no x = {value_text(at)}; known: {known_x}")
         common = set.intersection(*({point.x for point in self.side(side)} for side, _ in sides))
         if not common and claim.at is None:
             names = " and ".join(side for side, _ in sides)
@@ -228,9 +235,43 @@ class Study:
         return [p for p in self.points if p.arm == name] or [p for p in self.points if p.series == name]
 
 
-def drop_none(tree: Mapping[str, Any]) -> dict[str, Any]:
+def with_new_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of a saved study with the new names of settings that were renamed since."""
+    base = with_new_keys({key: value for key, value in tree.items() if key != STUDY})
+    table = tree.get(STUDY)
+    if not isinstance(table, dict):
+        return dict(tree)
+    table = dict(table)
+    if isinstance(x := table.get("x"), str):
+        table["x"] = new_setting(x)[0]
+    if isinstance(grid := table.get(GRID), dict):
+        table[GRID] = _new_grid(grid)
+    for group in "arms", "conditions":
+        if isinstance(named := table.get(group), dict):
+            table[group] = {name: _new_arm(arm) for name, arm in named.items()}
+    return {**base, STUDY: table}
+
+
+def _new_arm(arm: Any) -> Any:
+    if not isinstance(arm, dict):
+        return arm
+    fixed = {key: value for key, value in arm.items() if key != GRID}
+    own = {GRID: _new_grid(arm[GRID])} if isinstance(arm.get(GRID), dict) else {}
+    return dict(new_setting(key, value) for key, value in flat(fixed).items() if key) | own
+
+
+def _new_grid(grid: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a grid with new keys, and with new values in its lists."""
+    found = dict[str, Any]()
+    for key, values in flat(dict(grid)).items() if grid else ():
+        several = values if isinstance(values, list) else []
+        found[new_setting(key)[0]] = [new_setting(key, each)[1] for each in several] or values
+    return found
+
+
+def without_none(tree: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in tree.items() if value is not None}
-    return {key: drop_none(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {key: without_none(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def flat_arm(name: str, arm: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -254,16 +295,16 @@ def flat_condition(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_key(key: str, where: str) -> None:
-    if key in RESERVED:
-        raise ConfigError(f"{where}{key} cannot be varied: {RESERVED[key]}")
+    if key in RESERVED_KEYS:
+        raise ConfigError(f"{where}{key} cannot be varied: {RESERVED_KEYS[key]}")
 
 
 def check_values(key: str, values: Any, where: str) -> None:
     check_key(key, where)
     if not isinstance(values, list):
         raise ConfigError(f"{where}{key} in a grid is a list of values, got {values!r}")
-    if len({shown(value) for value in values}) < len(values):
-        raise ConfigError(f"{where}{key} has a value twice in {shown(values)}: write each once")
+    if len({value_text(value) for value in values}) < len(values):
+        raise ConfigError(f"{where}{key} has a value twice in {value_text(values)}: write each once")
 
 
 def check_measure(measure: str, point: Point) -> None:
@@ -283,8 +324,7 @@ def check_measure(measure: str, point: Point) -> None:
         hint = did_you_mean(measure, rewards) if rewards else 'set task.reward, for example "exact"'
         raise ConfigError(f"sweep.measure = {measure!r}: {point.name} has no such reward; {hint}")
     elif not vocabulary.find(measure):
-        names = [name for term in vocabulary.terms() for name in term.names.split()]
-        hint = did_you_mean(measure, names)
+        hint = did_you_mean(measure, vocabulary.names())
         hint = hint if hint.startswith("did") else "docs/metrics.md has all names"
         raise ConfigError(f"sweep.measure: {measure!r} is no metric; {hint}")
 
@@ -293,9 +333,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def named(arm: str, settings: Mapping[str, Any]) -> str:
-    return ", ".join([arm, *(f"{key} = {shown(value)}" for key, value in settings.items())])
+def point_name(arm: str, settings: Mapping[str, Any]) -> str:
+    return ", ".join([arm, *(f"{key} = {value_text(value)}" for key, value in settings.items())])
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

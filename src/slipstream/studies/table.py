@@ -94,7 +94,7 @@ def read_table(table: Mapping[str, Any], where: str) -> SweepConfig:
         raise ConfigError("; ".join(texts)) from None
 
 
-def placed(tree: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+def with_value(tree: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """Return a copy of the tree in which the value at `path` is replaced; a key may itself contain dots."""
     head, *rest = path
     if (whole := ".".join(path)) in tree or not rest:
@@ -102,4 +102,4 @@ def placed(tree: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str
     below = tree.get(head, {})
     if not isinstance(below, dict):
         raise ConfigError(f"--{STUDY}.{'.'.join(path)}: {head} is a value, not a table")
-    return {**tree, head: placed(below, rest, value)}
+    return {**tree, head: with_value(below, rest, value)}

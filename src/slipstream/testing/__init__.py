@@ -1,1 +1,1 @@
-"""Fakes that ship with the package: servers for tests of endpoints and sandboxes."""
+"""Server on this machine with which users try a config whose teacher or sampler is behind an endpoint."""

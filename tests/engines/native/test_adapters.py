@@ -18,20 +18,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.cli import main
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.config.losses import ReverseKLMC
-from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.data.tokenizers import load_tokenizer
-from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import load_model
+from slipstream.engines.native.model import load_model, with_adapters
 from slipstream.errors import ModelError
 from slipstream.models.adapters import adapter_of
 from slipstream.models.model_card import head, loading, metadata_of
 from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method
-from slipstream.plan.engines import ModelPlan
+from slipstream.plan.engine_plans import ModelPlan
 from slipstream.run_dir.writing import read_lines
 from slipstream.runtimes.build import build_model
+from support.engines import native_learner
 from support.tiny_models import make_model
 
 IDS = torch.arange(2, 20)[None]
@@ -50,14 +49,14 @@ def base(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def exported(base: Path, to: Path, lora: LoraConfig) -> Path:
-    """What a learner saves at the end, of adapters that are not nothing."""
+    """Save adapters that differ from their initial values, as a learner does at the end."""
     lm = with_adapters(load_model(str(base), dtype="float64", device="cpu"), lora, seed=7)
     with torch.no_grad():
         for parameter in lm.model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
     settings = LearnerConfig(dtype="float64", lora=lora)
-    learner = NativeLearner(lm, method=Method(loss=ReverseKLMC(m=3)), config=settings, updates=9)
+    learner = native_learner(lm, method=Method(loss=ReverseKLMC(m=3)), config=settings, updates=9)
     to.mkdir()
     asyncio.run(learner.save(to, optimizer=False))
     learner.close()
@@ -431,4 +430,7 @@ def test_a_card_repeats_base_and_license_of_the_students_own_card_and_says_how_t
     assert metadata_of(str(student)) == {"base_model": "some/Base-1B", "license": "apache-2.0"}
     front = head({"student": str(student)}).splitlines()
     assert front[:4] == ["---", "base_model: some/Base-1B", "license: apache-2.0", "library_name: transformers"]
-    assert "\nvllm serve final --dtype bfloat16\n" in loading({"student": "", "learner": {}}, Path("final"))
+    text = loading({"student": "", "learner": {}}, Path("final"))
+    assert "\nvllm serve final --dtype bfloat16\n" in text
+    assert "\npython -m sglang.launch_server --model-path final --dtype bfloat16\n" in text
+    assert "\npython convert_hf_to_gguf.py final --outfile student.gguf\nllama-server --model student.gguf\n" in text

@@ -1,4 +1,4 @@
-"""What is learned from an agent's lineages is what would be learned from each of its calls, weighted by episode."""
+"""Learning from an agent's branches equals learning from each of its calls, weighted by episode."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.sessions import Session
 from slipstream.objective.method import Method
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Batch, Group, Handle, Ints, Prompt, Rollout, derive_seed, header_of, one_turn, total
+from support.engines import native_learner, native_scorer
 from support.tiny_models import EOS, VOCAB, make_model, wrap
 
 
@@ -49,7 +48,7 @@ class Dice:
 
 
 class Mute:
-    """Who speaks ids needs no words."""
+    """A tokenizer that is never called, because these agents speak token ids."""
 
     stop_ids = frozenset({EOS})
 
@@ -90,8 +89,8 @@ def test_lineages_teach_what_their_calls_would(name: str) -> None:
     model, teacher = (make_model("phi", seed=seed, dtype=torch.float64) for seed in range(2))
 
     async def gradients(rows: Sequence[Rollout]) -> list[torch.Tensor]:
-        scorer = NativeScorer(wrap(teacher))
-        learner = NativeLearner(wrap(model), method=METHODS[name], config=LearnerConfig(token_budget=200), updates=1)
+        scorer = native_scorer(wrap(teacher))
+        learner = native_learner(wrap(model), method=METHODS[name], config=LearnerConfig(token_budget=200), updates=1)
         rows = [replace(row, rewards={"exact": float(row.episode % 2)}) for row in rows]
         batch = Batch((tuple(await scorer.score([Handle(header_of(row), row) for row in rows])),), 1)
         await learner.accumulate(batch, total(await learner.prepare(batch)))

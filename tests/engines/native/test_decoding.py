@@ -29,9 +29,9 @@ from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.rows import use_rows
 from slipstream.engines.native.sampling import kv
 from slipstream.engines.native.sampling.decoding import Decoder, Read, prove
-from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.errors import ModelError
 from slipstream.protocols import Sampling
+from support.engines import native_sampler
 from support.tiny_models import EOS, SHAPE, VOCAB, make_model, make_prompts, wrap
 from zoo import families
 
@@ -74,7 +74,7 @@ def test_a_model_that_would_forget_is_refused_by_name(name: str, dtype: torch.dt
     with pytest.raises(
         ModelError, match=rf"tiny: the native sampler cannot generate with \w+: {reason}: write sampler"
     ):
-        NativeSampler(split("tiny", model), slots=4, stop_ids={EOS})
+        native_sampler(split("tiny", model), slots=4, stop_ids={EOS})
 
 
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
@@ -216,7 +216,7 @@ def test_minimax_m3_with_sparse_layers_is_refused_where_its_index_would_be_lost(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["qwen3_5_moe_text", "zaya", "mamba2"])
 def test_rounding_that_recurrent_layers_enlarge_is_no_fault(name: str, dtype: torch.dtype) -> None:
-    """Of the first one the error of a token reaches 2e-4 in float32, and a router turns at one position."""
+    """The first model's error of a token reaches 2e-4 in float32, and a router turns at one position."""
     prove(split("tiny", families.make(name, dtype=torch.float64).to(dtype)))
 
 
@@ -228,7 +228,7 @@ def test_recurrent_states_are_exact_whatever_the_lengths(config: Callable[[], Pr
     sampling = Sampling(max_tokens=12, group=2, draws=2)
 
     async def work() -> list[Any]:
-        sampler = NativeSampler(wrap(model), slots=5, stop_ids={EOS})
+        sampler = native_sampler(wrap(model), slots=5, stop_ids={EOS})
         assert sampler.decoder.slots.recurrent
         groups = await asyncio.gather(*[sampler.generate(prompt, sampling) for prompt in prompts])
         sampler.close()

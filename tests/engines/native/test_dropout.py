@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PhimoeConfig, Starcoder2Config
 
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.dropout import deterministic
-from slipstream.engines.native.learning.passes import Passes
+from slipstream.config.learner import LearnerConfig
+from slipstream.engines.native.learning.student import deterministic
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import probe
 from slipstream.errors import ModelError
+from support.engines import student_passes
 from support.tiny_models import SHAPE, VOCAB, make_model, wrap
 
 CONFIGS: dict[str, Any] = {
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_policy_that_sampled(name: str, packing: bool
     plain.model.set_attn_implementation("eager")
     expected = gradients(plain, False)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    Passes(lm, config, Ranks(), temperature=1.0)
+    student_passes(lm, config, Ranks(), temperature=1.0)
     for _ in range(2):
         found = gradients(lm, packing)
         for key in expected:
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_the_policy_that_sampled(name: str, packing: bool
 @pytest.mark.parametrize("packing", [True, False])
 def test_dropout_that_was_asked_for_is_drawn_in_training_only(packing: bool) -> None:
     lm = make("in the attention")
-    passes = Passes(lm, LearnerConfig(packing=packing, dropout=True), Ranks(), temperature=1.0)
+    passes = student_passes(lm, LearnerConfig(packing=packing, dropout=True), Ranks(), temperature=1.0)
     once, again = probe(lm, packing), probe(lm, packing)
     assert not any(torch.allclose(one, other) for one, other in zip(once, again, strict=True))
     with deterministic(passes.lm.model):
@@ -74,7 +74,7 @@ def test_dropout_that_was_asked_for_is_drawn_in_training_only(packing: bool) -> 
 
 def test_dropout_that_a_model_does_not_have_cannot_be_asked_for() -> None:
     with pytest.raises(ModelError, match="tiny: Qwen3ForCausalLM has no dropout .* drop learner.dropout = true"):
-        Passes(wrap(make_model()), LearnerConfig(dropout=True), Ranks(), temperature=1.0)
+        student_passes(wrap(make_model()), LearnerConfig(dropout=True), Ranks(), temperature=1.0)
 
 
 def test_a_model_that_draws_all_the_same_is_refused() -> None:
@@ -82,6 +82,6 @@ def test_a_model_that_draws_all_the_same_is_refused() -> None:
     lm.model.model.layers[0].register_forward_hook(
         lambda module, inputs, out: out * torch.rand(1) if module.training else out
     )
-    Passes(lm, LearnerConfig(), Ranks(), temperature=1.0)
+    student_passes(lm, LearnerConfig(), Ranks(), temperature=1.0)
     with pytest.raises(ModelError, match="two passes of Qwen3ForCausalLM in training mode differ by"):
-        Passes(lm, LearnerConfig(checkpointing=True), Ranks(), temperature=1.0)
+        student_passes(lm, LearnerConfig(checkpointing=True), Ranks(), temperature=1.0)

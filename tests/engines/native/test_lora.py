@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.config.losses import ReverseKLMC
-from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.engines.native.adapters import linear_layers
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.model import LanguageModel, with_adapters
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method
 from slipstream.records import Batch, Handle, total
+from support.engines import native_learner
 from support.learners import roll_out, score
 from support.tiny_models import make_model, wrap
 
@@ -43,7 +43,7 @@ def student(lora: LoraConfig = LORA, **options: Any) -> LanguageModel:
 
 def learner(**config: Any) -> NativeLearner:
     settings = LearnerConfig(lr=1e-2, lora=LORA, **config)
-    return NativeLearner(student(), method=Method(loss=ReverseKLMC(m=3)), config=settings, updates=9, snapshots=2)
+    return native_learner(student(), method=Method(loss=ReverseKLMC(m=3)), config=settings, updates=9, snapshots=2)
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,9 @@ def test_snapshots_hold_adapters_only_and_give_back_what_they_were(groups: Group
         await update(made, groups)
 
     asyncio.run(work())
-    assert all(held.numel() <= 2 * 48 for held in made.snapshots.held[0])
+    assert all(held.numel() <= 2 * 48 for held in made.weights.snapshots.weights[0])
     after = [p.detach().clone() for p in made.lm.model.parameters()]
-    with made.snapshots.under(0):
+    with made.weights.snapshots.under(0):
         zeros = [p for name, p in made.lm.model.named_parameters() if "lora_B" in name]
         assert not any(p.any() for p in zeros)
     assert all(torch.equal(a, b) for a, b in zip(after, made.lm.model.parameters(), strict=True))

@@ -16,20 +16,20 @@ import torch
 from rich.console import Console
 
 from slipstream.config.file import load
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.objective import PolicyConfig
-from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.learning.loss_scale import GROWTH, START, LossScale
-from slipstream.engines.native.learning.storage import NUMBERS
-from slipstream.engines.native.lora import called_layers
-from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.native.learning.step import FIRST_SCALE, GROWTH_INTERVAL, LossScale
+from slipstream.engines.native.learning.storage import LEARNER_NUMBERS
+from slipstream.engines.native.model import called_layers
 from slipstream.engines.quantisation import quantise, quantised
 from slipstream.errors import NonFiniteError
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
-from slipstream.records import ONE, Batch, Handle, Scored, total
+from slipstream.records import ONE_COUNT, Batch, Handle, Scored, total
 from slipstream.runs import start as launch
+from support.engines import native_learner, native_sampler
 from support.learners import roll_out, run, score
 from support.tiny_models import EOS, make_model, make_prompts, wrap
 
@@ -37,7 +37,7 @@ from support.tiny_models import EOS, make_model, make_prompts, wrap
 def learner_of(loss: Any = None, **given: Any) -> NativeLearner:
     config = {name: given.pop(name) for name in list(given) if name in LearnerConfig.model_fields}
     method = given.pop("method", None) or Method(loss=loss or ReverseKLMC(m=3))
-    return NativeLearner(wrap(make_model()), method=method, config=LearnerConfig(**config), updates=9, **given)
+    return native_learner(wrap(make_model()), method=method, config=LearnerConfig(**config), updates=9, **given)
 
 
 def batch_of(number: int = 1) -> Batch:
@@ -47,8 +47,8 @@ def batch_of(number: int = 1) -> Batch:
 async def update(learner: NativeLearner, batch: Batch, number: int, *, summed: bool = False) -> dict[str, float]:
     batch = replace(batch, update=number)
     counts = total(await learner.prepare(batch))
-    await learner.accumulate(batch, ONE if summed else counts)
-    return await learner.step(counts if summed else ONE)
+    await learner.accumulate(batch, ONE_COUNT if summed else counts)
+    return await learner.step(counts if summed else ONE_COUNT)
 
 
 # --- quantised rollouts ----------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_a_quantised_sampler_proves_what_it_runs_and_records_its_own_log_probs(k
     quantise(lm.model, called_layers(lm), kind)
 
     async def work() -> None:
-        sampler = NativeSampler(lm, slots=8, stop_ids={EOS})
+        sampler = native_sampler(lm, slots=8, stop_ids={EOS})
         prints = set[str]()
         for version in range(2):
             weights, expected = await learner.export()
@@ -75,7 +75,9 @@ def test_a_quantised_sampler_proves_what_it_runs_and_records_its_own_log_probs(k
                     weight = plain.get_submodule(name).weight
                     codes, scale = quantised(weight, kind)
                     weight.copy_(codes.float() * scale)
-            reference = NativeLearner(wrap(plain), method=Method(loss=ReverseKLMC()), config=LearnerConfig(), updates=1)
+            reference = native_learner(
+                wrap(plain), method=Method(loss=ReverseKLMC()), config=LearnerConfig(), updates=1
+            )
             same = reference.passes.log_probs([Scored(rollout=each) for each in rollouts])
             other = learner.passes.log_probs([Scored(rollout=each) for each in rollouts])
             for rollout, found, whole in zip(rollouts, same, other, strict=True):
@@ -112,12 +114,12 @@ def test_a_step_in_float16_is_that_of_float32_up_to_rounding(options: Any, summe
     for compute in (None, "float16"):
         learner = learner_of(**copy.deepcopy(options), compute_dtype=compute, token_budget=40)
         if not summed:  # a mean over few tokens has large gradients
-            learner.scale.value /= 64
+            learner.steps.scale.value /= 64
         metrics = run(update(learner, Batch(tuple(groups), 1), 1, summed=summed))
         found.append((metrics, torch.cat([p.detach().flatten() for p in learner.lm.model.parameters()])))
         learner.close()
     (exact, weights), (rounded, others) = found
-    assert rounded.pop("loss_scale") == START / (1 if summed else 64) and rounded.pop("steps_skipped") == 0
+    assert rounded.pop("loss_scale") == FIRST_SCALE / (1 if summed else 64) and rounded.pop("steps_skipped") == 0
     assert rounded.keys() == exact.keys()
     for name in ("loss", "grad_norm", "gradient/signal"):
         assert rounded[name] == pytest.approx(exact[name], rel=0.02), name
@@ -131,7 +133,7 @@ def test_small_gradients_survive_in_the_fused_head() -> None:
     norms = {}
     for on in (True, False):
         learner = learner_of(ForwardKL(k=5, weight=1e-6), compute_dtype="float16")
-        learner.scale = LossScale(on=on)
+        learner.steps.scale = LossScale(on=on)
         batch = Batch(tuple(score(make_model(seed=2), roll_out(make_model()), cache="teacher_topk", k=5)), 1)
         norms[on] = run(update(learner, batch, 1))["grad_norm"]
         learner.close()
@@ -145,25 +147,25 @@ def test_small_gradients_survive_in_the_fused_head() -> None:
 def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted(tmp_path: Path) -> None:
     learner, batch = learner_of(compute_dtype="float16", lr=1e-2), batch_of()
     before = [p.detach().clone() for p in learner.lm.model.parameters()]
-    learner.scale.value, learner.scale.steps = 2.0**40, 7
+    learner.steps.scale.value, learner.steps.scale.steps = 2.0**40, 7
     skipped = run(update(learner, batch, 1))
     assert skipped["steps_skipped"] == 1 and skipped["loss_scale"] == 2.0**40
     assert "grad_norm" not in skipped and all(map(math.isfinite, skipped.values())), "no guard sees a NaN"
     assert all(torch.equal(a, b) for a, b in zip(before, learner.lm.model.parameters(), strict=True))
-    assert (learner.scale.value, learner.scale.steps) == (2.0**39, 0) and learner.made == 1
-    assert not learner.optimizer.state
-    learner.scale.value = 256.0
+    assert (learner.steps.scale.value, learner.steps.scale.steps) == (2.0**39, 0) and learner.made == 1
+    assert not learner.steps.optimizer.state
+    learner.steps.scale.value = 256.0
     assert run(update(learner, batch, 2))["steps_skipped"] == 0
-    assert learner.scale.steps == 1
+    assert learner.steps.scale.steps == 1
     run(learner.save(tmp_path))
     other = learner_of(compute_dtype="float16")
     run(other.restore(tmp_path))
-    assert (other.scale.value, other.scale.steps) == (256.0, 1)
-    saved = json.loads((tmp_path / NUMBERS).read_text())
+    assert (other.steps.scale.value, other.steps.scale.steps) == (256.0, 1)
+    saved = json.loads((tmp_path / LEARNER_NUMBERS).read_text())
     del saved["loss_scale"]
-    (tmp_path / NUMBERS).write_text(json.dumps(saved))
+    (tmp_path / LEARNER_NUMBERS).write_text(json.dumps(saved))
     run(other.restore(tmp_path))  # a checkpoint of an older format
-    assert (other.scale.value, other.scale.steps) == (256.0, 0)
+    assert (other.steps.scale.value, other.steps.scale.steps) == (256.0, 0)
     learner.close()
     other.close()
 
@@ -173,17 +175,17 @@ def test_a_run_that_changes_to_float16_begins_with_the_first_scale(tmp_path: Pat
     learner = learner_of(compute_dtype="bfloat16")
     run(update(learner, batch_of(), 1))
     run(learner.save(tmp_path))
-    assert json.loads((tmp_path / NUMBERS).read_text())["loss_scale"] is None
+    assert json.loads((tmp_path / LEARNER_NUMBERS).read_text())["loss_scale"] is None
     other = learner_of(compute_dtype="float16")
     run(other.restore(tmp_path))
-    assert (other.scale.value, other.scale.steps) == (START, 0)
+    assert (other.steps.scale.value, other.steps.scale.steps) == (FIRST_SCALE, 0)
     learner.close()
     other.close()
 
 
 def test_an_overflow_that_no_scale_prevents_stops_the_run() -> None:
     learner, batch = learner_of(ReverseKLMC(m=3, weight=1e30), compute_dtype="float16"), batch_of()
-    learner.scale.value = 1.0
+    learner.steps.scale.value = 1.0
     with pytest.raises(NonFiniteError, match=r"the gradient norm of update 1 is (nan|inf)$"):
         run(update(learner, batch, 1))
     with torch.no_grad():
@@ -196,12 +198,12 @@ def test_an_overflow_that_no_scale_prevents_stops_the_run() -> None:
 
 def test_the_scale_grows_after_steps_without_overflow() -> None:
     scale = LossScale(on=True)
-    for _ in range(GROWTH - 1):
+    for _ in range(GROWTH_INTERVAL - 1):
         scale.succeeded()
-    assert scale.value == START
+    assert scale.value == FIRST_SCALE
     scale.succeeded()
-    assert (scale.value, scale.steps) == (2 * START, 0)
-    assert scale.apply(summed=False) == 2 * START and scale.apply(summed=True) == 2.0
+    assert (scale.value, scale.steps) == (2 * FIRST_SCALE, 0)
+    assert scale.apply(summed=False) == 2 * FIRST_SCALE and scale.apply(summed=True) == 2.0
     for _ in range(17):
         assert scale.overflowed()
     assert scale.value == 1.0 and not scale.overflowed(), "then it is no overflow"

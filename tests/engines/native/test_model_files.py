@@ -1,4 +1,4 @@
-"""What lies in a model's directory: every fault is one line, the same from `config --check` and `train`."""
+"""Files in a model's directory: every fault is one line, the same from `config --check` and `train`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sound_weights_are_counted_however_they_are_written(
     written(model)
     check_complete("model")
     assert read_through("model") == expected
-    monkeypatch.setattr(files, "STRETCH", 100)
+    monkeypatch.setattr(files, "READ_BYTES", 100)
     assert read_through("model") == expected
 
 

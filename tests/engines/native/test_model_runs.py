@@ -18,8 +18,8 @@ from slipstream.commands.evaluate import measure
 from slipstream.config.file import load
 from slipstream.engines.native import model as model_module
 from slipstream.plan.checks import CheckFailed
-from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import EvalSettings, evaluation
+from slipstream.plan.engine_plans import GraderPlan
+from slipstream.plan.evaluation import EvalRequest, config_of_model, evaluation, with_options
 from slipstream.records import Prompt
 from slipstream.runs import start as launch
 from slipstream.runtimes.build import build_grader
@@ -99,13 +99,13 @@ def test_a_run_learns_from_what_its_policy_drew(name: str, tmp_path: Path) -> No
     assert len(lines) == 2 and all(line["drift/k3_kl"] < 1e-7 for line in lines)
     assert re.search(r"sequences of up to 5\d tokens", out.getvalue()), "the start check reaches the longest"
     assert ("longrope positions: a run uses the factors for 59 tokens (long" in out.getvalue()) == (name == "longrope")
-    assert "longest = 59" in (run / "config.toml").read_text()
+    assert "max_length = 59" in (run / "config.toml").read_text()
 
 
 def test_without_one_set_of_factors_the_start_check_would_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "pin", lambda model, longest: None)
+    monkeypatch.setattr(model_module, "pin", lambda model, max_length: None)
     with pytest.raises(CheckFailed, match=r"sampler and learner, one checkpoint: .* sequences of up to 5\d tokens"):
         launch.train(load(saved(tmp_path, "longrope"), [], say=str), QUIET, name="x")
 
@@ -129,8 +129,9 @@ def test_evaluation_sees_what_hf_generates(name: str, tmp_path: Path) -> None:
         prompts.append(Prompt(id=f"p{number}", number=number, tokens=tokens, ground_truth=answers[-1]))
     grader = build_grader(GraderPlan(rewards=("exact",)), TOKENIZER)
     try:
-        asked = EvalSettings(max_tokens=8, n=1)
-        found = measure(evaluation(str(tmp_path / "student"), {"": prompts}, TOKENIZER, asked), grader)[""]
+        student = config_of_model(str(tmp_path / "student"))
+        asked = EvalRequest(with_options(student, {"sampler.max_tokens": 8, "eval.n": 1}))
+        found = measure(evaluation(asked, {"": prompts}, TOKENIZER), grader)[""]
     finally:
         grader.close()
     texts = [TOKENIZER.decode(handle.body.tokens, skip_special_tokens=True).strip() for handle in found.best]

@@ -16,38 +16,33 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.cli import main
 from slipstream.config.file import parse
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.config.losses import ReverseKLMC
+from slipstream.config.rewards import TaskConfig
+from slipstream.config.running import CheckpointConfig, HealthConfig
+from slipstream.config.sampler import SamplerConfig
 from slipstream.config.schedule import Async, Periodic, Sync
-from slipstream.config.schema import (
-    CheckpointConfig,
-    Config,
-    HealthConfig,
-    LearnerConfig,
-    LoraConfig,
-    SamplerConfig,
-    TaskConfig,
-    TeacherConfig,
-)
-from slipstream.config.teacher import FollowConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import FollowConfig, TeacherConfig
 from slipstream.data.teacher_context import check_function, context_of
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel, load_model
+from slipstream.engines.native.model import LanguageModel, load_model, with_adapters
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.engines.sample_lines import as_numbers
+from slipstream.engines.record_files import as_numbers
 from slipstream.engines.score_checks import failed
 from slipstream.engines.weights import export_weights, load_weights, raw
 from slipstream.errors import ConfigError, ModelError, RunDirError, WorkerDied
 from slipstream.objective.method import Method
 from slipstream.pipeline.attempts import Memory
-from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.checkpoint import BEGINNING, Checkpoints, newest
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import followers_of
-from slipstream.protocols import Engines, Follower, Graded, Loaded, WeightsRef
+from slipstream.protocols import Engines, Follower, GradingSampler, Loaded, WeightsRef
 from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, header_of, total
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
+from support import tabular_engines as toy
+from support.engines import native_learner, native_scorer
 from support.learners import roll_out, score
 from support.tiny_models import make_model, masked, uniform, wrap
 from support.toy_runs import PROMPTS, VOCAB
@@ -135,7 +130,7 @@ def student(lora: LoraConfig | None) -> LanguageModel:
 def learner(lora: LoraConfig | None = None, **follow: Follower) -> NativeLearner:
     config = LearnerConfig(lr=1e-2, dtype="float64", lora=lora)
     method = Method(loss=ReverseKLMC(m=3))
-    return NativeLearner(student(lora), method=method, config=config, updates=9, follow=follow)
+    return native_learner(student(lora), method=method, config=config, updates=9, follow=follow)
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +145,14 @@ async def update(made: NativeLearner, groups: tuple[list[Handle], ...], number: 
 
 
 def flat(lm: LanguageModel) -> np.ndarray[Any, Any]:
-    """What is trained, end to end."""
+    """Return all trained parameters in one array."""
     return np.concatenate([raw(p.detach()).view(np.float64) for p in lm.model.parameters() if p.requires_grad])
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
 def test_a_teacher_is_what_its_formula_says_and_its_scorer_proves_it(lora: Any, groups: Any) -> None:
     made = learner(lora, ema=EMA, copy=COPY)
-    scorers = {name: NativeScorer(student(lora), name=name) for name in made.follow}
+    scorers = {name: native_scorer(student(lora), name=name) for name in made.plan.follow}
     scorers["copy"].lm.model.float()
 
     async def work() -> None:
@@ -171,7 +166,7 @@ def test_a_teacher_is_what_its_formula_says_and_its_scorer_proves_it(lora: Any, 
                 for _ in range(2):  # asked again, it does not move again
                     weights, fingerprint = await made.export(name)
                 assert weights.version == version
-                found = weights.body.view(made.follow[name].dtype)
+                found = weights.body.view(made.plan.follow[name].dtype)
                 np.testing.assert_allclose(found, expected, atol=1e-12 if name == "ema" else 1e-6, rtol=0)
                 loaded = await scorers[name].publish(weights)
                 assert loaded.fingerprint == fingerprint
@@ -185,8 +180,8 @@ def test_a_teacher_is_what_its_formula_says_and_its_scorer_proves_it(lora: Any, 
 
 
 def test_scores_are_those_of_the_weights_that_were_published(groups: Any) -> None:
-    scorer, other = NativeScorer(student(None)), make_model("phi", seed=5, dtype=torch.float64)
-    made = NativeLearner(
+    scorer, other = native_scorer(student(None)), make_model("phi", seed=5, dtype=torch.float64)
+    made = native_learner(
         wrap(other), method=Method(loss=ReverseKLMC(m=3)), config=LearnerConfig(dtype="float64"), updates=1
     )
     weights, _ = asyncio.run(made.export())
@@ -271,7 +266,7 @@ def test_a_resumed_scorer_measures_the_same_drift_of_supervision(tmp_path: Path,
         for each in (made, again):  # both go on alike
             await update(each, groups, 4)
         assert (await made.export("me"))[1] == (await again.export("me"))[1]
-        assert made.earlier == again.earlier == {"me": [2, 3]}
+        assert made.weights.earlier == again.weights.earlier == {"me": [2, 3]}
 
     asyncio.run(work())
     for each in (made, again, scorer, fresh):
@@ -279,7 +274,7 @@ def test_a_resumed_scorer_measures_the_same_drift_of_supervision(tmp_path: Path,
 
 
 def self_scorer() -> NativeScorer:
-    return NativeScorer(student(None), name="me", keep=3)
+    return native_scorer(student(None), name="me", keep=3)
 
 
 def test_a_teacher_that_moves_as_a_run_resumes_hands_over_its_weights_before(tmp_path: Path, groups: Any) -> None:
@@ -342,7 +337,7 @@ def engines(settings: Config, scorer: type[toy.ToyScorer] = toy.ToyScorer) -> En
     learner = toy.ToyLearner(table, cost=lambda _: 1.0, follow={"me": how})
     learner.teachers["me"] = 0, toy.random_table(VOCAB, seed=1)  # of itself a toy would learn nothing
     return Engines(
-        samplers=(Graded(toy.ToySampler(table, seconds=0.3), toy.ToyGrader()),),
+        samplers=(GradingSampler(toy.ToySampler(table, seconds=0.3), toy.ToyGrader()),),
         scorers={"me": (scorer(table),)},
         learner=learner,
         close=lambda: None,
@@ -361,17 +356,16 @@ def run(path: Path, settings: Config, made: Engines, *, until: float | None = No
     """Begin or go on, and stop as Ctrl-C does after so many virtual seconds."""
 
     async def work() -> None:
-        more: dict[str, Any] = {}
+        state = BEGINNING
         if (path / "checkpoints").exists():
             checkpoint = newest(path)
-            more = {"standing": checkpoint.standing, "attempts": checkpoint.attempts}
-            more["groups"] = await made.learner.restore(checkpoint.path)
-            Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
+            state = await checkpoint.restore(made.learner)
+            Checkpoints(path / "checkpoints").forget_after(state.admission.version)
             log = RunLog.reopen(settings, path, checkpoint.mark)
         else:
             log = RunLog.create(settings, path)
         with log:
-            task = asyncio.create_task(Run(settings, made, PROMPTS, log, say=lambda _: None, **more).train())
+            task = asyncio.create_task(Run(settings, made, PROMPTS, log, state=state, say=lambda _: None).train())
             await asyncio.wait([task], timeout=until)
             if not task.done():
                 task.cancel()
@@ -453,7 +447,7 @@ def said(number: int, *texts: str, prompt: str = "p", reward: float | None = Non
     for index, text in enumerate(texts):
         made = uniform(Prompt(id=prompt, number=number, tokens=np.array([2])), index, [3, 4])
         rewards = {"exact": float(text) if reward is None else reward}
-        found.append(Handle(replace(header_of(made), said=text, rewards=rewards), made))
+        found.append(Handle(replace(header_of(made), text=text, rewards=rewards), made))
     return found
 
 
@@ -463,17 +457,17 @@ ALL = ("best", "best_reward", "last", "last_reward")
 def test_the_best_is_of_all_attempts_and_the_last_of_another_group() -> None:
     memory, other = Memory("exact"), said(9, "7", prompt="q")[0].header
     group = memory.note(said(0, "1", "3", "2"))
-    assert all(handle.header.said == "" for handle in group)
-    assert memory.shown(group[0].header, ALL) == Attempts("3", 3.0, "", None)
-    assert memory.shown(other, ALL) == Attempts("", None, "", None)
+    assert all(handle.header.text == "" for handle in group)
+    assert memory.attempts_for(group[0].header, ALL) == Attempts("3", 3.0, "", None)
+    assert memory.attempts_for(other, ALL) == Attempts("", None, "", None)
     group = memory.note(said(4, "0", "3"))
-    assert memory.shown(group[0].header, ALL) == Attempts("3", 3.0, "2", 2.0)
+    assert memory.attempts_for(group[0].header, ALL) == Attempts("3", 3.0, "2", 2.0)
     memory.note(said(4, "5", "0"))  # it began again
-    assert memory.shown(group[0].header, ALL) == Attempts("5", 5.0, "2", 2.0)
-    assert memory.shown(said(7, "0")[0].header, ALL) == Attempts("5", 5.0, "0", 0.0)
-    assert memory.shown(group[0].header, ("last",)) == Attempts(last="2")
+    assert memory.attempts_for(group[0].header, ALL) == Attempts("5", 5.0, "2", 2.0)
+    assert memory.attempts_for(said(7, "0")[0].header, ALL) == Attempts("5", 5.0, "0", 0.0)
+    assert memory.attempts_for(group[0].header, ("last",)) == Attempts(last="2")
     again = Memory("exact", before=json.loads(json.dumps(memory.state)))
-    assert again.shown(group[0].header, ALL) == memory.shown(group[0].header, ALL)
+    assert again.attempts_for(group[0].header, ALL) == memory.attempts_for(group[0].header, ALL)
     assert (json.dumps(again.state), again.size) == (json.dumps(memory.state), memory.size)
 
 
@@ -485,7 +479,7 @@ def test_what_is_remembered_is_bounded_and_what_was_not_tried_for_long_goes_firs
     assert list(memory.state)[-1] == "p7" and 1 < len(memory.state) < 4
     without = Memory()
     without.note(said(0, "a", reward=1.0))
-    assert without.shown(said(1, "0")[0].header, ALL) == Attempts("", None, "a", None)
+    assert without.attempts_for(said(1, "0")[0].header, ALL) == Attempts("", None, "a", None)
 
 
 class Telling(toy.ToyGrader):
@@ -494,7 +488,7 @@ class Telling(toy.ToyGrader):
     async def grade(self, group: Group) -> list[Handle]:
         return [
             Handle(
-                replace(h.header, said=as_numbers(h.body.tokens.tolist()), rewards={"exact": float(-h.header.tokens)}),
+                replace(h.header, text=as_numbers(h.body.tokens.tolist()), rewards={"exact": float(-h.header.tokens)}),
                 h.body,
             )
             for h in group
@@ -510,13 +504,13 @@ class Shown(toy.ToyScorer):
 
 
 def shown_to(path: Path, *, until: float | None = None) -> list[tuple[int, Any]]:
-    """What a run of toys has shown, by the number of its group, when it is over or stopped."""
+    """Return the attempts that a run of toys has shown, by group number, when it is over or stopped."""
     teacher = TeacherConfig(model="toy", context="{prompt}{best}{last}{last_reward}", recheck=0.0)
     base = config(Sync(), FollowConfig(copy_every=1))
     settings = base.model_copy(update={"teachers": {"me": teacher}, "task": TaskConfig(reward=("exact",))})
     made, table = engines(base, Shown), toy.random_table(VOCAB, seed=0)
     learner = toy.ToyLearner(table, cost=lambda _: 1.0)
-    sampler = Graded(toy.ToySampler(table, seconds=0.3), Telling())
+    sampler = GradingSampler(toy.ToySampler(table, seconds=0.3), Telling())
     made = replace(made, samplers=(sampler,), learner=learner)
     run(path, settings, made, until=until)
     entries = read_lines(path / "samples.jsonl")
@@ -551,7 +545,7 @@ def showing(handle: Handle, best: str) -> Handle:
 
 
 def enumerated(model: Any, context: Any, rollout: Rollout) -> torch.Tensor:
-    """Of every token of a response, the distribution that it is from."""
+    """Return the distribution that drew each token of a response."""
     ids = torch.tensor([[*context.tolist(), *rollout.tokens.tolist()]])
     logits = model(ids).logits[0, len(context) - 1 : -1] / 0.8
     return logits.detach().log_softmax(-1)[torch.from_numpy(rollout.loss_mask)]
@@ -560,7 +554,7 @@ def enumerated(model: Any, context: Any, rollout: Rollout) -> torch.Tensor:
 @pytest.mark.parametrize("cache", ["sampled", "hidden"])
 def test_drift_of_supervision_is_the_kl_over_the_vocabulary_of_now_to_then(cache: Any, groups: Any) -> None:
     models = [make_model("phi", seed=seed, dtype=torch.float64) for seed in (0, 5, 6, 7)]
-    scorer = NativeScorer(wrap(models[0]), cache=cache, context=ByAttempts(), keep=3, temperature=0.8, token_budget=64)
+    scorer = native_scorer(wrap(models[0]), cache=cache, context=ByAttempts(), keep=3, temperature=0.8, token_budget=64)
     bests = ["", "aaa", "b"]
     group = [handle for each in groups for handle in each][:6]
     group = [Handle(each.header, each.body.rollout) for each in group]
@@ -603,7 +597,7 @@ def test_drift_of_supervision_is_the_kl_over_the_vocabulary_of_now_to_then(cache
 
 def test_a_context_alone_may_move(groups: Any) -> None:
     model = make_model("phi", seed=2, dtype=torch.float64)
-    scorer = NativeScorer(wrap(model), context=ByAttempts(), temperature=0.8)
+    scorer = native_scorer(wrap(model), context=ByAttempts(), temperature=0.8)
     (handle, other, *_) = [Handle(each.header, each.body.rollout) for group in groups for each in group]
 
     async def work() -> list[Handle]:
@@ -687,9 +681,9 @@ def test_a_function_writes_a_context_in_a_process_of_its_own(
     tmp_path: Path, models_dir: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    context = context_of(f"{tmp_path / 'own.py'}:shows", tokenizer, longest=40, timeout=1.5)
+    context = context_of(f"{tmp_path / 'own.py'}:shows", tokenizer, max_length=40, timeout=1.5)
     assert context is not None
-    scorer = NativeScorer(load_model(str(models_dir / "teacher"), dtype="float32"), name="me", context=context)
+    scorer = native_scorer(load_model(str(models_dir / "teacher"), dtype="float32"), name="me", context=context)
     tokens = np.array(tokenizer("2+3=", add_special_tokens=False)["input_ids"], np.int32)
     group, truths = [], ["5", "loops", "crashes", "number", "long", "6"]
     for index, truth in enumerate(truths):
@@ -712,7 +706,7 @@ def test_what_a_context_cannot_have_is_told_in_one_line(tmp_path: Path) -> None:
     where = f"{tmp_path / 'own.py'}:"
     for teacher, tree, message in (
         ({"context": "{prompt}{best}"}, {}, "teachers.me.context shows {best}, which rewards decide: set task.reward"),
-        ({"context": where + "shows"}, {}, "longest is missing: a function writes the context"),
+        ({"context": where + "shows"}, {}, "max_length is missing: a function writes the context"),
         (
             {"context": where + "shows", "engine": "vllm"},
             {},
@@ -760,7 +754,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
 
 
 def trained(path: Path, kind: str) -> list[tuple[float, float]]:
-    """Of every update, the loss and the version of the teacher."""
+    """Return the loss and the teacher's version of every update."""
     (path / "run.toml").write_text(RUN)
     words = ["train", str(path / "run.toml"), "--skip-checks", "--runtime.kind", kind, "--output", str(path / "run")]
     assert main(words) == 0

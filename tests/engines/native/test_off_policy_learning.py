@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from slipstream.config.file import parse
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import CrossEntropy, ForwardKL, ReverseKLMC
-from slipstream.config.schema import LearnerConfig
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.errors import NonFiniteError
 from slipstream.objective.method import Method, Supervised, method_of
 from slipstream.records import Batch, Counts, Given, Handle, Scored, given_group, total
+from support.engines import native_learner, native_sampler, native_scorer
 from support.tiny_models import EOS, logits_of, make_model, make_prompts, wrap
 
 NAN = float("nan")
@@ -44,7 +43,7 @@ def samples_of(groups: list[list[Handle]]) -> list[Scored]:
 
 def learner_of(model: Any, method: Method, supervised: Supervised | None = None, **changes: Any) -> NativeLearner:
     config = LearnerConfig(**{"batch_size": 4, "dtype": "float64", "lr": 0.01, "clip_norm": 1e9} | changes)
-    return NativeLearner(wrap(model), method=method, supervised=supervised, config=config, updates=6)
+    return native_learner(wrap(model), method=method, supervised=supervised, config=config, updates=6)
 
 
 def gradient(model: Any) -> Tensor:
@@ -57,7 +56,7 @@ async def accumulated(learner: NativeLearner, groups: list[list[Handle]], update
 
 
 async def scored_by(teacher: Any, groups: list[list[Handle]], **needs: Any) -> list[list[Handle]]:
-    scorer = NativeScorer(wrap(teacher), **needs)
+    scorer = native_scorer(wrap(teacher), **needs)
     found = [await scorer.score(group) for group in groups]
     scorer.close()
     return found
@@ -143,7 +142,7 @@ def test_a_loss_that_uses_an_unknown_log_prob_is_not_finite() -> None:
 def test_a_scorer_gives_supervised_responses_the_scores_of_their_own_loss() -> None:
     """In one pass of calls: top-5 at temperature 0.5 for supervised ones, draws at temperature 1 for the others."""
     teacher, stage = make_model(seed=3, dtype=torch.float64), ForwardKL(k=5)
-    scorer = NativeScorer(wrap(teacher), cache="sampled", supervised=stage.spec, supervised_temperature=0.5)
+    scorer = native_scorer(wrap(teacher), cache="sampled", supervised=stage.spec, supervised_temperature=0.5)
 
     async def work() -> list[list[Handle]]:
         groups = [*groups_of("data", supervised=True), *groups_of("file", logp=-1.0)]
@@ -197,7 +196,7 @@ def test_mixed_in_groups_leave_the_policy_loss_of_own_groups_as_it_is(name: str,
     alone = replace(whole, loss=replace_weight(config.loss))
 
     async def own_groups() -> list[list[Handle]]:
-        sampler = NativeSampler(wrap(make_model(seed=5, dtype=torch.float64)), slots=16, stop_ids={EOS})
+        sampler = native_sampler(wrap(make_model(seed=5, dtype=torch.float64)), slots=16, stop_ids={EOS})
         found = [list(await sampler.generate(p, rollout_sampling(config))) for p in make_prompts(6)[:3]]
         sampler.close()
         graded = [[h.with_header(rewards={"exact": float(h.body.tokens[0] % 2)}) for h in group] for group in found]

@@ -14,16 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import JSD, ForwardKL, LossConfig, ReverseKL
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators.divergence import dense
-from slipstream.estimators.logprobs.one_end import NO_MASS, all_read_as_one, read_as_one, with_ends
+from slipstream.estimators.logprobs.sampling_support import NO_MASS, all_read_as_one, read_as_one, with_ends
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.protocols import OneEnd
 from slipstream.records import Batch, Handle, Scored, total
+from support.engines import native_learner, native_scorer
 from support.learners import roll_out, run, score
 from support.tiny_models import VOCAB, logits_of, make_model, wrap
 
@@ -127,7 +126,7 @@ def test_the_learner_reads_hidden_states_in_the_same_way(loss: LossConfig) -> No
     ]
     expected = torch.cat(rows).mean()
     expected.backward()
-    learner = NativeLearner(
+    learner = native_learner(
         wrap(student),
         method=Method(loss=loss),
         config=LearnerConfig(dtype="float64"),
@@ -138,7 +137,7 @@ def test_the_learner_reads_hidden_states_in_the_same_way(loss: LossConfig) -> No
     async def work() -> float:
         batch = Batch(tuple(groups), 1)
         await learner.accumulate(batch, total(await learner.prepare(batch)))
-        return learner.sums["loss"].item()
+        return learner.measurements.sums["loss"].item()
 
     assert run(work()) == pytest.approx(expected.item(), rel=1e-6)
     for name, parameter in student.named_parameters():
@@ -161,7 +160,7 @@ def test_the_kl_of_a_second_scoring_is_that_of_the_distributions_that_are_read()
         def close(self) -> None: ...
 
     async def work() -> tuple[list[Handle], list[Handle]]:
-        scorer = NativeScorer(wrap(teacher), one_end=ENDS, context=Shown())
+        scorer = native_scorer(wrap(teacher), one_end=ENDS, context=Shown())
         first = await scorer.score(groups[0])
         Shown.now = 1
         return first, await scorer.relabel(first)

@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 import slipstream
 from slipstream.engines.native.model import load_model, split
 from slipstream.engines.native.over_devices import devices_from, fullest, moved, sizes_of, split_of
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint, load_weights
 from slipstream.errors import ModelError
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt
+from support.engines import native_sampler, native_scorer
 from support.tiny_models import make_model
 
 RUN: dict[str, Any] = {
@@ -79,7 +78,7 @@ def test_tensors_inside_of_arguments_are_moved() -> None:
 def test_a_split_teacher_gives_the_scores_of_a_whole_one(cache: Any, tmp_path: Path) -> None:
     make_model("llama", seed=2).save_pretrained(tmp_path)
     student = split("student", make_model("llama"))
-    sampler = NativeSampler(student, slots=4, stop_ids={1})
+    sampler = native_sampler(student, slots=4, stop_ids={1})
     prompt = Prompt(id="p", number=0, tokens=np.arange(2, 9), seed=5)
     some = Sampling(max_tokens=9, group=4, draws=3, best=3)
     handles = asyncio.run(sampler.generate(prompt, some))
@@ -87,7 +86,7 @@ def test_a_split_teacher_gives_the_scores_of_a_whole_one(cache: Any, tmp_path: P
     one, two = (load_model(str(tmp_path), dtype="float32", device="cpu", devices=number) for number in (1, 2))
     new = export_weights(make_model("llama", seed=3), "float32", version=1)
     for _ in range(2):  # before and after new weights, as those of a teacher that follows the student
-        expected, found = (NativeScorer(lm, cache=cache, k=4)._score(handles) for lm in (one, two))
+        expected, found = (native_scorer(lm, cache=cache, k=4)._score(handles) for lm in (one, two))
         for ours, theirs in zip(found, expected, strict=True):
             for name in ("teacher_logp", "teacher_action_logp", "teacher_best_logp", "teacher_ids", "teacher_hidden"):
                 np.testing.assert_array_equal(getattr(ours.body, name), getattr(theirs.body, name))

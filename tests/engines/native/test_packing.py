@@ -31,13 +31,13 @@ from transformers import (
 
 from slipstream.engines.native import rows as rows_module
 from slipstream.engines.native.attention import Reach
-from slipstream.engines.native.learning.dropout import recompute_activations
+from slipstream.engines.native.learning.student import recompute_activations
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.packing import Item, MicroBatch, best_fit, cost, pack, spread
 from slipstream.engines.native.rows import Rows, attend, by_flex, placeholder, reading, use_rows
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError
 from slipstream.records import Handle, Rollout, header_of
+from support.engines import native_scorer
 from support.tiny_models import CONFIGS, SHAPE, VOCAB, make_model, random_rollouts, wrap
 
 CPU = torch.device("cpu")
@@ -214,7 +214,7 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
 
 
 def errors(model: PreTrainedModel, mode: str, rollouts: Sequence[Rollout]) -> tuple[float, float]:
-    """Of hidden states and of gradients, each relative to the largest entry of its tensor."""
+    """Return the errors of hidden states and of gradients, each relative to the largest entry of its tensor."""
     lm = wrap(model)
     expected, expected_gradients = alone(lm, rollouts)
     if mode != "padded":
@@ -232,7 +232,7 @@ def errors(model: PreTrainedModel, mode: str, rollouts: Sequence[Rollout]) -> tu
 def test_neighbours_change_neither_hidden_states_nor_gradients(
     name: str, mode: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "BLOCK", block)
+    monkeypatch.setattr(rows_module, "QUERY_BLOCK", block)
     exact = without_rounding(make_model(name, dtype=torch.float64))
     assert max(errors(exact, mode, make_rollouts())) < 1e-13
     assert max(errors(make_model(name), mode, make_rollouts())) < 3e-6
@@ -283,7 +283,7 @@ def test_under_autocast_rows_differ_no_more_than_precision_does(name: str) -> No
 def test_flex_attention_sees_what_the_blocks_see(
     window: int | None, chunk: int | None, softcap: float | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "BLOCK", 16)
+    monkeypatch.setattr(rows_module, "QUERY_BLOCK", 16)
     rollouts = make_rollouts()
     (batch,) = pack(rollouts, budget=10_000, hidden=32, shared_prompt=True)
     rows = Rows(rollouts, batch, CPU)
@@ -417,14 +417,14 @@ def test_a_model_that_cannot_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ModelError, match=rf"tiny: \w+ForCausalLM cannot take packed rows: {reason}: write x.y = false"):
         use_rows(lm, field="x.y")
     with pytest.raises(ModelError, match=r"write teachers.main.packing = false"):
-        NativeScorer(lm, name="main")
+        native_scorer(lm, name="main")
 
 
 def test_a_model_that_cannot_pack_is_scored_in_padded_rows() -> None:
     torch.manual_seed(0)
     rollouts = make_rollouts()
     lm = split("tiny", AutoModelForCausalLM.from_config(MambaConfig(**SHAPE)).eval())
-    scorer = NativeScorer(lm, packing=False)
+    scorer = native_scorer(lm, packing=False)
     found = scorer._score([Handle(header_of(rollout), rollout) for rollout in rollouts])
     for rollout, handle in zip(rollouts, found, strict=True):
         ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]))

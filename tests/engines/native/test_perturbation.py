@@ -12,9 +12,9 @@ import torch
 
 from slipstream.config.file import parse
 from slipstream.config.freshness import FreshnessConfig
+from slipstream.config.learner import LearnerConfig, PerturbationConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig
-from slipstream.config.schema import LearnerConfig, PerturbationConfig
 from slipstream.console import Console
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.over_devices import layers_of
@@ -25,6 +25,7 @@ from slipstream.protocols import Metrics
 from slipstream.records import Batch, Counts, Handle, total
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start
+from support.engines import native_learner
 from support.learners import roll_out, run, score
 from support.tiny_models import make_model, wrap
 from zoo import families
@@ -35,7 +36,7 @@ METHOD = Method(loss=ReverseKLMC(weight=0.0), policy=PolicyConfig(loss="gspo"), 
 def learner_of(std: float | None, *, lr: float = 5e-4, method: Method = METHOD, **options: Any) -> NativeLearner:
     noise = None if std is None else PerturbationConfig(std=std, lr=lr)
     config = LearnerConfig(lr=1e-3, perturbation=noise, **options)
-    return NativeLearner(wrap(make_model("qwen3")), method=method, config=config, updates=9)
+    return native_learner(wrap(make_model("qwen3")), method=method, config=config, updates=9)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_passes_without_gradient_have_no_noise(batch: Batch) -> None:
 
 def test_freshness_weights_come_from_a_pass_without_noise(batch: Batch) -> None:
     method = replace(
-        METHOD, policy=PolicyConfig(loss="vanilla"), freshness=FreshnessConfig(weight="freshness", also=("policy",))
+        METHOD, policy=PolicyConfig(loss="vanilla"), freshness=FreshnessConfig(weight="freshness", apply_to=("policy",))
     )
 
     async def weighed(std: float | None) -> list[tuple[float, float]]:
@@ -96,16 +97,16 @@ def test_the_gradient_of_log_std_is_that_of_the_loss_and_a_recomputed_pass_has_t
     found = {}
     for checkpointing in (False, True):
         learner = learner_of(0.3, dtype="float64", checkpointing=checkpointing, token_budget=60)
-        assert learner.perturbation is not None
+        assert learner.steps.perturbation is not None
         run(accumulate(learner, batch, 1))
-        found[checkpointing] = learner.perturbation.log_std_L.grad.clone()
+        found[checkpointing] = learner.steps.perturbation.log_std_L.grad.clone()
     torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-9)
     step, losses = 1e-2, []
     for sign in (1, -1):
         learner = learner_of(0.3, dtype="float64", token_budget=60)
-        assert learner.perturbation is not None
+        assert learner.steps.perturbation is not None
         with torch.no_grad():
-            learner.perturbation.log_std_L[1] += sign * step
+            learner.steps.perturbation.log_std_L[1] += sign * step
         losses.append(run(update(learner, batch, 1))["loss"])
     assert found[False][1] == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02)
 
@@ -114,16 +115,16 @@ def test_the_gradient_of_log_std_is_that_of_the_loss_and_a_recomputed_pass_has_t
 def test_the_norm_and_its_bound_are_over_the_gradients_of_weights_and_noise(batch: Batch, dtype: str) -> None:
     """AdamW's first moment after one step is 0.1·g, here with g times clip/norm."""
     learner = learner_of(0.5, dtype=dtype, clip_norm=1e-3)
-    assert learner.perturbation is not None
+    assert learner.steps.perturbation is not None
     run(accumulate(learner, batch, 1))
-    log_std_L = learner.perturbation.log_std_L
+    log_std_L = learner.steps.perturbation.log_std_L
     noise_L = log_std_L.grad.double().clone() / len(batch.handles)
     weights_N = torch.cat([p.grad.flatten().double() for p in learner.lm.model.parameters()]) / len(batch.handles)
     norm = run(learner.step(Counts(len(batch.handles), len(batch.handles))))["grad_norm"]
     expected = torch.cat([weights_N, noise_L]).norm().item()
     assert norm == pytest.approx(expected, rel=1e-2 if dtype == "bfloat16" else 1e-5)
     assert norm > 1.001 * weights_N.norm(), "the noise counts"
-    moved_L = learner.perturbation.optimizer.state[log_std_L]["exp_avg"].double()
+    moved_L = learner.steps.perturbation.optimizer.state[log_std_L]["exp_avg"].double()
     torch.testing.assert_close(moved_L, 0.1 * noise_L * 1e-3 / norm, rtol=1e-2 if dtype == "bfloat16" else 1e-4, atol=0)
 
 
@@ -132,10 +133,10 @@ def test_a_resumed_learner_has_the_same_noise(batch: Batch, tmp_path: Path) -> N
     run(update(learner, batch, 1))
     run(learner.save(tmp_path))
     run(other.restore(tmp_path))
-    assert learner.perturbation is not None and other.perturbation is not None
-    assert (learner.perturbation.log_std_L - math.log(0.1)).abs().max() > 0.1
+    assert learner.steps.perturbation is not None and other.steps.perturbation is not None
+    assert (learner.steps.perturbation.log_std_L - math.log(0.1)).abs().max() > 0.1
     assert [run(update(each, batch, 2)) for each in (learner, other)].count(run(update(learner_of(0.1), batch, 1))) == 0
-    assert torch.equal(other.perturbation.log_std_L, learner.perturbation.log_std_L)
+    assert torch.equal(other.steps.perturbation.log_std_L, learner.steps.perturbation.log_std_L)
     assert torch.equal(weights(other), weights(learner))
 
 
@@ -168,11 +169,11 @@ def test_noise_is_added_once_to_each_layer_that_reads_text(family: str, inner: s
     assert inner in {type(layer).__name__ for layer in layers_of(model)}
     packed = family == "gemma3"
     config = LearnerConfig(perturbation=PerturbationConfig(std=0.1), packing=packed)
-    learner = NativeLearner(wrap(model), method=METHOD, config=config, updates=1)
-    assert learner.perturbation is not None
-    with learner.perturbation.during(1, 1):
+    learner = native_learner(wrap(model), method=METHOD, config=config, updates=1)
+    assert learner.steps.perturbation is not None
+    with learner.steps.perturbation.during(1, 1):
         torch.cat(probe(learner.lm, packed)).square().sum().backward()
-    grad_L = learner.perturbation.log_std_L.grad
+    grad_L = learner.steps.perturbation.log_std_L.grad
     assert grad_L is not None and len(grad_L) == model.config.get_text_config().num_hidden_layers and grad_L.all()
 
 
@@ -199,4 +200,4 @@ def test_a_student_whose_layers_have_no_name_is_refused() -> None:
     lm = wrap(make_model("qwen3"))
     lm.model._no_split_modules = None
     with pytest.raises(Exception, match=r"learner.perturbation: .* Qwen3ForCausalLM does not name its layers: drop it"):
-        NativeLearner(lm, method=METHOD, config=LearnerConfig(perturbation=PerturbationConfig()), updates=1)
+        native_learner(lm, method=METHOD, config=LearnerConfig(perturbation=PerturbationConfig()), updates=1)

@@ -48,16 +48,16 @@ def test_a_short_sequence_is_the_same_beside_a_long_one(name: str) -> None:
     as_it_comes = make(name)
     apart = (logits(as_it_comes, 30)[:10] - logits(as_it_comes, 10)).abs().max()
     assert apart > 0.05, "the model as it comes changes with the length of the pass"
-    lm = split("tiny", make(name), longest=30)
+    lm = split("tiny", make(name), max_length=30)
     torch.testing.assert_close(logits(lm.model, 30)[:10], logits(lm.model, 10))
     torch.testing.assert_close(logits(lm.model, 30), logits(as_it_comes, 30))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_run_of_short_sequences_has_the_factors_of_short_ones(name: str) -> None:
-    lm, as_it_comes = split("tiny", make(name), longest=12), make(name)
+    lm, as_it_comes = split("tiny", make(name), max_length=12), make(name)
     torch.testing.assert_close(logits(lm.model, 12), logits(as_it_comes, 12))
-    assert lm.longest == 12
+    assert lm.max_length == 12
 
 
 def test_what_was_chosen_is_said() -> None:

@@ -10,9 +10,9 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.protocols import Graded, Sampling
+from slipstream.protocols import GradingSampler, Sampling
 from slipstream.records import Group, Handle, Prompt, Rollout, after_prefix, unfinished, with_prefix, without_prefix
+from support.engines import native_sampler
 from support.tiny_models import EOS, make_model, make_prompts, wrap
 
 T = TypeVar("T")
@@ -24,11 +24,11 @@ class NoGrader:
         return list(group)
 
 
-def with_graded(work: Callable[[Graded], Awaitable[T]]) -> T:
+def with_graded(work: Callable[[GradingSampler], Awaitable[T]]) -> T:
     async def main() -> T:
-        sampler = NativeSampler(wrap(make_model()), slots=4, stop_ids={EOS})
+        sampler = native_sampler(wrap(make_model()), slots=4, stop_ids={EOS})
         try:
-            return await work(Graded(sampler, NoGrader()))
+            return await work(GradingSampler(sampler, NoGrader()))
         finally:
             sampler.close()
 
@@ -44,7 +44,7 @@ def test_the_rest_of_a_response_is_what_the_student_would_have_drawn(released: b
     """Random numbers belong to a seed and a position. So a response whose first k tokens are given ends as before."""
     prompt = make_prompts(3)[2]
 
-    async def work(graded: Graded) -> tuple[Rollout, Rollout]:
+    async def work(graded: GradingSampler) -> tuple[Rollout, Rollout]:
         whole = longest(await graded.generate(prompt, SAMPLING))
         given = replace(prompt, prefix=whole.tokens[: len(whole.tokens) // 2])
         call = asyncio.create_task(graded.generate(given, SAMPLING))

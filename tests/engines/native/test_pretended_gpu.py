@@ -19,16 +19,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.config.freshness import FreshnessConfig
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import M2PO, ForwardKL, ReverseKL, ReverseKLMC, ReverseKLTopK
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.checksums import WORDS
+from slipstream.engines.checksums import BLOCK_WORDS
 from slipstream.engines.native import rows
-from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.learning.optimizer import make_optimizer
+from slipstream.engines.native.learning.step import make_optimizer
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.over_devices import layers_of, spread
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint, is_fingerprinted
 from slipstream.estimators import logprobs
 from slipstream.estimators.logprobs import tiles
@@ -36,12 +33,13 @@ from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Prompt, total
+from support.engines import native_learner, native_sampler, native_scorer
 from support.pretended_gpu import CUDA, OnGpu, pretend_gpu
 from support.tiny_models import make_model
 
 
 def flex(query_RHLD: Tensor, key_RJLD: Tensor, value_RJLD: Tensor, **options: Any) -> Any:
-    """What `flex_attention` computes, by its definition."""
+    """Return the result of `flex_attention` by its definition."""
     heads, length = query_RHLD.shape[1:3]
     at = torch.arange(length, device=query_RHLD.device)
     row = torch.arange(len(query_RHLD), device=query_RHLD.device)[:, None, None, None]
@@ -98,7 +96,7 @@ def sampled(device: torch.device) -> list[Handle]:
 
     async def work() -> list[list[Handle]]:
         lm, later = lm_on(device), lm_on(device, seed=1)
-        sampler = NativeSampler(lm, slots=4, stop_ids={1})
+        sampler = native_sampler(lm, slots=4, stop_ids={1})
         sampler.thread = Here()  # type: ignore[assignment]
         some = Sampling(max_tokens=9, group=2, draws=5, best=3, temperature=0.9)
         first = await asyncio.gather(*[sampler.generate(prompt, some) for prompt in prompts(lm.vocab_size)])
@@ -139,14 +137,16 @@ def test_of_loaded_weights_only_sums_come_to_the_host() -> None:
             assert fingerprint(lm.model, "bfloat16") == expected
     weights = sum(2 * weight.numel() for name, weight in lm.model.named_parameters() if is_fingerprinted(name))
     blocks = sum(
-        -(-2 * weight.numel() // (8 * WORDS)) for name, weight in lm.model.named_parameters() if is_fingerprinted(name)
+        -(-2 * weight.numel() // (8 * BLOCK_WORDS))
+        for name, weight in lm.model.named_parameters()
+        if is_fingerprinted(name)
     )
     assert counted.size == 16 * blocks < weights
 
 
 def scored(device: torch.device, handles: list[Handle], cache: Any) -> list[Handle]:
     with using(device):
-        return NativeScorer(lm_on(device, seed=2), cache=cache, k=4)._score(handles)
+        return native_scorer(lm_on(device, seed=2), cache=cache, k=4)._score(handles)
 
 
 @pytest.mark.parametrize("cache", ["sampled", "student_topk", "teacher_topk", "hidden"])
@@ -183,7 +183,7 @@ def learned(device: torch.device, name: str, handles: list[Handle]) -> list[Any]
     async def work() -> list[Any]:
         heads = {"teacher": TeacherHead(lm_on(device, seed=2).head)} if cache == "hidden" else None
         config = LearnerConfig(lr=1e-3, **options)
-        learner = NativeLearner(lm_on(device), method=method, config=config, updates=2, teacher_heads=heads)
+        learner = native_learner(lm_on(device), method=method, config=config, updates=2, teacher_heads=heads)
         learner.thread = Here()  # type: ignore[assignment]
         found = []
         for update in (1, 2):
@@ -192,7 +192,7 @@ def learned(device: torch.device, name: str, handles: list[Handle]) -> list[Any]
             await learner.accumulate(batch, counts)
             found.append(await learner.step())
         weights, said = await learner.export()
-        moments = [state["exp_avg"].device for state in learner.optimizer.state.values()]
+        moments = [state["exp_avg"].device for state in learner.steps.optimizer.state.values()]
         assert moments and set(moments) == {CPU if name == "offloaded" else device}
         return [*found, weights.body, said]
 
@@ -230,14 +230,14 @@ def split_over(devices: list[torch.device], name: str, seed: int) -> LanguageMod
 def test_a_teacher_whose_layers_are_on_two_devices_says_the_same(gpu: None, name: str, cache: Any) -> None:
     """The first layer is on the GPU, where the head is, and the second on the CPU: all values have to move."""
     handles = sampled(CPU)[:8]
-    expected = NativeScorer(split(name, make_model(name, seed=2)), cache=cache, k=4)._score(handles)
+    expected = native_scorer(split(name, make_model(name, seed=2)), cache=cache, k=4)._score(handles)
     with using(CUDA):
         lm = split_over([CUDA, CPU], name, seed=2)
         first, second = layers_of(lm.model)
         assert {parameter.device for parameter in first.parameters()} == {CUDA}
         assert {parameter.device for parameter in second.parameters()} == {CPU}
         assert lm.device == CUDA and lm.model.get_input_embeddings().weight.device == CUDA
-        found = NativeScorer(lm, cache=cache, k=4)._score(handles)
+        found = native_scorer(lm, cache=cache, k=4)._score(handles)
     for one, other in zip(found, expected, strict=True):
         assert one.header.finish != "error"
         np.testing.assert_allclose(one.body.teacher_logp, other.body.teacher_logp, atol=1e-5)

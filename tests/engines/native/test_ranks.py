@@ -29,30 +29,32 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.config.freshness import FreshnessConfig
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.config.losses import ReverseKL, ReverseKLMC
-from slipstream.config.objective import PolicyConfig, ReferenceConfig
+from slipstream.config.objective import CriticConfig, PolicyConfig, ReferenceConfig
+from slipstream.config.sampler import SamplerConfig
 from slipstream.config.schedule import Sync
-from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines import weights as bytes_of_weights
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.lora import with_adapters
+from slipstream.engines.native.model import with_adapters
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
 from slipstream.engines.native.rows import Rows
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError, NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.tables.correction import PRESETS
 from slipstream.objective.method import Method, method_of
+from slipstream.pipeline.learning import optimizer_steps
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.stages import optimizer_steps
 from slipstream.plan.engines import engines_of
 from slipstream.protocols import Fingerprint, Follower, Learner, Metrics, SampleFreshness, Sampling, WeightsRef
-from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
+from slipstream.records import ONE_COUNT, Batch, Counts, Group, Handle, header_of, total
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.runtimes.places import cpu_seconds
 from slipstream.runtimes.ranked import RankedLearner, group_cost, number_of, shared_out
+from slipstream.runtimes.workers import cpu_seconds
+from support.engines import native_learner, native_sampler, native_scorer
 from support.runtime_cases import RUNTIMES
 from support.tiny_experts import MIXTURES, any_experts, make_mixture
 from support.tiny_models import EOS, make_model, make_prompts, wrap
@@ -82,9 +84,15 @@ VARIED = replace(
     policy=PolicyConfig(loss="r2vpo", options={"variance_coef": 0.5}, variance_target=1e-4, variance_step=400.0),
     correction=PRESETS["disabled"],
 )
-FRESH = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, over="samples"))
+FRESH = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, normalise_by="samples"))
 REPLAYED = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, drift="snapshots"))
 ROUTED = {"router": "replay_rollout", "router_aux": 0.5, "checkpointing": True}
+CRITIC = Method(
+    loss=ReverseKLMC(weight=0.0),
+    policy=PolicyConfig(advantage="gae"),
+    critic=CriticConfig(weight=1.0),
+    rewards={"right": 1.0},
+)
 BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), rewards={"right": 1.0})
 
 
@@ -108,7 +116,7 @@ class Watched(NativeLearner):
 
 @dataclass(frozen=True)
 class Spec:
-    """What a learner is made of, wherever it is made."""
+    """Parts of a learner, in whichever process it is made."""
 
     model: str = "phi"
     method: Method = OPD
@@ -128,7 +136,7 @@ class Spec:
             lm = with_adapters(lm, config.lora, seed=0)
         given: Any = {"snapshots": 2, "follow": self.follow, "ranks": ranks}
         given |= {"cosine_every": self.cosine_every, "cosine_limit": self.cosine_limit}
-        return Watched(lm, method=self.method, config=config, updates=20, **given)
+        return native_learner(lm, method=self.method, config=config, updates=20, kind=Watched, **given)
 
 
 # --- ranks in processes of their own ----------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ class Rank:
         weighed: list[SampleFreshness] = await self.call("accumulate", batch, counts)
         return weighed
 
-    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+    async def step(self, counts: Counts = ONE_COUNT, lr: float = 1.0) -> Metrics:
         metrics: Metrics = await self.call("step", counts, lr)
         return metrics
 
@@ -256,7 +264,7 @@ def pool() -> list[list[Handle]]:
 
     async def work() -> list[list[Handle]]:
         student, teacher = (wrap(make_model("phi", seed=seed, dtype=torch.float64)) for seed in (0, 1))
-        sampler, scorer = NativeSampler(student, slots=16, stop_ids={EOS}), NativeScorer(teacher)
+        sampler, scorer = native_sampler(student, slots=16, stop_ids={EOS}), native_scorer(teacher)
         sampling = Sampling(max_tokens=20, group=2, draws=M)
         groups = await asyncio.gather(*[sampler.generate(prompt, sampling) for prompt in make_prompts(20)])
         scored = await asyncio.gather(*[scorer.score(group) for group in groups])
@@ -311,7 +319,7 @@ async def learn_in_parts(learner: Learner, batch: Batch) -> list[Metrics]:
     counts = []
     for part in batch.parts(2):
         counts += await learner.prepare(part)
-        await learner.accumulate(part, ONE)
+        await learner.accumulate(part, ONE_COUNT)
     return [await learner.step(total(counts))]
 
 
@@ -347,6 +355,7 @@ def trained(
         (Spec(method=OPOB), 3, False, (3,)),
         (Spec(method=FRESH, options={"minibatches": 2}), 3, False, (3,)),
         (Spec(method=REPLAYED), 3, True, (3,)),
+        (Spec(method=CRITIC, options={"minibatches": 2}), 3, False, (2, 3)),
         (Spec(cosine_every=1), 3, False, (3,)),
         (Spec(model="mixtral", options=ROUTED), 3, False, (3,)),
     ],
@@ -361,7 +370,7 @@ def trained(
             "steered",
             "energy",
         ),
-        *("by freshness, twice", "by freshness, replayed, in parts", "ages", "experts"),
+        *("by freshness, twice", "by freshness, replayed, in parts", "by values, twice", "ages", "experts"),
     ],
 )
 def test_any_number_of_ranks_learns_the_same(
@@ -420,7 +429,7 @@ def test_every_rank_gets_the_same_metrics_and_the_sampler_the_same_weights(make:
     learner, (batch,) = make(Spec(model="qwen3"), 2), batches(1)
 
     async def main() -> None:
-        sampler = NativeSampler(wrap(make_model("qwen3", dtype=torch.float64)), slots=2, stop_ids={EOS})
+        sampler = native_sampler(wrap(make_model("qwen3", dtype=torch.float64)), slots=2, stop_ids={EOS})
         for at in (batch, replace(batch, update=2)):
             await learner.accumulate(at, total(await learner.prepare(at)))
             one, other = await asyncio.gather(*[rank.step() for rank in learner.ranks])
@@ -443,8 +452,9 @@ def test_every_rank_gets_the_same_metrics_and_the_sampler_the_same_weights(make:
         Spec(),
         Spec(model="qwen3", options={"optimizer_dtype": "float32", "offload": ("optimizer",)}),
         Spec(model="qwen3", options={"lora": LoraConfig(rank=2)}),
+        Spec(method=CRITIC),
     ],
-    ids=["plain", "tied, mixed, offloaded", "lora"],
+    ids=["plain", "tied, mixed, offloaded", "lora", "with values"],
 )
 def test_what_some_ranks_saved_others_go_on_from(make: Any, tmp_path: Path, spec: Spec) -> None:
     work, more = batches(2), batches(1, first=3)
@@ -543,7 +553,7 @@ DECOUPLED = replace(AGAINST_BEFORE, policy=PolicyConfig(), correction=PRESETS["d
 
 
 def rolled_again(batch: Batch, *, since: int) -> Batch:
-    """As it is when the run goes on from this version: what was in flight is drawn anew, and nothing is older."""
+    """Return the batch of a run that continues from this version: responses in flight are drawn anew."""
 
     def again(handle: Handle) -> Handle:
         rollout = replace(handle.body.rollout, versions=np.maximum(handle.body.rollout.versions, since))
@@ -565,14 +575,14 @@ STOPPED = {
     "steered in the reward": Spec(method=CHARGED),
 }
 TOGETHER = [name for name in STOPPED if name not in ("opd", "reference", "previous")]
-"""What two ranks are tried with: the others are parts of these."""
+"""Methods that run on two ranks; the others are parts of these."""
 
 
 @pytest.mark.parametrize("name, size", [*((name, 1) for name in STOPPED), *((name, 2) for name in TOGETHER)])
 def test_who_was_stopped_and_goes_on_learns_the_same_to_the_bit(
     make: Any, tmp_path: Path, name: str, size: int
 ) -> None:
-    """What was on its way comes back from the checkpoint, and with it the weights that drew it."""
+    """Groups in flight come back from the checkpoint, with the weights that drew them."""
     spec = STOPPED[name]
     minibatches = spec.options.get("minibatches", 1)
     work, more = batches(2), batches(2, first=3)
@@ -721,7 +731,7 @@ class Slow:
         self.heard: list[str] = []
         self.answer: asyncio.Future[Metrics] = asyncio.get_running_loop().create_future()
 
-    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+    async def step(self, counts: Counts = ONE_COUNT, lr: float = 1.0) -> Metrics:
         self.heard.append("step")
         return await self.answer
 
@@ -749,7 +759,7 @@ def test_a_call_that_nobody_waits_for_any_more_still_comes_first() -> None:
 
 @pytest.mark.parametrize("type_", [WorkerDied, RuntimeError])
 def test_a_rank_that_fails_alone_stops_all(monkeypatch: pytest.MonkeyPatch, type_: type[Exception]) -> None:
-    monkeypatch.setattr("slipstream.runtimes.ranked.GRACE", 0.05)
+    monkeypatch.setattr("slipstream.runtimes.ranked.RANK_ERRORS", 0.05)
 
     async def main() -> None:
         ranks: list[Any] = [Slow(), Slow()]
@@ -804,7 +814,7 @@ def test_every_step_is_balanced_and_gradients_are_made_where_the_groups_are() ->
         batch = Batch(tuple(group(i, tokens) for i, tokens in enumerate([10, 90, 80, 20, 400, 30, 30, 340])), 1)
         assert [count.n_tokens for count in await learner.prepare(batch)] == list(range(8))
         for part in batch.parts(2):
-            await learner.accumulate(part, ONE)
+            await learner.accumulate(part, ONE_COUNT)
         assert [rank.accumulated for rank in ranks] == [[[0, 1], [5, 6, 7]], [[2, 3], [4]]]
         assert [rank.prepared for rank in ranks] == [[0, 1, 5, 6, 7], [2, 3, 4]]
         await learner.prepare(Batch((group(9, 10),), 2))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.record_files import read_groups, write_groups
 from slipstream.engines.weights import export_weights
 from slipstream.protocols import Sampling
@@ -23,6 +22,7 @@ from slipstream.records import (
     with_prefix,
     without_prefix,
 )
+from support.engines import native_sampler
 from support.learners import run
 from support.tiny_experts import CHOSEN, MIXTURES, choices_in, make_mixture, routers_in
 from support.tiny_models import EOS, VOCAB, ByHand, make_prompts, wrap
@@ -163,7 +163,7 @@ def test_wrong_shapes_are_no_record() -> None:
     model, (prompt,) = make_mixture("mixtral"), make_prompts(1)
 
     async def work() -> list[Handle]:
-        sampler = NativeSampler(wrap(model), slots=4, stop_ids={EOS}, router=True)
+        sampler = native_sampler(wrap(model), slots=4, stop_ids={EOS}, router=True)
         group = await sampler.generate(prompt, ROUTED)
         sampler.close()
         return group

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.engines.weights import export_weights
-from slipstream.protocols import Graded, Sampler, Sampling
+from slipstream.protocols import GradingSampler, Sampler, Sampling
 from slipstream.records import Group, Handle, Prompt, Rollout, continued, unfinished
-from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
-from slipstream.simulation.sleep import SleepSampler
+from slipstream.simulation.timed_engines import SleepSampler
+from support import tabular_engines as toy
 from support.tiny_models import EOS, ByHand, make_model, make_prompts, wrap
 
 FULL = Sampling(max_tokens=12, group=3, draws=4, best=5)
@@ -257,8 +257,10 @@ def test_what_is_handed_over_is_not_graded_before_its_end(greedy: bool) -> None:
     async def main() -> None:
         for seconds in range(8):
             grader = Slow()
-            one, other = (Graded(toy.ToySampler(TABLE, seconds=1.0), grader) for _ in range(2))
-            whole = await asyncio.gather(*asked(Graded(toy.ToySampler(TABLE), toy.ToyGrader()), PROMPTS, sampling))
+            one, other = (GradingSampler(toy.ToySampler(TABLE, seconds=1.0), grader) for _ in range(2))
+            whole = await asyncio.gather(
+                *asked(GradingSampler(toy.ToySampler(TABLE), toy.ToyGrader()), PROMPTS, sampling)
+            )
             calls = asked(one, PROMPTS, sampling)
             await asyncio.sleep(seconds + 0.5 if seconds else 0)
             await one.release()

@@ -19,23 +19,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig
-from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.engines.native.config import experts_of
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.learning.passes import Passes, at_tokens
-from slipstream.engines.native.learning.snapshots import OLD, REFERENCE
-from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import split
+from slipstream.engines.native.model import split, with_adapters
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.routers import Choices, choosing, routers_of, together
-from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.errors import ModelError
-from slipstream.estimators.balance import balance_loss
+from slipstream.estimators.auxiliary import balance_loss
+from slipstream.objective.columns import OLD, REFERENCE
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Rollout, Scored, header_of, total
+from support.engines import native_learner, native_sampler, student_passes
 from support.learners import run, score
 from support.tiny_experts import (
     CHOSEN,
@@ -65,7 +64,7 @@ NOISE = 0.3
 
 def drawn(model: PreTrainedModel, *, count: int = 4) -> list[Handle]:
     async def work() -> list[list[Handle]]:
-        sampler = NativeSampler(wrap(model), slots=12, stop_ids={EOS}, router=True)
+        sampler = native_sampler(wrap(model), slots=12, stop_ids={EOS}, router=True)
         sampling = Sampling(max_tokens=8, group=3, draws=2, router=True)
         groups = await asyncio.gather(*[sampler.generate(each, sampling) for each in make_prompts(count, longest=6)])
         sampler.close()
@@ -85,7 +84,7 @@ def passes_of(model: PreTrainedModel, router: str, *, lora: LoraConfig | None = 
     if lora is not None:
         lm = with_adapters(lm, lora, seed=7)
     config = LearnerConfig(dtype="float64", lora=lora, **{"router": router} | options)
-    return Passes(lm, config, Ranks(), temperature=1.0, snapshots=2)
+    return student_passes(lm, config, Ranks(), temperature=1.0, snapshots=2)
 
 
 def gap(passes: Passes, samples: Sequence[Scored]) -> float:
@@ -196,7 +195,7 @@ def learner_of(model: PreTrainedModel, **changes: Any) -> NativeLearner:
     loss = ReverseKLMC(m=2) if policy is None else ReverseKLMC(weight=0.0)
     method = Method(loss=loss, policy=policy, rewards={"right": 1.0} if policy else {})
     config = LearnerConfig(dtype="float64", lr=1e-2, **changes)
-    return NativeLearner(wrap(model), method=method, config=config, updates=9, snapshots=2)
+    return native_learner(wrap(model), method=method, config=config, updates=9, snapshots=2)
 
 
 @cache
@@ -319,7 +318,9 @@ def test_the_balance_loss_and_its_gradient_are_those_of_transformers(name: str) 
     async def work(learner: NativeLearner) -> tuple[dict[str, Any], float]:
         await learner.accumulate(batch, total(await learner.prepare(batch)))
         gradients = {name: p.grad for name, p in learner.lm.model.named_parameters() if p.grad is not None}
-        value = learner.sums["router/balance"].item() if "router/balance" in learner.sums else 0.0
+        value = (
+            learner.measurements.sums["router/balance"].item() if "router/balance" in learner.measurements.sums else 0.0
+        )
         return gradients, value
 
     without = learner_of(model)

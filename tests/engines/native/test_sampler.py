@@ -17,13 +17,14 @@ from transformers import DynamicCache, PreTrainedModel
 from slipstream.engines.draws import process
 from slipstream.engines.native.sampling import decoding
 from slipstream.engines.native.sampling import sampler as sampler_file
-from slipstream.engines.native.sampling.decoding import APART, compacted, ranges
+from slipstream.engines.native.sampling.decoding import MIN_SHORTER, compacted, ranges
 from slipstream.engines.native.sampling.requests import Row
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.protocols import Loaded, Mode, Sampling
 from slipstream.records import Handle, Prompt, Rollout
+from support.engines import native_sampler
 from support.tiny_models import CONFIGS, EOS, VOCAB, ByHand, make_model, make_prompts, wrap
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 def with_sampler(model: PreTrainedModel, work: Callable[[NativeSampler], Awaitable[T]], *, slots: int = 8) -> T:
     async def main() -> T:
-        sampler = NativeSampler(wrap(model), slots=slots, stop_ids={EOS})
+        sampler = native_sampler(wrap(model), slots=slots, stop_ids={EOS})
         try:
             return await work(sampler)
         finally:
@@ -127,7 +128,7 @@ def test_holes_are_filled_by_rows_from_behind(seed: int) -> None:
     at = [lengths[slot] for slot in order]
     cuts = ranges(at)
     assert [slot for a, b in cuts for slot in range(a, b)] == list(range(len(at)))
-    assert all(max(at[b:c]) <= max(at[a:b]) - APART for (a, b), (_, c) in pairwise(cuts))
+    assert all(max(at[b:c]) <= max(at[a:b]) - MIN_SHORTER for (a, b), (_, c) in pairwise(cuts))
 
 
 def test_members_of_a_group_differ_and_keep_their_order() -> None:
@@ -578,7 +579,7 @@ def test_a_response_ends_at_the_first_of_several_stops_even_at_its_limit() -> No
     stops, prompts = {EOS, 7, 9}, make_prompts(40)
 
     async def work() -> list[Rollout]:
-        sampler = NativeSampler(wrap(make_model()), slots=16, stop_ids=stops)
+        sampler = native_sampler(wrap(make_model()), slots=16, stop_ids=stops)
         groups = await asyncio.gather(*[sampler.generate(prompt, Sampling(max_tokens=6)) for prompt in prompts])
         sampler.close()
         return [handle.body for group in groups for handle in group]

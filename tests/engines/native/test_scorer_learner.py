@@ -19,22 +19,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.dropout import prepare as prepare_training
-from slipstream.engines.native.learning.learner import NativeLearner, learning_rate
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.learning.step import learning_rate
+from slipstream.engines.native.learning.student import prepare as prepare_training
 from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
-from slipstream.engines.native.rows import CURRENT, use_rows
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.native.rows import CURRENT_ROWS, use_rows
+from slipstream.engines.settings import LearnerSettings
 from slipstream.engines.weights import export_weights, fingerprint, load_weights
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
-from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
+from slipstream.records import ONE_COUNT, Batch, Handle, Scored, header_of, total
+from support.engines import native_learner, native_sampler, native_scorer
 from support.learners import roll_out, run, score
 from support.tiny_models import (
     EOS,
@@ -74,14 +75,14 @@ def test_a_response_of_more_than_twice_the_token_budget_is_scored() -> None:
 
 
 def test_the_prompt_of_a_group_is_computed_once() -> None:
-    """Of each group of two responses, one prompt: the scores are those of each response alone (see above)."""
+    """Each group has two responses to one prompt: the scores are those of each response alone (see above)."""
     groups, teacher, computed = roll_out(make_model(seed=0)), make_model(seed=1), list[int]()
 
     def count(module: torch.nn.Module, args: Any) -> None:
-        computed.append(CURRENT.get().batch.real)
+        computed.append(CURRENT_ROWS.get().batch.real)
 
     async def work() -> None:
-        scorer = NativeScorer(wrap(teacher))
+        scorer = native_scorer(wrap(teacher))
         with scorer.lm.backbone.register_forward_pre_hook(count):
             await asyncio.gather(*[scorer.score(group) for group in groups])
         scorer.close()
@@ -122,12 +123,12 @@ def test_rewards_of_the_header_enter_the_record() -> None:
 
 def test_a_top_k_larger_than_the_vocabulary_is_refused() -> None:
     with pytest.raises(ModelError, match=f"loss.k = 99 is more than the vocabulary of {VOCAB}"):
-        NativeScorer(wrap(make_model()), cache="teacher_topk", k=99)
+        native_scorer(wrap(make_model()), cache="teacher_topk", k=99)
 
 
 def test_a_failing_forward_reaches_everyone_who_waits() -> None:
     async def work() -> list[object]:
-        scorer = NativeScorer(wrap(make_model()))
+        scorer = native_scorer(wrap(make_model()))
 
         def fail(*_: object) -> None:
             raise MemoryError("no room")
@@ -199,7 +200,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
     async def work(learner: NativeLearner) -> float:
         counts = replace(total(await learner.prepare(batch)), n_tokens=n_tokens)
         await learner.accumulate(batch, counts)
-        return learner.sums["loss"].item()
+        return learner.measurements.sums["loss"].item()
 
     reference = copy.deepcopy(student)
     samples = [handle.body for group in groups for handle in group]
@@ -208,7 +209,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
     expected = sum(dense_loss(logits, of_teacher, s, loss).sum() for s, logits, of_teacher in pairs) / n_tokens
     expected.backward()
     for token_budget in (30, 10_000):
-        learner = NativeLearner(
+        learner = native_learner(
             wrap(student),
             method=Method(loss=loss),
             config=LearnerConfig(token_budget=token_budget, dtype="float64"),
@@ -241,7 +242,7 @@ def test_values_in_masked_rows_are_neither_scored_nor_learned_from(loss: LossCon
         ((*scored,),) = score(teacher, [[Handle(header_of(body), body) for body in bodies]], **options)
         if litter:
             scored = [Handle(handle.header, littered(handle.body, seed=i)) for i, handle in enumerate(scored)]
-        learner = NativeLearner(
+        learner = native_learner(
             wrap(student),
             method=Method(loss=loss),
             config=LearnerConfig(token_budget=20),
@@ -253,7 +254,12 @@ def test_values_in_masked_rows_are_neither_scored_nor_learned_from(loss: LossCon
         async def work(learner: NativeLearner = learner, batch: Batch = batch) -> Any:
             await learner.accumulate(batch, total(await learner.prepare(batch)))
             gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
-            return gradients, learner.sums["loss"].item(), await learner.step(), await learner.compare(batch)
+            return (
+                gradients,
+                learner.measurements.sums["loss"].item(),
+                await learner.step(),
+                await learner.compare(batch),
+            )
 
         found.append((scored, run(work())))
         learner.close()
@@ -271,7 +277,9 @@ def test_values_in_masked_rows_are_neither_scored_nor_learned_from(loss: LossCon
 
 def make_learner(**config: Any) -> NativeLearner:
     loss = ReverseKLMC(m=3)
-    return NativeLearner(wrap(make_model(seed=0)), method=Method(loss=loss), config=LearnerConfig(**config), updates=10)
+    return native_learner(
+        wrap(make_model(seed=0)), method=Method(loss=loss), config=LearnerConfig(**config), updates=10
+    )
 
 
 def make_batch() -> Batch:
@@ -292,7 +300,7 @@ def test_scale_multiplies_the_gradient_before_clipping() -> None:
         counts = total(await whole.prepare(batch))
         await whole.accumulate(batch, counts)
         await scaled.prepare(batch)
-        await scaled.accumulate(batch, ONE)
+        await scaled.accumulate(batch, ONE_COUNT)
         return await whole.step(), await scaled.step(counts)
 
     one, other = run(work())
@@ -304,7 +312,7 @@ def test_scale_multiplies_the_gradient_before_clipping() -> None:
 def test_noise_is_of_the_gradients_of_groups(config: dict[str, Any], as_sums: bool) -> None:
     """Those of the last norm's bias, each made alone; whether they were divided before or at the step."""
     batch = Batch(tuple(score(make_model("phi", seed=2), roll_out(make_model("phi", seed=0)))), 1)
-    learner = NativeLearner(
+    learner = native_learner(
         wrap(make_model("phi", seed=0)),
         method=Method(loss=ReverseKLMC(m=3)),
         config=LearnerConfig(clip_norm=1e9, **config),
@@ -323,8 +331,8 @@ def test_noise_is_of_the_gradients_of_groups(config: dict[str, Any], as_sums: bo
         gradients = torch.stack([await alone(group) for group in batch.groups])
         counts = total(await learner.prepare(batch))
         for part in batch.parts(len(batch.groups)):
-            await learner.accumulate(part, ONE if as_sums else counts)
-        return gradients, await learner.step(counts if as_sums else ONE)
+            await learner.accumulate(part, ONE_COUNT if as_sums else counts)
+        return gradients, await learner.step(counts if as_sums else ONE_COUNT)
 
     gradients, found = run(work())
     signal, power = gradients.mean(0).square().sum().item(), gradients.square().sum(1).mean().item()
@@ -457,12 +465,15 @@ def test_an_offloaded_learner_learns_the_same_to_the_bit_and_goes_on_after_a_sto
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
-    config = LearnerConfig(lr=1.0, warmup=4, decay="cosine")
-    rates = [learning_rate(config, step, 12) for step in range(12)]
+    def plan(**config: Any) -> LearnerSettings:
+        return LearnerSettings(settings=LearnerConfig(**config), method=Method(loss=ReverseKLMC()), updates=12)
+
+    cosine = plan(lr=1.0, warmup=4, decay="cosine")
+    rates = [learning_rate(cosine, 1 + step, 0) for step in range(12)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0 and rates[8] == pytest.approx(0.5) and 0 < rates[11] < 0.05
-    assert learning_rate(config, 99, 12) == pytest.approx(0.0)
-    assert learning_rate(LearnerConfig(lr=0.5), 50, 12) == 0.5
+    assert learning_rate(cosine, 100, 0) == pytest.approx(0.0)
+    assert learning_rate(plan(lr=0.5), 51, 0) == 0.5
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(50, 400))
@@ -477,7 +488,7 @@ def test_micro_batches_hold_everything_once_within_both_bounds(lengths: list[int
 
 def test_a_teacher_whose_scores_are_not_numbers_is_named() -> None:
     teacher, groups = make_model(seed=1), roll_out(make_model(seed=0))
-    scorer = NativeScorer(wrap(teacher), name="main")
+    scorer = native_scorer(wrap(teacher), name="main")
     with torch.no_grad():
         scorer.lm.head.weight[EOS] = torch.nan
 
@@ -488,7 +499,7 @@ def test_a_teacher_whose_scores_are_not_numbers_is_named() -> None:
 
 def test_what_is_exported_in_another_precision_is_what_the_sampler_then_runs() -> None:
     """A float32 learner and a bfloat16 sampler agree on the fingerprint, update after update."""
-    learner = NativeLearner(
+    learner = native_learner(
         wrap(make_model(seed=0)),
         method=Method(loss=ReverseKLMC(m=3)),
         config=LearnerConfig(lr=1e-2),
@@ -498,7 +509,7 @@ def test_what_is_exported_in_another_precision_is_what_the_sampler_then_runs() -
     batch = make_batch()
 
     async def work() -> None:
-        sampler = NativeSampler(wrap(make_model(seed=0, dtype=torch.bfloat16)), slots=2, stop_ids={EOS})
+        sampler = native_sampler(wrap(make_model(seed=0, dtype=torch.bfloat16)), slots=2, stop_ids={EOS})
         for version in range(3):
             weights, expected = await learner.export()
             assert (await sampler.publish(weights, "keep")).fingerprint == expected
@@ -531,10 +542,10 @@ def test_a_teacher_that_caps_its_logits_is_whole_in_the_hidden_cache(kind: str) 
     groups = roll_out(student.model)
 
     async def work() -> tuple[float, list[Scored]]:
-        scorer = NativeScorer(copy.deepcopy(teacher), cache="hidden")
+        scorer = native_scorer(copy.deepcopy(teacher), cache="hidden")
         scored = [await scorer.score(group) for group in groups]
         loss = ReverseKL() if kind == "reverse" else ForwardKL(cache="hidden")
-        learner = NativeLearner(
+        learner = native_learner(
             copy.deepcopy(student),
             method=Method(loss=loss),
             config=LearnerConfig(),
@@ -566,7 +577,7 @@ def test_dropout_is_drawn_again_as_it_was_after_a_restore(tmp_path: Path) -> Non
 
     def learner() -> NativeLearner:
         config = LearnerConfig(lr=1e-2, dropout=True)
-        return NativeLearner(wrap(model), method=Method(loss=ReverseKLMC(m=3)), config=config, updates=2)
+        return native_learner(wrap(model), method=Method(loss=ReverseKLMC(m=3)), config=config, updates=2)
 
     async def update(one: NativeLearner, number: int) -> None:
         groups = Batch(tuple(batch), number)

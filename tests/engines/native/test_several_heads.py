@@ -17,13 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from slipstream.config.file import parse
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.config.losses import JSD, ForwardKL, ReverseKL
-from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.data.arithmetic import problems
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.native.model import LanguageModel, with_adapters
 from slipstream.estimators.divergence import dense
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
@@ -31,6 +29,7 @@ from slipstream.protocols import Follower
 from slipstream.records import Batch, Group, Scored, total
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import train
+from support.engines import native_learner, native_scorer
 from support.learners import roll_out, score
 from support.tiny_models import SHAPE, VOCAB, logits_of, make_model, wrap
 
@@ -55,7 +54,7 @@ def learner_of(student: PreTrainedModel, loss: Any, names: str, token_budget: in
     heads = {name: TeacherHead(wrap(TEACHERS[name]()).head) for name in names}
     config = LearnerConfig(dtype="float64", token_budget=token_budget)
     method = Method(loss=loss, teachers=dict.fromkeys(names, 1.0))
-    return NativeLearner(wrap(student), method=method, config=config, updates=1, teacher_heads=heads)
+    return native_learner(wrap(student), method=method, config=config, updates=1, teacher_heads=heads)
 
 
 def gradients(learner: NativeLearner, groups: list[Group], n_tokens: int) -> dict[str, Tensor]:
@@ -95,7 +94,9 @@ def student(model: str, lora: LoraConfig | None) -> LanguageModel:
 def follower_of(model: str, lora: LoraConfig | None) -> NativeLearner:
     config = LearnerConfig(lr=1e-2, dtype="float64", lora=lora)
     follow = {"me": Follower(0.5, 1, "float64", keep=2)}
-    return NativeLearner(student(model, lora), method=Method(loss=ReverseKL()), config=config, updates=9, follow=follow)
+    return native_learner(
+        student(model, lora), method=Method(loss=ReverseKL()), config=config, updates=9, follow=follow
+    )
 
 
 def plain(lm: LanguageModel) -> PreTrainedModel:
@@ -123,7 +124,7 @@ def test_the_head_is_that_of_the_version_that_sent_the_hidden_states(
 ) -> None:
     """Samples of three versions are in one batch, also after a resume. The teacher's logits are those of its model."""
     made, again = follower_of(model, lora), follower_of(model, lora)
-    scorer = NativeScorer(student(model, lora), name="me", cache="hidden")
+    scorer = native_scorer(student(model, lora), name="me", cache="hidden")
     groups, teachers, in_flight = roll_out(make_model(seed=7)), dict[int, PreTrainedModel](), list[Group]()
 
     async def update(learner: NativeLearner, groups: list[Group], number: int) -> float:

@@ -16,12 +16,20 @@ from hypothesis import strategies as st
 from transformers import Lfm2Config, PreTrainedModel
 
 from slipstream.config.file import parse
-from slipstream.config.speculation import SpeculationConfig
+from slipstream.config.sampler import SpeculationConfig
 from slipstream.engines.draws import process
-from slipstream.engines.native.sampling.drafts import MEMORY, RARELY, Acceptance, Draft, Lookup, emitted_draws
+from slipstream.engines.native.sampling.requests import (
+    ACCEPTANCE_MEMORY,
+    DRAFT_INTERVAL,
+    Acceptance,
+    Draft,
+    Lookup,
+    emitted_draws,
+)
 from slipstream.engines.weights import export_weights
 from slipstream.errors import ConfigError
-from slipstream.plan.plan import check_speculation
+from slipstream.plan.facts import Facts
+from slipstream.plan.rules.models import check_speculation
 from slipstream.protocols import Mode, Sampling
 from slipstream.records import Group, Prompt, Rollout
 from support.metric_runs import native
@@ -76,12 +84,12 @@ def test_draws_are_kept_up_to_the_first_that_was_not_proposed() -> None:
 def test_few_steps_have_proposals_while_few_of_them_are_accepted() -> None:
     acceptance = Acceptance(0.3)
     assert acceptance.pays()
-    acceptance.add(4 * MEMORY, 0)  # the share falls from 1 to 1/5
-    assert [acceptance.pays() for _ in range(2 * RARELY)].count(True) == 2
-    acceptance.add(MEMORY, MEMORY)  # and rises to 3/5
+    acceptance.add(4 * ACCEPTANCE_MEMORY, 0)  # the share falls from 1 to 1/5
+    assert [acceptance.pays() for _ in range(2 * DRAFT_INTERVAL)].count(True) == 2
+    acceptance.add(ACCEPTANCE_MEMORY, ACCEPTANCE_MEMORY)  # and rises to 3/5
     assert acceptance.share == pytest.approx(0.6)
     assert all(acceptance.pays() for _ in range(3))
-    assert acceptance.take() == (5 * MEMORY, MEMORY)
+    assert acceptance.take() == (5 * ACCEPTANCE_MEMORY, ACCEPTANCE_MEMORY)
     assert acceptance.take() == (0, 0)
 
 
@@ -110,7 +118,7 @@ def drawn(
 
     sampler = ByHand(wrap(model), slots=slots, stop_ids=set(stops), speculation=speculation, **options)
     try:
-        return asyncio.run(main()), sampler.acceptance.take()
+        return asyncio.run(main()), (sampler.drafting.acceptance.take() if sampler.drafting is not None else (0, 0))
     finally:
         sampler.close()
 
@@ -225,9 +233,9 @@ def test_two_tokens_after_a_proposal_have_the_law_of_the_model() -> None:
 
 
 def test_a_teacher_beside_the_sampler_replaces_the_same_tokens() -> None:
-    prompts, asked = make_prompts(5), [Sampling(max_tokens=25, group=2, draws=2, interleave=4)] * 4
+    prompts, asked = make_prompts(5), [Sampling(max_tokens=25, group=2, draws=2, teacher_replaces=4)] * 4
     teacher = make_model(seed=3, dtype=torch.float64)
-    asked.append(replace(asked[0], interleave=0))
+    asked.append(replace(asked[0], teacher_replaces=0))
     runs = [drawn(MODEL, prompts, asked, each, teacher=wrap(teacher)) for each in (None, EAGER)]
     assert runs[1][1][1] > 5
     assert any(rollout.replaced is not None and rollout.replaced.any() for rollout in runs[1][0])
@@ -310,7 +318,8 @@ def test_the_next_turn_goes_on_from_what_several_accepted_tokens_left(park: bool
             ((handle,),) = await sampler.finish(asyncio.create_task(sampler.generate(asked, sampling)))
             found.append(handle.body)
             tokens = np.concatenate([tokens, handle.body.tokens, prompt.tokens])
-        assert (sampler.acceptance.take()[1] > 5) == (speculation is not None)
+        assert (sampler.drafting is None) == (speculation is None)
+        assert sampler.drafting is None or sampler.drafting.acceptance.take()[1] > 5
         sampler.close()
         return found
 
@@ -338,10 +347,10 @@ def test_a_run_learns_the_same_from_rollouts_with_proposals(tmp_path: Path) -> N
 def test_a_student_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
     Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]).save_pretrained(tmp_path)
     config = parse({"student": str(tmp_path), "teachers": {"main": {"model": "builtin:teacher"}}})
-    check_speculation(config)
+    check_speculation(config, Facts(config))
     on = config.model_copy(update={"sampler": config.sampler.model_copy(update={"speculation": EAGER})})
     with pytest.raises(ConfigError) as refused:
-        check_speculation(on)
+        check_speculation(on, Facts(on))
     assert str(refused.value) == (
         f"sampler.speculation: {tmp_path} has recurrent layers, whose states cannot forget a proposed token that is "
         "not accepted: drop it"

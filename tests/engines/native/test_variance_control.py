@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.gradient_cosine import BEFORE, project, store_gradient
 from slipstream.engines.native.learning.learner import NativeLearner, key_of
+from slipstream.engines.native.learning.step import PREVIOUS_GRADIENT, project, store_gradient
 from slipstream.engines.native.ranks import Ranks
 from slipstream.estimators.tables.correction import PRESETS
 from slipstream.objective.method import Method
 from slipstream.records import Batch, Handle, Scored, header_of, total
+from support.engines import native_learner
 from support.learners import roll_out
 from support.tiny_models import make_model, wrap
 
@@ -51,7 +52,7 @@ def graded() -> list[list[Handle]]:
 
 def learner_of(method: Method, **options: Any) -> NativeLearner:
     config = LearnerConfig(dtype="float64", token_budget=1000, lr=1e-2, clip_norm=1e9)
-    return NativeLearner(
+    return native_learner(
         wrap(make_model(seed=0, dtype=torch.float64)), method=method, config=config, updates=9, **options
     )
 
@@ -89,7 +90,7 @@ def test_opob_subtracts_the_mean_weighted_by_true_gradient_norms() -> None:
             influence.append(min(math.exp(logp - drew), 2.0) ** 2 * norm)
         base = sum(w * r for w, r in zip(influence, rewards, strict=True)) / sum(influence)
         for handle, reward in zip(group, rewards, strict=True):
-            found = learner.frozen[key_of(handle.header)].advantage_T
+            found = learner.now.constants[key_of(handle.header)].columns["advantages"]
             assert found is not None
             torch.testing.assert_close(found, torch.full_like(found, reward - base), rtol=1e-5, atol=1e-6)
         assert abs(base - sum(rewards) / len(rewards)) > 1e-3, "the norms matter"
@@ -121,7 +122,7 @@ def two(before: list[float], now: list[float], limit: float) -> tuple[list[float
     store_gradient(optimizer)
     weight.grad = torch.tensor(now, dtype=torch.float64)
     found = project(optimizer, Ranks(), limit=limit)
-    assert optimizer.state[weight][BEFORE].tolist() == now, "as it was before its projection"
+    assert optimizer.state[weight][PREVIOUS_GRADIENT].tolist() == now, "as it was before its projection"
     return weight.grad.tolist(), found["gradient/cosine_previous"]
 
 
@@ -157,7 +158,7 @@ def test_the_learner_projects_the_first_step_of_each_update() -> None:
         return await learner.step()
 
     def moment() -> Tensor:
-        return torch.cat([state["exp_avg"].flatten().clone() for state in learner.optimizer.state.values()])
+        return torch.cat([state["exp_avg"].flatten().clone() for state in learner.steps.optimizer.state.values()])
 
     async def both() -> tuple[dict[str, float], Tensor, dict[str, float], Tensor]:
         return await update(1), moment(), await update(2), moment()
@@ -194,10 +195,10 @@ def test_the_old_policy_is_the_average_of_the_weights_before_each_update() -> No
     average = make_model(seed=0, dtype=torch.float64)
     torch.nn.utils.vector_to_parameters(0.75 * weights[0] + 0.25 * weights[1], average.parameters())
     for handle in (handle for group in groups for handle in group):
-        frozen, rollout = learner.frozen[key_of(handle.header)], handle.body
+        frozen, rollout = learner.now.constants[key_of(handle.header)], handle.body
         mask = torch.from_numpy(rollout.loss_mask)
-        assert frozen.old_T is not None and frozen.weight_T is not None
-        assert float(frozen.old_T[mask].sum()) == pytest.approx(log_prob(average, rollout).item(), rel=1e-6)
-        ratio = (frozen.old_T - torch.from_numpy(rollout.logp).double()).exp().clamp(max=2.0)
-        torch.testing.assert_close(frozen.weight_T[mask], ratio[mask])
+        old_T, weight_T = frozen.columns["old"], frozen.columns["weights"]
+        assert float(old_T[mask].sum()) == pytest.approx(log_prob(average, rollout).item(), rel=1e-6)
+        ratio = (old_T - torch.from_numpy(rollout.logp).double()).exp().clamp(max=2.0)
+        torch.testing.assert_close(weight_T[mask], ratio[mask])
     learner.close()

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.engines.http.answers import LogProbs
 from slipstream.engines.http.client import Client, Endpoint
-from slipstream.engines.http.scorer import log_probs
+from slipstream.engines.http.scorer import LogProbs, log_probs
 from slipstream.engines.score_checks import MASS, fault_of, first_invalid
 from slipstream.errors import ConfigError, EndpointError
 
-OWN_WORDS = 24
+OWN_TOKENS = 24
 """Number of the teacher's most likely next tokens, after tokens of the data, at which it is surer than elsewhere."""
-MISSING = 0.02
+MAX_MISSING = 0.02
 """Largest probability that may be missing from a distribution, because servers round."""
 KEY_REFUSED = (401, 403)
 NOT_THERE = (404, 405, 501)
@@ -30,7 +29,7 @@ class Requirements:
     """At least two tokens of the run's data."""
     highest: int
     """Highest token id that the student may sample."""
-    longest: int
+    max_length: int
     """Maximum number of tokens of a prompt and its response together."""
     k: int = 0
     best: int = 0
@@ -42,11 +41,11 @@ async def check(endpoint: Endpoint, need: Requirements) -> str:
     client, where = Client(endpoint), f"teachers.{endpoint.teacher}"
     try:
         context = await _served(client, endpoint, where)
-        if context is not None and context < need.longest + 1:
+        if context is not None and context < need.max_length + 1:
             raise ConfigError(
                 f"{where}: {endpoint.url} serves {endpoint.model} with a context of {context}, but prompt + "
-                f"sampler.max_tokens + 1 are up to {need.longest + 1}: lower sampler.max_tokens, shorten the prompts, "
-                f"or start the server with --max-model-len {need.longest + 1}"
+                f"sampler.max_tokens + 1 are up to {need.max_length + 1}: lower sampler.max_tokens, shorten the "
+                f"prompts, or start the server with --max-model-len {need.max_length + 1}"
             )
         check_log_probs(await _ask(client, endpoint, need.tokens, 0), endpoint)
     except EndpointError as error:
@@ -110,20 +109,20 @@ async def _gives(client: Client, endpoint: Endpoint, need: Requirements, where: 
 
 async def _is_distribution(client: Client, endpoint: Endpoint, need: Requirements, where: str) -> str:
     """Raise ConfigError if the best log-probs are of no distribution; return a note if the endpoint returns too few."""
-    k, sent = min(need.best, need.highest + 1), list(need.tokens)
+    k, tokens = min(need.best, need.highest + 1), list(need.tokens)
     if not k:
         return ""
     try:
-        while len(sent) < min(len(need.tokens) + OWN_WORDS, need.longest):
-            after = await _ask(client, endpoint, [*sent, sent[-1]], k)
-            sent.append(min(int(after.ids_NK[-1, 0]), need.highest))
-        found = await _ask(client, endpoint, sent, k)
+        while len(tokens) < min(len(need.tokens) + OWN_TOKENS, need.max_length):
+            after = await _ask(client, endpoint, [*tokens, tokens[-1]], k)
+            tokens.append(min(int(after.ids_NK[-1, 0]), need.highest))
+        best = await _ask(client, endpoint, tokens, k)
     except EndpointError as error:
         return f"; its log-probs are not tested, because it returns fewer than {where}.max_logprobs = {k} ({error})"
-    p_NK = np.exp(found.logp_NK.astype(np.float64))
+    p_NK = np.exp(best.logp_NK.astype(np.float64))
     least_N = p_NK.sum(1)
     most_N = least_N + p_NK[:, -1] * 2 * (need.highest + 1)  # a model may have more embeddings than the student
-    wrong = least_N > MASS, most_N < 1 - MISSING
+    wrong = least_N > MASS, most_N < 1 - MAX_MISSING
     for wrong_N, total_N, how in zip(wrong, (least_N, most_N), ("at least", "with all others at most"), strict=True):
         if wrong_N.any():
             n = int(wrong_N.argmax())
@@ -136,8 +135,8 @@ async def _is_distribution(client: Client, endpoint: Endpoint, need: Requirement
 
 def _explained(error: EndpointError, endpoint: Endpoint, where: str) -> str:
     if error.status in KEY_REFUSED:
-        wanted = "another key" if endpoint.key else "a key: name its variable"
-        hint = f"{where}.api_key_env: the endpoint wants {wanted}"
+        other = "another key" if endpoint.key else "a key: name its variable"
+        hint = f"{where}.api_key_env: the endpoint wants {other}"
     elif error.status in NOT_THERE and not endpoint.url.endswith("/v1"):
         hint = f"{where}.base_url = {endpoint.url!r}: it usually ends in /v1"
     else:

@@ -5,40 +5,51 @@ and longer failures raise EndpointError; the pipeline then retries whole groups 
 
 Servers are not trusted. At most as many bytes are read as the request can need, and compressed answers are refused. One
 time limit covers a request from connecting to the last byte.
+
+A circuit breaker sends no requests during an outage, or before the time in a Retry-After header:
+
+    closed ──OUTAGE_FAILURES in a row──▶ open ──pause──▶ one probe request ──success──▶ closed
+                                          ▲                      │
+                                          └─ longer pause ◀───failure
+
+Other calls wait during an outage. After MAX_OUTAGE seconds they raise the error. The pipeline then retries the group,
+so an outage costs time but no group, until the retries of the pipeline are used up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import httpx2
 from pydantic import SecretStr
 
 import slipstream
-from slipstream.engines.http.breaker import Breaker, Unavailable
 from slipstream.errors import ConfigError, EndpointError, first_line
 
-PAUSES = (0.25, 1.0, 4.0)
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
+REQUEST_PAUSES = (0.25, 1.0, 4.0)
 """Mean seconds before each retry of a request; the actual pause is random."""
-CONNECT = 10.0
+ENDPOINT_CONNECT_TIMEOUT = 10.0
 """Maximum seconds until the server accepts a connection."""
-IDLE = 4.0
+KEEPALIVE = 4.0
 """Seconds for which an idle connection is kept, less than the 5 s after which servers close it without notice."""
-SHOWN = 200
+MAX_QUOTED = 200
 """Maximum characters of an answer in an error message."""
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 """Names of OpenSSL's errors that occur if the server uses plain HTTP."""
-SPARE = 1 << 20
+SPARE_BYTES = 1 << 20
 """Bytes that an answer may have in addition to the expected ones, for example a list of models."""
 
 
@@ -82,27 +93,29 @@ class Client:
     async def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, expected: int = 0, bare: bool = False
     ) -> Any:
-        """Return the endpoint's JSON answer of at most `expected` + SPARE bytes; raise EndpointError on failure.
+        """Return the endpoint's JSON answer of at most `expected` + SPARE_BYTES bytes; raise EndpointError on failure.
 
         With `bare` the answer's text means nothing, and None is returned.
         """
         await self._attach()
-        for pause in (*PAUSES, None):
-            try:
-                async with self.breaker.passage():
-                    content = await self._once(method, path, body, SPARE + expected)
-                break
-            except Unavailable as error:
-                if pause is None or not error.again or self.breaker.open:
-                    raise EndpointError(f"{self.where} {error}") from None
-                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+
+        async def once() -> bytes:
+            async with self.breaker.passage():
+                return await self._once(method, path, body, SPARE_BYTES + expected)
+
+        try:
+            content = await retried(
+                once, REQUEST_PAUSES, Unavailable, lambda error: error.again and not self.breaker.open, spread=0.5
+            )
+        except Unavailable as error:
+            raise EndpointError(f"{self.where} {error}") from None
         if bare:
             return None
         try:
             return await asyncio.to_thread(json.loads, content)
         except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
-            shown = self._shown(content)
-            raise EndpointError(f"{self.where} gives an answer that is not JSON: {shown}") from None
+            excerpt = self._excerpt(content)
+            raise EndpointError(f"{self.where} gives an answer that is not JSON: {excerpt}") from None
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> bytes:
         timeout, url = self.endpoint.timeout, self.endpoint.url + path
@@ -116,11 +129,11 @@ class Client:
                 if any(sign in str(error) for sign in NO_TLS) and url.startswith("https:"):
                     plain = self.endpoint.url.replace("https:", "http:", 1)
                     raise Unavailable(f"does not speak https: write base_url = {plain!r}", again=False) from None
-                cause = self._shown(first_line(error).encode())
+                cause = self._excerpt(first_line(error).encode())
                 raise Unavailable(f"cannot be reached: {type(error).__name__}: {cause}") from None
         if status == 200:
             return content
-        refusal = f"answers {status}: {self._shown(content)}"
+        refusal = f"answers {status}: {self._excerpt(content)}"
         if status == 429 or status >= 500:
             raise Unavailable(refusal, down=status != 429, after=retry_after(response.headers.get("retry-after")))
         raise EndpointError(f"{self.where} {refusal}", status=status)
@@ -129,12 +142,12 @@ class Client:
         """Return the whole answer, or the first bytes of an error answer."""
         if (packing := response.headers.get("content-encoding", "identity")) != "identity":
             raise EndpointError(
-                f"{self.where} compresses its answers ({self._shown(packing.encode())}): switch compression off there"
+                f"{self.where} compresses its answers ({self._excerpt(packing.encode())}): switch compression off there"
             )
         content = bytearray()
         async for part in response.aiter_raw():
             content += part
-            if response.status_code != 200 and len(content) > SPARE:
+            if response.status_code != 200 and len(content) > SPARE_BYTES:
                 break
             if len(content) > most:
                 raise EndpointError(
@@ -153,24 +166,46 @@ class Client:
             headers["Authorization"] = f"Bearer {endpoint.key.get_secret_value()}"
         self.client = httpx2.AsyncClient(
             headers=headers,
-            timeout=httpx2.Timeout(None, connect=CONNECT),
+            timeout=httpx2.Timeout(None, connect=ENDPOINT_CONNECT_TIMEOUT),
             limits=httpx2.Limits(
                 max_connections=endpoint.concurrency,
                 max_keepalive_connections=endpoint.concurrency,
-                keepalive_expiry=IDLE,
+                keepalive_expiry=KEEPALIVE,
             ),
         )
         closing = closed_with_its_loop(self.client)
         await anext(closing)
-        OPEN.setdefault(loop, []).append(closing)
+        OPEN_CLIENTS.setdefault(loop, []).append(closing)
 
-    def _shown(self, content: bytes) -> str:
+    def _excerpt(self, content: bytes) -> str:
         """Return the beginning of an answer for a message, without the key, which some servers repeat."""
-        text = content[: 100 * SHOWN].decode(errors="replace")
+        text = content[: 100 * MAX_QUOTED].decode(errors="replace")
         if self.endpoint.key is not None:
             text = text.replace(self.endpoint.key.get_secret_value(), "[key]")
         line = " ".join(text.split())
-        return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"
+        return line if len(line) <= MAX_QUOTED else f"{line[:MAX_QUOTED]}…"
+
+
+async def retried(
+    work: Callable[[], Awaitable[T]],
+    pauses: Sequence[float],
+    kind: type[E],
+    again: Callable[[E], bool],
+    *,
+    spread: float = 0.0,
+) -> T:
+    """Repeat work after each pause while its error of this kind allows it, and raise its last error.
+
+    Pauses differ at random from their mean by at most the share `spread`.
+    """
+    for pause in pauses:
+        try:
+            return await work()
+        except kind as error:
+            if not again(error):
+                raise
+        await asyncio.sleep(pause * random.uniform(1 - spread, 1 + spread))
+    return await work()
 
 
 async def closed_with_its_loop(client: httpx2.AsyncClient) -> AsyncGenerator[None]:
@@ -181,7 +216,7 @@ async def closed_with_its_loop(client: httpx2.AsyncClient) -> AsyncGenerator[Non
         await client.aclose()
 
 
-OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[AsyncGenerator[None]]] = WeakKeyDictionary()
+OPEN_CLIENTS: WeakKeyDictionary[asyncio.AbstractEventLoop, list[AsyncGenerator[None]]] = WeakKeyDictionary()
 """Generators of `closed_with_its_loop` by event loop. These references keep each client open until its loop ends."""
 
 
@@ -195,3 +230,99 @@ def retry_after(header: str | None) -> float:
         return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
     except (ValueError, OverflowError):
         return 0.0
+
+
+# --- circuit breaker --------------------------------------------------------------------------------------------------
+
+
+OUTAGE_FAILURES = 5
+"""Number of failures in a row that counts as an outage."""
+PROBE_PAUSES = (1.0, 30.0)
+"""Seconds before the first probe request, and maximum seconds between two probe requests."""
+MAX_OUTAGE = 120.0
+"""Maximum seconds that a call waits for the end of an outage."""
+PROBE_SPREAD = 0.2
+"""Seconds over which all calls that wait for `Breaker.earliest` are randomly spread."""
+
+
+class Unavailable(Exception):
+    """Failure of one request: `down` counts towards an outage, `again` permits a retry after `after` seconds."""
+
+    def __init__(self, what: str, *, down: bool = True, again: bool = True, after: float = 0.0) -> None:
+        super().__init__(what)
+        self.down, self.again, self.after = down, again, after
+
+
+class Breaker:
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.failures, self.cause, self.since = 0, "", 0.0
+        """Number of failures in a row, cause of the latest failure, and time of the first."""
+        self.probing, self.pause = False, PROBE_PAUSES[0]
+        self.earliest = 0.0
+        """Time before which no request is sent."""
+        self.changed = asyncio.Event()
+
+    @property
+    def open(self) -> bool:
+        return self.failures >= OUTAGE_FAILURES
+
+    @contextlib.asynccontextmanager
+    async def passage(self) -> AsyncIterator[None]:
+        """Wait until a request may be sent, and record its success or failure."""
+        probe = await self._admitted()
+        try:
+            yield
+        except Unavailable as error:
+            self._delay(error.after)
+            if error.down:
+                self._count_failure(str(error), probe)
+            else:
+                self._reset()
+            raise
+        except EndpointError:  # the endpoint has answered, so there is no outage
+            self._reset()
+            raise
+        else:
+            self._reset()
+        finally:
+            if probe:
+                self.probing = False
+                self.changed.set()
+
+    async def _admitted(self) -> bool:
+        """Wait until a request may be sent; return true if it is the probe request of an outage."""
+        now = asyncio.get_running_loop().time
+        began = now()
+        while self.open or now() < self.earliest:
+            if self.open and not self.probing and now() >= self.earliest:
+                self.probing = True
+                return True
+            if now() - began >= MAX_OUTAGE:
+                down = f"has been down for {now() - self.since:.0f} s: it {self.cause}"
+                busy = f"asks to wait another {self.earliest - now():.0f} s"
+                raise EndpointError(f"{self.where} {down if self.open else busy}")
+            until = began + MAX_OUTAGE
+            if now() < self.earliest:
+                until = min(until, self.earliest + random.uniform(0, PROBE_SPREAD))
+            self.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), until - now())
+        return False
+
+    def _delay(self, seconds: float) -> None:
+        if seconds > 0:
+            self.earliest = max(self.earliest, asyncio.get_running_loop().time() + seconds)
+
+    def _count_failure(self, cause: str, probe: bool) -> None:
+        if not self.failures:
+            self.since = asyncio.get_running_loop().time()
+        self.failures, self.cause = self.failures + 1, cause
+        if probe:
+            self.pause = min(2 * self.pause, PROBE_PAUSES[1])
+        if probe or self.failures == OUTAGE_FAILURES:
+            self._delay(self.pause)
+
+    def _reset(self) -> None:
+        self.failures, self.pause = 0, PROBE_PAUSES[0]
+        self.changed.set()

@@ -17,7 +17,7 @@ from slipstream.errors import EndpointError
 from slipstream.records import Ungraded
 from slipstream.rewards.functions import Answer, Grades, Unusable, number
 
-SHOWN = 80
+MAX_QUOTED_SCORE = 80
 """Maximum characters of a judge's answer in a message."""
 
 
@@ -58,8 +58,8 @@ class OpenJudge:
         messages = [{"role": "user", "content": text}]
         body = {"model": settings.endpoint.model, "messages": messages, "max_tokens": settings.max_tokens}
         try:
-            said = said_in(await self.client.ask("POST", "/chat/completions", body | {"temperature": 0.0}))
-            return {"judge": score_in(said, settings)}
+            message = message_of(await self.client.ask("POST", "/chat/completions", body | {"temperature": 0.0}))
+            return {"judge": score_in(message, settings)}
         except EndpointError as error:
             return Ungraded("endpoint", str(error))
         except Unusable as error:
@@ -78,32 +78,32 @@ def as_text(question: Any) -> str:
     return "\n\n".join(f"{message['role']}: {message.get('content')}" for message in question)
 
 
-def said_in(answer: Any) -> str:
+def message_of(answer: Any) -> str:
     try:
-        said = answer["choices"][0]["message"]["content"]
+        text = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
-        said = None
-    if not isinstance(said, str):
+        text = None
+    if not isinstance(text, str):
         raise Unusable("type", "gives an answer without a message")
-    return said
+    return text
 
 
-def score_in(said: str, settings: Judge) -> float:
+def score_in(message: str, settings: Judge) -> float:
     """Read the score from the judge's answer; raise Unusable if there is none."""
-    shown = repr(said[-SHOWN:])
+    excerpt = repr(message[-MAX_QUOTED_SCORE:])
     if settings.pattern is not None:
-        found = list(re.finditer(settings.pattern, said, re.DOTALL))
-        if not found:
-            raise Unusable("type", f"says nothing that task.judge.pattern matches: {shown}")
-        given: Any = found[-1][1]
+        matches = list(re.finditer(settings.pattern, message, re.DOTALL))
+        if not matches:
+            raise Unusable("type", f"says nothing that task.judge.pattern matches: {excerpt}")
+        score: Any = matches[-1][1]
     else:
         try:
-            given = json.loads(said[said.index("{") : said.rindex("}") + 1])[settings.key]
+            score = json.loads(message[message.index("{") : message.rindex("}") + 1])[settings.key]
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise Unusable("type", f"says no JSON object with the key {settings.key!r}: {shown}") from None
+            raise Unusable("type", f"says no JSON object with the key {settings.key!r}: {excerpt}") from None
     try:
-        if isinstance(given, bool | None):
+        if isinstance(score, bool | None):
             raise ValueError
-        return number(float(given))
+        return number(float(score))
     except (ValueError, TypeError):
-        raise Unusable("type", f"gives the score {str(given)[:SHOWN]!r}, which is not a number") from None
+        raise Unusable("type", f"gives the score {str(score)[:MAX_QUOTED_SCORE]!r}, which is not a number") from None

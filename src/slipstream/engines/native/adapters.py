@@ -1,6 +1,8 @@
 """Read and write adapter directories (LoRA), merge adapters into their base model, or load them for further training.
 
 Names and formula are PEFT's: weight + alpha / rank · B A. `slipstream/models/adapters.py` lists the supported options.
+Learner and sampler both run the base with separate adapters, so the fingerprint (checksum of weights) covers exactly
+the weights in use. A saved model has the adapters merged; the adapters are also saved separately.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -31,6 +34,18 @@ def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tenso
     """Return weight + scale · up · down, computed in at least float32 and cast back to the dtype of the weight."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + scale * (up.to(wide) @ down.to(wide))).to(weight.dtype)
+
+
+def merged(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return a copy of a state dict in which each adapter is merged into its base weight."""
+    scales = {name: module.scaling["default"] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    whole: dict[str, Any] = {name: value for name, value in state.items() if ".lora_" not in name}
+    for layer, scale in scales.items():
+        down, up = (state[f"{layer}.lora_{part}.default.weight"] for part in "AB")
+        whole[f"{layer}.weight"] = add_adapter(whole.pop(f"{layer}.base_layer.weight"), down, up, scale)
+        if f"{layer}.base_layer.bias" in whole:
+            whole[f"{layer}.bias"] = whole.pop(f"{layer}.base_layer.bias")
+    return whole
 
 
 def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:

@@ -10,8 +10,8 @@ from typing import Any
 from slipstream.errors import ModelError, first_line
 from slipstream.models.resolve import check_reachable, model_path
 
-KINDS = ("longrope", "dynamic")
-SIZES = (
+LENGTH_ROPES = ("longrope", "dynamic")
+SIZE_FIELDS = (
     "hidden_size",
     "intermediate_size",
     "vocab_size",
@@ -21,10 +21,10 @@ SIZES = (
     "head_dim",
 )
 """Fields of config.json that must be positive if their value is an integer."""
-EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts"
+EXPERT_FIELDS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts"
 """Names that families have for the number of experts."""
-PASS_INTERVAL, ENOUGH = 0.05, 8
-"""A scorer waits PASS_INTERVAL seconds between two passes, unless more than token_budget / ENOUGH tokens wait."""
+PASS_INTERVAL, PASS_SHARE = 0.05, 8
+"""A scorer waits PASS_INTERVAL seconds between two passes, unless more than token_budget / PASS_SHARE tokens wait."""
 ADMISSION_SHARE = 8
 """A native sampler admits new requests only when at least 1 / ADMISSION_SHARE of all slots are free."""
 
@@ -32,7 +32,7 @@ ADMISSION_SHARE = 8
 def depends_on_length(kind: Any) -> bool:
     """Return True if this rope type selects its factors by sequence length; a dict has one type per kind of layer."""
     kinds = kind.values() if isinstance(kind, dict) else [kind]
-    return any(each in str(one) for one in kinds for each in KINDS)
+    return any(each in str(one) for one in kinds for each in LENGTH_ROPES)
 
 
 def check_there(name: str) -> None:
@@ -52,7 +52,7 @@ def load_config(name: str) -> Any:
         config = deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: cannot read its model config: {first_line(error)}") from None
-    for field in SIZES:
+    for field in SIZE_FIELDS:
         value = getattr(config.get_text_config(), field, None)
         if isinstance(value, int) and value < 1:
             raise ModelError(
@@ -110,15 +110,15 @@ def vocabulary_of(model: str) -> int:
 
 def experts_of(config: Any) -> int:
     """Return the number of experts among which routers choose; 0 for a model without experts."""
-    found = [getattr(config.get_text_config(), name, None) for name in EXPERTS]
-    return next((count for count in found if isinstance(count, int) and count > 1), 0)
+    counts = [getattr(config.get_text_config(), name, None) for name in EXPERT_FIELDS]
+    return next((count for count in counts if isinstance(count, int) and count > 1), 0)
 
 
 def width_of(model: str) -> int:
     return int(load_config(model).get_text_config().hidden_size)
 
 
-def position_note(config: Any, longest: int) -> str | None:
+def position_note(config: Any, max_length: int) -> str | None:
     """Return a note for the user if rope factors depend on the sequence length, else None."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
@@ -128,5 +128,7 @@ def position_note(config: Any, longest: int) -> str | None:
         return None
     kind = chosen[0]["rope_type"]
     original = chosen[0].get("original_max_position_embeddings") or text.max_position_embeddings
-    side = "long" if longest > original else "short"
-    return f"{kind} positions: a run uses the factors for {longest} tokens ({side}: the original context is {original})"
+    side = "long" if max_length > original else "short"
+    return (
+        f"{kind} positions: a run uses the factors for {max_length} tokens ({side}: the original context is {original})"
+    )

@@ -23,16 +23,21 @@ from slipstream.models.adapters import WEIGHTS as ADAPTER
 from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import file_of, model_path
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 """Weight files in the order in which transformers looks for them."""
-STRETCH = 1 << 26
+READ_BYTES = 1 << 26
 """Maximum bytes of a tensor that are read at once; a single row may be larger."""
 Shape = tuple[int, ...]
 
 
 def weights_of(name: str) -> list[Path]:
     """Return the paths of a model's weight files; empty for a hub model that is not downloaded yet."""
-    for file in WEIGHTS:
+    for file in WEIGHT_FILES:
         if (found := file_of(name, file)) is None:
             continue
         if not file.endswith(".index.json"):
@@ -44,7 +49,7 @@ def weights_of(name: str) -> list[Path]:
                 raise ModelError(f"{name}: {part} is missing, but {file} lists it as a file of weights")
         return [path for path in paths.values() if path is not None]
     if is_local(name):
-        raise ModelError(f"{name}: no weights there: expected {WEIGHTS[0]}, or {WEIGHTS[1]} and its parts")
+        raise ModelError(f"{name}: no weights there: expected {WEIGHT_FILES[0]}, or {WEIGHT_FILES[1]} and its parts")
     return []
 
 
@@ -157,7 +162,7 @@ def read_chunks(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
             rows, *rest = part.get_shape() or [0]
             if not rows:
                 yield key, opened.get_tensor(key)
-            at_once = max(1, STRETCH // (8 * prod(rest) or 1))
+            at_once = max(1, READ_BYTES // (8 * prod(rest) or 1))
             for start in range(0, rows, at_once):
                 yield key, part[start : start + at_once]
 

@@ -53,17 +53,17 @@ def split_of(outside: int, layers: Sequence[int], devices: int) -> list[int]:
 
     def filled(most: int) -> list[int] | None:
         """Return the split that fills each device up to `most` bytes in turn; None if the last one has too little."""
-        found, device, held = list[int](), 0, outside
+        split, device, used = list[int](), 0, outside
         for number, layer in enumerate(layers):
             left = len(layers) - number
-            empty = device not in found
-            if not empty and (held + layer > most or left < devices - device):
-                device, held = device + 1, 0
-            held += layer
-            found.append(device)
-            if device == devices or (held > most and device > 0):
+            empty = device not in split
+            if not empty and (used + layer > most or left < devices - device):
+                device, used = device + 1, 0
+            used += layer
+            split.append(device)
+            if device == devices or (used > most and device > 0):
                 return None
-        return found
+        return split
 
     low, high = 1, outside + sum(layers)
     while low < high:
@@ -76,10 +76,10 @@ def split_of(outside: int, layers: Sequence[int], devices: int) -> list[int]:
 
 def fullest(outside: int, layers: Sequence[int], devices: int) -> int:
     """Return the bytes of the fullest device of `split_of`."""
-    held = [outside] + [0] * (devices - 1)
+    used = [outside] + [0] * (devices - 1)
     for device, layer in zip(split_of(outside, layers, devices), layers, strict=True):
-        held[device] += layer
-    return max(held)
+        used[device] += layer
+    return max(used)
 
 
 def spread(name: str, model: nn.Module, devices: Sequence[torch.device]) -> None:

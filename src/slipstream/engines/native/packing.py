@@ -18,13 +18,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
-
-from numpy.typing import NDArray
 
 from slipstream.records import Rollout
 
-Array = NDArray[Any]
 MOST_PADDED = 1.25
 """Maximum ratio of computed tokens (with padding) to real tokens in a micro-batch of several unpacked samples."""
 ROW_LENGTHS = (1, 2, 4, 8)

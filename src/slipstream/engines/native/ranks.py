@@ -1,4 +1,4 @@
-"""Ranks: the processes that train one model together, their rendezvous, and the sharding of the weights.
+"""Ranks: the processes that train one model together, their rendezvous, the objects that they share, and their shards.
 
 Every rank stores a slice of every weight, gradient and optimizer state (FSDP2). A layer's weights are gathered only
 while the layer computes. Gradients are summed over ranks, not averaged: losses are divided by counts of the whole step.
@@ -6,21 +6,27 @@ while the layer computes. Gradients are summed over ranks, not averaged: losses 
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from slipstream.engines.checksums import raw
+from slipstream.engines.shared_memory import Mapped
 from slipstream.engines.weights import on_first_rank
 
 T = TypeVar("T")
@@ -37,9 +43,9 @@ class Ranks:
         """Return every rank's value of `mine`, in rank order; all ranks must call this."""
         if self.size == 1:
             return [mine]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, mine)
+        return values
 
     def shard(self, root: nn.Module, layers: list[nn.Module]) -> None:
         """Shard the weights over the ranks; each layer is gathered as a unit, and all other weights with `root`."""
@@ -54,17 +60,17 @@ class Ranks:
 
     def on_first(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
         """Gather a state dict on the first rank's CPU; other ranks must also call this and get None for each tensor."""
-        found: dict[int, Tensor | None] = {}
+        tensors: dict[int, Tensor | None] = {}
 
         def collected(value: Any) -> Any:
             if isinstance(value, dict):
                 return {name: collected(part) for name, part in value.items()}
             if not isinstance(value, Tensor):
                 return value
-            if id(value) not in found:  # tied tensors stay tied
+            if id(value) not in tensors:  # tied tensors stay tied
                 gathered = on_first_rank(value)
-                found[id(value)] = gathered if self.index == 0 else None
-            return found[id(value)]
+                tensors[id(value)] = gathered if self.index == 0 else None
+            return tensors[id(value)]
 
         return {name: collected(part) for name, part in state.items()}
 
@@ -108,3 +114,88 @@ def part_of(tensor: Tensor, own: Tensor) -> Tensor:
         return tensor
     here = tensor.to(own.device)
     return DTensor.from_local(here, own.device_mesh, own.placements, shape=own.shape, stride=own.stride())
+
+
+# --- shared objects ---------------------------------------------------------------------------------------------------
+#
+# The first process of a machine that asks for an object builds it, and copies its parameters into anonymous shared
+# memory. The others unpickle the rest. All have the same parameters in the same pages, and a write copies the page.
+
+
+ALIGNED = 64
+"""Multiple of bytes at which parameters begin."""
+LOADING = timedelta(days=1)
+"""Longest wait for another process's object; the death of that process ends the run earlier."""
+Place = tuple[int, torch.dtype, tuple[int, ...], bool]
+"""Offset, dtype and shape of a parameter, and whether it requires a gradient."""
+
+
+class SharedObjects:
+    def __init__(self, store: Store) -> None:
+        self.store, self.memory = store, list[Mapped]()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self.machine = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+    def get(self, name: str, build: Callable[[], T]) -> T:
+        """Return what `build` returns; it is called once on each machine.
+
+        This object must live until all processes of the machine have called `get`.
+        """
+        key = f"{name} on {self.machine}"
+        if self.store.add(f"{key}: asked", 1) > 1:
+            self.store.wait([key], LOADING)
+            size, path = self.store.get(key).decode().split(maxsplit=1)
+            return cast("T", Reader(np.memmap(path, np.uint8, mode="c"), int(size)).load())
+        made = build()
+        memory, start = move_parameters(made)
+        self.memory.append(memory)
+        self.store.set(key, f"{start} {memory.path}")
+        return made
+
+
+def move_parameters(made: object) -> tuple[Mapped, int]:
+    """Move the parameters of an object into shared memory; return it, and the offset of the rest, which is pickled."""
+    file = io.BytesIO()
+    writer = Writer(file)
+    writer.dump(made)
+    rest = np.frombuffer(file.getvalue(), np.uint8)
+    memory = Mapped.empty(writer.size + len(rest))
+    body, pages = memory.array(writable=True), np.memmap(memory.path, np.uint8, mode="c")
+    body[writer.size :] = rest
+    for parameter, place in writer.places.values():
+        body[place[0] : place[0] + parameter.nbytes] = raw(parameter.detach())
+        parameter.data = view(pages, place)
+    return memory, writer.size
+
+
+class Writer(pickle.Pickler):
+    """Pickles an object without its parameters, and finds a place for each of them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.places: dict[int, tuple[nn.Parameter, Place]] = {}
+        self.size = 0
+
+    def persistent_id(self, value: Any) -> Place | None:
+        if not isinstance(value, nn.Parameter) or not value.numel():
+            return None
+        if id(value) not in self.places:
+            self.places[id(value)] = value, (self.size, value.dtype, tuple(value.shape), value.requires_grad)
+            self.size += -(-value.nbytes // ALIGNED) * ALIGNED
+        return self.places[id(value)][1]
+
+
+class Reader(pickle.Unpickler):
+    def __init__(self, pages: Any, size: int) -> None:
+        super().__init__(io.BytesIO(pages[size:].tobytes()))
+        self.pages, self.parameters = pages, dict[int, nn.Parameter]()
+
+    def persistent_load(self, place: Place) -> nn.Parameter:
+        if place[0] not in self.parameters:  # tied parameters stay tied
+            self.parameters[place[0]] = nn.Parameter(view(self.pages, place), place[3])
+        return self.parameters[place[0]]
+
+
+def view(pages: Any, place: Place) -> Tensor:
+    offset, dtype, shape, _ = place
+    return torch.frombuffer(pages, dtype=dtype, count=int(np.prod(shape)), offset=offset).view(shape)

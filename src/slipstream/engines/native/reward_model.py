@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
+from slipstream.children import first_message
 from slipstream.data.tokenizers import Tokenizer, load_tokenizer
 from slipstream.engines.native.reward_process import RewardModel
 from slipstream.errors import EngineError, first_line
 from slipstream.records import Ungraded
-from slipstream.user_code.process import begun
 
 
 def serve(parent: Connection) -> None:
-    settings: RewardModel = begun(parent)
+    settings: RewardModel = first_message(parent)
     try:
         scorer = Scorer(settings)
     except Exception as error:  # the library raises plain Exception
         parent.send(EngineError(f"the reward model {settings.path} cannot be loaded: {first_line(error)}"))
         return
-    parent.send(None)
+    parent.send("ready")
     while True:
         parent.send(scorer.scores(parent.recv()))
 
@@ -46,24 +46,24 @@ class Scorer:
 
     def scores(self, pairs: Sequence[tuple[Any, str]]) -> list[float | Ungraded]:
         """Return the score of each response. Responses of similar length are computed together."""
-        found, encoded = dict[int, float | Ungraded](), dict[int, list[int]]()
+        scores, encoded = dict[int, float | Ungraded](), dict[int, list[int]]()
         for index, (question, text) in enumerate(pairs):
             try:
                 ids = encode(self.tokenizer, question, text)
             except Exception as error:  # a template is a program, and may raise anything
-                found[index] = Ungraded("error", f"the reward model's chat template raised {first_line(error)}")
+                scores[index] = Ungraded("error", f"the reward model's chat template raised {first_line(error)}")
                 continue
             if len(ids) > self.settings.max_length:
                 limit = f"{len(ids)} tokens, more than task.model.max_length = {self.settings.max_length}"
-                found[index] = Ungraded("length", f"the reward model would read {limit}")
+                scores[index] = Ungraded("length", f"the reward model would read {limit}")
             else:
                 encoded[index] = ids
         left = sorted(encoded, key=lambda index: len(encoded[index]))
         size = 1 if self.model.config.pad_token_id is None else self.settings.batch
         for start in range(0, len(left), size):
             part = left[start : start + size]
-            found |= zip(part, self._batch([encoded[index] for index in part]), strict=True)
-        return [found[index] for index in range(len(pairs))]
+            scores |= zip(part, self._batch([encoded[index] for index in part]), strict=True)
+        return [scores[index] for index in range(len(pairs))]
 
     @torch.inference_mode()
     def _batch(self, rows: Sequence[list[int]]) -> list[float]:

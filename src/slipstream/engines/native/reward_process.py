@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.children import Child
 from slipstream.errors import EngineError
 from slipstream.records import Ungraded
 from slipstream.rewards.functions import Answer, Grades, Unusable, number
-from slipstream.user_code.process import STARTED, Child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +31,20 @@ class RewardModel:
         return RewardModelProcess(self)
 
 
+class ModelProcess(Child):
+    def __init__(self, settings: RewardModel) -> None:
+        super().__init__("slipstream.engines.native.reward_model", settings)
+        self.settings = settings
+
+    def lost(self, how: str, *, late: bool) -> Exception:
+        return EngineError(f"the reward model {self.settings.path} is not loaded after {how}") if late else EOFError()
+
+
 class RewardModelProcess:
-    """Parent's side of the process. It is started again after it has ended."""
+    """Grader of batches by the model in its process, which is started again after it has ended."""
 
     def __init__(self, settings: RewardModel) -> None:
-        self.settings, self.lock, self.ready = settings, threading.Lock(), False
-        self.child = self._child()
-
-    def _child(self) -> Child:
-        self.ready = False
-        return Child("slipstream.engines.native.reward_model", self.settings)
+        self.settings, self.lock, self.child = settings, threading.Lock(), ModelProcess(settings)
 
     async def grades(self, asked: Sequence[tuple[Any, Answer]]) -> list[Grades]:
         pairs = [(question, answer.text) for question, answer in asked]
@@ -49,27 +53,17 @@ class RewardModelProcess:
     def _grades(self, pairs: list[tuple[Any, str]]) -> list[Grades]:
         with self.lock:
             if self.child.ended:
-                self.child = self._child()
+                self.child = ModelProcess(self.settings)
             try:
-                self._wait()
+                self.child.ready()
                 self.child.connection.send(pairs)
                 if self.child.connection.poll(self.settings.timeout * len(pairs)):
                     return [_grade(score) for score in self.child.connection.recv()]
                 cause, what = "timeout", f"took more than {self.settings.timeout:g} s for a response (task.timeout)"
-                self.child.close()
             except (EOFError, OSError):
                 cause, what = "crash", f"ended its process: {self.child.end()}"
-                self.child.close()
+            self.child.close()
         return [Ungraded(cause, f"the reward model {self.settings.path} {what}")] * len(pairs)
-
-    def _wait(self) -> None:
-        if self.ready:
-            return
-        if not self.child.connection.poll(STARTED):
-            raise EngineError(f"the reward model {self.settings.path} is not loaded after {STARTED:.0f} s")
-        if (error := self.child.connection.recv()) is not None:
-            raise error
-        self.ready = True
 
     def close(self) -> None:
         self.child.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,8 @@ from slipstream.records import Ints, Rollout
 
 FREE = -1
 """Value in place of an expert id if no choice is prescribed, or none is known."""
-NOTHING = torch.empty(0)
-PROBE = 23
+NO_EXPERTS = torch.empty(0)
+TEST_TOKENS = 23
 """Number of tokens of the passes that check the routers."""
 
 
@@ -52,7 +52,7 @@ class Choices:
         With `keeps_logits` the scores of all experts before the softmax are kept, with their gradient.
         """
         self.given_TRX, self.keeps_logits = given_TRX, keeps_logits
-        self.own, self.used, self.logits = ([NOTHING] * len(routers.modules) for _ in range(3))
+        self.own, self.used, self.logits = ([NO_EXPERTS] * len(routers.modules) for _ in range(3))
         """For each router the experts [T, X] that it would choose by itself, those that it uses, and its scores."""
 
     def choose(self, number: int, scores_TE: Tensor, found: Any) -> Any:
@@ -80,17 +80,24 @@ def experts_of_record(rollout: Rollout) -> Ints | None:
     return np.where(both == np.iinfo(both.dtype).max, FREE, both.astype(np.int16))
 
 
-CURRENT: ContextVar[Choices | None] = ContextVar("choices", default=None)
+def with_experts(rollout: Rollout, chosen_TRX: Tensor, experts: int) -> Rollout:
+    """Return a rollout that holds the choices of all passes before its last token."""
+    narrow: Ints = chosen_TRX.cpu().numpy().astype(np.uint8 if experts < 256 else np.uint16)  # FREE: the largest number
+    first = len(rollout.prompt.tokens) - 1
+    return replace(rollout, router=narrow[first:], prompt_router=narrow[:first])
+
+
+CURRENT_CHOICES: ContextVar[Choices | None] = ContextVar("choices", default=None)
 """Choices of the current pass; None: routers run as the model has them, and nothing is recorded."""
 
 
 @contextmanager
 def choosing(choices: Choices | None) -> Iterator[None]:
-    token = CURRENT.set(choices)
+    token = CURRENT_CHOICES.set(choices)
     try:
         yield
     finally:
-        CURRENT.reset(token)
+        CURRENT_CHOICES.reset(token)
 
 
 class Watch(TorchFunctionMode):
@@ -101,13 +108,13 @@ class Watch(TorchFunctionMode):
         self.at_topk = at_topk
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        return self.at_topk(args[0], found) if function in (torch.topk, Tensor.topk) else found
+        result = function(*args, **(kwargs or {}))
+        return self.at_topk(args[0], result) if function in (torch.topk, Tensor.topk) else result
 
 
 def _routed(forward: Callable[..., Any], number: int, calls: int, *args: Any, **rest: Any) -> Any:
     """Run a router; the last of its `calls` calls of topk chooses the experts."""
-    if (choices := CURRENT.get()) is None:
+    if (choices := CURRENT_CHOICES.get()) is None:
         return forward(*args, **rest)
     left = calls
 
@@ -118,7 +125,7 @@ def _routed(forward: Callable[..., Any], number: int, calls: int, *args: Any, **
 
     with Watch(at_topk):
         out = forward(*args, **rest)
-    if choices.keeps_logits and choices.logits[number] is NOTHING:  # a recomputation has none with this gradient
+    if choices.keeps_logits and choices.logits[number] is NO_EXPERTS:  # a recomputation has none with this gradient
         choices.logits[number] = out[0]
     return out
 
@@ -142,7 +149,7 @@ def routers_of(lm: LanguageModel, *, field: str, logits: bool = False) -> Router
 
 
 def _pass(lm: LanguageModel, choices: Choices | None) -> Tensor:
-    ids = (torch.arange(PROBE, device=lm.device) * 7 + 3) % lm.vocab_size
+    ids = (torch.arange(TEST_TOKENS, device=lm.device) * 7 + 3) % lm.vocab_size
     with choosing(choices):
         out: Tensor = lm.backbone(input_ids=ids[None], use_cache=False).last_hidden_state
     return out
@@ -168,7 +175,7 @@ def _find(lm: LanguageModel) -> Routers | None:
         _pass(lm, None)
     for hook in hooks:
         hook.remove()
-    chosen = {module: shapes for module, shapes in found.items() if shapes[-1][:-1] == (PROBE, experts)}
+    chosen = {module: shapes for module, shapes in found.items() if shapes[-1][:-1] == (TEST_TOKENS, experts)}
     sizes = {shapes[-1][-1] for shapes in chosen.values()}
     if len(sizes) != 1 or not experts:
         return None
@@ -192,8 +199,8 @@ def _failure(lm: LanguageModel, routers: Routers, logits: bool) -> str | None:
     outputs: list[list[Tensor]] = []
 
     def keep(module: nn.Module, args: Any, out: Any) -> None:
-        found = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
-        outputs.append([x for x in found if x.shape == (PROBE, routers.chosen)])
+        tensors = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
+        outputs.append([x for x in tensors if x.shape == (TEST_TOKENS, routers.chosen)])
 
     hooks = [module.register_forward_hook(keep) for module in routers.modules]
     moved = _pass(lm, Choices(routers, prescribed_TRX))
@@ -207,6 +214,6 @@ def _failure(lm: LanguageModel, routers: Routers, logits: bool) -> str | None:
             return "an expert that they do not choose themselves gets no weight"
         if not all(torch.equal(x, prescribed_TRX[:, number].to(x)) for x in found if x is not gates[0]):
             return "they return other experts than those that topk chose"
-    if logits and any(x.shape != (PROBE, routers.experts) for x in free.logits):
+    if logits and any(x.shape != (TEST_TOKENS, routers.experts) for x in free.logits):
         return "they do not return a score of each expert"
     return None

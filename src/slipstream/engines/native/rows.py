@@ -33,7 +33,7 @@ from transformers import AttentionInterface
 from slipstream.engines.native import attention
 from slipstream.engines.native.attention import Reach, check_arguments, errors, limit, reach_of
 from slipstream.engines.native.model import (
-    REFERENCE,
+    REFERENCE_ATTENTION,
     LanguageModel,
     attention_of,
     has_windows,
@@ -46,8 +46,8 @@ from slipstream.engines.native.routers import Choices, choosing
 from slipstream.errors import ModelError, first_line
 from slipstream.records import Ints, Prompt, Rollout, one_turn
 
-NAME = "slipstream_rows"
-BLOCK = 128
+ROWS_ATTENTION = "slipstream_rows"
+QUERY_BLOCK = 128
 """Number of queries whose attention is computed together on the CPU."""
 TILE = 128
 """Queries and keys of a tile, the unit in which FlexAttention leaves out scores."""
@@ -96,7 +96,9 @@ class Rows:
 
     def hidden(self, backbone: nn.Module) -> Tensor:
         """Return the hidden states that predict trained tokens [N, …], in the sample order of `MicroBatch.members`."""
-        assert not self.packed or attention_of(backbone) == NAME, "packed rows need a model that use_rows has prepared"
+        assert not self.packed or attention_of(backbone) == ROWS_ATTENTION, (
+            "packed rows need a model that use_rows has prepared"
+        )
         # not every model accepts positions; rows of one sequence do not need them
         options: dict[str, Any] = {"position_ids": self.position_RL} if self.packed else {}
         with reading(self):
@@ -106,14 +108,14 @@ class Rows:
 
     def inputs(self) -> list[Ints]:
         """Return for each sample the flat indices of all tokens before its last one; a shared prompt is in several."""
-        found = []
+        places = []
         for r, row in enumerate(self.batch.rows):
             start = r * self.batch.length
             for item in row:
                 prompt, edges = np.arange(item.prompt - 1), np.cumsum(item.responses)[:-1]
-                found += [start + np.concatenate([prompt, part]) for part in np.split(_predictors(item), edges)]
+                places += [start + np.concatenate([prompt, part]) for part in np.split(_predictors(item), edges)]
                 start += item.tokens
-        return found
+        return places
 
     def on(self, device: torch.device) -> Rows:
         """Return these rows on a device; a model whose layers are on several devices reads them on each."""
@@ -148,8 +150,8 @@ class Rows:
         """Return the cached blocks for all layers of this reach; masks are additive, since boolean ones are slower."""
         if (reach, dtype) not in self.blocks:
             length = self.ids_RL.shape[1]
-            starts = range(0, length, BLOCK)
-            self.blocks[reach, dtype] = [self._block(s, min(s + BLOCK, length), reach, dtype) for s in starts]
+            starts = range(0, length, QUERY_BLOCK)
+            self.blocks[reach, dtype] = [self._block(s, min(s + QUERY_BLOCK, length), reach, dtype) for s in starts]
         return self.blocks[reach, dtype]
 
     def _block(self, start: int, stop: int, reach: Reach, dtype: torch.dtype) -> Block:
@@ -224,23 +226,23 @@ def over_tokens(x_N: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
 # --- the attention ---------------------------------------------------------------------------------------
 
 
-CURRENT: ContextVar[Rows] = ContextVar("rows")
+CURRENT_ROWS: ContextVar[Rows] = ContextVar("rows")
 """Rows of the current pass; a context variable, because some models pass no extra arguments to their attention."""
 
 
 @contextmanager
 def reading(rows: Rows) -> Iterator[None]:
-    token = CURRENT.set(rows)
+    token = CURRENT_ROWS.set(rows)
     try:
         with choosing(rows.choices):
             yield
     finally:
-        CURRENT.reset(token)
+        CURRENT_ROWS.reset(token)
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the forward and recompute contexts of activation checkpointing; the recomputation uses the same rows."""
-    return nullcontext(), reading(CURRENT.get())
+    return nullcontext(), reading(CURRENT_ROWS.get())
 
 
 def attend(
@@ -258,7 +260,7 @@ def attend(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     check_arguments(module, attention_mask, rest)
-    rows, reach = CURRENT.get().on(query_RHLD.device), reach_of(module, sliding_window)
+    rows, reach = CURRENT_ROWS.get().on(query_RHLD.device), reach_of(module, sliding_window)
     # under autocast, rotary embeddings leave queries and keys in float32
     query_RHLD, key_RJLD = query_RHLD.to(value_RJLD.dtype), key_RJLD.to(value_RJLD.dtype)
     if query_RHLD.is_cuda:
@@ -372,7 +374,7 @@ def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.pa
     training = lm.model.training
     lm.model.eval()  # dropout would make any two passes differ
     reasons = []
-    for name in [NAME] if packed else [NAME, "sdpa", REFERENCE]:
+    for name in [ROWS_ATTENTION] if packed else [ROWS_ATTENTION, "sdpa", REFERENCE_ATTENTION]:
         with widened(lm.model):
             reason = _failure(lm, name, packed)
         reason = reason or _failure(lm, name, packed)
@@ -380,7 +382,7 @@ def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.pa
             break
         reasons.append(reason)
     else:
-        lm.model.set_attn_implementation(REFERENCE)
+        lm.model.set_attn_implementation(REFERENCE_ATTENTION)
         kind = type(lm.model).__name__
         fix = f"write {field} = false" if packed else "this model cannot be trained"
         raise ModelError(f"{lm.name}: {kind} cannot take {'packed ' * packed}rows: {reasons[0]}: {fix}")
@@ -392,7 +394,7 @@ def recheck_rows(lm: LanguageModel, ranks: Ranks, hidden: Callable[[Rows], Tenso
 
     `hidden` computes hidden states. All ranks must call this function.
     """
-    name = attention_of(lm.backbone) or REFERENCE
+    name = attention_of(lm.backbone) or REFERENCE_ATTENTION
     failed = [reason for reason in ranks.gathered(_failure(lm, name, packed, hidden)) if reason]
     if failed:
         fix = "write learner.packing = false" if packed else "this model cannot be trained"
@@ -401,28 +403,28 @@ def recheck_rows(lm: LanguageModel, ranks: Ranks, hidden: Callable[[Rows], Tenso
 
 @torch.no_grad()
 def _failure(lm: LanguageModel, name: str, packed: bool, hidden: Callable[[Rows], Tensor] | None = None) -> str | None:
-    """Return an error text if rows with attention `name` differ from single sequences with REFERENCE, else None."""
+    """Return an error text if rows with attention `name` differ from single sequences with the reference, else None."""
     hidden = hidden or (lambda rows: rows.hidden(lm.backbone))
     if packed and is_recurrent(lm.model.config):
         return "its recurrent layers would carry one sequence into the next"
     rollouts, together, apart = _samples(lm.vocab_size, packed)
     rows, each = Rows(rollouts, together, lm.device), [Rows(rollouts, batch, lm.device) for batch in apart]
     try:
-        lm.model.set_attn_implementation(REFERENCE)
+        lm.model.set_attn_implementation(REFERENCE_ATTENTION)
         expected = [hidden(one) for one in each]
         lm.model.set_attn_implementation(name)  # on failure transformers only logs a warning
         if attention_of(lm.backbone) != name:
             return "its attention cannot be replaced"
         usual = [difference([hidden(one)], [e]) for one, e in zip(each, expected, strict=True)]
-        found = torch.split(hidden(rows), [len(part) for part in expected])
+        states = torch.split(hidden(rows), [len(part) for part in expected])
     except Exception as error:  # any exception of the model's code means that it cannot use rows
         return first_line(error)
-    if name == NAME and has_windows(lm.model.config) and not any(reach.window for reach in rows.reaches):
+    if name == ROWS_ATTENTION and has_windows(lm.model.config) and not any(reach.window for reach in rows.reaches):
         return "it does not pass its sliding window to the attention"
     allowed = limit(lm.head.weight.dtype, usual)
     if not median(usual) <= allowed:
         return f"its hidden states differ by {median(usual):.2%} from those of its own attention"
-    if not (off := difference(found, expected)) <= allowed:
+    if not (off := difference(states, expected)) <= allowed:
         return f"a sequence among others differs by {off:.2%} from the same sequence alone"
     return None
 
@@ -465,4 +467,4 @@ def placeholder(prompt: Ints, response: Ints, *, number: int = -1, index: int = 
     )
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(ROWS_ATTENTION, attend)

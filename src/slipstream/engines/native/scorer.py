@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -20,22 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.config.losses import Cache, LossSpec
-from slipstream.engines.native.config import ENOUGH, PASS_INTERVAL
+from slipstream.config.losses import Cache
+from slipstream.engines.native.config import PASS_INTERVAL, PASS_SHARE
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
+from slipstream.engines.native.resources import Offloading, compute_thread
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
-from slipstream.engines.native.threads import compute_thread
 from slipstream.engines.score_checks import Probed, failed, scored
+from slipstream.engines.settings import ScorerSettings
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError, NoContext
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
-from slipstream.estimators.logprobs.head import Head
-from slipstream.estimators.logprobs.one_end import all_read_as_one, read_as_one, with_ends
-from slipstream.estimators.logprobs.tiles import wide
+from slipstream.estimators.logprobs.sampling_support import all_read_as_one, read_as_one, with_ends
+from slipstream.estimators.logprobs.tiles import Head, wide
 from slipstream.estimators.numerics import joined
-from slipstream.protocols import Context, Loaded, OneEnd, SamePrompt, WeightsRef
+from slipstream.protocols import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded
 
 GATHER_SECONDS = 0.002
@@ -56,53 +56,30 @@ class Needs(NamedTuple):
     temperature: float
 
 
-class Then(NamedTuple):
+class EarlierScores(NamedTuple):
     """Hidden states (in host memory) and head that reproduce the scores of an earlier version of the teacher."""
 
     hidden_ND: Tensor
     head: Head
 
 
-class NativeScorer(Probed):
-    def __init__(
-        self,
-        lm: LanguageModel,
-        *,
-        name: str = "teacher",
-        cache: Cache = "sampled",
-        k: int = 32,
-        temperature: float = 1.0,
-        supervised: LossSpec | None = None,
-        supervised_temperature: float = 1.0,
-        token_budget: int = 16384,
-        packing: bool = True,
-        vocabulary: int | None = None,
-        one_end: OneEnd | None = None,
-        context: Context | None = None,
-        keep: int = 0,
-        threads: int = 1,
-    ) -> None:
-        """Prepare a teacher; the last `keep` published versions are stored, so that `relabel` can recompute old scores.
-
-        `supervised` names the scores of responses for supervised updates, if those need any. `vocabulary` is the
-        student's vocabulary size; larger ids of the teacher never occur in its top-k. `one_end` maps the teacher's end
-        tokens to the student's in every distribution that is read.
-        """
-        self.vocabulary = vocabulary or lm.vocab_size
-        if cache == "teacher_topk" and k > self.vocabulary:
-            raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
-        self.lm, self.name, self.one_end = lm, name, one_end
-        self.needs = {False: Needs(cache, k, temperature)}
+class NativeScorer(Probed, Offloading):
+    def __init__(self, lm: LanguageModel, plan: ScorerSettings, context: Context | None = None) -> None:
+        """Prepare a teacher for scores; `context` writes the prompt that it sees in place of the student's."""
+        if plan.spec.cache == "teacher_topk" and plan.spec.k > plan.vocabulary:
+            raise ModelError(f"loss.k = {plan.spec.k} is more than the vocabulary of {plan.vocabulary}")
+        self.lm, self.plan, self.name, self.one_end = lm, plan, plan.name, plan.one_end
+        self.needs = {False: Needs(plan.spec.cache, plan.spec.k, plan.temperature)}
         """Scores to compute, by whether a response is for a supervised update."""
-        if supervised is not None:
-            self.needs[True] = Needs(supervised.cache, supervised.k, supervised_temperature)
+        if (supervised := plan.supervised) is not None:
+            self.needs[True] = Needs(supervised.cache, supervised.k, plan.supervised_temperature)
         self.version = 0
         """Version of the weights; 0: the initial weights."""
-        self.keep, self.stored = keep, dict[int, WeightsRef]()
+        self.stored = dict[int, WeightsRef]()
+        """Published versions with which `relabel` can recompute old scores."""
         self.context = context or SamePrompt()
-        self.token_budget, self.packing = token_budget, packing
-        use_rows(lm, packed=packing, field=f"teachers.{name}.packing")
-        self.thread = compute_thread("scorer", threads)
+        use_rows(lm, packed=plan.packing, field=f"teachers.{plan.name}.packing")
+        self.thread = compute_thread("scorer", plan.threads)
         self.waiting: list[Call] = []
         self.driver: asyncio.Task[None] | None = None
         self.ended = 0.0
@@ -119,6 +96,10 @@ class NativeScorer(Probed):
     async def publish(self, weights: WeightsRef) -> Loaded:
         return await asyncio.get_running_loop().run_in_executor(self.thread, self._load, weights)
 
+    def on_device(self) -> Iterable[Tensor]:
+        parameters: Iterable[Tensor] = self.lm.model.parameters()
+        return parameters
+
     def close(self) -> None:
         self.thread.shutdown()
         self.context.close()
@@ -132,7 +113,10 @@ class NativeScorer(Probed):
         if self.driver is None or self.driver.done():
             self.enough = asyncio.Event()  # must belong to the current event loop
             self.driver = loop.create_task(self._drive())
-        if sum(handle.header.tokens for call in self.waiting for handle in call.group) > self.token_budget // ENOUGH:
+        if (
+            sum(handle.header.tokens for call in self.waiting for handle in call.group)
+            > self.plan.token_budget // PASS_SHARE
+        ):
             self.enough.set()
         return await answer
 
@@ -155,7 +139,7 @@ class NativeScorer(Probed):
         """Score these calls in one pass; if it fails, score each call alone, so that each caller gets its own error."""
         handles, again = [handle for call in calls for handle in call.group], calls[0].again
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles, again)
+            answers = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles, again)
         except Exception as error:
             if len(calls) > 1:
                 for call in calls:
@@ -165,8 +149,8 @@ class NativeScorer(Probed):
             return
         for call in calls:
             if not call.answer.done():
-                call.answer.set_result(found[: len(call.group)])
-            found = found[len(call.group) :]
+                call.answer.set_result(answers[: len(call.group)])
+            answers = answers[len(call.group) :]
 
     # --- weights ---------------------------------------------------------------------------------------------
 
@@ -174,12 +158,12 @@ class NativeScorer(Probed):
         began = time.perf_counter()
         load_weights(self.lm.model, weights)
         self.version = weights.version
-        if self.keep:
+        if self.plan.keep:
             self.stored[self.version] = weights
-            for old in sorted(self.stored)[: -self.keep]:
+            for old in sorted(self.stored)[: -self.plan.keep]:
                 del self.stored[old]
-        found = fingerprint(self.lm.model, weights.manifest[0].dtype)
-        return Loaded(found, load=time.perf_counter() - began)
+        checksum = fingerprint(self.lm.model, weights.manifest[0].dtype)
+        return Loaded(checksum, load=time.perf_counter() - began)
 
     @contextlib.contextmanager
     def _under(self, version: int) -> Iterator[None]:
@@ -196,20 +180,20 @@ class NativeScorer(Probed):
     @torch.inference_mode()
     def _score(self, handles: Sequence[Handle], again: bool = False) -> list[Handle]:
         """Score responses; if `again`, keep those whose scores cannot have changed, and record the KL of the others."""
-        seen, found = self._contexts(handles)
-        earlier = dict[int, Then]()
+        seen, answers = self._contexts(handles)
+        earlier = dict[int, EarlierScores]()
         if again:
             for i, tokens in list(seen.items()):
                 old: Scored = handles[i].body
                 if np.array_equal(tokens, old.seen) and old.teacher_version == self.version:
                     del seen[i]
-                    found[i] = Handle(replace(handles[i].header, moved=handles[i].header.moved or 0.0), old)
+                    answers[i] = Handle(replace(handles[i].header, moved=handles[i].header.moved or 0.0), old)
             earlier = self._earlier({i: handles[i].body for i in seen})
         for i, answer in self._answered(handles, seen, earlier).items():
             if again and i not in earlier:
                 answer["supervision_kl"] = np.full(handles[i].body.rollout.trained_tokens, np.nan, np.float32)
-            found[i] = scored(handles[i], teacher=self.name, version=self.version, seen=seen[i], **answer)
-        return [found[i] for i in range(len(handles))]
+            answers[i] = scored(handles[i], teacher=self.name, version=self.version, seen=seen[i], **answer)
+        return [answers[i] for i in range(len(handles))]
 
     def _contexts(self, handles: Sequence[Handle]) -> tuple[dict[int, Ints], dict[int, Handle]]:
         """Return the teacher's context (prompt tokens) by handle index, and failed handles for the others."""
@@ -221,27 +205,28 @@ class NativeScorer(Probed):
                 failures[i] = failed(handle, f"teacher {self.name} has no context for it: {error}", teacher=self.name)
         return seen, failures
 
-    def _earlier(self, scores: Mapping[int, Scored]) -> dict[int, Then]:
+    def _earlier(self, scores: Mapping[int, Scored]) -> dict[int, EarlierScores]:
         """Recompute hidden states and head of earlier scores, by index; skip scores whose weights are not stored."""
-        found = dict[int, Then]()
+        earlier = dict[int, EarlierScores]()
         for version in {old.teacher_version for old in scores.values()} & {self.version, *self.stored}:
             rollouts = {i: old.rollout for i, old in scores.items() if old.teacher_version == version}
             with self._under(version):
                 head = self.lm.head if version == self.version else copy.deepcopy(self.lm.head)
                 for members, hidden_ND in self._passes(rollouts, {i: scores[i].seen for i in rollouts}):
                     parts = by_sample(hidden_ND, [rollouts[i] for i in members])
-                    found |= {i: Then(part.cpu(), head) for i, part in zip(members, parts, strict=True)}
-        return found
+                    earlier |= {i: EarlierScores(part.cpu(), head) for i, part in zip(members, parts, strict=True)}
+        return earlier
 
     def _passes(self, rollouts: Mapping[int, Rollout], seen: Mapping[int, Ints]) -> Iterator[tuple[list[int], Tensor]]:
         """Yield, per micro-batch, the indices of its responses and the hidden states that predict trained tokens."""
-        indices, shown = list(seen), [with_prompt(rollouts[i], tokens) for i, tokens in seen.items()]
-        options = {"packing": self.packing, "shared_prompt": self.packing}  # a prompt of several responses is read once
-        for batch in pack(shown, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], **options):
-            yield [indices[i] for i in batch.members], Rows(shown, batch, self.lm.device).hidden(self.lm.backbone)
+        indices, samples = list(seen), [with_prompt(rollouts[i], tokens) for i, tokens in seen.items()]
+        packing, width = self.plan.packing, self.lm.head.weight.shape[1]
+        # a prompt of several responses is read once
+        for batch in pack(samples, budget=self.plan.token_budget, hidden=width, packing=packing, shared_prompt=packing):
+            yield [indices[i] for i in batch.members], Rows(samples, batch, self.lm.device).hidden(self.lm.backbone)
 
     def _answered(
-        self, handles: Sequence[Handle], seen: Mapping[int, Ints], earlier: Mapping[int, Then]
+        self, handles: Sequence[Handle], seen: Mapping[int, Ints], earlier: Mapping[int, EarlierScores]
     ) -> dict[int, dict[str, Any]]:
         """Return the values to cache for each response, by index; add the KL to its scores in `earlier`, if any."""
         rollouts, answers = {i: graded(handles[i]) for i in seen}, dict[int, dict[str, Any]]()
@@ -255,16 +240,16 @@ class NativeScorer(Probed):
                     answers[i]["supervision_kl"] = _numpy(kl_N)
         return answers
 
-    def _kl_to_earlier(self, hidden_ND: Tensor, then: Then, temperature: float) -> Tensor:
+    def _kl_to_earlier(self, hidden_ND: Tensor, before: EarlierScores, temperature: float) -> Tensor:
         """Return KL(current teacher ‖ earlier teacher) over the whole vocabulary at each trained token."""
         size, now = max(1, HELD // self.lm.vocab_size), self.lm.head
         parts = [
             dense(
                 self._log_softmax(now, now_CD, temperature),
-                self._log_softmax(then.head, then_CD, temperature),
+                self._log_softmax(before.head, before_CD, temperature),
                 kind="reverse",
             )
-            for now_CD, then_CD in zip(torch.split(hidden_ND, size), torch.split(then.hidden_ND, size), strict=True)
+            for now_CD, before_CD in zip(torch.split(hidden_ND, size), torch.split(before.hidden_ND, size), strict=True)
         ]
         return torch.cat(parts) if parts else hidden_ND.new_zeros(0)
 
@@ -275,8 +260,8 @@ class NativeScorer(Probed):
 
     def _logprobs_at(self, hidden_ND: Tensor, ids_NM: Tensor, temperature: float) -> Tensor:
         hidden, weight, bias = self.lm.head.inputs(hidden_ND)
-        asked = ids_NM if self.one_end is None else with_ends(ids_NM, ends=self.one_end.ends)
-        logp_NM = logprobs_at(hidden, weight, asked, bias=bias, temperature=temperature, **self.lm.head.bend)
+        columns = ids_NM if self.one_end is None else with_ends(ids_NM, ends=self.one_end.ends)
+        logp_NM = logprobs_at(hidden, weight, columns, bias=bias, temperature=temperature, **self.lm.head.bend)
         return logp_NM if self.one_end is None else read_as_one(logp_NM, ids_NM, **self.one_end._asdict())
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout], needs: Needs) -> list[dict[str, Any]]:
@@ -284,25 +269,26 @@ class NativeScorer(Probed):
         ids = [scored_ids(rollout, needs.cache) for rollout in rollouts]
         ids_NM = joined(ids, hidden_ND.device, torch.int64)
         logp_NM = self._logprobs_at(hidden_ND, ids_NM, needs.temperature)
-        found = {"teacher_logp": logp_NM[:, 0]}
+        values = {"teacher_logp": logp_NM[:, 0]}
         match needs.cache:
             case "sampled":
-                found["teacher_action_logp"] = logp_NM
+                values["teacher_action_logp"] = logp_NM
             case "student_topk":
-                found["teacher_best_logp"] = logp_NM[:, 1:]
+                values["teacher_best_logp"] = logp_NM[:, 1:]
             case "teacher_topk":
-                found |= self._topk(hidden_ND, ids_NM[:, 0], logp_NM[:, 0], needs)
+                values |= self._topk(hidden_ND, ids_NM[:, 0], logp_NM[:, 0], needs)
             case "hidden":
-                found["teacher_hidden"] = hidden_ND
+                values["teacher_hidden"] = hidden_ND
         parts: dict[str, list[Any]] = {
-            name: [_numpy(part) for part in by_sample(value, rollouts)] for name, value in found.items()
+            name: [_numpy(part) for part in by_sample(value, rollouts)] for name, value in values.items()
         }
         return [{name: part[i] for name, part in parts.items()} for i in range(len(rollouts))]
 
     def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor, needs: Needs) -> dict[str, Tensor]:
         ids, logps = [], []
         for hidden_CD in torch.split(hidden_ND, max(1, HELD // self.lm.vocab_size)):
-            best = self._log_softmax(self.lm.head, hidden_CD, needs.temperature)[:, : self.vocabulary].topk(needs.k, -1)
+            logp_CV = self._log_softmax(self.lm.head, hidden_CD, needs.temperature)
+            best = logp_CV[:, : self.plan.vocabulary].topk(needs.k, -1)
             ids.append(best.indices.int())
             logps.append(best.values)
         ids_NK, logp_NK = torch.cat(ids), torch.cat(logps)

@@ -14,18 +14,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from slipstream.engines.http.answers import WrongAnswer, number
 from slipstream.engines.http.client import Client, Endpoint
+from slipstream.engines.http.scorer import WrongAnswer, number
 from slipstream.errors import ConfigError, EndpointError, NonFiniteError
 from slipstream.protocols import Sampling
 
-TOKEN = 512
+TOKEN_BYTES = 512
 """Upper bound of the mean bytes per token in an answer."""
-CONTROLS = 8
+CONTROL_REQUESTS = 8
 """Number of concurrent requests that are not generations, such as aborts."""
-CLAMPED = -9999.0
+CLAMPED_LOGP = -9999.0
 """Log-prob that vLLM sends in place of NaN and −∞."""
-SURE = -1e-3
+CERTAIN_LOGP = -1e-3
 """Lowest log-prob of the only token that remains after truncation."""
 NO_BYTES = hashlib.sha256().hexdigest()
 """Checksum of an empty tensor."""
@@ -47,7 +47,7 @@ class ServerSettings:
     model: str
     dtype: str
     folder: str
-    longest: int | None = None
+    max_length: int | None = None
     threads: int = 1
     devices: int = 0
     """Number of devices here: none, as the server has its own."""
@@ -80,25 +80,25 @@ class Api(ABC):
         self.vocabulary = vocabulary
         self.where, self.client = endpoint.where, Client(endpoint)
         # generations may occupy all connections of the first client
-        self.control = Client(ServerEndpoint("", endpoint.url, "", endpoint.key, CONTROLS, endpoint.timeout))
+        self.control = Client(ServerEndpoint("", endpoint.url, "", endpoint.key, CONTROL_REQUESTS, endpoint.timeout))
 
     async def draw(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Drawn:
         """Generate one response; `name` identifies the request for `abort`."""
         body = self.request(name, prompt, sampling, ends, seed)
-        answer = await self.client.ask("POST", self.path, body, expected=TOKEN * sampling.max_tokens)
+        answer = await self.client.ask("POST", self.path, body, expected=TOKEN_BYTES * sampling.max_tokens)
         try:
             return checked(self.read(answer), sampling, ends, self.vocabulary)
         except (WrongAnswer, *NO_FIELD) as error:
-            raise EndpointError(f"{self.where} gives a wrong answer: {named(error)}") from None
+            raise EndpointError(f"{self.where} gives a wrong answer: {error_name(error)}") from None
 
     async def log_probs(self, tokens: list[int]) -> list[float]:
         """Return the log-prob of each token but the first, given the tokens before it."""
-        answer = await self.control.ask("POST", self.path, self.probe(tokens), expected=TOKEN * len(tokens))
+        answer = await self.control.ask("POST", self.path, self.probe(tokens), expected=TOKEN_BYTES * len(tokens))
         try:
             return [number(row[token]) for row, token in zip(self.rows(answer), tokens[1:], strict=True)]
         except NO_FIELD as error:
             raise EndpointError(
-                f"{self.where} gives a wrong answer: no log-prob of a sent token ({named(error)})"
+                f"{self.where} gives a wrong answer: no log-prob of a sent token ({error_name(error)})"
             ) from None
 
     async def context(self) -> int | None:
@@ -188,17 +188,17 @@ class VllmApi(Api):
         return str((await self.control.ask("GET", "/weight_info"))["weight_version"])
 
     async def checksums(self) -> dict[str, tuple[str, ...]]:
-        found = dict[str, tuple[str, ...]]()
+        sums = dict[str, tuple[str, ...]]()
         for place, sum in (await self.do("/weight_checker", {"action": "checksum"}))["checksums"].items():
             replica, *_, name = place.split(":")  # dp0:pp0:pcp0:tp0:NAME
             if sum != NO_BYTES:  # on CPUs vLLM keeps a packed copy in place of some tensors
                 key = f"{replica}:{name}"
-                found[key] = (*found.get(key, ()), sum)
-        return found
+                sums[key] = (*sums.get(key, ()), sum)
+        return sums
 
     async def unprocessed(self, tokens: list[int], temperature: float) -> str:
         drawn = await self.draw("check", tokens, Sampling(max_tokens=1, top_k=1), (), 0)
-        if drawn.logps[0][1] >= SURE:
+        if drawn.logps[0][1] >= CERTAIN_LOGP:
             return ""
         return "gives log-probs before temperature and truncation: start vLLM with --logprobs-mode processed_logprobs"
 
@@ -247,7 +247,7 @@ class SglangApi(Api):
     async def unprocessed(self, tokens: list[int], temperature: float) -> str:
         options = [Sampling(max_tokens=1, top_k=1, temperature=each) for each in (1.0, temperature)]
         plain, scaled = [(await self.draw("check", tokens, each, (), 0)).logps[0][1] for each in options]
-        if temperature == 1 or plain != scaled or plain >= SURE:
+        if temperature == 1 or plain != scaled or plain >= CERTAIN_LOGP:
             return ""
         return "gives log-probs before temperature: start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
 
@@ -255,7 +255,7 @@ class SglangApi(Api):
 APIS: dict[str, type[Api]] = {"vllm": VllmApi, "sglang": SglangApi}
 
 
-def named(error: Exception) -> str:
+def error_name(error: Exception) -> str:
     return str(error) if isinstance(error, WrongAnswer) else f"{type(error).__name__}: {error}"
 
 
@@ -267,20 +267,20 @@ def present(found: Any) -> Any:
 
 def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int], vocabulary: int) -> Drawn:
     """Return an answer that fits its request; raise WrongAnswer for others, and NonFiniteError for NaN."""
-    tokens, asked, known = drawn.tokens, sampling.max_tokens, [token for token, _ in drawn.logps]
+    tokens, most, known = drawn.tokens, sampling.max_tokens, [token for token, _ in drawn.logps]
     if known != tokens or drawn.used != len(tokens):
         raise WrongAnswer(f"{len(tokens)} token ids, {len(known)} log-probs, and {drawn.used} tokens in its usage")
     if foreign := [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary]:
         raise WrongAnswer(
             f"token id {foreign[0]!r}, and the student's ids are below {vocabulary}: is it another model?"
         )
-    if any(math.isnan(number(logp)) or logp <= CLAMPED for _, logp in drawn.logps):
+    if any(math.isnan(number(logp)) or logp <= CLAMPED_LOGP for _, logp in drawn.logps):
         raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
     ended = [i for i, token in enumerate(tokens) if token in ends]
-    fits = {"stop": ended == [len(tokens) - 1], "length": not ended[:-1] and len(tokens) == asked, "abort": not ended}
-    if not fits.get(drawn.finish) or len(tokens) > asked:
+    fits = {"stop": ended == [len(tokens) - 1], "length": not ended[:-1] and len(tokens) == most, "abort": not ended}
+    if not fits.get(drawn.finish) or len(tokens) > most:
         raise WrongAnswer(
-            f"it ended with {drawn.finish!r} after {len(tokens)} of {asked} tokens, with end tokens at {ended}"
+            f"it ended with {drawn.finish!r} after {len(tokens)} of {most} tokens, with end tokens at {ended}"
         )
     return drawn
 

@@ -7,7 +7,7 @@ Pure functions, for four faults:
     an old output head  log-probs are nearer to those that the copy would have with its first head
     an old tensor       the copy's tensor changed since the first load, and the server's checksum of it did not
 
-Log-probs are compared after every load. Moves below `STILL` prove nothing; they add up until a later version. A head
+Log-probs are compared after every load. Moves below `MIN_MOVE` prove nothing; they add up until a later version. A head
 counts as old only if its effect stands out from all other differences between server and copy.
 
 Shapes: N tokens of all texts.
@@ -22,15 +22,15 @@ import numpy as np
 
 from slipstream.records import Floats
 
-TEXTS, TOKENS = 4, 24
+PROOF_TEXTS, PROOF_TOKENS = 4, 24
 """Number of texts, and tokens of each."""
-NEAR = {"float64": 0.01, "float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
+MAX_DIFFERENCE = {"float64": 0.01, "float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
 """Limit of the root mean square difference between server and copy, by the number format of the weights."""
-STILL = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
+MIN_MOVE = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 """Root mean square move of the copy's log-probs above which the server's must move, too."""
-NOISE = 4.0
+NOISE_FACTOR = 4.0
 """Smallest move of the copy that counts, as a multiple of the difference between two equal requests."""
-CLEAR = 6.0
+MIN_HEAD_EFFECT = 6.0
 """Effect of an old head, in standard errors, above which it is no accident."""
 OLD_HEAD = "keeps an old output head: use a student whose head is not tied to its embeddings"
 
@@ -56,10 +56,10 @@ class Checksums:
 
 def texts(vocabulary: int, context: int) -> list[list[int]]:
     """Return the fixed texts: random token ids, the same in every run with this vocabulary."""
-    found: list[list[int]] = (
-        np.random.default_rng(0).integers(0, vocabulary, (TEXTS, min(TOKENS, context - 1))).tolist()
+    texts: list[list[int]] = (
+        np.random.default_rng(0).integers(0, vocabulary, (PROOF_TEXTS, min(PROOF_TOKENS, context - 1))).tolist()
     )
-    return found
+    return texts
 
 
 def apart(a_N: Floats, b_N: Floats) -> float:
@@ -69,16 +69,15 @@ def apart(a_N: Floats, b_N: Floats) -> float:
 
 def moved(now: Answers, before: Answers, *, noise: float, dtype: str) -> bool:
     """Return whether the copy's log-probs moved so far that the server's must move, too."""
-    return apart(now.copy_N, before.copy_N) > max(STILL[dtype], NOISE * noise)
+    return apart(now.copy_N, before.copy_N) > max(MIN_MOVE[dtype], NOISE_FACTOR * noise)
 
 
 def objection(now: Answers, before: Answers | None, *, noise: float, dtype: str) -> str:
     """Return why the server does not run the published weights; empty if it does."""
     far = apart(now.served_N, now.copy_N)
-    if not far <= NEAR[dtype]:  # also true for NaN
-        return (
-            f"does not run the published weights: its log-probs of fixed texts are {far:.2g} off, above {NEAR[dtype]}"
-        )
+    if not far <= MAX_DIFFERENCE[dtype]:  # also true for NaN
+        limit = MAX_DIFFERENCE[dtype]
+        return f"does not run the published weights: its log-probs of fixed texts are {far:.2g} off, above {limit}"
     if before and moved(now, before, noise=noise, dtype=dtype) and apart(now.served_N, before.served_N) <= 2 * noise:
         return "keeps old weights: its log-probs of fixed texts did not move, and those of the published weights did"
     return OLD_HEAD if has_old_head(now) else ""
@@ -89,7 +88,7 @@ def has_old_head(now: Answers) -> bool:
     step_N, off_N = now.old_head_N - now.copy_N, now.served_N - now.copy_N
     size = float(np.linalg.norm(step_N))
     share = float(off_N @ step_N) / size**2 if size else 0.0
-    return share > 0.5 and share * size > CLEAR * apart(off_N, share * step_N)
+    return share > 0.5 and share * size > MIN_HEAD_EFFECT * apart(off_N, share * step_N)
 
 
 def objection_to(now: Checksums, first: Checksums) -> str:

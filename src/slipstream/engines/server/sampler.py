@@ -23,7 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -32,70 +32,58 @@ import numpy as np
 import torch
 
 from slipstream.engines.checksums import checksum
+from slipstream.engines.http.client import Client, retried
+from slipstream.engines.http.scorer import WrongAnswer
+from slipstream.engines.native.config import vocabulary_of
 from slipstream.engines.native.model import LanguageModel, load_model
-from slipstream.engines.server.api import APIS, Drawn, ServerSettings
+from slipstream.engines.request_sampler import FINISHES, OpenGroup, RequestSampler, check_length, finished
+from slipstream.engines.server.api import (
+    APIS,
+    NO_FIELD,
+    TOKEN_BYTES,
+    Drawn,
+    Served,
+    ServerSettings,
+    checked,
+    error_name,
+)
 from slipstream.engines.server.proof import Answers, Checksums, apart, moved, objection, objection_to, texts
 from slipstream.engines.vllm.core import COLDEST
-from slipstream.engines.vllm.sampler import finished
 from slipstream.engines.weights import fingerprint, load_weights
-from slipstream.errors import ConfigError, EndpointError, EngineError, ModelError
-from slipstream.estimators.logprobs.head import Head
+from slipstream.errors import ConfigError, EndpointError, EngineError
+from slipstream.estimators.logprobs.tiles import Head
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import (
-    Finish,
     Floats,
     Group,
     Handle,
     Prompt,
     Rollout,
-    continued,
     derive_seed,
-    handed_over,
-    header_of,
     one_turn,
 )
 from slipstream.run_dir.temporary import TemporaryDirectory
 
 T = TypeVar("T")
-ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
-PAUSES = (1.0, 4.0, 15.0, 30.0)
+PUBLISH_PAUSES = (1.0, 4.0, 15.0, 30.0)
 """Seconds between the tries of a publish while the server is not available."""
-AGAIN = 0.05
-"""Seconds after which an abort is repeated, because a request may not have reached the server before."""
-TRIES = 2
+LOADS = 2
 """Number of loads of one version before a publish fails."""
-LOST = 3
+MAX_LOST = 3
 """Number of answers in a row with other weights, or without a token, after which a request fails."""
 
 
-@dataclass(eq=False)
-class Open:
-    """Running group of responses to one prompt."""
+class ServerSampler(RequestSampler):
+    abort_interval = 0.05
 
-    prompt: Prompt
-    sampling: Sampling
-    parts: dict[int, Rollout] = field(default_factory=dict)
-    """Tokens of each member so far, by index."""
-    released: bool = False
-    restarts: int = 0
-    """Number of publishes that made the group start again."""
-
-    @property
-    def indices(self) -> range:
-        return range(self.prompt.first, self.prompt.first + self.sampling.group)
-
-    def complete(self, index: int) -> bool:
-        return index in self.parts and self.parts[index].finish != "released"
-
-
-class ServerSampler:
     def __init__(self, settings: ServerSettings, *, stop_ids: Collection[int]) -> None:
         """Load a copy of the student into host memory; the server gets its weights before the first request."""
-        self.settings, self.ends = settings, sorted(stop_ids)
+        super().__init__(stop_ids)
+        self.settings = settings
         self.thread = ThreadPoolExecutor(1, "server", initializer=torch.set_num_threads, initargs=(settings.threads,))
-        self.copy = load_model(settings.model, dtype=settings.dtype, device="cpu", longest=settings.longest)
+        self.copy = load_model(settings.model, dtype=settings.dtype, device="cpu", max_length=settings.max_length)
         self.api = APIS[settings.api](settings.endpoint, self.copy.vocab_size)
-        self.texts = texts(self.copy.vocab_size, self.copy.longest)
+        self.texts = texts(self.copy.vocab_size, self.copy.max_length)
         try:
             self.made = TemporaryDirectory("slipstream-weights-", settings.folder)
             self.folder = self.made.path
@@ -114,14 +102,9 @@ class ServerSampler:
         """Number of loads that were proven."""
         self.noise = 0.0
         """Root mean square difference between two equal requests for the log-probs of the fixed texts."""
-        self.loads, self.numbers = count(), count()
-        self.open: set[Open] = set()
-        self.running: dict[str, tuple[Open, asyncio.Task[str]]] = {}
-        """Open requests by name, with their group."""
+        self.loads = count()
         self.gate: asyncio.Future[None] | None = None
         """Future that is pending while weights load; None while requests may start."""
-        self.failure: EngineError | None = None
-        """Error of a load that failed; no tokens are sampled afterwards. None if no load failed."""
 
     def close(self) -> None:
         self.thread.shutdown()
@@ -134,34 +117,16 @@ class ServerSampler:
     # --- generating ------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        if len(prompt.tokens) + sampling.max_tokens > self.copy.longest:
-            raise ModelError(
-                f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
-                f"exceeds the context of {self.copy.longest}"
-            )
+        check_length(prompt, sampling, self.copy.max_length)
         if sampling.draws > 1 or sampling.best or sampling.keep_mask:
             raise EngineError("a rollout server returns one token per position, without draws, best ids and supports")
         if 0 < sampling.temperature < COLDEST:
             raise EngineError(f"a rollout server samples at temperature 0, or at least {COLDEST}")
         if not self.label and self.failure is None:
             await self._alone(self._load_first)
-        group = Open(prompt, sampling, {handle.body.index: handle.body for handle in begun})
-        self.open.add(group)
-        try:
-            while not group.released and not all(map(group.complete, group.indices)):
-                async with asyncio.TaskGroup() as members:  # one failure or cancellation ends all
-                    for index in group.indices:
-                        members.create_task(self._member(group, index))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            self.open.discard(group)
-        rollouts = [group.parts[index] for index in group.indices if index in group.parts]
-        if not all(map(group.complete, group.indices)):
-            return handed_over(rollouts)
-        return [Handle(header_of(rollout), rollout) for rollout in rollouts]
+        return await self._group(prompt, sampling, begun)
 
-    async def _member(self, group: Open, index: int) -> None:
+    async def _member(self, group: OpenGroup, index: int) -> None:
         """Generate the rest of a response, in as many requests as weights change and aborts need."""
         restarts, lost = group.restarts, 0
         while not group.complete(index):
@@ -175,56 +140,49 @@ class ServerSampler:
             request = asyncio.create_task(self._request(group, index, name))
             self.running[name] = group, request
             try:
-                found = await request
+                version = await request
             finally:
                 request.cancel()
                 self.running.pop(name, None)
             lost = 0 if group.parts.get(index) is not before or self.gate is not None else lost + 1
-            if found != label:
-                if lost > LOST:
-                    raise EndpointError(f"{self.api.where} serves weights {found!r}, although {label!r} were loaded")
+            if version != label:
+                if lost > MAX_LOST:
+                    raise EndpointError(f"{self.api.where} serves weights {version!r}, although {label!r} were loaded")
                 await self._alone(self._restore)
-            elif lost > LOST:
+            elif lost > MAX_LOST:
                 raise EndpointError(f"{self.api.where} ended a request {lost} times without a token")
             elif lost:
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(self.abort_interval)
 
-    async def _request(self, group: Open, index: int, name: str) -> str:
+    async def _request(self, group: OpenGroup, index: int, name: str) -> str:
         """Make one request, add its tokens to the group if they are from the loaded weights, and return its label."""
         prompt, sampling, version, label = group.prompt, group.sampling, self.version, self.label
         begun = group.parts.get(index)
         tokens = prompt.tokens[:0] if begun is None else begun.tokens
         drawn = prompt.offset + len(tokens)
-        found = await self.api.draw(
+        part = await self.api.draw(
             name,
             [*prompt.tokens.tolist(), *tokens.tolist()],
             replace(sampling, max_tokens=sampling.max_tokens - len(tokens)),
-            self.ends,
+            self.stop_ids,
             derive_seed(prompt.seed, index, *((drawn,) if drawn else ())),
         )
-        if not found.tokens:  # vLLM's answer then has no label
+        if not part.tokens:  # vLLM's answer then has no label
             return label
-        if found.label == label:
-            rest = rollout_of(prompt, index, found, version, greedy=sampling.temperature == 0)
-            group.parts[index] = rest if begun is None else continued(begun, rest)
-        return found.label
+        if part.label == label:
+            group.add(index, rollout_of(prompt, index, part, version, greedy=sampling.temperature == 0))
+        return part.label
 
     async def release(self, numbers: Collection[int] = ()) -> None:
-        leaving = [group for group in self.open if not numbers or group.prompt.number in numbers]
-        for group in leaving:
-            group.released = True
         try:
-            await self._end(lambda group: group.released)
+            await self._release(numbers)
         except EndpointError:  # hand over the tokens that have arrived
             for group, request in list(self.running.values()):
                 if group.released:
                     request.cancel()
 
-    async def _end(self, which: Callable[[Open], bool]) -> None:
-        """End the requests of these groups, and wait until their tokens are in the groups."""
-        while open_now := {name: r for name, (group, r) in self.running.items() if which(group) and not r.done()}:
-            await self.api.abort(list(open_now))
-            await asyncio.wait(open_now.values(), timeout=AGAIN)
+    async def _abort(self, names: Collection[str]) -> None:
+        await self.api.abort(names)
 
     # --- publishing ------------------------------------------------------------------------------------------
 
@@ -258,10 +216,9 @@ class ServerSampler:
                 await patiently(lambda: self._end(lambda _: True))
                 still = time.perf_counter()
             if mode == "restart":
-                thrown = sum(len(part.tokens) for group in self.open for part in group.parts.values())
+                thrown = sum(group.tokens for group in self.open)
                 for group in self.open:
-                    group.parts.clear()
-                    group.restarts += 1
+                    group.restart()
             await self._load(weights.version)
         except EndpointError as error:
             self.failure = EngineError(
@@ -269,8 +226,8 @@ class ServerSampler:
                 f"{self.settings.folder!r} under the same path"
             )
             raise self.failure from None
-        found = await self._here(fingerprint, self.copy.model, weights.manifest[0].dtype)
-        return Loaded(found, wait=still - called, load=time.perf_counter() - still, thrown=thrown)
+        checksum = await self._here(fingerprint, self.copy.model, weights.manifest[0].dtype)
+        return Loaded(checksum, wait=still - called, load=time.perf_counter() - still, thrown=thrown)
 
     async def _load_first(self) -> None:
         if not self.label:  # another call may have loaded them
@@ -294,7 +251,7 @@ class ServerSampler:
 
     async def _proven_load(self, label: str) -> None:
         wrong = ""
-        for _ in range(TRIES):
+        for _ in range(LOADS):
             await patiently(lambda: self.api.load(str(self.folder / label), label))
             if not (wrong := await self._wrong()):
                 return
@@ -340,14 +297,7 @@ class ServerSampler:
 
 async def patiently(work: Callable[[], Awaitable[None]]) -> None:
     """Repeat work while the server is not available; raise its last error, or at once the error of a refusal."""
-    for pause in (*PAUSES, None):
-        try:
-            await work()
-            return
-        except EndpointError as error:
-            if pause is None or error.status:
-                raise
-            await asyncio.sleep(pause)
+    await retried(work, PUBLISH_PAUSES, EndpointError, lambda error: not error.status)
 
 
 @torch.inference_mode()
@@ -356,8 +306,8 @@ def log_probs_of(lm: LanguageModel, tokens: Sequence[int], *heads: Head) -> Floa
     ids_T = torch.tensor(tokens)
     hidden_TH = lm.backbone(ids_T[None]).last_hidden_state[0, :-1]
     logp = [head(hidden_TH).float().log_softmax(-1).gather(1, ids_T[1:, None])[:, 0] for head in (lm.head, *heads)]
-    found: Floats = torch.stack(logp).numpy()
-    return found
+    rows: Floats = torch.stack(logp).numpy()
+    return rows
 
 
 def rollout_of(prompt: Prompt, index: int, drawn: Drawn, version: int, *, greedy: bool) -> Rollout:
@@ -370,5 +320,55 @@ def rollout_of(prompt: Prompt, index: int, drawn: Drawn, version: int, *, greedy
         actions=tokens_T[:, None],
         action_logp=logp_T[:, None].astype(np.float32),
         versions=np.full(len(tokens_T), version, np.int32),
-        finish=ENDS[drawn.finish],
+        finish=FINISHES[drawn.finish],
     )
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class CompletionsSampler(RequestSampler):
+    """Sampler for evaluation: a model behind an OpenAI-compatible server, to which no weights can be published.
+
+    The server must return token ids for prompts of token ids (`return_token_ids`), as vLLM does. Log-probs are not
+    asked for and are 0 in the records, because evaluation does not read them.
+    """
+
+    def __init__(self, settings: Served, *, stop_ids: Collection[int]) -> None:
+        super().__init__(stop_ids)
+        self.settings = settings
+        self.client, self.vocabulary = Client(settings.endpoint), vocabulary_of(settings.model)
+
+    def close(self) -> None:
+        """Do nothing: connections are closed with their event loop."""
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        """Do nothing: no response is continued elsewhere."""
+
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        raise EngineError(f"{self.client.where} takes no weights")
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        try:
+            return await self._group(prompt, sampling, begun)
+        except EndpointError as error:
+            raise EngineError(str(error)) from None
+
+    async def _member(self, group: OpenGroup, index: int) -> None:
+        prompt, sampling = group.prompt, group.sampling
+        options = {each: getattr(sampling, each) for each in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
+        seed = derive_seed(prompt.seed, index, *((prompt.offset,) if prompt.offset else ()))
+        body = {"model": self.settings.endpoint.model, "prompt": prompt.tokens.tolist(), **options, "seed": seed}
+        body |= {"stop_token_ids": self.stop_ids, "ignore_eos": True, "return_token_ids": True}
+        answer = await self.client.ask("POST", "/completions", body, expected=TOKEN_BYTES * sampling.max_tokens)
+        try:
+            (choice,) = answer["choices"]
+            if (tokens := choice.get("token_ids")) is None:
+                raise WrongAnswer("no token_ids: the server must support return_token_ids, as vLLM does")
+            logps, used = [(token, 0.0) for token in tokens], answer["usage"]["completion_tokens"]
+            drawn = checked(
+                Drawn(tokens, logps, used, choice["finish_reason"], ""), sampling, self.stop_ids, self.vocabulary
+            )
+        except (WrongAnswer, *NO_FIELD) as error:
+            raise EndpointError(f"{self.client.where} gives a wrong answer: {error_name(error)}") from None
+        group.add(index, rollout_of(prompt, index, drawn, 0, greedy=True))

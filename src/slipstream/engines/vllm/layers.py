@@ -30,10 +30,10 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from slipstream.engines.checksums import checksum
 from slipstream.engines.native.files import empty_model
 
-PROBED = 256
+MAX_PROBED = 256
 """Maximum columns of a packed weight that are compared with the loaded weight."""
-EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
-PLAIN = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+FUSED_EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+PLAIN_KERNELS = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that keep the checkpoint's layout of experts, except for packing on CPUs."""
 
 
@@ -72,15 +72,15 @@ def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Home | str:
     owner, attribute = name.rpartition(".")[::2]
     module = twin.get_submodule(owner)
     saved, _ = next(as_saved(twin, [(name, twin.get_parameter(name))]))
-    if attribute in EXPERTS:
-        found = _module(model, saved.partition(".experts.")[0] + ".experts") or _module(model, owner)
-        layer = next((m for m in found.modules() if isinstance(m, RoutedExperts)), None) if found else None
+    if attribute in FUSED_EXPERTS:
+        experts = _module(model, saved.partition(".experts.")[0] + ".experts") or _module(model, owner)
+        layer = next((m for m in experts.modules() if isinstance(m, RoutedExperts)), None) if experts else None
         if layer is None:
             return f"vLLM does not keep {name} under this name"
         method = layer.quant_method
-        if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend not in PLAIN:
+        if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend not in PLAIN_KERNELS:
             return f"vLLM's kernel changes the layout of {name} (engine_args.moe_backend = 'triton' keeps it)"
-        return Home(layer, EXPERTS[attribute], turned=getattr(module, "is_transposed", False))
+        return Home(layer, FUSED_EXPERTS[attribute], turned=getattr(module, "is_transposed", False))
     layer = _module(model, saved.rpartition(".")[0])
     layer = getattr(layer, "base_layer", layer)  # the layer inside one with an adapter
     if not isinstance(getattr(layer, attribute, None), Tensor):
@@ -128,7 +128,7 @@ def _part(layer: Any, loaded: Tensor) -> Tensor:
 def _unpacked(layer: Any, expected: Tensor) -> tuple[Tensor, Tensor]:
     """Return columns of a CPU's packed weight, found by multiplying unit vectors, and the same expected columns."""
     size = expected.shape[1]
-    columns = torch.linspace(0, size - 1, min(size, PROBED)).long()
+    columns = torch.linspace(0, size - 1, min(size, MAX_PROBED)).long()
     units_KK = torch.zeros(len(columns), size, dtype=expected.dtype)
     units_KK[torch.arange(len(columns)), columns] = 1
     running, expected = layer.cpu_linear(units_KK, layer.weight, None).t(), expected[:, columns]
@@ -154,3 +154,51 @@ def same(one: Tensor, other: Tensor) -> bool:
     """Return true if two tensors have the same shape and the same bits, compared where the first one is."""
     bits, expected = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other.to(one.device)))
     return one.shape == other.shape and torch.equal(bits, expected)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+#
+# vLLM keeps the matrices of each LoRA adapter in a slot of stacked tensors: B times the scale, and zeros up to the
+# largest rank. A layer that fuses several linear layers, such as q, k and v, has one pair of stacks for each of them.
+
+
+@dataclass(frozen=True)
+class AdapterHome:
+    layer: Any
+    part: str
+    """Matrix "A" or "B"."""
+    at: int
+    """Number of the linear layer among those that `layer` fuses."""
+    fused: int
+    """Number of linear layers that `layer` fuses."""
+    scale: float
+
+
+def adapter_place_of(name: str, runner: Any, scale: float) -> AdapterHome | str:
+    """Return the location of the adapter matrix `name` in vLLM's model, or the reason why it cannot be checked."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    manager = runner.lora_manager._adapter_manager
+    owner, part = name.split(".lora_")
+    mapper = getattr(runner.get_model(), "hf_to_vllm_mapper", None)
+    path, _ = parse_fine_tuned_lora_name(
+        f"base_model.model.{owner}.lora_{part[0]}.weight", mapper and mapper.get_rename_mapper()
+    )
+    for module, layer in manager.modules.items():
+        fused = manager.packed_modules.get(module, [module])
+        if path in fused and len(fused) == len(layer.lora_a_stacked):
+            return AdapterHome(layer, part[0], fused.index(path), len(fused), scale)
+    return f"vLLM has no place for an adapter at {owner}"
+
+
+def adapter_checksum_of(place: AdapterHome, loaded: Tensor, slot: int) -> int:
+    """Return the checksum of `loaded` if this worker runs its part of that matrix; if not, another number."""
+    layer = place.layer
+    stacks, part = (layer.lora_a_stacked, loaded) if place.part == "A" else (layer.lora_b_stacked, loaded * place.scale)
+    running = stacks[place.at][slot, 0].cpu()
+    if layer.tp_size > 1:
+        cut, alone = layer.slice_lora_a if place.part == "A" else layer.slice_lora_b, place.fused == 1
+        part = cut(part) if alone else cut([part if at == place.at else None for at in range(place.fused)])[place.at]
+    expected = torch.zeros_like(running)
+    expected[: part.shape[0], : part.shape[1]] = part
+    return checksum(loaded) if same(running, expected) else checksum(loaded) ^ 1

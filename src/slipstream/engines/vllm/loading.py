@@ -20,10 +20,9 @@ from transformers import PreTrainedModel
 from slipstream.engines.checksums import raw
 from slipstream.engines.native.adapters import write_adapter
 from slipstream.engines.native.files import empty_model
-from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import load_model
+from slipstream.engines.native.model import load_model, with_adapters
 from slipstream.engines.shared_memory import memory_of
-from slipstream.engines.vllm import RANKS, SLOT
+from slipstream.engines.vllm import ADAPTER_ID, LORA_RANKS
 from slipstream.engines.vllm.core import Core, Settings
 from slipstream.engines.weights import combined, export_weights, fingerprinted, is_adapter, published, view_of
 from slipstream.errors import ModelError
@@ -58,7 +57,7 @@ class Loading:
         own = {"worker_extension_cls": EXTENSION, "weight_transfer_config": WeightTransferConfig(backend="slipstream")}
         if lora := self.settings.lora:
             layers = {name.split(".lora_")[0].rpartition(".")[2] for name in self.shapes}
-            rank = next(rank for rank in RANKS if rank >= lora.rank)
+            rank = next(rank for rank in LORA_RANKS if rank >= lora.rank)
             own |= {"enable_lora": True, "lora_target_modules": sorted(layers), "max_lora_rank": rank}
         return own
 
@@ -70,10 +69,10 @@ class Loading:
         lora = self.settings.lora
         scale = lora.alpha / lora.rank if lora else 1.0
         answers = await core.rpc("slipstream_ready", names=self.checked, scale=scale, **hooks)
-        for found in answers:
-            if found["unchecked"]:
+        for answer in answers:
+            if answer["unchecked"]:
                 raise ModelError(
-                    f"{self.settings.named}: {found['unchecked']}, so the weights that run cannot be checked; "
+                    f"{self.settings.title}: {answer['unchecked']}, so the weights that run cannot be checked; "
                     f"{self.settings.instead}"
                 )
         self.still = [{} for _ in answers]
@@ -87,8 +86,8 @@ class Loading:
         for name in base.keys() & set(self.checked):
             manifest = [(name, self.settings.dtype, list(base[name].shape), 0, base[name].nbytes)]
             with shared_file(raw(base[name].detach())) as path:
-                found = await core.rpc("slipstream_checksums", path=path, manifest=manifest)
-            for still, checksums in zip(self.still, found, strict=True):
+                answers = await core.rpc("slipstream_checksums", path=path, manifest=manifest)
+            for still, checksums in zip(self.still, answers, strict=True):
                 still |= checksums
         first = export_weights(self.model, self.settings.dtype)
         self.model.to("meta")
@@ -106,8 +105,8 @@ class Loading:
                 await core.llm.start_weight_update()
                 await core.llm.update_weights(WeightTransferUpdateRequest({"path": path, "manifest": manifest}))
                 await core.llm.finish_weight_update(weight_version=str(weights.version))
-            found = await core.rpc("slipstream_checksums", path=path, manifest=manifest)
-        every = [still | checksums for still, checksums in zip(self.still, found, strict=True)]
+            answers = await core.rpc("slipstream_checksums", path=path, manifest=manifest)
+        every = [still | checksums for still, checksums in zip(self.still, answers, strict=True)]
         digests = {combined([checksums[name] for name in self.checked]) for checksums in every}
         return digests.pop() if len(digests) == 1 else "differs from worker to worker"
 
@@ -118,8 +117,8 @@ class Loading:
         state = {spec.name: view_of(spec, flat) for spec in weights.manifest}
         with tempfile.TemporaryDirectory(prefix="slipstream-", dir=SHARED_MEMORY) as folder:
             write_adapter(Path(folder), self.model, state, base=self.settings.model)
-            await core.llm.add_lora(LoRARequest("student", SLOT, folder, load_inplace=True))
-            self.adapter = LoRARequest("student", SLOT, folder)
+            await core.llm.add_lora(LoRARequest("student", ADAPTER_ID, folder, load_inplace=True))
+            self.adapter = LoRARequest("student", ADAPTER_ID, folder)
         await core.llm.update_weight_version(str(weights.version))
 
 

@@ -35,9 +35,17 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from slipstream.engines.draws import draw, uniforms
-from slipstream.engines.vllm import SLOT
-from slipstream.engines.vllm.adapters import AdapterHome, adapter_checksum_of, adapter_place_of
-from slipstream.engines.vllm.layers import Home, as_saved, checksum_of, place_of, twin_of
+from slipstream.engines.vllm import ADAPTER_ID
+from slipstream.engines.vllm.layers import (
+    AdapterHome,
+    Home,
+    adapter_checksum_of,
+    adapter_place_of,
+    as_saved,
+    checksum_of,
+    place_of,
+    twin_of,
+)
 from slipstream.engines.weights import is_adapter, view_of
 from slipstream.protocols import TensorSpec
 
@@ -82,26 +90,26 @@ class FileTransfer(WeightTransferEngine[NoInfo, File]):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
         for layer in self.model.modules():
             # buffers are not published, and vLLM would leave them uninitialized in a reloaded layer
-            kept = {name: buffer for name, buffer in layer.named_buffers(recurse=False) if buffer.is_meta}
-            if kept and layer._parameters:
+            buffers = {name: buffer for name, buffer in layer.named_buffers(recurse=False) if buffer.is_meta}
+            if buffers and layer._parameters:
                 _, running = get_layerwise_info(layer).kernel_tensors
-                layer._buffers.update({name: running[name].clone() for name in kept})
+                layer._buffers.update({name: running[name].clone() for name in buffers})
 
     def receive_weights(self, update_info: File) -> None:
-        wanted = set(dict(self.model.named_parameters()))
+        names = set(dict(self.model.named_parameters()))
         loaded = set(self.model.load_weights(as_saved(twin_of(self.model_config.model), update_info)))
-        constant = {name for name in wanted if name.rpartition(".")[2] in SKIP_LOAD_TENSORS}
-        if missing := sorted((wanted - loaded | self._untouched()) - constant - self._tied()):
+        constant = {name for name in names if name.rpartition(".")[2] in SKIP_LOAD_TENSORS}
+        if missing := sorted((names - loaded | self._untouched()) - constant - self._tied()):
             raise RuntimeError(f"vLLM did not load new weights for {len(missing)} parameters, first {missing[0]}")
 
     def _untouched(self) -> set[str]:
         """Return names of weights that the layerwise reload did not load; loaders that copy directly bypass it."""
-        found = set()
+        names = set()
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             if info.can_load() and not info.load_numel:
-                found |= {f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False)}
-        return found
+                names |= {f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False)}
+        return names
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -132,19 +140,19 @@ class Extension:
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
             twin = twin_of(self.vllm_config.model_config.model)
-        found = {
+        places = {
             name: adapter_place_of(name, runner, scale)
             if is_adapter(name)
             else place_of(name.replace(".base_layer.", "."), runner.get_model(), twin)
             for name in names
         }
-        self.slipstream_places = {name: place for name, place in found.items() if not isinstance(place, str)}
+        self.slipstream_places = {name: place for name, place in places.items() if not isinstance(place, str)}
         sampler: Any = getattr(runner, "sampler", None)
         hooked = hook and type(sampler) is Sampler and hasattr(runner, "input_batch") and hasattr(runner, "requests")
         if hooked:
             sampler.gather_logprobs = MoreDraws(runner, draws, kept)
         return {
-            "unchecked": next((why for why in found.values() if isinstance(why, str)), ""),
+            "unchecked": next((why for why in places.values() if isinstance(why, str)), ""),
             "hooked": hooked,
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
         }
@@ -152,16 +160,16 @@ class Extension:
     @torch.no_grad()
     def slipstream_checksums(self, path: str, manifest: list[Spec]) -> dict[str, int]:
         """Return the checksum of each fingerprinted weight that this worker runs; `path` has the expected weights."""
-        found = {}
+        checksums = {}
         with set_current_vllm_config(self.vllm_config):
             for name, loaded in File(path, manifest):
                 match self.slipstream_places.get(name):
                     case Home() as place:
-                        found[name] = checksum_of(place, loaded)
+                        checksums[name] = checksum_of(place, loaded)
                     case AdapterHome() as place:
                         slots = self.model_runner.lora_manager._adapter_manager.lora_index_to_id
-                        found[name] = adapter_checksum_of(place, loaded, slots.index(SLOT))
-        return found
+                        checksums[name] = adapter_checksum_of(place, loaded, slots.index(ADAPTER_ID))
+        return checksums
 
 
 # --- draws -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from slipstream.environments import Call, Message, Reply
 from slipstream.environments.chat.quoting import Part, Quoting
 from slipstream.environments.chat.tool_calls import HERMES, Format
 from slipstream.environments.chat.tool_formats import call_message, format_of
-from slipstream.environments.chat.turn_boundaries import ASKED, DUMMY_TOOL, RESULT, SECOND_RESULT, Refused, Template
+from slipstream.environments.chat.turn_boundaries import DUMMY_TOOL, QUESTION, RESULT, SECOND_RESULT, Refused, Template
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.records import Ints
 
@@ -57,7 +57,7 @@ class Renderer:
         """True if calls are written into the assistant's text, and the template's own call format is not used."""
         self.wraps = self._wraps(format)
         """True if tool results are written as turns of the user, since the template has no role for tool results."""
-        end, tail = self.template.tail([ASKED])
+        end, tail = self.template.tail([QUESTION])
         tails = [tail] if self.wraps else [tail, self.template.tail([RESULT])[1]]
         headers = [parts[-1].text for parts in tails]
         self.thinks = all(text.rfind("<think>") > text.rfind("</think>") for text in headers)
@@ -88,7 +88,7 @@ class Renderer:
         Tool results, and other messages after the first assistant turn, cannot contain control tokens; the prompt can.
         """
         messages = [self._with_written_calls(message) for message in messages]
-        messages = wrapped(messages) if self.wraps else numbered(messages)
+        messages = wrap_tool_results(messages) if self.wraps else number_tool_results(messages)
         first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         quoted = [
             n
@@ -122,7 +122,7 @@ class Renderer:
         for message in messages:
             self._check(message)
         try:
-            end, tail = self.template.tail(wrapped(messages) if self.wraps else numbered(messages))
+            end, tail = self.template.tail(wrap_tool_results(messages) if self.wraps else number_tool_results(messages))
         except Refused as refused:
             raise DataError(f"{self.name}: {refused}") from None
         tokens = self.quoting.encode([Part(end, quoted=False), *tail])
@@ -135,7 +135,9 @@ class Renderer:
         for message in messages:
             self._check(message)
         try:
-            header, parts = self.template.after_prompt(wrapped(messages) if self.wraps else numbered(messages))
+            header, parts = self.template.after_prompt(
+                wrap_tool_results(messages) if self.wraps else number_tool_results(messages)
+            )
         except Refused as refused:
             raise DataError(f"{self.name}: {refused}") from None
         before = prompt[: len(prompt) - len(header_ids := self.quoting.encode([Part(header, quoted=False)]))]
@@ -172,15 +174,15 @@ class Renderer:
         return found
 
     def _wraps(self, format: str) -> bool:
-        if why := self.template.refusal(ASKED):
+        if why := self.template.refusal(QUESTION):
             raise ModelError(f"{self.name}: no turn can follow one of the assistant: {why}")
-        for messages in [ASKED], []:
+        for messages in [QUESTION], []:
             self.template.prove(*messages)
         why = self.template.refusal(RESULT)
         if why and format == "auto":
             raise ModelError(f"{self.name}: its chat template has no role for tool results: {why}: {WRITE_HERMES}")
         try:
-            for messages in [] if why else [[RESULT], [RESULT, SECOND_RESULT], [RESULT, ASKED]]:
+            for messages in [] if why else [[RESULT], [RESULT, SECOND_RESULT], [RESULT, QUESTION]]:
                 self.template.prove(*messages)
         except ModelError:
             if format == "auto":
@@ -252,14 +254,14 @@ def _after(text: str, mark: str, at: int) -> int:
     return min(_place(text, mark, at) + len(mark), len(text))
 
 
-def numbered(messages: Sequence[Message]) -> list[Message]:
+def number_tool_results(messages: Sequence[Message]) -> list[Message]:
     """Add `tool_call_id` to tool messages, in order, since some templates print the id of the answered call."""
     tools = [place for place, message in enumerate(messages) if message["role"] == "tool"]
     ids = {place: {"tool_call_id": f"{number:09d}"} for number, place in enumerate(tools)}
     return [ids.get(place, {}) | message for place, message in enumerate(messages)]
 
 
-def wrapped(messages: Sequence[Message]) -> list[Message]:
+def wrap_tool_results(messages: Sequence[Message]) -> list[Message]:
     """Convert tool messages to turns of the user; consecutive tool messages share one turn."""
     turns = list[Message]()
     for is_tool, group in groupby(messages, lambda message: bool(message["role"] == "tool")):

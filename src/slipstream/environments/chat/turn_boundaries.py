@@ -25,8 +25,8 @@ DUMMY_TOOL = {
         "parameters": {"type": "object", "properties": {"what": {"type": "string", "description": "At it."}}},
     },
 }
-SYSTEM: Message = {"role": "system", "content": "Be brief."}
-ASKED: Message = {"role": "user", "content": "Which is it?"}
+SYSTEM_PROMPT: Message = {"role": "system", "content": "Be brief."}
+QUESTION: Message = {"role": "user", "content": "Which is it?"}
 ANSWER: Message = {"role": "assistant", "content": "This."}
 THINKING: Message = {"role": "assistant", "content": "<think>\nPerhaps that.\n</think>\n\nThis."}
 RESULT: Message = {"role": "tool", "content": "Seen.", "tool_call_id": "000000000"}
@@ -71,8 +71,8 @@ class Template:
     def after_prompt(self, messages: Sequence[Message]) -> tuple[str, list[Part]]:
         """Return the header that ends a prompt, and what takes its place if messages follow the prompt's."""
         marked = [message | {"content": self._marked(n, message["content"])} for n, message in enumerate(messages)]
-        prompt = self.render([ASKED], False)
-        header, after = self.render([ASKED], True), self.render([ASKED, *marked], True)
+        prompt = self.render([QUESTION], False)
+        header, after = self.render([QUESTION], True), self.render([QUESTION, *marked], True)
         if not header.startswith(prompt) or not after.startswith(prompt):
             raise Refused("the chat template prints a prompt differently if a message follows")
         return header[len(prompt) :], self._parts(after[len(prompt) :], messages)
@@ -83,7 +83,7 @@ class Template:
         return self._tail(messages, calling=self.calling[tool])
 
     def _tail(self, messages: Sequence[Message], *, calling: bool) -> tuple[str, list[Part]]:
-        end, after = self._split([ASKED, self._call_turn(messages) if calling else self._text_turn()], messages)
+        end, after = self._split([QUESTION, self._call_turn(messages) if calling else self._text_turn()], messages)
         return end, self._parts(after, messages)
 
     def _split(self, history: Sequence[Message], messages: Sequence[Message], **args: Any) -> tuple[str, str]:
@@ -151,7 +151,7 @@ class Template:
         tool = bool(messages) and messages[0]["role"] == "tool"
         calling = self.calling[tool]
         try:
-            expected = self._split([ASKED, self._call_turn(messages) if calling else self._text_turn()], messages)
+            expected = self._split([QUESTION, self._call_turn(messages) if calling else self._text_turn()], messages)
         except Refused:  # the template will refuse these messages in a run, too
             return
         for cause, history, args in self._histories(messages):
@@ -175,27 +175,27 @@ class Template:
         earlier = call_message([Call("look", {"what": "there"})], as_text=bool(self.as_text))
         twice = call_message([Call("look", {"what": "there"})] * 2, as_text=bool(self.as_text))
         other: Message = {"role": "user", "content": "And now something else:\n\n1. a longer question"}
-        yield "whether the turn has calls", [ASKED, calls], {}
-        yield "whether the turn has calls", [ASKED, text], {}
-        yield "which tool was called", [ASKED, self._call_turn(messages, "find")], {}
-        yield "what the assistant said", [ASKED, self._text_turn("Much.\n\n- and\n- more\n\n")], {}
-        yield "the assistant's thinking", [ASKED, self._text_turn("<think>\nPerhaps that.\n</think>\n\n")], {}
+        yield "whether the turn has calls", [QUESTION, calls], {}
+        yield "whether the turn has calls", [QUESTION, text], {}
+        yield "which tool was called", [QUESTION, self._call_turn(messages, "find")], {}
+        yield "what the assistant said", [QUESTION, self._text_turn("Much.\n\n- and\n- more\n\n")], {}
+        yield "the assistant's thinking", [QUESTION, self._text_turn("<think>\nPerhaps that.\n</think>\n\n")], {}
         for last in (text, calls):
             yield "the user's text", [other, last], {}
-            yield "whether there is a system prompt", [SYSTEM, ASKED, last], {}
-            yield "the number of earlier turns", [ASKED, ANSWER, other, last], {}
-            yield "the number of earlier turns", [ASKED, ANSWER, ASKED, ANSWER, other, last], {}
-            yield "the thinking of earlier turns", [ASKED, THINKING, other, last], {}
-            yield "what tools said earlier", [ASKED, ANSWER, RESULT, last], {}
-            yield "what tools said earlier", [ASKED, ANSWER, RESULT, ANSWER, RESULT, SECOND_RESULT, last], {}
-            yield "earlier calls of tools", [ASKED, earlier, RESULT, last], {}
-            yield "earlier calls of tools", [ASKED, earlier, RESULT, twice, RESULT, SECOND_RESULT, last], {}
-            yield "earlier calls of tools", [ASKED, earlier, RESULT, ANSWER, other, last], {}
-            yield "which tools there are", [ASKED, last], {"tools": [DUMMY_TOOL]}
-            yield "the date", [ASKED, last], {"strftime_now": lambda form: "another day"}
+            yield "whether there is a system prompt", [SYSTEM_PROMPT, QUESTION, last], {}
+            yield "the number of earlier turns", [QUESTION, ANSWER, other, last], {}
+            yield "the number of earlier turns", [QUESTION, ANSWER, QUESTION, ANSWER, other, last], {}
+            yield "the thinking of earlier turns", [QUESTION, THINKING, other, last], {}
+            yield "what tools said earlier", [QUESTION, ANSWER, RESULT, last], {}
+            yield "what tools said earlier", [QUESTION, ANSWER, RESULT, ANSWER, RESULT, SECOND_RESULT, last], {}
+            yield "earlier calls of tools", [QUESTION, earlier, RESULT, last], {}
+            yield "earlier calls of tools", [QUESTION, earlier, RESULT, twice, RESULT, SECOND_RESULT, last], {}
+            yield "earlier calls of tools", [QUESTION, earlier, RESULT, ANSWER, other, last], {}
+            yield "which tools there are", [QUESTION, last], {"tools": [DUMMY_TOOL]}
+            yield "the date", [QUESTION, last], {"strftime_now": lambda form: "another day"}
 
     def strips_thinking(self) -> bool:
         try:
-            return "Perhaps that." not in self.render([ASKED, THINKING, ASKED], True)
+            return "Perhaps that." not in self.render([QUESTION, THINKING, QUESTION], True)
         except Refused:
             return False

@@ -17,26 +17,26 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slipstream import processes
-from slipstream.agents.snapshot import DIRECTORY, FILE
+from slipstream.agents.snapshot import OPEN_DIRECTORY, OPEN_FILE
 from slipstream.agents.workspace import snapshot_of
 from slipstream.environments.gateway import judging
-from slipstream.environments.gateway.agent_sandbox import PORT, AgentSandbox
+from slipstream.environments.gateway.agent_sandbox import GATEWAY_PORT, AgentSandbox
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
-from slipstream.rewards.functions import WHOLE, rewards_of
+from slipstream.rewards.functions import TOTAL_REWARD, rewards_of
 from slipstream.run_dir.temporary import TemporaryDirectory
-from slipstream.sandbox.limits import DRAINED
+from slipstream.sandbox.limits import DRAIN_TIMEOUT
 
 OUTPUT_BYTES = 4096
 """Number of bytes that are kept from the end of an agent's output."""
-REWARD = "reward.json"
-VERDICT = "verdict.json"
-LARGEST = 1 << 20
+REWARD_FILE = "reward.json"
+VERDICT_FILE = "verdict.json"
+MAX_REWARD_BYTES = 1 << 20
 """Maximum bytes of a file with rewards."""
 WITH_PARENT = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--")
 """Command prefix that ends the process when its parent ends."""
 JUDGE_ONLY = "ground_truth"
 """Field of the row that only the judge gets, not the agent."""
-COPYING, JUDGING = 0.25, 0.5
+COPY_SHARE, SOLUTION_SHARE = 0.25, 0.5
 """Shares of `step_seconds` for the copy of the workspace and for the solution; the judge itself has the rest."""
 
 
@@ -65,21 +65,21 @@ class Programs:
         try:
             walls = AgentSandbox.new() if self.agent.walled else None
             program = Program(self, place, row, base_url, session, walls)
-            await beside(program.prepare)
+            await in_thread(program.prepare)
             try:
                 await program.start(self.agent.command, place, "workspace", program._environment(), self.socket)
                 yield program
             finally:
                 await program.end()
         finally:
-            await beside(removed, place)
+            await in_thread(remove_tree, place)
 
     def close(self) -> None:
         """Remove the directory; every process has ended with its episode."""
         self.made.close()
 
 
-async def beside(work: Any, *args: Any) -> Any:
+async def in_thread(work: Any, *args: Any) -> Any:
     """Run a function in a thread; wait for its end even if the caller is cancelled."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
@@ -89,7 +89,7 @@ async def beside(work: Any, *args: Any) -> Any:
         raise
 
 
-def removed(place: Path) -> None:
+def remove_tree(place: Path) -> None:
     """Remove a directory with `rm`, because it may be nested too deeply for `shutil.rmtree`."""
     subprocess.run(["rm", "-rf", "--", place], check=False, stderr=subprocess.DEVNULL)
 
@@ -112,7 +112,7 @@ class Program:
     def url(self) -> str:
         """Session's base URL as the agent sees it."""
         path = urlsplit(self.base_url).path
-        return self.base_url if self.walls is None else f"http://127.0.0.1:{PORT}{path}"
+        return self.base_url if self.walls is None else f"http://127.0.0.1:{GATEWAY_PORT}{path}"
 
     @property
     def judged(self) -> bool:
@@ -150,13 +150,13 @@ class Program:
             "prompt_file": str(place / "prompt.txt"),
             "prompt": self.prompt,
         }
-        words, env = [filled(each, values) for each in command], environment_of(place) | more
+        words, env = [fill(each, values) for each in command], environment_of(place) | more
         self.home = env["HOME"]
         try:
             if self.walls is None:
                 self.process = await processes.start_program([*WITH_PARENT, *words], env=env, cwd=str(place / cwd))
             else:
-                around = self.walls.around(words, command, place, cwd, env, socket, self.kind.seconds)
+                around = self.walls.wrap(words, command, place, cwd, env, socket, self.kind.seconds)
                 with around as (inside, descriptors):
                     self.process = await processes.start_program(inside, descriptors=descriptors)
         except SandboxError as error:
@@ -172,13 +172,15 @@ class Program:
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_BASE": self.url,
             "OPENAI_API_KEY": self.session,
+            "ANTHROPIC_BASE_URL": self.url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self.session,
             "SLIPSTREAM_BASE_URL": self.url,
             "SLIPSTREAM_SESSION": self.session,
             "SLIPSTREAM_WORKSPACE": str(self.workspace),
             "SLIPSTREAM_TASK": str(self.workspace / "task.json"),
         }
 
-    async def ended(self) -> str:
+    async def wait_for_end(self) -> str:
         assert self.process is not None
         code = await self.process.wait()
         await self.end()
@@ -200,7 +202,7 @@ class Program:
             processes.kill_at_home(self.home)
         await self.process.wait()
         if self.reading:
-            await asyncio.wait(self.reading, timeout=DRAINED)
+            await asyncio.wait(self.reading, timeout=DRAIN_TIMEOUT)
             for task in self.reading:
                 task.cancel()
         processes.close_pipes(self.process)
@@ -211,16 +213,16 @@ class Program:
             return own_rewards(self.workspace)
         place = Path(tempfile.mkdtemp(prefix="verify-", dir=self.kind.made.path))
         try:
-            await beside(judging.prepare, place, self.row, self.prompt)
-            bounds = {"size": judging.LARGEST, "entries": judging.FILES}
-            seconds = COPYING * self.kind.step_seconds
+            await in_thread(judging.prepare, place, self.row, self.prompt)
+            bounds = {"size": judging.MAX_WORKSPACE_BYTES, "entries": judging.MAX_WORKSPACE_FILES}
+            seconds = COPY_SHARE * self.kind.step_seconds
             if await snapshot_of(self.workspace, place / "workspace", seconds=seconds, **bounds):
-                return {WHOLE: 0.0}  # a failure would let a student choose which of its episodes count
-            solution = judging.Solution(place / "workspace", JUDGING * self.kind.step_seconds)
-            async with solution.served(place / "solution"):
+                return {TOTAL_REWARD: 0.0}  # a failure would let a student choose which of its episodes count
+            solution = judging.Solution(place / "workspace", SOLUTION_SHARE * self.kind.step_seconds)
+            async with solution.serve(place / "solution"):
                 if self.walls is not None:
                     self.walls = AgentSandbox.new()  # a user other than the agent's
-                    await beside(self.walls.give, place)
+                    await in_thread(self.walls.give, place)
                 variables = {
                     "PYTHONSAFEPATH": "1",
                     "PYTHONNOUSERSITE": "1",
@@ -228,19 +230,19 @@ class Program:
                     "SLIPSTREAM_WORKSPACE": str(place / "workspace"),
                     "SLIPSTREAM_TASK": str(place / "task.json"),
                     "SLIPSTREAM_SOLUTION": str(place / "solution"),
-                    "SLIPSTREAM_VERDICT": str(place / VERDICT),
+                    "SLIPSTREAM_VERDICT": str(place / VERDICT_FILE),
                 }
-                await self.start(verify, place, judging.HERE, variables, str(place / "solution"))
-                why = await self.ended()
+                await self.start(verify, place, judging.JUDGE_DIRECTORY, variables, str(place / "solution"))
+                why = await self.wait_for_end()
             if solution.fault or why:
                 cause = "crash" if why.startswith("killed") else "error"
                 raise EnvironmentFailed(cause, f"environment.gateway.verify: {solution.fault or why}")
-            return rewards_in(place / VERDICT, "environment.gateway.verify: its verdict", missing=None)
+            return rewards_in(place / VERDICT_FILE, "environment.gateway.verify: its verdict", missing=None)
         except SandboxError as error:
             raise EnvironmentFailed("error", f"environment.gateway.verify: {error}") from None
         finally:
             await self.end()
-            await beside(removed, place)
+            await in_thread(remove_tree, place)
 
 
 def environment_of(place: Path) -> dict[str, str]:
@@ -253,23 +255,23 @@ def environment_of(place: Path) -> dict[str, str]:
     }
 
 
-def filled(text: str, values: dict[str, str]) -> str:
+def fill(text: str, values: dict[str, str]) -> str:
     """Replace placeholders in a text; inserted values are not searched for placeholders."""
     for name, value in values.items():
         before, mark, after = text.partition(f"{{{name}}}")
         if mark:
-            return f"{filled(before, values)}{value}{filled(after, values)}"
+            return f"{fill(before, values)}{value}{fill(after, values)}"
     return text
 
 
 def own_rewards(workspace: Path) -> dict[str, float]:
     """Return the rewards that an agent wrote into its workspace: 0 if that is no directory any more."""
     try:
-        directory = os.open(workspace, DIRECTORY)
+        directory = os.open(workspace, OPEN_DIRECTORY)
     except OSError:
-        return {WHOLE: 0.0}
+        return {TOTAL_REWARD: 0.0}
     try:
-        return rewards_in(Path(REWARD), REWARD, missing={}, directory=directory)
+        return rewards_in(Path(REWARD_FILE), REWARD_FILE, missing={}, directory=directory)
     finally:
         os.close(directory)
 
@@ -282,13 +284,13 @@ def rewards_in(
     If the file is missing, return `missing`, or raise an error if that is None.
     """
     try:
-        descriptor = os.open(file, FILE, dir_fd=directory)
+        descriptor = os.open(file, OPEN_FILE, dir_fd=directory)
         with os.fdopen(descriptor, "rb") as opened:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError("is not a regular file")
-            content = opened.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise ValueError(f"has more than {LARGEST} bytes")
+            content = opened.read(MAX_REWARD_BYTES + 1)
+        if len(content) > MAX_REWARD_BYTES:
+            raise ValueError(f"has more than {MAX_REWARD_BYTES} bytes")
         return rewards_of(json.loads(content))
     except FileNotFoundError:
         if missing is not None:

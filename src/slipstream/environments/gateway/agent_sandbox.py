@@ -12,25 +12,25 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.environments.gateway import bridge
 from slipstream.sandbox.base import Limits
-from slipstream.sandbox.bubblewrap import NOBODY, Bubblewrap, another_user
-from slipstream.sandbox.limits import limited, sealed
+from slipstream.sandbox.bubblewrap import NOBODY_ID, Bubblewrap, another_user
+from slipstream.sandbox.limits import sealed_file, with_limits
 
-PORT = 8008
+GATEWAY_PORT = 8008
 """Port of the gateway inside the sandbox; no other port can be reached."""
-SOCKET, BRIDGE = "/run/gateway", "/run/bridge.py"
-MOST = Limits(memory=8 << 30, disk=4 << 30, processes=512)
+SOCKET_PATH, BRIDGE_PATH = "/run/gateway", "/run/bridge.py"
+AGENT_LIMITS = Limits(memory=8 << 30, disk=4 << 30, processes=512)
 """Limits of each process of an agent; `processes` is the maximum number of processes together."""
-ALONE = [
+NAMESPACES = [
     *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"),
     *("--perms", "1777", "--size", str(64 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
 ]
-NOBODYS = ["--unshare-user", "--uid", NOBODY, "--gid", NOBODY, "--cap-drop", "ALL", "--disable-userns"]
+UNPRIVILEGED = ["--unshare-user", "--uid", NOBODY_ID, "--gid", NOBODY_ID, "--cap-drop", "ALL", "--disable-userns"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AgentSandbox:
             subprocess.run(["/bin/chown", "-hR", f"{self.user}:{self.user}", "--", place], check=True)
 
     @contextmanager
-    def around(
+    def wrap(
         self,
         command: Sequence[str],
         named: Sequence[str],
@@ -65,27 +65,29 @@ class AgentSandbox:
         `named` is the command before its placeholders are replaced. The command starts in `cwd` of `place`. It can
         write only to `place` and to temporary directories, and can connect only to `socket`.
         """
-        programs, shown = seen(named)
+        programs, shown = visible_paths(named)
         path = ":".join([*programs, self.sandbox.path])
         with ExitStack() as opened:
-            filtering = opened.enter_context(sealed(self.sandbox.filter))
-            bridging = opened.enter_context(sealed(Path(bridge.__file__).read_bytes()))
+            filtering = opened.enter_context(sealed_file(self.sandbox.filter))
+            bridging = opened.enter_context(sealed_file(Path(bridge.__file__).read_bytes()))
             variables = [word for name, value in {**env, "PATH": path}.items() for word in ("--setenv", name, value)]
-            words = ["python3", "-I", "-S", BRIDGE, SOCKET, str(PORT), "--", *command]
-            limits = Limits(seconds, MOST.memory, MOST.disk, MOST.output, MOST.processes)
+            words = ["python3", "-I", "-S", BRIDGE_PATH, SOCKET_PATH, str(GATEWAY_PORT), "--", *command]
+            limits = replace(AGENT_LIMITS, seconds=seconds)
             yield [
-                self.sandbox.bwrap, *ALONE, *(NOBODYS if self.user is None else []), *self.sandbox.system,
-                *("--perms", "1777", "--size", str(MOST.disk), "--tmpfs", "/tmp"),
-                *above([*shown, str(place), SOCKET]), *(word for each in shown for word in ("--ro-bind", each, each)),
+                self.sandbox.bwrap, *NAMESPACES, *(UNPRIVILEGED if self.user is None else []), *self.sandbox.system,
+                *("--perms", "1777", "--size", str(AGENT_LIMITS.disk), "--tmpfs", "/tmp"),
+                *parent_directories([*shown, str(place), SOCKET_PATH]),
+                *(word for each in shown for word in ("--ro-bind", each, each)),
                 *("--bind", str(place), str(place)),
-                *("--bind", socket, SOCKET, "--perms", "0444", "--file", str(bridging), BRIDGE, "--remount-ro", "/"),
+                *("--bind", socket, SOCKET_PATH, "--perms", "0444", "--file", str(bridging), BRIDGE_PATH),
+                *("--remount-ro", "/"),
                 *("--chdir", str(place / cwd), "--seccomp", str(filtering), "--clearenv", *variables, "--"),
                 *([] if self.user is None else become(self.user)),
-                *limited(words, limits, processes=True),
+                *with_limits(words, limits, processes=True),
             ], [filtering, bridging]  # fmt: skip
 
 
-def above(places: Sequence[str]) -> list[str]:
+def parent_directories(places: Sequence[str]) -> list[str]:
     """Return bwrap options that create the parent directories of these paths, accessible to all users."""
     found = {str(each) for place in places for each in list(Path(place).parents)[:-1]} - {"/tmp", "/usr"}
     return [word for each in sorted(found) for word in ("--perms", "0755", "--dir", each)]
@@ -98,7 +100,7 @@ def become(user: int) -> list[str]:
     ]
 
 
-def seen(command: Sequence[str]) -> tuple[list[str], list[str]]:
+def visible_paths(command: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the directories of the programs that a command names, and the paths outside /usr that it needs."""
     programs, shown = list[str](), dict[str, None]()
     for word in command:

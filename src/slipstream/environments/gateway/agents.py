@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.environments.chat.renderer import Renderer
-from slipstream.environments.episodes import TRIES, Call, Calls, Limits, Policy, failed, row_of
+from slipstream.environments.episodes import EPISODE_TRIES, Call, Calls, Limits, Policy, failed, row_of
 from slipstream.environments.gateway.sessions import Session
 from slipstream.errors import EnvironmentFailed
 from slipstream.protocols import Sampling
@@ -25,7 +25,7 @@ from slipstream.records import Finish, Group, Handle, Prompt, Rollout, handed_ov
 if TYPE_CHECKING:
     from slipstream.environments.gateway.server import Server
 
-KEPT = 300.0
+RELEASED_SECONDS = 300.0
 """Seconds that the agent of a released episode waits for the episode to continue."""
 Key = tuple[int, int, int, Sampling]
 """Key of an episode: number and seed of its prompt, its index, and its sampling options."""
@@ -37,7 +37,7 @@ class Player(Protocol):
         """True if a judge looks at the agent's work, also if the agent failed."""
         ...
 
-    async def ended(self) -> str:
+    async def wait_for_end(self) -> str:
         """Wait until the agent ends; return the reason if it failed, else an empty string."""
         ...
 
@@ -81,7 +81,7 @@ class Agents:
         known: dict[int, list[Handle]] = {}
         for handle in begun:
             known.setdefault(handle.body.episode, []).append(Handle(header_of(handle.body), handle.body))
-        await self.server.started()
+        await self.server.start()
 
         def member(call: Call, place: int) -> Coroutine[Any, Any, list[Handle]]:
             index = prompt.first + place
@@ -108,7 +108,7 @@ class Agents:
         if playing is not None and playing.expiry is not None:
             playing.expiry.cancel()
         if playing is not None and not known:  # the episode starts again
-            await ended(playing.task)
+            await cancel_and_wait(playing.task)
             playing = None
         if playing is None:
             playing = Playing()
@@ -125,17 +125,17 @@ class Agents:
             stays = playing.session is not None and playing.session.counts["turns"] > 0
             if stays:
                 playing.expiry = asyncio.get_running_loop().call_later(
-                    KEPT, lambda: self.playing.pop(key).task.cancel()
+                    RELEASED_SECONDS, lambda: self.playing.pop(key).task.cancel()
                 )
             return playing.unfinished() if stays else []
         finally:
             if not stays:
-                await ended(playing.task)
+                await cancel_and_wait(playing.task)
                 self.playing.pop(key, None)
 
     async def _episode(self, call: Call, index: int, playing: Playing) -> list[Handle]:
         error = EnvironmentFailed("", "")
-        for failures in range(TRIES):
+        for failures in range(EPISODE_TRIES):
             try:
                 async with self._semaphore():
                     rollouts = await self._play(call, index, failures, playing)
@@ -160,7 +160,7 @@ class Agents:
         try:
             async with self.players.playing(row, self.server.base_url(name), name) as player:
                 session.began = asyncio.get_running_loop().time()
-                why = await self._ended(session, player)
+                why = await self._wait_for_agent(session, player)
                 session.close()
                 finish = self._finish(session, why, player)
                 try:
@@ -174,9 +174,9 @@ class Agents:
         counts = {"failures": float(failures), "crashed": float(bool(why) and session.stopped is None)}
         return session.rollouts(finish, call.sampling.group, {**rewards, **counts})
 
-    async def _ended(self, session: Session, player: Player) -> str | None:
+    async def _wait_for_agent(self, session: Session, player: Player) -> str | None:
         """Return the reason why the agent failed, an empty string if it succeeded, or None if its time is over."""
-        ended = asyncio.create_task(player.ended())
+        ended = asyncio.create_task(player.wait_for_end())
         either: list[asyncio.Future[Any]] = [ended, session.failure]
         try:
             await asyncio.wait(either, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -230,7 +230,7 @@ class Playing:
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
 
 
-async def ended(task: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(task: asyncio.Task[Any]) -> None:
     """Cancel a task and wait until it has cleaned up, even if the waiting task is cancelled meanwhile."""
     if not task.done():
         task.cancel()

@@ -15,7 +15,7 @@ from slipstream.environments import Message
 from slipstream.records import Ints, Rollout
 
 Tools = Sequence[dict[str, Any]]
-AS_JSON = json.JSONEncoder(sort_keys=True).encode
+SORTED_JSON = json.JSONEncoder(sort_keys=True).encode
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Branch:
 
     def add(self, seen: Ints, turn: Rollout, number: int) -> None:
         self.parts += [seen, turn] if self.parts else [turn]
-        self.ids = joined(self.ids, seen, turn.tokens)
+        self.ids = join(self.ids, seen, turn.tokens)
         self.sampled += len(turn.tokens)
         self.latest = number
 
@@ -67,7 +67,7 @@ class History:
 
 def history_of(messages: Sequence[Message], tools: Tools, before: History) -> History:
     """Return the history of a request; messages at the start that are objects of the history `before` cost nothing."""
-    text, same = AS_JSON(list(tools)), 0
+    text, same = SORTED_JSON(list(tools)), 0
     start = digest(b"", text)
     if before.digests and before.digests[0] == start:
         same = 1 + sum(
@@ -85,12 +85,12 @@ def size_of(message: Message) -> int:
     return sum(len(text.encode("utf-8", "replace")) for text in (message["content"], message.get("name", ""), calls))
 
 
-def joined(*parts: Ints) -> Ints:
+def join(*parts: Ints) -> Ints:
     found: Ints = np.concatenate(parts).astype(parts[0].dtype)
     return found
 
 
-def named(ids: Ints) -> bytes:
+def digest_of_ids(ids: Ints) -> bytes:
     """Return a digest of token ids that does not depend on their integer type."""
     return hashlib.blake2b(ids.astype(np.int64).tobytes(), digest_size=16).digest()
 
@@ -98,7 +98,7 @@ def named(ids: Ints) -> bytes:
 def canonical(message: Message) -> str:
     """Return, as JSON, the parts of a message that distinguish it from other messages."""
     calls = [[each["function"]["name"], each["function"]["arguments"]] for each in message.get("tool_calls") or ()]
-    return AS_JSON([message["role"], message["content"], message.get("name"), calls])
+    return SORTED_JSON([message["role"], message["content"], message.get("name"), calls])
 
 
 def digest(before: bytes, text: str) -> bytes:

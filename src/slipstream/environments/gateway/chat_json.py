@@ -17,14 +17,14 @@ from slipstream.errors import first_line
 from slipstream.records import Ints
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-NOTHING: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     name: value
     for value, names in (
         (0, "presence_penalty frequency_penalty top_logprobs min_tokens"),
         (1, "n repetition_penalty"),
         (False, "logprobs ignore_eos"),
         (True, "parallel_tool_calls"),
-        ([], "stop stop_token_ids"),
+        ([], "stop_token_ids"),
         ({}, "logit_bias chat_template_kwargs"),
         ({"type": "text"}, "response_format"),
     )
@@ -36,6 +36,8 @@ INSTEAD = {
     "logprobs": "/inference/v1/generate returns them",
     "chat_template_kwargs": "write data.template_args in the run's config",
     "response_format": "a grammar changes what the student is learning from",
+    "previous_response_id": "no conversation is stored: send all of it",
+    "conversation": "no conversation is stored: send all of it",
 }
 """Advice in the refusal of a parameter."""
 HARMLESS = {
@@ -47,12 +49,15 @@ JSON = json.JSONDecoder(parse_float=finite, parse_constant=finite)
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Sampling parameters that the run's config sets; values of an agent are ignored."""
-CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stream"}
-GENERATE = {"token_ids", "sampling_params", "stream"}
-SAMPLING = {"max_tokens", "logprobs", "stop_token_ids", "detokenize"}
-SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
+IGNORED = dict.fromkeys(IMPOSED, "the [sampler] section sets how to sample")
+IGNORED["tool_choice"] = "the student decides whether it calls a tool, and which one"
+"""Reason why a value of an agent is ignored."""
+CHAT_PARAMETERS = {"messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stream", "stop"}
+GENERATE_PARAMETERS = {"token_ids", "sampling_params", "stream"}
+SAMPLING_PARAMETERS = {"max_tokens", "logprobs", "stop_token_ids", "detokenize"}
+SAMPLING_PARAMETERS |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 """Supported parameters of each kind of request, and of `sampling_params`; some affect only text and are ignored."""
-LONGEST = 1 << 22
+MAX_REQUEST_TOKENS = 1 << 22
 """Maximum number of tokens in a request, and maximum of its token limit."""
 
 
@@ -68,7 +73,9 @@ class Chat:
     usage: bool
     """True if a stream must end with the token usage."""
     imposed: tuple[str, ...]
-    """Names of sampling parameters in the request, which are ignored."""
+    """Names of parameters in the request that are ignored, of IGNORED."""
+    stops: tuple[str, ...] = ()
+    """Sequences after which the student's turn is cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ def wrong(param: str, why: str) -> Refused:
     return Refused(400, f"{param}: {why}", code="invalid_value", param=param)
 
 
-def loaded(body: bytes | str) -> dict[str, Any]:
+def load_json(body: bytes | str) -> dict[str, Any]:
     try:
         found = JSON.decode(body if isinstance(body, str) else body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -96,7 +103,7 @@ def loaded(body: bytes | str) -> dict[str, Any]:
 def check_options(given: dict[str, Any], served: set[str], section: str = "") -> tuple[str, ...]:
     """Refuse unsupported parameters that differ from their default; return the names of ignored sampling parameters."""
     for name, value in given.items():
-        nothing = NOTHING.get(name)
+        nothing = UNSUPPORTED.get(name)
         if value is None or name in served or name in HARMLESS or name in IMPOSED:
             continue
         if nothing is None or value != nothing or isinstance(value, bool) != isinstance(nothing, bool):
@@ -110,11 +117,15 @@ def check_options(given: dict[str, Any], served: set[str], section: str = "") ->
 
 def chat_of(body: bytes, known: Sequence[tuple[Any, Message]] = ()) -> Chat:
     """Parse a request; its messages up to the first one that differs from those in `known` need no parsing."""
-    given = loaded(body)
-    imposed = check_options(given, CHAT)
+    return chat_from(load_json(body), known)
+
+
+def chat_from(given: dict[str, Any], known: Sequence[tuple[Any, Message]] = ()) -> Chat:
+    """Read the fields of a request of chat completions."""
+    imposed = check_options(given, CHAT_PARAMETERS)
     choice = given.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise wrong("tool_choice", 'must be "auto" or "none": the student decides')
+        imposed += ("tool_choice",)
     stream = given.get("stream", False)
     if not isinstance(stream, bool | None):
         raise wrong("stream", "must be true or false")
@@ -129,20 +140,33 @@ def chat_of(body: bytes, known: Sequence[tuple[Any, Message]] = ()) -> Chat:
         stream=bool(stream),
         usage=isinstance(options, dict) and options.get("include_usage") is True,
         imposed=imposed,
+        stops=_stops(given.get("stop")),
     )
 
 
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given or []
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        raise wrong("stop", "must be text or a list of texts, none of them empty")
+    return tuple(stops)
+
+
 def tokens_of(body: bytes) -> Tokens:
-    given = loaded(body)
-    check_options(given, GENERATE)
+    given = load_json(body)
+    check_options(given, GENERATE_PARAMETERS)
     ids, sampling = given.get("token_ids"), given.get("sampling_params") or {}
-    if not isinstance(ids, list) or not ids or len(ids) > LONGEST or not all(type(each) is int for each in ids):
+    if (
+        not isinstance(ids, list)
+        or not ids
+        or len(ids) > MAX_REQUEST_TOKENS
+        or not all(type(each) is int for each in ids)
+    ):
         raise wrong("token_ids", "must be a list of at least one token id")
     if max(ids) >= 1 << 31 or min(ids) < 0:
         raise wrong("token_ids", "must be a list of token ids from 0 to 2^31 - 1")
     if not isinstance(sampling, dict):
         raise wrong("sampling_params", "must be an object")
-    imposed = check_options(sampling, SAMPLING, "sampling_params.")
+    imposed = check_options(sampling, SAMPLING_PARAMETERS, "sampling_params.")
     if sampling.get("logprobs") not in (None, 0, 1):
         raise wrong("sampling_params.logprobs", "must be 1: the answer has the log-prob of each sampled token")
     stops = sampling.get("stop_token_ids") or []
@@ -164,7 +188,7 @@ def _most(given: dict[str, Any], *names: str) -> int | None:
         if (most := given.get(name)) is not None:
             if type(most) is not int or most < 1:
                 raise wrong(name, "must be a number of tokens, at least 1")
-            return int(min(most, LONGEST))
+            return int(min(most, MAX_REQUEST_TOKENS))
     return None
 
 
@@ -230,7 +254,7 @@ def _calls(place: str, given: Any) -> list[dict[str, Any]]:
     for n, function in enumerate(_functions(place, given, "has no function with a name")):
         arguments = function.get("arguments")
         try:
-            arguments = loaded(arguments) if isinstance(arguments, str) else arguments
+            arguments = load_json(arguments) if isinstance(arguments, str) else arguments
         except Refused:
             arguments = None
         if not isinstance(arguments, dict):
@@ -252,12 +276,12 @@ def _tools(given: Any) -> list[dict[str, Any]]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def dumped(found: Any) -> bytes:
+def dump_json(found: Any) -> bytes:
     return COMPACT.encode(found).encode("utf-8", "replace")
 
 
 def completion(answer: Answer, chat: Chat) -> bytes:
-    return dumped(
+    return dump_json(
         {
             **_head(answer, chat, "chat.completion"),
             "choices": [{"index": 0, "message": _message_of(answer), "logprobs": None, "finish_reason": answer.finish}],
@@ -276,23 +300,23 @@ def chunks(answer: Answer, chat: Chat) -> Iterator[bytes]:
         yield event({**head, "choices": [{"index": 0, "delta": each, "logprobs": None, "finish_reason": finish}]})
     if chat.usage:
         yield event({**head, "choices": [], "usage": _usage(answer)})
-    yield DONE
+    yield STREAM_END
 
 
-DONE = b"data: [DONE]\n\n"
-WAITING = b": the answer is being written\n\n"
+STREAM_END = b"data: [DONE]\n\n"
+KEEP_ALIVE_LINE = b": the answer is being written\n\n"
 """Comment line that keeps a stream alive; clients ignore comments."""
 
 
 def event(found: Any) -> bytes:
-    return b"data: " + dumped(found) + b"\n\n"
+    return b"data: " + dump_json(found) + b"\n\n"
 
 
-def generated(answer: Answer) -> bytes:
+def generation(answer: Answer) -> bytes:
     """Return an answer's token ids as JSON, and the log-prob of each id under the distribution that sampled it."""
     rows = zip(answer.ids.tolist(), answer.logp.tolist(), strict=True)
     logprobs = [{"token": f"token_id:{id}", "logprob": logp, "bytes": None, "top_logprobs": []} for id, logp in rows]
-    return dumped(
+    return dump_json(
         {
             "request_id": f"generate-{answer.number}",
             "choices": [
@@ -310,7 +334,7 @@ def generated(answer: Answer) -> bytes:
 
 def models(name: str, longest: int) -> bytes:
     card = {"id": name, "object": "model", "created": 0, "owned_by": "slipstream", "max_model_len": longest}
-    return dumped({"object": "list", "data": [card]})
+    return dump_json({"object": "list", "data": [card]})
 
 
 def error(refused: Refused) -> dict[str, Any]:

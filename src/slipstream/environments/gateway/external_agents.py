@@ -21,7 +21,7 @@ from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway.sessions import Refused
 from slipstream.rewards.functions import rewards_of
 
-POLL = 600.0
+MAX_POLL = 600.0
 """Maximum seconds that a request for an episode waits. A client that disconnects earlier gets no episode."""
 
 
@@ -34,7 +34,7 @@ class ExternalAgent:
     """Seconds after an episode's time limit in which the program may still send rewards."""
     judged: bool = False
 
-    async def ended(self) -> str:
+    async def wait_for_end(self) -> str:
         await asyncio.shield(self.closed)
         return ""
 
@@ -83,17 +83,17 @@ class ExternalAgents:
             raise Refused(401, why, code="invalid_api_key")
 
     async def next(self) -> bytes:
-        """Wait at most POLL seconds for an episode; return its id, base_url and row as JSON."""
+        """Wait at most MAX_POLL seconds for an episode; return its id, base_url and row as JSON."""
         guest = self.waiting.popleft() if self.waiting else await self._handed_over()
         if not guest.taken.done():
             guest.taken.set_result(None)
-        return wire.dumped(guest.offer)
+        return wire.dump_json(guest.offer)
 
     async def _handed_over(self) -> ExternalAgent:
         request: asyncio.Future[ExternalAgent] = asyncio.get_running_loop().create_future()
         self.requests.append(request)
         try:
-            async with asyncio.timeout(POLL):
+            async with asyncio.timeout(MAX_POLL):
                 try:
                     return await request
                 except asyncio.CancelledError:
@@ -105,7 +105,7 @@ class ExternalAgents:
 
     def close_session(self, session: str, body: bytes) -> bytes:
         """End an episode with the rewards in the body; return the receipt as JSON."""
-        given = wire.loaded(body) if body.strip() else {}
+        given = wire.load_json(body) if body.strip() else {}
         guest = self.playing_now.get(session)
         if guest is None or guest.closed.done():
             raise Refused(410, "this session is closed", code="session_closed")
@@ -114,7 +114,7 @@ class ExternalAgents:
         except Exception as error:  # any error in rewards is an error of their sender
             raise wire.wrong("rewards", f"{error}: write a number, or several by name") from None
         guest.closed.set_result(rewards)
-        return wire.dumped({"id": session, "closed": True})
+        return wire.dump_json({"id": session, "closed": True})
 
     def close(self) -> None:
         """Do nothing: further requests of external agents are refused."""

@@ -26,28 +26,30 @@ from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Limits, MiB, Ran, Session
 from slipstream.sandbox.limits import holds_more
 
-LARGEST = 256 * MiB
+MAX_WORKSPACE_BYTES = 256 * MiB
 """Maximum bytes of a workspace that is judged."""
-FILES = 50_000
+MAX_WORKSPACE_FILES = 50_000
 """Maximum files and directories of a workspace that is judged."""
-LIMITS = Limits(seconds=60.0, memory=1024 * MiB, disk=1024 * MiB, output=MiB, processes=64)
+SOLUTION_LIMITS = Limits(seconds=60.0, memory=1024 * MiB, disk=1024 * MiB, output=MiB, processes=64)
 """Limits of the solution's sandbox; `disk` is larger than any workspace that is judged."""
-HERE = "judge"
+JUDGE_DIRECTORY = "judge"
 """Directory in which the judge starts."""
 
 
 def too_large(workspace: Path) -> str:
     """Return the reason why a workspace cannot be judged, or an empty string if it can be judged."""
-    if holds_more(workspace, LARGEST, FILES):
-        return f"it has more than {LARGEST // MiB} MiB or {FILES} files, and verify needs a copy"
+    if holds_more(workspace, MAX_WORKSPACE_BYTES, MAX_WORKSPACE_FILES):
+        return (
+            f"it has more than {MAX_WORKSPACE_BYTES // MiB} MiB or {MAX_WORKSPACE_FILES} files, and verify needs a copy"
+        )
     return ""
 
 
 def prepare(place: Path, row: dict[str, Any], prompt: str) -> None:
     """Fill the judge's directory, except for the workspace."""
-    for each in (HERE, "home", "tmp"):
+    for each in (JUDGE_DIRECTORY, "home", "tmp"):
         (place / each).mkdir()
-    shutil.copyfile(str(judge.__file__), place / HERE / "judge.py")
+    shutil.copyfile(str(judge.__file__), place / JUDGE_DIRECTORY / "judge.py")
     (place / "task.json").write_text(json.dumps(row, ensure_ascii=False), "utf-8", "replace")
     (place / "prompt.txt").write_text(prompt, "utf-8", "replace")
 
@@ -65,7 +67,7 @@ class Solution:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
-    async def served(self, path: Path) -> AsyncIterator[None]:
+    async def serve(self, path: Path) -> AsyncIterator[None]:
         """Serve a socket: requests are JSON of {"argv", "stdin", "seconds"}, answers are JSON of a `Ran`."""
         answering = list[asyncio.Task[None]]()
 
@@ -95,14 +97,14 @@ class Solution:
     async def _run(self, argv: list[str], stdin: str = "", seconds: float = 10.0) -> Ran:
         async with self.turn:
             if self.session is None:
-                self.session = await sandbox_of("bubblewrap").session(LIMITS)
+                self.session = await sandbox_of("bubblewrap").session(SOLUTION_LIMITS)
                 since = asyncio.get_running_loop().time()
                 with suppress(TimeoutError):  # its time is used up
-                    await put(self.session, self.workspace, replace(LIMITS, seconds=self.seconds))
+                    await put(self.session, self.workspace, replace(SOLUTION_LIMITS, seconds=self.seconds))
                 self.seconds -= asyncio.get_running_loop().time() - since
             if self.seconds <= 0:
                 return Ran("timeout", None, "", "the solution has used all its time\n", 0.0)
-            limits = replace(LIMITS, seconds=min(seconds, self.seconds))
+            limits = replace(SOLUTION_LIMITS, seconds=min(seconds, self.seconds))
             ran = await self.session.run(argv, stdin=stdin, limits=limits)
             self.seconds -= ran.seconds
             return ran

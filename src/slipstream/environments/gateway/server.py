@@ -1,6 +1,8 @@
 """HTTP server of the agents' sessions. The path of a request names its session, and sessions do not share state.
 
 POST /sessions/ID/v1/chat/completions       messages in and out, optionally streamed
+POST /sessions/ID/v1/responses              the same in OpenAI's newer API
+POST /sessions/ID/v1/messages               the same in Anthropic's API
 POST /sessions/ID/inference/v1/generate     token ids in and out, with their log-probs
 GET  /sessions/ID/v1/models
 """
@@ -24,19 +26,28 @@ import uvicorn
 
 from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway import web
+from slipstream.environments.gateway.dialects import DIALECTS, Dialect
 from slipstream.environments.gateway.external_agents import ExternalAgents
-from slipstream.environments.gateway.sessions import Answer, Failed, Refused, Session, beside, error_of, over
+from slipstream.environments.gateway.sessions import (
+    Answer,
+    Failed,
+    Refused,
+    Session,
+    error_of,
+    in_parser_thread,
+    limit_refusal,
+)
 from slipstream.environments.gateway.web import Request, Response, while_there
 from slipstream.errors import ConfigError, first_line
 from slipstream.processes import garbage_collection
 
-STREAM = 10.0
+KEEP_ALIVE_INTERVAL = 10.0
 """Seconds between keep-alive lines of a stream that waits for its answer."""
-BODY, ROUND = 32 << 20, 1 << 20
+MAX_BODY, MAX_OVERHEAD = 32 << 20, 1 << 20
 """Maximum bytes of a request, and of the parts of a request that are not the conversation."""
-COLLECTIONS = (2_000, 5, 10_000)
+SERVER_COLLECTIONS = (2_000, 5, 10_000)
 """Thresholds of garbage collection while a server runs. A full collection would stop all calls for 0.3 s."""
-REMEMBERED = 10_000
+MAX_REMEMBERED = 10_000
 """Number of closed sessions that are remembered, to answer 410 and not 404."""
 
 
@@ -54,10 +65,10 @@ class Server:
         say: Callable[[str], object] = tell,
         walled: bool = False,
     ) -> None:
-        """Bind the port that `started` will serve; if `walled`, also serve a socket for agents without a network."""
+        """Bind the port that `start` will serve; if `walled`, also serve a socket for agents without a network."""
         self.name, self.guests, self.say = name, guests, say
         self.sessions: dict[str, Session] = {}
-        self.closed = deque[str](maxlen=REMEMBERED)
+        self.closed = deque[str](maxlen=MAX_REMEMBERED)
         self.imposed = set[str]()
         """Sampling parameters of agents that are ignored and were already reported."""
         try:
@@ -77,12 +88,12 @@ class Server:
         host, port = self.socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    async def started(self) -> None:
+    async def start(self) -> None:
         """Serve on the running event loop; if an earlier loop served, stop there first."""
         if self.loop is asyncio.get_running_loop():
             return
         self._end()
-        self.collections.enter_context(garbage_collection(*COLLECTIONS))
+        self.collections.enter_context(garbage_collection(*SERVER_COLLECTIONS))
         self.loop, sockets = asyncio.get_running_loop(), [self.socket.dup()]
         if self.place is not None:
             sockets.append(socket.socket(socket.AF_UNIX))
@@ -128,7 +139,10 @@ class Server:
     def app(self) -> web.App:
         """Return the routes as an app. The second part of a path names a session."""
         routes: dict[tuple[str, str], Callable[[Request, str], Awaitable[Response]]] = {
-            ("POST", "/sessions/{session}/v1/chat/completions"): self._chat,
+            **{
+                ("POST", f"/sessions/{{session}}/v1/{path}"): partial(self._chat, dialect)
+                for path, dialect in DIALECTS.items()
+            },
             ("POST", "/sessions/{session}/inference/v1/generate"): self._generate,
             ("GET", "/sessions/{session}/v1/models"): self._models,
         }
@@ -152,38 +166,42 @@ class Server:
 
         return web.app_of(answer)
 
-    async def _chat(self, request: Request, name: str) -> Response:
+    async def _chat(self, dialect: Dialect, request: Request, name: str) -> Response:
         session = self._session(name)
-        body, chat = await self._parsed(request, session, lambda body: wire.chat_of(body, session.known))
+        body, chat = await self._parse(request, session, lambda body: dialect.parse(body, session.known))
         session.known = chat.known
-        answer = session.answered(*web.named(request, body), lambda: session.chat(chat.messages, chat.tools, chat.most))
+        answer = session.answer_once(
+            *web.request_digest(request, body), lambda: session.chat(chat.messages, chat.tools, chat.most, chat.stops)
+        )
         if not chat.stream:
-            return Response(200, wire.completion(await while_there(request, answer), chat))
+            return Response(200, dialect.completion(await while_there(request, answer), chat))
         waiting = asyncio.ensure_future(answer)
         waiting.add_done_callback(error_of)  # a stream may be cut off before it reads the error
         try:  # refuse a request before its stream begins, to send an error status
-            await while_there(request, asyncio.wait([waiting], timeout=STREAM))
+            await while_there(request, asyncio.wait([waiting], timeout=KEEP_ALIVE_INTERVAL))
         except asyncio.CancelledError:
             waiting.cancel()
             raise
         if waiting.done():
             waiting.result()
-        return Response(200, _events(chat, waiting))
+        return Response(200, _events(dialect, chat, waiting))
 
     async def _generate(self, request: Request, name: str) -> Response:
         session = self._session(name)
-        body, tokens = await self._parsed(request, session, wire.tokens_of)
+        body, tokens = await self._parse(request, session, wire.tokens_of)
         wire.check_stops(tokens.stops, session.renderer.stop_ids)
-        answer = session.answered(*web.named(request, body), lambda: session.generate(tokens.ids, tokens.most))
-        return Response(200, wire.generated(await while_there(request, answer)))
+        answer = session.answer_once(
+            *web.request_digest(request, body), lambda: session.generate(tokens.ids, tokens.most)
+        )
+        return Response(200, wire.generation(await while_there(request, answer)))
 
-    async def _parsed(self, request: Request, session: Session, parse: Callable[[bytes], Any]) -> tuple[bytes, Any]:
-        most = min(BODY, ROUND + 6 * session.max_bytes)  # JSON may need six bytes for one byte of text
-        body = await web.read(request, most, partial(over, session, status=413))
-        found: Any = await beside(len(body), parse, body)
+    async def _parse(self, request: Request, session: Session, parse: Callable[[bytes], Any]) -> tuple[bytes, Any]:
+        most = min(MAX_BODY, MAX_OVERHEAD + 6 * session.max_bytes)  # JSON may need six bytes for one byte of text
+        body = await web.read(request, most, partial(limit_refusal, session, status=413))
+        found: Any = await in_parser_thread(len(body), parse, body)
         for parameter in set(found.imposed) - self.imposed:  # reported once for each parameter
             self.imposed.add(parameter)
-            self.say(f"gateway: an agent sends {parameter}, which is ignored: the [sampler] section sets how to sample")
+            self.say(f"gateway: an agent sends {parameter}, which is ignored: {wire.IGNORED[parameter]}")
         return body, found
 
     async def _models(self, request: Request, name: str) -> Response:
@@ -194,7 +212,7 @@ class Server:
 
     async def _close(self, request: Request, name: str) -> Response:
         guests = self._guests(request)
-        body = await web.read(request, ROUND, partial(Refused, 413))
+        body = await web.read(request, MAX_OVERHEAD, partial(Refused, 413))
         return Response(200, guests.close_session(name, body))
 
     def _guests(self, request: Request) -> ExternalAgents:
@@ -210,15 +228,14 @@ class Server:
         return self.sessions[name]
 
 
-async def _events(chat: wire.Chat, waiting: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
+async def _events(dialect: Dialect, chat: wire.Chat, waiting: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
     try:
         while not waiting.done():
-            yield wire.WAITING
-            await asyncio.wait([waiting], timeout=STREAM)
-        for chunk in wire.chunks(waiting.result(), chat):
+            yield dialect.keep_alive
+            await asyncio.wait([waiting], timeout=KEEP_ALIVE_INTERVAL)
+        for chunk in dialect.chunks(waiting.result(), chat):
             yield chunk
     except (Refused, Failed) as error:
-        yield wire.event(wire.error(web.as_refused(error)))
-        yield wire.DONE
+        yield dialect.failure(wire.error(web.as_refused(error)))
     finally:
         waiting.cancel()

@@ -11,6 +11,7 @@ branch's prompt and the position. A branch that starts with the episode's prompt
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +25,14 @@ import numpy as np
 from slipstream.environments import Call, Message, Reply
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Limits
-from slipstream.environments.gateway.branches import Branch, History, Place, Tools, history_of, joined, named
+from slipstream.environments.gateway.branches import Branch, History, Place, Tools, digest_of_ids, history_of, join
 from slipstream.errors import DataError
 from slipstream.protocols import Sampler, Sampling
-from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
+from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, part_of, unfinished
 
-SHORT = 16 << 10
-"""Maximum bytes that are parsed or tokenized on the event loop; THREAD handles longer requests."""
-THREAD = ThreadPoolExecutor(1, "gateway")
+MAX_INLINE_BYTES = 16 << 10
+"""Maximum bytes that are parsed or tokenized on the event loop; PARSER_THREAD handles longer requests."""
+PARSER_THREAD = ThreadPoolExecutor(1, "gateway")
 """Thread that parses and tokenizes long requests, one after the other to limit the memory."""
 T = TypeVar("T")
 
@@ -59,6 +60,8 @@ class Answer:
     text: str
     calls: tuple[Call, ...]
     finish: Literal["stop", "length", "tool_calls"]
+    stop: str = ""
+    """Stop sequence at which the answer ends; empty if the student ended it, or a limit."""
 
 
 class Session:
@@ -112,7 +115,7 @@ class Session:
         """Maximum bytes of text of a conversation: `max_tokens` times the bytes of the longest token."""
         return self.max_tokens * self.renderer.longest
 
-    async def answered(self, digest: bytes, again: bool, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+    async def answer_once(self, digest: bytes, again: bool, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         """Return the answer to a request; a retry gets the answer of the request that it repeats.
 
         A request is a retry if its client marks it (`again`), or if the client of an equal request disconnected before
@@ -143,25 +146,33 @@ class Session:
             if not self.answers[digest]:
                 del self.answers[digest]
 
-    async def chat(self, messages: Sequence[Message], tools: Tools = (), most: int | None = None) -> Answer:
-        """Answer a chat request. Messages have text as role and content; tool_calls have objects as arguments."""
+    async def chat(
+        self, messages: Sequence[Message], tools: Tools = (), most: int | None = None, stops: Sequence[str] = ()
+    ) -> Answer:
+        """Answer a chat request. Messages have text as role and content; tool_calls have objects as arguments.
+
+        The student's turn is cut after the token that completes a sequence of `stops`. The agent gets the text before
+        it, which is not what the branch holds: its next request opens a new branch.
+        """
         history = self.history = history_of(messages, tools, self.history)
         if (size := history.sizes[-1]) > self.max_bytes:
             most_bytes = f"{self.max_tokens} tokens can hold: {self.max_bytes}"
-            raise over(self, f"this conversation has {size} bytes, more than {most_bytes}")
+            raise limit_refusal(self, f"this conversation has {size} bytes, more than {most_bytes}")
         place = self._place(history)
         try:
             if place is None:
-                branch, seen = self._branch(await beside(size, self.renderer.open, messages, tools))
+                branch, seen = self._branch(await in_parser_thread(size, self.renderer.open, messages, tools))
             else:
                 more, size = messages[place.messages :], size - history.sizes[place.messages]
-                seen, branch = await beside(size, self.renderer.extend, place.turn, more), place.branch
+                seen, branch = await in_parser_thread(size, self.renderer.extend, place.turn, more), place.branch
                 if branch.busy or place.length < len(branch.ids):
-                    branch, seen = self._open(joined(branch.ids[: place.length], seen))
+                    branch, seen = self._open(join(branch.ids[: place.length], seen))
         except DataError as error:
             raise Refused(400, str(error), param="messages") from None
-        number, turn = await self._drawn(branch, seen, most)
-        answer = self._read(number, branch, turn, tools)
+        number, turn = await self._draw_turn(branch, seen, most, stops)
+        answer = self._read(number, branch, turn, tools, stops)
+        if answer.stop:
+            return answer
         calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
         message: Message = {"role": "assistant", "content": answer.text, "tool_calls": calls}
         place = Place(branch, len(branch.ids), len(messages) + 1, turn.tokens)
@@ -173,8 +184,8 @@ class Session:
             why = f"token_ids: write at least one id, each from 0 to {self.vocabulary - 1}"
             raise Refused(400, why, param="token_ids")
         branch, seen = self._branch(ids)
-        number, turn = await self._drawn(branch, seen, most)
-        return self._read(number, branch, turn, ())
+        number, turn = await self._draw_turn(branch, seen, most)
+        return self._read(number, branch, turn)
 
     def _place(self, history: History) -> Place | None:
         """Return the latest answered state that these messages continue, or None. No assistant message follows it."""
@@ -195,22 +206,28 @@ class Session:
 
     def _open(self, ids: Ints) -> tuple[Branch, Ints]:
         ids = np.asarray(ids, self.prompt.tokens.dtype)
-        name, seed = named(ids), self.prompt.seed
+        name, seed = digest_of_ids(ids), self.prompt.seed
         earlier = self.opened[name]
         if earlier or not np.array_equal(ids, self.prompt.tokens):
             seed = derive_seed(self.prompt.seed, "branch", name.hex(), earlier)
         return Branch(ids, seed), ids[:0]
 
-    async def _drawn(self, branch: Branch, seen: Ints, most: int | None) -> tuple[int, Rollout]:
+    async def _draw_turn(
+        self, branch: Branch, seen: Ints, most: int | None, stops: Sequence[str] = ()
+    ) -> tuple[int, Rollout]:
         """Sample one more turn of a branch; return its number and its rollout."""
         tokens = len(branch.ids) + len(seen)
         room = self.max_tokens - tokens
         if self.begun >= self.limits.turns:
-            raise over(self, f"this session has used all of its {self.limits.turns} calls (environment.turns)", "turns")
+            raise limit_refusal(
+                self, f"this session has used all of its {self.limits.turns} calls (environment.turns)", "turns"
+            )
         if room <= 0:
-            raise over(self, f"this conversation has {tokens} tokens; at most {self.max_tokens - 1} are allowed")
+            raise limit_refusal(
+                self, f"this conversation has {tokens} tokens; at most {self.max_tokens - 1} are allowed"
+            )
         if not branch.parts:
-            self.opened[named(branch.ids)] += 1
+            self.opened[digest_of_ids(branch.ids)] += 1
             self.branches.append(branch)
         number = self.begun
         self.begun += 1
@@ -221,6 +238,8 @@ class Session:
         finally:
             self._runs(-1)
             branch.busy = False
+        if stops:
+            turn = part_of(turn, 0, self._end_of(turn.tokens, stops))
         branch.add(seen, turn, number)
         self.stopped = "length" if turn.finish == "length" and len(branch.ids) >= self.max_tokens else None
         return number, turn
@@ -228,7 +247,7 @@ class Session:
     async def _turn(self, branch: Branch, seen: Ints, most: int) -> Rollout:
         prompt = replace(
             self.prompt,
-            tokens=joined(branch.ids, seen),
+            tokens=join(branch.ids, seen),
             seed=branch.seed,
             offset=self.prompt.offset + branch.sampled,
             first=self.index,
@@ -245,11 +264,22 @@ class Session:
         turn: Rollout = found[0].body
         return turn
 
-    def _read(self, number: int, branch: Branch, turn: Rollout, tools: Tools) -> Answer:
+    def _end_of(self, ids: Ints, stops: Sequence[str]) -> int:
+        """Return the number of tokens up to the one that completes a stop sequence in the visible text."""
+
+        def is_complete(n: int) -> bool:
+            text = self.renderer.visible(ids[:n])
+            return any(stop in text for stop in stops)
+
+        return bisect_left(range(len(ids)), True, key=is_complete) if is_complete(len(ids)) else len(ids)
+
+    def _read(self, number: int, branch: Branch, turn: Rollout, tools: Tools = (), stops: Sequence[str] = ()) -> Answer:
         ids = turn.tokens
-        cut = int(ids[-1]) not in self.renderer.stop_ids
+        visible = self.renderer.visible(ids)
+        stop = min((stop for stop in stops if stop in visible), key=visible.index, default="")
+        cut = not stop and int(ids[-1]) not in self.renderer.stop_ids
         reply = self.renderer.parse(ids, cut=cut, tools=tools) if tools else Reply("")
-        text = reply.text if reply.calls else self.renderer.visible(ids).strip()
+        text = reply.text if reply.calls else visible
         self.counts["turns"] += 1
         self.counts["calls"] += len(reply.calls) + len(reply.faults)
         self.counts["invalid"] += len(reply.faults)
@@ -258,9 +288,10 @@ class Session:
             read=len(branch.ids) - len(ids),
             ids=ids,
             logp=turn.logp,
-            text=text,
+            text=(text.partition(stop)[0] if stop else text).strip(),
             calls=reply.calls,
             finish="length" if cut else "tool_calls" if reply.calls else "stop",
+            stop=stop,
         )
 
     def _runs(self, more: int) -> None:
@@ -302,15 +333,15 @@ def error_of(task: asyncio.Future[Any]) -> BaseException | None:
     return asyncio.CancelledError() if task.cancelled() else task.exception()
 
 
-def over(session: Session, why: str, limit: Finish = "length", status: int = 400) -> Refused:
+def limit_refusal(session: Session, why: str, limit: Finish = "length", status: int = 400) -> Refused:
     """Return the refusal of a request that exceeds a limit, worded so that agents recognize it and do not retry."""
     session.stopped = limit
     message = f"this model's maximum context length is reached: {why}"
     return Refused(status, message, code="context_length_exceeded", param="messages")
 
 
-async def beside(size: int, work: Callable[..., T], *given: Any) -> T:
+async def in_parser_thread(size: int, work: Callable[..., T], *given: Any) -> T:
     """Run small work at once, and large work in the gateway's thread so that it does not block the event loop."""
-    if size <= SHORT:
+    if size <= MAX_INLINE_BYTES:
         return work(*given)
-    return await asyncio.get_running_loop().run_in_executor(THREAD, partial(work, *given))
+    return await asyncio.get_running_loop().run_in_executor(PARSER_THREAD, partial(work, *given))

@@ -19,32 +19,32 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway.sessions import Failed, Refused
 
-HEAD = 64 << 10
+MAX_HEAD = 64 << 10
 """Maximum bytes of a request's headers."""
-ARRIVES = 60.0
+BODY_TIMEOUT = 60.0
 """Seconds in which the body of a request must arrive."""
-IDLE = 600
+KEEP_ALIVE = 600
 """Maximum seconds between two requests of a connection."""
-LINGERS = 2.0
+DISCARD_TIME = 2.0
 """Seconds in which the rest of a too large request is discarded; if cut off, a client would not read the answer."""
-SOON = 0.05
+WATCH_DELAY = 0.05
 """Age of a request in seconds at which a task starts to watch whether the client disconnects."""
-CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 """Maximum connections at a time. A further one closes the oldest that waits for a request, or itself if none does."""
-OPTIONS: dict[str, Any] = {
+UVICORN_OPTIONS: dict[str, Any] = {
     "log_config": None,
     "log_level": "critical",
     "access_log": False,
     "server_header": False,
     "date_header": False,
     "proxy_headers": False,
-    "timeout_keep_alive": IDLE,
-    "h11_max_incomplete_event_size": HEAD,
+    "timeout_keep_alive": KEEP_ALIVE,
+    "h11_max_incomplete_event_size": MAX_HEAD,
 }
-HEADERS = {408: [(b"connection", b"close")], 413: [(b"connection", b"close")], 503: [(b"retry-after", b"1")]}
+HEADERS_BY_STATUS = {408: [(b"connection", b"close")], 413: [(b"connection", b"close")], 503: [(b"retry-after", b"1")]}
 """Further headers of answers by status."""
-NUMBERS = count()
-HERE = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?")
+CONNECTION_NUMBERS = count()
+LOCAL_HOST = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?")
 """Host headers that name this machine."""
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
@@ -67,11 +67,11 @@ class Response:
     status: int
     body: bytes | AsyncIterator[bytes]  # JSON, or a stream of events
 
-    async def sent(self, request: Request, send: Send) -> None:
+    async def send(self, request: Request, send: Send) -> None:
         """Send this response; if the client disconnects from a stream, end the stream."""
         if isinstance(self.body, bytes):
             headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(self.body))]
-            headers += HEADERS.get(self.status, [])
+            headers += HEADERS_BY_STATUS.get(self.status, [])
             await send({"type": "http.response.start", "status": self.status, "headers": headers})
             await send({"type": "http.response.body", "body": self.body})
         else:
@@ -99,14 +99,14 @@ def app_of(answer: Callable[[Request], Awaitable[Response]]) -> App:
             response = await answer(request)
         except Exception as error:
             response = error_response(error)
-        await response.sent(request, send)
+        await response.send(request, send)
 
     return app
 
 
 def _check_origin(request: Request) -> None:
     host = request.header(b"host")
-    if not HERE.fullmatch(host):
+    if not LOCAL_HOST.fullmatch(host):
         raise Refused(403, f"the Host header is {host[:100]!r}: write 127.0.0.1 or localhost", code="forbidden")
     if b"origin" in request.headers:
         raise Refused(403, "the request has an Origin header: pages in a browser are not served", code="forbidden")
@@ -116,7 +116,7 @@ async def read(request: Request, most: int, too_large: Callable[[str], Refused])
     """Return the body of a request, or refuse it while it arrives if it has more bytes than `most`."""
     body, size, large, more = bytearray(), int(request.header(b"content-length") or 0), False, True
     with suppress(TimeoutError):
-        async with asyncio.timeout(ARRIVES) as deadline:
+        async with asyncio.timeout(BODY_TIMEOUT) as deadline:
             while more:
                 event = await request.receive()
                 if event["type"] == "http.disconnect":
@@ -128,14 +128,14 @@ async def read(request: Request, most: int, too_large: Callable[[str], Refused])
                 elif not large:
                     large = True
                     body.clear()
-                    deadline.reschedule(asyncio.get_running_loop().time() + LINGERS)
+                    deadline.reschedule(asyncio.get_running_loop().time() + DISCARD_TIME)
             if not large:
                 return bytes(body)
-    late = f"the body did not arrive in {ARRIVES:g} s"
+    late = f"the body did not arrive in {BODY_TIMEOUT:g} s"
     raise too_large(f"the body has more than {most} bytes") if large else Refused(408, late, code="too_slow")
 
 
-def named(request: Request, body: bytes) -> tuple[bytes, bool]:
+def request_digest(request: Request, body: bytes) -> tuple[bytes, bool]:
     """Return the digest of a request, and true if its client marks the request as a retry.
 
     OpenAI's clients count retries in a header. A repeated idempotency key also marks a retry.
@@ -157,7 +157,7 @@ async def while_there(request: Request, work: Awaitable[T]) -> T:
 
     watching = list[asyncio.Task[None]]()
     loop = asyncio.get_running_loop()
-    begins = loop.call_later(SOON, lambda: watching.append(loop.create_task(watch())))
+    begins = loop.call_later(WATCH_DELAY, lambda: watching.append(loop.create_task(watch())))
     try:
         return await work
     finally:
@@ -168,7 +168,7 @@ async def while_there(request: Request, work: Awaitable[T]) -> T:
 
 def error_response(error: Exception) -> Response:
     found = as_refused(error)
-    return Response(found.status, wire.dumped(wire.error(found)))
+    return Response(found.status, wire.dump_json(wire.error(found)))
 
 
 def as_refused(error: Exception) -> Refused:
@@ -182,12 +182,12 @@ def as_refused(error: Exception) -> Refused:
 
 
 class Bounded(H11Protocol):
-    """Connection of uvicorn that keeps the number of connections within CONNECTIONS."""
+    """Connection of uvicorn that keeps the number of connections within MAX_CONNECTIONS."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.number = next(NUMBERS)
-        if len(self.connections) > CONNECTIONS:
+        self.number = next(CONNECTION_NUMBERS)
+        if len(self.connections) > MAX_CONNECTIONS:
             known: Any = self.connections
             idle = [each for each in known if each is not self and each.conn.their_state is h11.IDLE]
             # those without any request yet may be about to send it, so they go last
@@ -206,7 +206,7 @@ async def listening(app: App, sockets: Sequence[socket.socket]) -> uvicorn.Serve
             if aborting.cancelling():  # the loop ends; uvicorn would answer a cancelled request with status 500
                 abort(found)
 
-    config = uvicorn.Config(serve, http=Bounded, ws="none", lifespan="off", **OPTIONS)
+    config = uvicorn.Config(serve, http=Bounded, ws="none", lifespan="off", **UVICORN_OPTIONS)
     config.load()
     found = uvicorn.Server(config)
     found.lifespan = config.lifespan_class(config)

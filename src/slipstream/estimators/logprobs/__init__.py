@@ -27,7 +27,7 @@ from slipstream.metric_names import extreme
 
 HELD = 1 << 24
 """Default number of logits in memory at a time."""
-BLOCK = 4096
+TILE_ROWS = 4096
 """Largest number of rows of a tile."""
 
 Metrics = dict[str, Tensor]
@@ -158,7 +158,7 @@ def _check(
 
 def _tiles(n: int, v: int, held: int) -> Iterator[tuple[slice, slice]]:
     """Yield (rows, columns) of at most `held` logits. All columns of a block of rows follow each other."""
-    for rows in slices(n, min(BLOCK, held)):
+    for rows in slices(n, min(TILE_ROWS, held)):
         for columns in slices(v, max(1, held // (rows.stop - rows.start))):
             yield rows, columns
 
@@ -220,10 +220,10 @@ class _Grads:
             add_product(self.weight[columns], grad_CW.T, self.inputs[0][rows])
 
     def done(self) -> tuple[Tensor | None, ...]:
-        found = (self.hidden, self.weight, self.bias)
+        gradients = (self.hidden, self.weight, self.bias)
         return tuple(
             None if grad is None or like is None else grad.to(like.dtype)
-            for grad, like in zip(found, self.inputs, strict=True)
+            for grad, like in zip(gradients, self.inputs, strict=True)
         )
 
 
@@ -248,8 +248,8 @@ class _Head(torch.autograd.Function):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
             local_CM, inside_CM = _local(ids_NM[rows], columns)
             at_NM[rows] = torch.where(inside_CM, _at(tile_CW, bias_W, bend, local_CM), at_NM[rows])
-            found = kernels.fold(tile_CW, bias_W, bend, entropy=entropy)
-            lse_N[rows], mean_N[rows] = tiles.merge(lse_N[rows], mean_N[rows], *found)
+            parts = kernels.fold(tile_CW, bias_W, bend, entropy=entropy)
+            lse_N[rows], mean_N[rows] = tiles.merge(lse_N[rows], mean_N[rows], *parts)
         entropy_N = lse_N - mean_N if entropy else mean_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
         ctx.bend, ctx.held, ctx.entropy = bend, held, entropy

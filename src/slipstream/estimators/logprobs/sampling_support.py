@@ -1,15 +1,16 @@
-"""Log-probs on the support of truncated sampling: conditioned on the ids that could be drawn.
+"""Log-probs on the support of truncated sampling, and with all end tokens read as one.
 
-Two policies on one support have the same possible tokens, and their ratio is 1 at tokens where both agree. The mean
-ratio over draws of one policy is 1 for any other policy. (Keep Sampling Mask: DeepSeek-V3.2, 2512.02556.)
+Log-probs on a support are conditioned on the ids that could be drawn. Two policies on one support have the same
+possible tokens, and their ratio is 1 at tokens where both agree. The mean ratio over draws of one policy is 1 for any
+other policy. (Keep Sampling Mask: DeepSeek-V3.2, 2512.02556.)
 
-Shapes: N rows, C rows of a chunk, M ids per row, S ids of all supports, H hidden, V vocabulary. K is the number of ids
-in the largest support of a chunk (−1 pads smaller ones).
+Shapes: N rows, C rows of a chunk, M ids per row, S ids of all supports, H hidden, V vocabulary, E end tokens, X = M +
+E. K is the number of ids in the largest support of a chunk (−1 pads smaller ones).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,11 +69,11 @@ def kept_logprobs_at(
     """Return `logprobs_at`, conditioned on the support. If `support` is None, log-probs are over the vocabulary."""
     if support is None:
         return logprobs_at(hidden_NH, weight_VH, ids_NM, **options)
-    m, found = ids_NM.shape[1], []
+    m, parts = ids_NM.shape[1], []
     for rows, support_CK in support.tables(m):
         logp = logprobs_at(hidden_NH[rows], weight_VH, torch.cat([ids_NM[rows], support_CK], 1), **options)
-        found.append(conditioned(logp[:, :m], logp[:, m:], support_CK))
-    return torch.cat(found)
+        parts.append(conditioned(logp[:, :m], logp[:, m:], support_CK))
+    return torch.cat(parts)
 
 
 def kept_logprobs_and_entropy_at(
@@ -88,3 +89,34 @@ def kept_logprobs_and_entropy_at(
         found.append((conditioned(logp[:, :m], logp[:, m:], support_CK), entropy_C))
     logp_NM, entropy_N = (torch.cat(parts) for parts in zip(*found, strict=True))
     return logp_NM, entropy_N
+
+
+# --- end tokens -------------------------------------------------------------------------------------------------------
+#
+# A teacher's distribution q is read for a student that ends with another token. The distribution that is read is
+# q′(token) = Σ_ends q, q′(other ends) = e^NO_MASS, and q′ = q at all other tokens. It is normalised if q is. `ends`
+# holds the end tokens of student and teacher, `token` included.
+
+
+NO_MASS = -20.0
+"""Log-prob of the other end tokens. Its probability of 2e-9 is below the rounding of float32, so the sum stays 1. A
+lower number, such as the −100 of records, would let one such token dominate the gradient of a batch."""
+
+
+def with_ends(ids_NM: Tensor, *, ends: Sequence[int]) -> Tensor:
+    """Return the ids followed by all end tokens: `read_as_one` needs the log-probs at both."""
+    return torch.cat([ids_NM, ids_NM.new_tensor(ends).expand(len(ids_NM), -1)], 1)
+
+
+def read_as_one(logp_NX: Tensor, ids_NM: Tensor, *, token: int, ends: Sequence[int]) -> Tensor:
+    """Return log q′ at the ids, from log q at `with_ends(ids)`."""
+    logp_NM, ends_NE = logp_NX[:, : -len(ends)], logp_NX[:, -len(ends) :]
+    total_N1 = ends_NE.logsumexp(1, keepdim=True).clamp(max=0.0)
+    logp_NM = logp_NM.masked_fill(torch.isin(ids_NM, ids_NM.new_tensor(ends)), NO_MASS)
+    return torch.where(ids_NM == token, total_N1, logp_NM)
+
+
+def all_read_as_one(logp_NV: Tensor, *, token: int, ends: Sequence[int]) -> Tensor:
+    """Return log q′ over the whole vocabulary, from log q."""
+    ids_1V = torch.arange(logp_NV.shape[1], device=logp_NV.device)[None]
+    return read_as_one(torch.cat([logp_NV, logp_NV[:, list(ends)]], 1), ids_1V, token=token, ends=ends)

@@ -1,8 +1,9 @@
-"""Two passes over a tile of the head's raw products, limited by memory bandwidth.
+"""The output head of a language model, and two passes over a tile of its raw products, limited by memory bandwidth.
 
-`Bend` turns a product into a logit. `fold` reads a tile once and returns each row's log-sum-exp. `to_gradient` turns a
-tile in place into the gradient with respect to the products. Both process parts of a tile that fit the cache, so that a
-tile in low precision is never stored in float32. `tiles_triton` has both functions for CUDA.
+`Head` is the output layer, and `Bend` turns a product into a logit, with the scale and the cap of some models. `fold`
+reads a tile once and returns each row's log-sum-exp. `to_gradient` turns a tile in place into the gradient with respect
+to the products. Both process parts of a tile that fit the cache, so that a tile in low precision is never stored in
+float32. `tiles_triton` has both functions for CUDA.
 
 Shapes: C rows, W columns of a tile, P columns of a part.
 """
@@ -10,14 +11,17 @@ Shapes: C rows, W columns of a tile, P columns of a part.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-PART = 1 << 20
+from slipstream.estimators.products import linear
+
+PART_LOGITS = 1 << 20
 """Number of logits of a tile that are processed at a time."""
-LOWEST = -1e30
+LOWEST_BIAS = -1e30
 """Replacement for a bias of −inf, which padded vocabularies have: probability 0, and 0 · x stays 0."""
 
 
@@ -44,6 +48,43 @@ class Bend(NamedTuple):
 
 def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Head with logits = cap · tanh(scale · (hidden · weightᵀ + bias) / cap); without a cap only scaled."""
+
+    linear: nn.Linear
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
+
+    @property
+    def bend(self) -> dict[str, Any]:
+        return {"scale": self.scale, "cap": self.cap}
+
+    def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return hidden state, weight and bias in the lower of the two precisions of hidden state and weight."""
+        dtype = min(hidden.dtype, self.weight.dtype, key=lambda each: each.itemsize)
+        return hidden.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+
+    def __call__(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Return logits by the given or the head's own weights. Scaled or capped logits are in at least float32."""
+        own = self.inputs(hidden)
+        x = linear(*own) if weight is None else linear(own[0], weight, bias)
+        if self.scale == 1.0 and self.cap is None:
+            return x
+        return Bend(1.0, self.scale, self.cap).logits(x.to(wide(x)))
+
+    def to(self, device: torch.device) -> Head:
+        return Head(self.linear.to(device), self.scale, self.cap)
 
 
 def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -102,11 +143,11 @@ def slices(n: int, size: int) -> Iterator[slice]:
 
 def _parts(tile_CW: Tensor) -> Iterator[slice]:
     rows, width = tile_CW.shape
-    return slices(width, max(1, PART // rows))
+    return slices(width, max(1, PART_LOGITS // rows))
 
 
 def _logits(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, columns: slice) -> Tensor:
     x_CP = tile_CW[:, columns].to(wide(tile_CW))
     if bias_W is not None:
-        x_CP = (x_CP + bias_W[columns]).clamp(min=LOWEST)
+        x_CP = (x_CP + bias_W[columns]).clamp(min=LOWEST_BIAS)
     return bend.logits(x_CP)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.estimators.logprobs.tiles import Bend
 
-BLOCK = 2048
+TRITON_BLOCK = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -33,14 +33,14 @@ def _fold(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr,
     CAP: tl.constexpr,
     ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TRITON_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     largest = -float("inf")
     total = 0.0
     weighted = 0.0
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    for start in range(0, width, TRITON_BLOCK):
+        at = start + tl.arange(0, TRITON_BLOCK)
         inside = at < width
         x = tl.load(tile + row * stride + at, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
@@ -76,10 +76,10 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr,
     CAP: tl.constexpr,
     ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TRITON_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(1) * TRITON_BLOCK + tl.arange(0, TRITON_BLOCK)
     inside = at < width
     x = tl.load(tile + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
@@ -117,7 +117,7 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -
         BIAS=bias_W is not None,
         CAP=bend.cap is not None,
         ENTROPY=entropy,
-        BLOCK=BLOCK,
+        TRITON_BLOCK=TRITON_BLOCK,
     )
     return lse_C, mean_C
 
@@ -134,7 +134,7 @@ def to_gradient(
 ) -> None:
     rows, width = tile_CW.shape
     with_entropy = entropy_C is not None and grad_entropy_C is not None
-    _to_gradient[(rows, triton.cdiv(width, BLOCK))](
+    _to_gradient[(rows, triton.cdiv(width, TRITON_BLOCK))](
         tile_CW,
         tile_CW if bias_W is None else bias_W,
         lse_C,
@@ -147,5 +147,5 @@ def to_gradient(
         BIAS=bias_W is not None,
         CAP=bend.cap is not None,
         ENTROPY=with_entropy,
-        BLOCK=BLOCK,
+        TRITON_BLOCK=TRITON_BLOCK,
     )

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.estimators.aggregate import aggregate
-from slipstream.estimators.numerics import floored, same_shape, zeroed
+from slipstream.estimators.numerics import aggregate, floored, same_rows, same_shape, zeroed
 from slipstream.estimators.options import check_options, only
 from slipstream.estimators.policy.token import Tokens
-from slipstream.estimators.ratio import same_rows
-from slipstream.estimators.tables.policy import Mode, find_loss
+from slipstream.estimators.tables.policy import CENTRED, Mode, find_loss
 
 Metrics = dict[str, Tensor]
 
@@ -31,6 +29,7 @@ def policy_loss(
     mask_BT: Tensor,
     *,
     weights: Tensor | None = None,
+    centre: Tensor | None = None,
     agg: Mode | None = None,
     n_tokens: float | None = None,
     n_sequences: float | None = None,
@@ -41,7 +40,8 @@ def policy_loss(
     """Return the loss of a method of `LOSSES`, differentiable in `logp`, and its metrics.
 
     `logp_old` are the log-probs of the policy in the denominator of the ratio. `weights` [B, T] (detached) multiply the
-    loss of each token. `agg` None uses the aggregation of the method. The counts are those of the global batch; see
+    loss of each token. `centre` [B, T] is Σ_v q_v w_v·log π_v of score centering, differentiable (see `centring`), for
+    losses without a ratio. `agg` None uses the aggregation of the method. The counts are those of the global batch; see
     `aggregate` for several rows that are one sequence. `hyper` are the options of the method. For a batch-scope method
     they may include the result of `prepare` as `chosen`. If `chosen` is missing, tokens are chosen from the given rows.
 
@@ -65,6 +65,13 @@ def policy_loss(
         same_shape(logp=logp_BT, weights=weights)
         (weights,) = zeroed(tokens.mask, weights.detach().to(loss_BT.dtype))
         loss_BT = loss_BT * (_row_weight(weights, tokens.mask) if method.weighs_rows else weights)
+    if centre is not None:
+        same_shape(logp=logp_BT, centre=centre)
+        if method.formula != CENTRED:
+            raise ValueError(f"{name} has a ratio: score centering is for losses without, such as reinforce")
+        (centre,) = zeroed(tokens.mask, centre.to(loss_BT.dtype))
+        loss_BT = loss_BT + tokens.advantage * centre
+        metrics["centred"] = _mean((tokens.advantage * centre).detach(), tokens, n_tokens)
     counts: dict[str, Any] = {"n_tokens": n_tokens, "n_sequences": n_sequences, "sequence_tokens": sequence_tokens}
     loss = aggregate(loss_BT, tokens.mask, agg or method.agg, scale=scale, **counts)
     return loss, metrics | _metrics(tokens, acted_BT, n_tokens)
@@ -102,13 +109,18 @@ def _row_weight(weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return (logs_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
 
 
-def _metrics(tokens: Tokens, acted_BT: Tensor, n_tokens: float | None) -> Metrics:
+def _mean(x_BT: Tensor, tokens: Tokens, n_tokens: float | None) -> Tensor:
     count = max(n_tokens, 1) if n_tokens is not None else tokens.mask.sum().clamp(min=1)
+    return (x_BT * tokens.mask).sum() / count
+
+
+def _metrics(tokens: Tokens, acted_BT: Tensor, n_tokens: float | None) -> Metrics:
     delta_BT, ratio_BT = tokens.delta.detach(), tokens.ratio.detach() * tokens.mask
-    return {
-        "kl": -delta_BT.sum() / count,
-        "ratio": ratio_BT.sum() / count,
-        "ratio_variance": ((ratio_BT - 1).square() * tokens.mask).sum() / count,
-        "ratio_max": ratio_BT.max() if ratio_BT.numel() else ratio_BT.sum(),
-        "clip_fraction": (acted_BT & tokens.mask).to(delta_BT.dtype).sum() / count,
+    means = {
+        "kl": -delta_BT,
+        "ratio": ratio_BT,
+        "ratio_variance": (ratio_BT - 1).square(),
+        "clip_fraction": acted_BT.to(delta_BT.dtype),
     }
+    largest = ratio_BT.max() if ratio_BT.numel() else ratio_BT.sum()
+    return {name: _mean(x_BT, tokens, n_tokens) for name, x_BT in means.items()} | {"ratio_max": largest}

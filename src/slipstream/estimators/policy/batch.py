@@ -27,6 +27,9 @@ def clip_cov(tokens: Tokens, *, chosen: Tensor, clip_low: float = 0.2, clip_high
 
     max(−A r, −A clip(r, 1−lo, 1+hi)), 0 at the chosen tokens. These are max(⌊cov_fraction·valid tokens⌋, 1) tokens,
     drawn at random with `generator` from those with cov_low < covariance < cov_high that PPO does not clip.
+    Trust region: hard clip, and no loss at a few tokens of high covariance.
+    Importance: token ratio.
+    Against: entropy collapse.
     Use this loss if entropy falls too fast and exploration stops.
     """
     loss_BT, clipped_BT = clipped_surrogate(tokens.ratio, tokens.advantage, clip_low, clip_high)
@@ -57,6 +60,9 @@ def kl_cov(tokens: Tokens, *, chosen: Tensor, kl_coef: float = 0.1) -> Loss:
     −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·valid tokens⌋) tokens of largest covariance.
     Eq. 14 of the paper has KL(π_old‖π) instead of |δ|; the authors' code and verl compute |δ|. For one drawn token |δ|
     is better: |δ| pulls the token back to δ = 0 from both sides. The KL's estimate −δ would raise its probability.
+    Trust region: |δ| penalty at the tokens of highest covariance.
+    Importance: token ratio.
+    Against: entropy collapse.
     Use this loss like clip_cov, if that removes too much: the chosen tokens are restrained and not left out.
     """
     return -tokens.advantage * tokens.ratio + kl_coef * tokens.delta.abs() * chosen, chosen
@@ -75,6 +81,9 @@ def m2po(tokens: Tokens, *, chosen: Tensor) -> Loss:
     −A r, 0 at the chosen tokens. Harmful tokens have A > 0 and r > 1, or A < 0 and r < 1. Those with the largest
     (log r)² are chosen, until the mean of (log r)² over the tokens left is ≤ budget. If the budget cannot be met, all
     harmful tokens are chosen and the metric `budget_missed` is 1.
+    Trust region: bound on the batch mean of δ².
+    Importance: token ratio.
+    Against: extreme ratios of stale tokens.
     Use this loss for very stale batches: far fewer tokens are masked than with a clip, and only outliers.
     """
     return (-tokens.advantage * tokens.ratio).masked_fill(chosen, 0.0), chosen

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.estimators.correction import importance_ratio, turn_sum
 from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp
 from slipstream.estimators.policy.token import Loss, Tokens, clipped_surrogate, self_ratio
-from slipstream.estimators.ratio import importance_ratio, turn_sum
 from slipstream.estimators.tables.correction import CTPO_CLIP
 
 
@@ -21,6 +21,9 @@ def gspo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Lo
     """Apply PPO to the length-normalised ratio of the whole row (GSPO, 2507.18071).
 
     s = exp(mean_t δ), max(−A s, −A clip(s, 1−lo, 1+hi)), gradient through s.
+    Trust region: hard clip of the row's geometric mean ratio.
+    Importance: geometric mean over the row.
+    Against: row ratios that explode with length; unstable routing in mixtures of experts.
     Use this loss for one reward per long answer and for mixture-of-experts models. s changes far less than r: the
     paper's clips are near 3e-4, not 0.2.
     """
@@ -32,6 +35,9 @@ def gspo_token(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2)
     """Apply GSPO with one gradient per token (GSPO-token, 2507.18071; the form that verl calls gspo).
 
     `gspo` with sg(s)·exp(logπ − sg logπ) in place of s.
+    Trust region: hard clip of the row's geometric mean ratio.
+    Importance: geometric mean over the row, stop-gradient.
+    Against: as gspo, with advantages per token.
     Use this loss instead of gspo if advantages differ from token to token; else both gradients are equal.
     """
     ratio_BT = importance_ratio("geometric", tokens.delta.detach(), tokens.mask) * self_ratio(tokens.logp)
@@ -44,6 +50,9 @@ def tbpo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4, ban
     s = exp(mean_t δ), gradient through s. Where A > 0: max(−A s, −A min(s, 1+clip_high)). Where A < 0: −A s if
     1−clip_low ≤ s ≤ 1+band_high, else 0. The paper also weights each row by the ratio of the old policy to the sampler,
     a geometric mean of at most 2: use a decoupled correction with is_level "geometric".
+    Trust region: hard clip of the row's geometric mean ratio; bad rows outside of a band are dropped.
+    Importance: geometric mean over the row.
+    Against: bad rows of quantised samplers with wrong tokens.
     Use this loss for rollouts in eight bits, whose rare wrong tokens give bad rows large ratios.
     """
     ratio_BT = importance_ratio("geometric", tokens.delta, tokens.mask)
@@ -62,6 +71,9 @@ def espo(tokens: Tokens, *, entropy: Tensor, espo_share: float = 0.2, espo_alpha
     and one width ε = espo_alpha·(mean entropy). Let s' = sg(s)·exp(logπ − sg logπ). The loss of a token is max(−A s',
     −A clip(s', 1−ε, 1+ε)) times n/(number of parts · size of its part), so both parts have equal weight in the mean
     over a row. The paper also multiplies s' by the ratio of the token.
+    Trust region: hard clip of a part's geometric mean ratio, as wide as its entropy.
+    Importance: geometric mean over the uncertain or the certain tokens of the row, stop-gradient.
+    Against: long rows that a clip of the whole row silences.
     Use this loss like gspo, if its clip silences long answers because of a few uncertain tokens.
     """
     mask_BT = tokens.mask
@@ -86,6 +98,9 @@ def gmpo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Lo
     """Use the geometric mean of ratios that are clipped token by token (GMPO, 2507.20673).
 
     −Ā R at every token of the row, R = exp(mean_t sgnA·min(sgnA δ, sgnA clip(δ, −lo, hi))), Ā the row's mean advantage.
+    Trust region: log-ratio of each token clipped in the direction of its advantage.
+    Importance: geometric mean of clipped token ratios.
+    Against: row ratios that explode with length; single outlier tokens.
     Use this loss instead of gspo if single outlier tokens dominate rows. The clip is on δ: the paper uses 0.4.
     """
     sign_BT, delta_BT = tokens.advantage.sign(), tokens.delta
@@ -100,6 +115,9 @@ def topr(tokens: Tokens, *, positive: Tensor) -> Loss:
     """Imitate good rows, and push bad rows down only while they are likely (TOPR, 2503.14286).
 
     −w A logπ. w = 1 on the rows that `positive` [B] marks, whose advantages sum to more than 0, else sg(min(Π_t r, 1)).
+    Trust region: none for good rows, truncation for bad ones.
+    Importance: row ratio in [0, 1] on bad rows, stop-gradient.
+    Against: bad rows that are pushed down without limit.
     Use this loss for very stale or offline data with right and wrong answers: bad rows have no effect once they are
     unlikely under the policy.
     """
@@ -115,6 +133,9 @@ def minpro(tokens: Tokens) -> Loss:
     """Weight each token by the smallest prefix ratio times its own ratio (MinPRO, 2601.22718).
 
     −sg(w) A logπ, w_t = (min_{s<t} r_s)·r_t.
+    Trust region: none: the smallest prefix ratio lowers the weight.
+    Importance: smallest prefix ratio times token ratio, stop-gradient.
+    Against: prefix bias of token ratios; products that explode with length.
     Use this loss for long, stale answers, where token ratios are biased and products of ratios explode.
     """
     weight_BT = importance_ratio("prefix_min", tokens.delta.detach(), tokens.mask)
@@ -125,6 +146,9 @@ def ctpo(tokens: Tokens, *, ctpo_clip: float = CTPO_CLIP) -> Loss:
     """Weight each token by the prefix product of ratios, with a clip that widens along the row (CTPO, 2605.07331).
 
     −sg(w) A logπ, log w_t = Σ_{s≤t} δ_s clipped to ±ctpo_clip·√t.
+    Trust region: log of the prefix product clipped to ±c√t.
+    Importance: prefix product, stop-gradient.
+    Against: as minpro, with the whole product.
     Use this loss like minpro, if drift is spread evenly over the row.
     """
     delta_BT = tokens.delta.detach()
@@ -140,6 +164,9 @@ def vespo(
 
     −sg(φ(W)) A logπ, W = Π_t r_t, φ(W) = W^c1·exp(c2 (1 − W)), with c1_pos and c2_pos where A > 0, else c1_neg and
     c2_neg. Importance weights of a decoupled correction multiply the loss; the authors' code multiplies W by them.
+    Trust region: smooth weight of the row, which fades as its ratio leaves 1.
+    Importance: row ratio in that weight, stop-gradient.
+    Against: variance of exact row ratios.
     Use this loss for very stale rows with one reward each, and for mixture-of-experts models.
     """
     log_B1 = bounded_delta(tokens).double().sum(-1, keepdim=True).clamp(-RATIO_BOUND, RATIO_BOUND)
@@ -155,6 +182,9 @@ def oapl(tokens: Tokens, *, oapl_beta: float = 1e-3) -> Loss:
     (2 oapl_beta): the paper's square, less its constant, divided by 2β so that the gradient at r = 1 is the plain one.
     The old policy must be the one that drew the row: a decoupled correction and policy.old are refused. The paper
     publishes weights every 50 steps and then empties its buffer; here the schedule decides.
+    Trust region: quadratic penalty on the row's log-ratio.
+    Importance: none.
+    Against: ratios that explode on very old rows.
     Use this loss with the advantage oapl, for rows that are tens or hundreds of updates old.
     """
     row_B1 = tokens.delta.sum(-1, keepdim=True)
@@ -167,6 +197,9 @@ def st_ppo(tokens: Tokens, *, turns: Tensor, clip_low: float = 0.2, clip_high: f
     −sg(w c / mean_turn c) A logπ, and 0 where PPO's clip acts on w. w = exp(mean_turn δ) is the ratio of the turn, c =
     clip(r, 1−lo, 1+hi) that of the token. The mean weight of a turn is w, whatever its clipped tokens. `turns` [B, T]
     numbers the turns of a row. The paper divides the gradient by the norm of what the clip removed, and has a critic.
+    Trust region: hard clip of the turn's geometric mean ratio.
+    Importance: the turn's ratio, shared out by clipped token ratios, stop-gradient.
+    Against: stale turns of agents.
     Use this loss for agents, whose actions are turns. An answer of one turn is one turn.
     """
     mask_BT, delta_BT = tokens.mask, bounded_delta(tokens)

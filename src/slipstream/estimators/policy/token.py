@@ -50,6 +50,9 @@ def vanilla(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, du
     """Clip the ratio as in PPO, with the dual clip (Schulman et al., 1707.06347; Ye et al., 1912.09729).
 
     max(−A r, −A clip(r, 1−lo, 1+hi)), and where A < 0 at most −A·dual_clip.
+    Trust region: hard clip of the token ratio, and a bound on the loss of bad tokens.
+    Importance: token ratio.
+    Against: steps that are too large; bad tokens with exploding ratios.
     Use this loss by default, with rollouts of at most two updates ago. A token outside the clip range has no gradient.
     """
     loss_BT, clipped_BT = clipped_surrogate(tokens.ratio, tokens.advantage, clip_low, clip_high)
@@ -61,6 +64,9 @@ def reinforce(tokens: Tokens) -> Loss:
     """Apply the plain policy gradient (REINFORCE, Williams 1992; GPG is the same loss with its own advantages).
 
     −A logπ.
+    Trust region: none.
+    Importance: none; uses the weights of a correction preset.
+    Against: bias of clipping.
     Use this loss on-policy, or with importance weights of a bypass preset that hold the whole correction. Use gpg as a
     baseline, with the gpg advantage.
     """
@@ -71,6 +77,9 @@ def cispo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> L
     """Use the clipped ratio as a constant weight, so that every token keeps a gradient (MiniMax-M1, 2506.13585).
 
     −sg(clip(r, 1−lo, 1+hi)) A logπ.
+    Trust region: none: the weight is bounded, but not the step.
+    Importance: clipped token ratio, stop-gradient.
+    Against: rare decisive tokens that lose their gradient by clipping.
     Use this loss if clipping removes the gradient of rare but decisive tokens. There is no trust region: watch the KL.
     """
     ratio_BT = tokens.ratio.detach()
@@ -90,6 +99,9 @@ def dispo(
 
     −sg(clip(r, 1−lo, 1+hi)) A logπ, with clip_low_pos and clip_high_pos where A > 0, else clip_low_neg and
     clip_high_neg. The paper chooses the bounds by right and wrong answers, which are the signs of A for a group's mean.
+    Trust region: none: the weight is bounded, but not the step.
+    Importance: token ratio with bounds by the sign of the advantage, stop-gradient.
+    Against: entropy that drifts in good answers; repetitions and shrinking length from bad ones.
     Use this loss like cispo, if entropy, repetitions or length need other bounds in good than in bad answers.
     """
     ratio_BT = tokens.ratio.detach()
@@ -103,6 +115,9 @@ def sapo(tokens: Tokens, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss
     """Use a sigmoid instead of the clip: the gradient fades smoothly as r leaves 1 (SAPO, 2511.20347).
 
     −A σ(τ(r − 1))·4/τ with τ = tau_pos where A > 0, else tau_neg. The gradient at r = 1 is the plain policy gradient.
+    Trust region: sigmoid: the gradient fades as the ratio leaves 1.
+    Importance: token ratio, in the sigmoid.
+    Against: gradients that jump at the edge of a hard clip.
     Use this loss if clip_fraction is high, and the hard edge of PPO's clip makes training unstable.
     """
     tau_BT = torch.full_like(tokens.advantage, tau_neg).masked_fill(tokens.advantage > 0, tau_pos)
@@ -114,6 +129,9 @@ def dppo_tv(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dp
     """Drop tokens whose probability, instead of the ratio, moved too far (DPPO-TV, 2602.04879).
 
     −A sg(min(r, dppo_truncation)) logπ, kept while π − π_old ≤ hi (A > 0) or π_old − π ≤ lo (A ≤ 0).
+    Trust region: drops tokens whose probability changed too much.
+    Importance: truncated token ratio (20), stop-gradient.
+    Against: ratios that do not measure the distance of policies.
     Use this loss if inference and training engines disagree: rare tokens then have extreme ratios and little mass.
     """
     moved_BT = (tokens.logp.exp() - tokens.old.exp()).detach()
@@ -126,6 +144,9 @@ def dppo_kl(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dp
 
     D = π_old log(π_old/π) + (1−π_old) log((1−π_old)/(1−π)). Dropped if D > hi and π > π_old (A > 0), or if D > lo and π
     < π_old (A ≤ 0).
+    Trust region: drops tokens whose binary KL is too large.
+    Importance: truncated token ratio (20), stop-gradient.
+    Against: ratios that do not measure the distance of policies.
     Use this loss like dppo_tv, if tokens with probabilities near 0 or 1 need a stricter limit.
     """
     logp, old = tokens.logp.detach(), tokens.old
@@ -139,6 +160,9 @@ def dro(tokens: Tokens, *, dro_beta: float = 0.5) -> Loss:
     """Add a quadratic penalty towards the old policy to the plain policy gradient (DRO, Richemond et al. 2024).
 
     −(A logπ − ½ dro_beta δ²).
+    Trust region: quadratic penalty on δ.
+    Importance: none.
+    Against: exploding ratios on offline data.
     Use this loss for off-policy or offline data without importance ratios: none explodes, every token has a gradient.
     """
     return -(tokens.advantage * tokens.logp - dro_beta / 2 * tokens.delta.square()), tokens.no_tokens
@@ -150,6 +174,9 @@ def r2vpo(tokens: Tokens, *, variance_coef: float = VARIANCE_COEF) -> Loss:
     −(A r − variance_coef (r − 1)²): the mean of r under the old policy is 1, so (r − 1)² estimates its variance.
     The paper adapts the coefficient by dual ascent, so that the variance stays below a bound. Here this happens if
     policy.variance_target sets the bound. Otherwise variance_coef is constant; its default is not from the paper.
+    Trust region: quadratic penalty on r − 1.
+    Importance: token ratio.
+    Against: rare tokens of high advantage that lose their gradient by clipping.
     Use this loss if clipping removes the gradient of rare tokens with high advantage.
     """
     return -(tokens.advantage * tokens.ratio - variance_coef * (tokens.ratio - 1).square()), tokens.no_tokens
@@ -163,6 +190,9 @@ def quatro(tokens: Tokens, *, spread: Tensor, radius: float = 0.02) -> Loss:
     this KL. The loss is least at r = exp(A/λ), where the KL is about `radius` if that is small. `spread` [B, T] is the
     root mean square of A over the tokens of all answers to the prompt. If the mean of A is not 0, the KL stays below
     `radius`. Derived from descriptions of the paper, which was not at hand: its multiplier may differ.
+    Trust region: KL penalty with one multiplier for each prompt.
+    Importance: token ratio.
+    Against: one clip range for all prompts, although their rewards are spread differently.
     Use this loss for stale tokens, if the spread of rewards differs much between prompts. Advantages that are divided
     by σ, as those of grpo are by default, have one spread, and then λ is the same for all prompts.
     """
@@ -179,6 +209,9 @@ def decoupled_ppo(
 
     −sg(w)·min(r A, clip(r, 1−lo, 1+hi) A), r = π/π_prox, w = π_prox/π_old, and w = 0 where w > weight_cap.
     π_old is the behaviour policy. `proximal_logp` [B, T] are the learner's log-probs when the batch arrived.
+    Trust region: hard clip around the proximal policy.
+    Importance: proximal/behaviour ratio, stop-gradient, 0 above a cap.
+    Against: clips that measure staleness instead of the step.
     Use this loss for asynchronous rollouts and several steps per batch: the clip measures the change by this update and
     not the age of the sample.
     """
@@ -199,6 +232,9 @@ def a3po(
     `decoupled_ppo` with log π_prox = α logπ_old + (1 − α) sg(logπ), α = 1/max(lag, 1). So r = (π/π_old)^α.
     `lag` [B, T] is the age of each token in updates. AReaL's code counts from 1, so that α = 1/(lag + 1) there. The
     paper has no weight_cap.
+    Trust region: hard clip around a proximal policy between the old and the current one.
+    Importance: proximal/behaviour ratio, stop-gradient, 0 above a cap.
+    Against: the cost of the proximal policy's pass.
     Use this loss instead of decoupled_ppo if the pass for the proximal policy takes too long.
     """
     same_shape(logp=tokens.logp, lag=lag)
@@ -214,6 +250,9 @@ def aspo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_
 
     A ≤ 0: `vanilla`. A > 0: −A sg(1/r²)·r without a clip of r.
     The value 1/r is limited to dual_clip, and its gradient is kept (soft dual clip).
+    Trust region: hard clip for bad tokens, a bound on the weight of good tokens.
+    Importance: token ratio, inverted for good tokens.
+    Against: entropy collapse, because probable tokens gain most.
     Use this loss if entropy collapses because probable good tokens are raised further and rare ones are not.
     """
     bad_BT, clipped_BT = vanilla(tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)

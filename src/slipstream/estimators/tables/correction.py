@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from slipstream.estimators.options import formula, unknown
+from slipstream.estimators.tables.policy import Ratio
 from slipstream.scope import Scope
 
 Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
@@ -16,7 +17,7 @@ Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "tu
 Threshold = float | tuple[float, float]
 """Bounds of importance weights: one number truncates from above, a pair is a band."""
 
-UNITS = get_args(Unit)
+RATIO_UNITS = get_args(Unit)
 ONE_PER_ROW = frozenset({"sequence", "geometric"})
 """Units with the same ratio at every token of a row."""
 CTPO_CLIP = 0.05
@@ -32,16 +33,18 @@ RS_MODES = (
     *("seq_max_k2", "seq_max_k3"),
     *("seq_max_kl", "negative_seq"),
 )
-SCOPE: dict[str, Scope] = {part: "token" if part.startswith("token") else "row" for part in (*UNITS, *RS_MODES)}
-SCOPE["is_normalize"] = "batch"
+PART_SCOPES: dict[str, Scope] = {
+    part: "token" if part.startswith("token") else "row" for part in (*RATIO_UNITS, *RS_MODES)
+}
+PART_SCOPES["is_normalize"] = "batch"
 
 
 def checked(
     is_level: str | None, is_threshold: Threshold, is_normalize: bool, rs: Bounds | None
 ) -> tuple[Threshold, dict[str, tuple[float, float]]]:
     """Return the threshold and for each mode the interval of its statistic. Raise a ValueError for invalid settings."""
-    if is_level is not None and is_level not in UNITS:
-        raise unknown("is_level", str(is_level), UNITS)
+    if is_level is not None and is_level not in RATIO_UNITS:
+        raise unknown("is_level", str(is_level), RATIO_UNITS)
     if is_normalize and is_level is None:
         raise ValueError("is_normalize has no weights to normalise: set is_level, for example is_level='token'")
     if not isinstance(rs, Mapping | None):
@@ -65,8 +68,8 @@ def _bound(name: str, value: Any, *, pair: bool, above: int, example: str) -> Th
             return float(low), float(high)
         case int() | float() if _positive(value) and value > above:
             return float(value)
-    wanted = f"one number above {above}" + (" or a pair (low, high) with 0 < low < high" if pair else "")
-    raise ValueError(f"{name} must be {wanted}, got {value!r}; for example {example}")
+    expected = f"one number above {above}" + (" or a pair (low, high) with 0 < low < high" if pair else "")
+    raise ValueError(f"{name} must be {expected}, got {value!r}; for example {example}")
 
 
 def _positive(x: Any) -> bool:
@@ -101,11 +104,14 @@ class CorrectionPreset:
     def corrects(self) -> bool:
         return self.is_level is not None or bool(self.rs)
 
+    def rejects(self, mode: str) -> bool:
+        return mode in (self.rs or {})
+
     @property
     def scope(self) -> Scope:
         """Return the widest scope among level, rejection modes and normalisation."""
         parts = [*(self.rs or ()), *([self.is_level] if self.is_level else []), *["is_normalize"] * self.is_normalize]
-        return max((SCOPE[part] for part in parts), key=("token", "row", "batch").index, default="token")
+        return max((PART_SCOPES[part] for part in parts), key=("token", "row", "batch").index, default="token")
 
     def apply(self, *tensors: Any, **evidence: Any) -> Any:
         """Call `correction.correct` with these settings. `evidence` can be `turns`, `kl`, `advantages`, `current`."""
@@ -115,32 +121,24 @@ class CorrectionPreset:
 
 LOSSES_OF = {"ppo_clip": ("vanilla",), "reinforce": ("reinforce", "gpg")}
 """Policy losses that are valid for each value of `loss` of a preset."""
-RATIO_TO_BEHAVIOR = frozenset({"reverse_kl_mc", "decoupled_ppo", "a3po", "m2po"})
-"""Losses that contain the ratio to the policy that drew the token, in modes decoupled and bypass."""
-RATIO_TO_OLD = frozenset({"vanilla", "cispo", "gspo", "gspo_token", "gmpo", "geo_mean", "sapo", "dppo_tv", "dppo_kl"})
-RATIO_TO_OLD |= {"clip_cov", "kl_cov", "topr", "aspo", "minpro", "ctpo", "dispo", "r2vpo", "quatro", "vespo", "oapl"}
-RATIO_TO_OLD |= {"st_ppo", "tbpo", "espo"}
-"""Losses that contain the ratio to the old policy. In bypass mode this is the policy that drew the token."""
+DISTILLATION_RATIOS: dict[str, Ratio] = dict.fromkeys(("reverse_kl_mc", "decoupled_ppo", "m2po"), "behavior")
+"""Ratios of the distillation losses that have one."""
 
 
-def check_combination(loss: str, preset: CorrectionPreset, *, policy: bool = False) -> None:
+def check_combination(loss: str, preset: CorrectionPreset, *, ratio: Ratio) -> None:
     """Raise a ValueError for a correction without effect, or one that counts a ratio twice. Guarantor of invariant 7.
 
-    `policy` selects the policy loss m2po, which contains the ratio to the old policy, not the distillation loss m2po.
+    `ratio` is that of the loss: see `tables.policy` and `DISTILLATION_RATIOS`.
     """
     mode = preset.mode
-    to_behavior, to_old = RATIO_TO_BEHAVIOR, RATIO_TO_OLD
-    if policy:
-        to_behavior, to_old = to_behavior - {"m2po"}, to_old | {"m2po"}
     if preset.loss is not None and loss not in LOSSES_OF[preset.loss]:
         raise ValueError(f"this correction is meant for loss {' or '.join(LOSSES_OF[preset.loss])}, not {loss}")
-    if preset.is_level and (loss in to_behavior or (mode == "bypass" and loss in to_old)):
+    if preset.is_level and (ratio == "behavior" or (mode == "bypass" and ratio == "old")):
         raise ValueError(
             f"loss {loss} already holds the ratio to the rollout policy ({mode} mode): importance weights would count "
             f"it twice. Leave out is_level={preset.is_level!r}; rejection (rs) may stay"
         )
-    looks_at_old = loss in to_behavior | to_old | {"dro"}  # dro has a penalty and no ratio
-    if not preset.corrects and (mode == "decoupled" or (mode == "bypass" and not looks_at_old)):
+    if not preset.corrects and (mode == "decoupled" or (mode == "bypass" and ratio == "none")):
         raise ValueError(f"{mode} mode with loss {loss} corrects nothing: set is_level or rs, or use preset 'disabled'")
 
 

@@ -16,38 +16,39 @@ passes all its metrics lines to the autopilot again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor, hypot, inf, sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 
-Line = Mapping[str, float]
-"""The metrics of one update."""
-FIRST = 1
+from slipstream.pipeline.control.actions import Controller, Line, Say
+from slipstream.statistics import standard_error
+
+FIRST_TAU = 1
 """Initial tau."""
-WINDOW, LONGEST = 5, 20
+MIN_WINDOW, MAX_WINDOW = 5, 20
 """Minimum and maximum number of updates before a decision; after the maximum a trial is judged despite noise."""
-SHORT = 0.02
+MIN_WAIT = 0.02
 """Share of the time that the learner waits for groups: above it, the learner has too few groups."""
-BOLD = 4
+MAX_TAU_STEP = 4
 """Largest factor by which one decision raises tau."""
-WORTH = 0.02
+MIN_GAIN = 0.02
 """Relative gain in the learner's busy time that a trial must bring to stay."""
-CHANCE = 2.0
+REAL_DIFFERENCE = 2.0
 """Number of standard errors above which a difference counts as real."""
-LEAST, GATED = 0.5, 0.25
+MIN_ESS, MAX_GATED = 0.5, 0.25
 """Limits of staleness: lowest effective sample size as a share, highest share of samples with freshness weight 0."""
-MEMORY = 25
+TAU_MEMORY = 25
 """Updates until the bounds found so far are forgotten for the first time."""
-LONG, BRIEF = 0.1, 0.02
-"""Shares of the time that publishes take: above LONG, publish half as often; below BRIEF, twice as often."""
+LONG_PUBLISH, BRIEF_PUBLISH = 0.1, 0.02
+"""Shares of the time that publishes take: above the first, publish half as often; below the second, twice as often."""
 
-Measured = tuple[float, float]
+Estimate = tuple[float, float]
 """Mean and standard error."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """Measurements of one update."""
 
     waited: float
@@ -68,13 +69,13 @@ class Trial:
 
     ahead: int
     every: int
-    busy: Measured
+    busy: Estimate
 
 
-def seen(line: Line) -> Seen:
+def observe(line: Line) -> Observation:
     """Read the measurements from a metrics line; metrics that are missing count as healthy."""
     seconds, groups = line["seconds/update"], line["seconds/data"] + line["seconds/turn"]
-    return Seen(
+    return Observation(
         waited=groups / seconds,
         busy=1 - (groups + line["seconds/weights"]) / seconds,
         drift=line.get("drift/k3_kl", 0.0),
@@ -85,22 +86,22 @@ def seen(line: Line) -> Seen:
     )
 
 
-def measured(values: Sequence[float]) -> Measured:
-    return fmean(values), stdev(values) / sqrt(len(values))
+def mean_and_error(values: Sequence[float]) -> Estimate:
+    return fmean(values), standard_error(values) or 0.0
 
 
-class Autopilot:
+class Autopilot(Controller):
     def __init__(self, most: int, drift: float, *, often: int = 1, rarest: int = 1) -> None:
         """Set the limits: tau up to `most`, drift up to `drift`, and a publish every `often` to `rarest` updates."""
         self.most, self.budget, self.often, self.rarest = most, drift, often, rarest
-        self.ahead, self.every = min(FIRST, most), often
+        self.ahead, self.every = min(FIRST_TAU, most), often
         """`ahead`: the tau that allows as much in flight at the interval `often`. `every`: the current interval."""
         self.low, self.high = -1, most + 1
         """Bounds of `ahead`: values up to `low` proved too small, values from `high` on too large."""
         self.too_rare = 2 * rarest
         """Smallest publish interval that made samples too stale or brought nothing; larger ones are not tried."""
-        self.window = deque[Seen](maxlen=LONGEST)
-        self.settling, self.update, self.memory = (self.ahead + 1) * often, 0, MEMORY
+        self.window = deque[Observation](maxlen=MAX_WINDOW)
+        self.settling, self.update, self.memory = (self.ahead + 1) * often, 0, TAU_MEMORY
         self.trial: Trial | None = None
 
     @property
@@ -108,8 +109,14 @@ class Autopilot:
         """The current tau; (tau + 1) · every batches are in flight."""
         return (self.ahead + 1) * self.often / self.every - 1
 
-    def look(self, line: Line) -> str:
-        """Process the metrics of an update; return what changes from now on and why, or an empty string."""
+    def on_update(self, line: Line) -> list[Say]:
+        if "tau" not in line or line.get("sft"):  # from a part of the run in which nothing was to be chosen
+            return []
+        change = self._change(line)
+        return [Say(f"schedule: {change}")] if change else []
+
+    def _change(self, line: Line) -> str:
+        """Return what changes from now on and why, or an empty string."""
         self.update += 1
         if self.update == self.memory:
             self.memory *= 2
@@ -123,46 +130,46 @@ class Autopilot:
             return ""
         if "seconds/eval" in line:  # the learner waited for an evaluation, so its waits say nothing about tau
             return ""
-        self.window.append(seen(line))
-        return self._decide() if len(self.window) >= max(WINDOW, self.every) else ""
+        self.window.append(observe(line))
+        return self._decide() if len(self.window) >= max(MIN_WINDOW, self.every) else ""
 
     def _decide(self) -> str:
-        drift, off = measured([each.drift for each in self.window])
-        busy = measured([each.busy for each in self.window])
+        drift, off = mean_and_error([each.drift for each in self.window])
+        busy = mean_and_error([each.busy for each in self.window])
         waited = fmean(each.waited for each in self.window)
         before, self.trial = self.trial, None
-        if self.ahead and (why := self._too_stale(drift - CHANCE * off)):
+        if self.ahead and (why := self._too_stale(drift - REAL_DIFFERENCE * off)):
             return self._take_back(before, why) if before and before.every != self.every else self._lower(drift, why)
         if before is not None:
-            gained = busy[0] - (1 + WORTH) * before.busy[0]
-            if abs(gained) < CHANCE * hypot(busy[1], before.busy[1]) and len(self.window) < LONGEST:
+            gained = busy[0] - (1 + MIN_GAIN) * before.busy[0]
+            if abs(gained) < REAL_DIFFERENCE * hypot(busy[1], before.busy[1]) and len(self.window) < MAX_WINDOW:
                 self.trial = before
                 return ""
             if gained < 0:
                 return self._take_back(before, "that change brought nothing")
             self.low = before.ahead if before.every == self.every else self.low
-        published = self._published()
+        published = self._publish_share()
         reason = f"publishes take {published:.0%} of the time"
-        if self.every > self.often and published < BRIEF:
+        if self.every > self.often and published < BRIEF_PUBLISH:
             return self._set(self.ahead, self.every // 2, reason)
-        if published > LONG and busy[0] < 1 - SHORT and (rarer := self._rarer(drift)):
+        if published > LONG_PUBLISH and busy[0] < 1 - MIN_WAIT and (rarer := self._rarer(drift)):
             self.trial = Trial(self.ahead, self.every, busy)
             return self._set(*rarer, reason)
-        return self._raise(drift, waited, busy) if waited > SHORT else ""
+        return self._raise(drift, waited, busy) if waited > MIN_WAIT else ""
 
     def _too_stale(self, drift: float) -> str:
         """Return why samples are too stale, or an empty string; `drift` is a lower bound of the mean drift."""
         ess, gated = fmean(each.ess for each in self.window), fmean(each.gated for each in self.window)
         if drift > self.budget:
             return f"drift is above {drift:.2g}"
-        if ess < LEAST:
+        if ess < MIN_ESS:
             return f"the effective sample size is {ess:.2g}"
-        return f"{gated:.0%} of the samples have freshness weight 0" if gated > GATED else ""
+        return f"{gated:.0%} of the samples have freshness weight 0" if gated > MAX_GATED else ""
 
-    def _published(self) -> float:
+    def _publish_share(self) -> float:
         """Return the share of the time spent on publishes, over whole publish intervals."""
-        lately = list(self.window)[-(len(self.window) // self.every * self.every) :]
-        return sum(each.publish for each in lately) / sum(each.seconds for each in lately)
+        window = list(self.window)[-(len(self.window) // self.every * self.every) :]
+        return sum(each.publish for each in window) / sum(each.seconds for each in window)
 
     def _rarer(self, drift: float) -> tuple[int, int] | None:
         """Return `ahead` and `every` for publishes half as often; None if drift or limits do not allow that."""
@@ -189,14 +196,14 @@ class Autopilot:
             self.high = before.ahead + 1
         return self._set(before.ahead, before.every, why)
 
-    def _raise(self, drift: float, waited: float, busy: Measured) -> str:
+    def _raise(self, drift: float, waited: float, busy: Estimate) -> str:
         """Raise tau as far as the drift budget allows.
 
         Tau rises by one if drift proportional to tau would stay in the budget. Tau rises by more if drift proportional
         to tau squared would stay in it. If some tau proved too large, tau rises half of the way to that value.
         """
         now, room = self.ahead, self.budget / drift if drift else inf
-        ahead = max(min(now + 1, now * room), min(BOLD * now, now * sqrt(room))) if now else 1
+        ahead = max(min(now + 1, now * room), min(MAX_TAU_STEP * now, now * sqrt(room))) if now else 1
         ahead = min(floor(ahead), self.high - 1 if self.high > self.most else (now + self.high) // 2)
         if ahead <= now:
             return ""

@@ -3,23 +3,27 @@
 The buffer is all scored samples that are not learned from yet. Freshness is 1 for an on-policy sample and falls to 0
 with age. Its mean is predicted from the drift at each lag (`Curve`), or measured by a pass over all samples. When the
 mean is too low, all groups that began under older weights are rolled out again (`Admission.refresh`).
+
+`measure` and `level` add their metrics to the line of an update, and `on_update` decides by this line. It is called
+before the line is written, because the line also counts what the refresh discards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite, sqrt
 from statistics import fmean
 
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.metrics import Metrics
+from slipstream.pipeline.control.actions import Controller, Line, Refresh
 from slipstream.protocols import SampleFreshness
 from slipstream.records import Header
 
-RATE = 0.1
+DRIFT_RATE = 0.1
 """Weight of the newest update in the moving average of the drift at a lag."""
-DRIFT = "freshness/drift/lag_"
+DRIFT_BY_LAG = "freshness/drift/lag_"
 
 
 class Curve:
@@ -30,7 +34,7 @@ class Curve:
 
     def learn(self, lag: int, drift: float) -> None:
         before = self.known.get(lag)
-        self.known[lag] = drift if before is None else before + RATE * (drift - before)
+        self.known[lag] = drift if before is None else before + DRIFT_RATE * (drift - before)
 
     def __call__(self, lag: int) -> float:
         if lag in self.known:
@@ -52,6 +56,14 @@ class Level:
     roll_coverage: float = 1.0
     sup_coverage: float = 1.0
 
+    @property
+    def metrics(self) -> Metrics:
+        return {
+            "freshness/buffer_f": self.f,
+            "freshness/buffer_roll_coverage": self.roll_coverage,
+            "freshness/buffer_sup_coverage": self.sup_coverage,
+        }
+
 
 def level_of(weighed: Sequence[SampleFreshness]) -> Level:
     return Level(
@@ -61,13 +73,13 @@ def level_of(weighed: Sequence[SampleFreshness]) -> Level:
     )
 
 
-class Buffer:
-    def __init__(
-        self, freshness: FreshnessConfig, *, steps: int, last: Mapping[str, float], say: Callable[[str], None]
-    ) -> None:
+class Buffer(Controller):
+    def __init__(self, freshness: FreshnessConfig, *, steps: int, last: Line) -> None:
         """Restore the state from `last`, the last metrics line; `steps` is the optimizer steps of an update."""
-        self.freshness, self.steps, self.say = freshness, steps, say
-        self.curve = Curve({int(name.removeprefix(DRIFT)): x for name, x in last.items() if name.startswith(DRIFT)})
+        self.freshness, self.steps = freshness, steps
+        self.curve = Curve(
+            {int(name.removeprefix(DRIFT_BY_LAG)): x for name, x in last.items() if name.startswith(DRIFT_BY_LAG)}
+        )
         self.sup = last.get("freshness/sup", 0.0)
         """Last measured drift of supervision (change of the teacher since it scored the samples)."""
         self.mean = Level(1.0, last.get("freshness/roll_coverage", 1.0), last.get("freshness/sup_coverage", 1.0))
@@ -77,7 +89,7 @@ class Buffer:
         self.tokens = round(last.get("freshness/refreshed_tokens", 0))
         """Tokens discarded by refreshes."""
 
-    def look(self, weighed: Sequence[SampleFreshness]) -> Metrics:
+    def measure(self, weighed: Sequence[SampleFreshness]) -> Metrics:
         """Record the drift of the samples of an update, and return the freshness metrics of the update."""
         known = [each for each in weighed if isfinite(each.roll)]
         by_lag: dict[int, list[float]] = {}
@@ -97,10 +109,10 @@ class Buffer:
             "freshness/invalid": fmean(each.f == 0 for each in weighed),
             "freshness/roll_coverage": self.mean.roll_coverage,
             "freshness/sup_coverage": self.mean.sup_coverage,
-            **{f"{DRIFT}{lag}": drift for lag, drift in sorted(self.curve.known.items())},
+            **{f"{DRIFT_BY_LAG}{lag}": drift for lag, drift in sorted(self.curve.known.items())},
         }
 
-    def modelled(self, headers: Sequence[Header], version: int) -> Level:
+    def predict(self, headers: Sequence[Header], version: int) -> Level:
         """Return the means over the buffer, predicted from the lags of its samples."""
         if not headers:
             return Level()
@@ -116,45 +128,43 @@ class Buffer:
     def measures(self, update: int) -> bool:
         """Return whether the learner must measure the freshness of the whole buffer after this update."""
         freshness = self.freshness
-        every = freshness.measure or (1 if freshness.buffer == "measured" else 20)
+        every = freshness.measure or (1 if freshness.estimate == "measured" else 20)
         return freshness.refresh == "adaptive" and update % every == 0
 
-    def level(
-        self, headers: Sequence[Header], measured: Sequence[SampleFreshness], version: int
-    ) -> tuple[Level, Metrics]:
-        """Return the means over the buffer and their metrics; `measured` is empty without a pass over the buffer."""
-        modelled = found = self.modelled(headers, version)
-        numbers: Metrics = {}
+    def level(self, headers: Sequence[Header], measured: Sequence[SampleFreshness], version: int) -> Metrics:
+        """Return metrics of the means over the buffer; `measured` is empty without a pass over the buffer."""
+        level = modelled = self.predict(headers, version)
+        error: Metrics = {}
         if measured:
             exact = level_of(measured)
-            numbers["freshness/model_error"] = modelled.f - exact.f
-            found = exact if self.freshness.buffer == "measured" else modelled
-        return found, numbers | {
-            "freshness/buffer_f": found.f,
-            "freshness/buffer_roll_coverage": found.roll_coverage,
-            "freshness/buffer_sup_coverage": found.sup_coverage,
-        }
+            error = {"freshness/model_error": modelled.f - exact.f}
+            level = exact if self.freshness.estimate == "measured" else modelled
+        return error | level.metrics
 
-    def why(self, level: Level, update: int) -> str | None:
-        freshness, since = self.freshness, update - self.refreshed
+    def on_update(self, line: Line) -> list[Refresh]:
+        why = self._reason(line)
+        return [Refresh(why)] if why else []
+
+    def _reason(self, line: Line) -> str:
+        freshness, since = self.freshness, round(line["version"]) - self.refreshed
         match freshness.refresh:
             case "never":
-                return None
+                return ""
             case "fixed":
-                return f"every {freshness.every} updates" if since >= freshness.every else None
+                return f"every {freshness.refresh_every} updates" if since >= freshness.refresh_every else ""
         if self.refreshed and since * self.steps < freshness.cooldown:
-            return None
-        if level.f <= freshness.kappa_f:
-            return f"mean freshness {level.f:.3g} of the buffer <= {freshness.kappa_f:g}"
-        if level.roll_coverage < freshness.kappa_roll:
-            return f"the drift is known for only {level.roll_coverage:.0%} of the buffer"
-        if level.sup_coverage < freshness.kappa_sup:
-            return f"the drift of supervision is known for only {level.sup_coverage:.0%} of the buffer"
-        return None
+            return ""
+        f, roll, sup = (line[f"freshness/buffer_{name}"] for name in ("f", "roll_coverage", "sup_coverage"))
+        if f <= freshness.kappa_f:
+            return f"mean freshness {f:.3g} of the buffer <= {freshness.kappa_f:g}"
+        if roll < freshness.kappa_roll:
+            return f"the drift is known for only {roll:.0%} of the buffer"
+        return (
+            f"the drift of supervision is known for only {sup:.0%} of the buffer" if sup < freshness.kappa_sup else ""
+        )
 
-    def done(self, update: int, *, groups: int, tokens: int, why: str) -> None:
+    def record_refresh(self, update: int, *, tokens: int) -> None:
         self.refreshes, self.refreshed, self.tokens = self.refreshes + 1, update, self.tokens + tokens
-        self.say(f"refresh after update {update}: {groups} groups begin again, {why}")
 
     @property
     def metrics(self) -> Metrics:

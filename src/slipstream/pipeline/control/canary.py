@@ -6,7 +6,7 @@ A reference holds a teacher's answers at the start: for each log-prob the median
 noise is the distance of a replica's answers from their own median; a replica with more noise than its number format
 explains is inconsistent. A replica has changed if its later answer is further from the reference than `limit_of`
 allows. A distance is the largest root mean square over the log-probs of a text, or the largest difference of one
-log-prob divided by PEAK if that is more; both are weighted by `weights`.
+log-prob divided by PEAK_FACTOR if that is more; both are weighted by `weights`.
 
 Shapes: N tokens of a text, M draws (tokens sampled at the same position), X log-probs per token (emitted one first).
 """
@@ -25,27 +25,27 @@ from slipstream.data.prompts import Prompts
 from slipstream.protocols import Metrics, Sampling
 from slipstream.records import Floats, Group, Ints, Prompt, Rollout, TextScores, one_turn
 
-TEXTS, TOKENS, END = 4, 24, 4
+CANARY_TEXTS, CANARY_TOKENS, END_INTERVAL = 4, 24, 4
 """Number of short texts per teacher, tokens of each after its prompt, and interval of end tokens among them."""
-ASKED, NOISE = 4, 3.0
+FIRST_REQUESTS, NOISE_FACTOR = 4, 3.0
 """Times that each replica scores the texts at the start, and limit as a multiple of the noise in these answers."""
-PEAK = 5.0
+PEAK_FACTOR = 5.0
 """Largest difference of one log-prob as a multiple of the limit of the root mean square."""
-LIKELY = 0.01
+FULL_WEIGHT_PROBABILITY = 0.01
 """Probability from which on a token counts fully in a distance; rarer tokens count in proportion to theirs."""
-EXACT, ROUNDED = 0.01, 0.1
+EXACT_LIMIT, ROUNDED_LIMIT = 0.01, 0.1
 """Smallest limit for float32 on this machine, and for bfloat16 and endpoints, whose rounding depends on load."""
 DRAWN, DRAWN_TOKENS = 4, 8
 """Number of short answers that every sampler generates, and their length in tokens."""
 KL: dict[Rounding, float] = {"exact": 1e-3, "half": 2e-2, "int8": 2e-2, "fp8": 5e-2}
 PERPLEXITY: dict[Rounding, float] = {"exact": 0.01, "half": 0.05, "int8": 0.05, "fp8": 0.1}
 """Limits of KL and |perplexity ratio − 1| between sampler and learner. `doctor` uses the same limits."""
-HALF_KL, HALF_PERPLEXITY, MARGIN = 0.3, 0.15, 3.0
-"""Largest limits in 16 bits, for a student whose log-probs are sensitive to rounding. Below these, a limit is MARGIN
-times the difference at the start."""
-FOLLOWS = {True: 0.02, False: 0.5}
+HALF_KL, HALF_PERPLEXITY, START_MARGIN = 0.3, 0.15, 3.0
+"""Largest limits in 16 bits, for a student whose log-probs are sensitive to rounding. Below these, a limit is
+START_MARGIN times the difference at the start."""
+FOLLOWING_LIMIT = {True: 0.02, False: 0.5}
 """Limit of the largest log-prob difference of learner and a teacher that follows the student; True: float32."""
-FAR = 1e3
+MAX_DISTANCE = 1e3
 """Largest difference that is recorded, because metrics must be finite."""
 Reference = list[Floats | None]
 """Log-probs [N, X] of each text; None for a text that the teacher cannot score."""
@@ -63,12 +63,13 @@ def texts_of(prompts: Sequence[Prompt], sampling: Sampling, ends: Sequence[int])
 
     If responses can be longer, add a text of `max_tokens` tokens: the prompts as they are, and an end token.
     """
-    words, n = np.concatenate([prompt.tokens for prompt in prompts]).astype(np.int32), min(TOKENS, sampling.max_tokens)
+    words = np.concatenate([prompt.tokens for prompt in prompts]).astype(np.int32)
+    n = min(CANARY_TOKENS, sampling.max_tokens)
     found = list[Rollout]()
     for i, prompt in enumerate(prompts):
         tokens_N = np.resize(np.roll(words, -i), n)
         if ends:
-            tokens_N[END - 1 :: END] = np.resize(np.array(ends, np.int32), n // END)
+            tokens_N[END_INTERVAL - 1 :: END_INTERVAL] = np.resize(np.array(ends, np.int32), n // END_INTERVAL)
         found.append(text_of(prompt, 0, tokens_N, sampling))
     if prompts and sampling.max_tokens > n:
         tokens_N = np.resize(words, sampling.max_tokens)
@@ -95,8 +96,8 @@ def text_of(prompt: Prompt, index: int, tokens_N: Ints, sampling: Sampling) -> R
 
 def drawn_by(sampling: Sampling) -> Sampling:
     """Return options for short untruncated answers of the student, without external agent, teacher or greedy answer."""
-    whole = replace(sampling, top_p=1.0, top_k=0, min_p=0.0, keep_mask=False, interleave=0, greedy=False, alone=True)
-    return replace(whole, group=1, max_tokens=min(DRAWN_TOKENS, sampling.max_tokens))
+    whole = replace(sampling, top_p=1.0, top_k=0, min_p=0.0, keep_mask=False, greedy=False, alone=True)
+    return replace(whole, teacher_replaces=0, fusion=0.0, group=1, max_tokens=min(DRAWN_TOKENS, sampling.max_tokens))
 
 
 @dataclass(frozen=True)
@@ -108,18 +109,18 @@ class Difference:
 
 
 def weights(one: Floats, other: Floats) -> Floats:
-    """Return the weight of each log-prob by the larger of its two probabilities: 1 from LIKELY on, less below.
+    """Return the weight of each log-prob by the larger of its two probabilities: 1 if it is likely, else less.
 
     Rounding errors grow with the distance from the most likely token, and rare tokens decide nothing in training.
     """
-    found: Floats = np.minimum(np.exp(np.maximum(one, other)) / LIKELY, 1.0)
+    found: Floats = np.minimum(np.exp(np.maximum(one, other)) / FULL_WEIGHT_PROBABILITY, 1.0)
     return found
 
 
 def distance(one: Floats, other: Floats) -> float:
     weight = weights(one, other)
     squares = weight * (one - other) ** 2
-    return float(np.sqrt(max(squares.sum() / max(float(weight.sum()), 1.0), squares.max() / PEAK**2)))
+    return float(np.sqrt(max(squares.sum() / max(float(weight.sum()), 1.0), squares.max() / PEAK_FACTOR**2)))
 
 
 def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[TextScores]) -> Difference:
@@ -154,7 +155,7 @@ def noise_of(texts: Sequence[Rollout], answers: Sequence[Sequence[TextScores]]) 
 
 def limit_of(noise: float, *, exact: bool) -> float:
     """Return the largest allowed distance from the reference, for a teacher with this noise at the start."""
-    return max(EXACT if exact else ROUNDED, NOISE * noise)
+    return max(EXACT_LIMIT if exact else ROUNDED_LIMIT, NOISE_FACTOR * noise)
 
 
 def worst_gap(numbers: Metrics, scored: Group) -> float:
@@ -164,7 +165,7 @@ def worst_gap(numbers: Metrics, scored: Group) -> float:
     return max(value for name, value in numbers.items() if name.endswith("/difference_max"))
 
 
-def misdated(versions: Set[int], oldest: int, newest: int) -> str:
+def version_fault(versions: Set[int], oldest: int, newest: int) -> str:
     """Return a message if recorded token versions are not all from `oldest` to `newest`, else an empty string."""
     if all(oldest <= version <= newest for version in versions):
         return ""
@@ -181,18 +182,18 @@ def sampler_limits(rounding: Rounding, start: Metrics | None) -> tuple[float, fl
         return KL[rounding], PERPLEXITY[rounding]
     k3, ratio = (inf, inf) if start is None else (start["drift/k3_kl"], abs(start["drift/ppl_ratio"] - 1))
     return (
-        min(max(KL[rounding], MARGIN * k3), HALF_KL),
-        min(max(PERPLEXITY[rounding], MARGIN * ratio), HALF_PERPLEXITY),
+        min(max(KL[rounding], START_MARGIN * k3), HALF_KL),
+        min(max(PERPLEXITY[rounding], START_MARGIN * ratio), HALF_PERPLEXITY),
     )
 
 
-def distrusted(
+def sampler_fault(
     numbers: Metrics, versions: Set[int], *, version: int, rounding: Rounding, start: Metrics | None = None
 ) -> str:
     """Return a message if a sampler's answers do not fit the learner's weights, else an empty string."""
     k3, ratio = numbers["drift/k3_kl"], numbers["drift/ppl_ratio"]
     limit, around = sampler_limits(rounding, start)
-    wrong = misdated(versions, version, version)
+    wrong = version_fault(versions, version, version)
     if wrong or (k3 <= limit and abs(ratio - 1) <= around):  # false for NaN, which is reported
         return wrong
     coarse = rounding in ("int8", "fp8")

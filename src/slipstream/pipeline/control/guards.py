@@ -16,19 +16,17 @@ their state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from statistics import fmean
 
 from slipstream.config.guards import EssGuard, GuardsConfig, KLBrake
 from slipstream.metrics import Metrics
+from slipstream.pipeline.control.actions import Controller, Line, Say
 
-Line = Mapping[str, float]
-"""The metrics of one update."""
-LOOKS = 5
+AVERAGED_UPDATES = 5
 """Number of updates that are averaged, because one value is mostly noise."""
-CALM = 50
+CALM_UPDATES = 50
 """Updates of low drift after which tau is raised again."""
 
 
@@ -44,15 +42,15 @@ class Act:
     """Message for the user if the action changed, else empty."""
 
 
-class Guards:
+class Guards(Controller):
     def __init__(self, config: GuardsConfig, *, tau: float = 0.0, batches: float = 1.0) -> None:
         """Create the configured guards; `tau` is the schedule's largest, with `batches` batches in flight."""
         self.guards = create_guards(config, tau, batches)
         self.acts = {name: Act() for name in self.guards}
 
-    def look(self, line: Line) -> list[str]:
-        self.acts = {name: guard.look(line) for name, guard in self.guards.items()}
-        return [f"guards.{name}: {act.message}" for name, act in self.acts.items() if act.message]
+    def on_update(self, line: Line) -> list[Say]:
+        self.acts = {name: guard.on_update(line) for name, guard in self.guards.items()}
+        return [Say(f"guards.{name}: {act.message}") for name, act in self.acts.items() if act.message]
 
     @property
     def lr(self) -> float:
@@ -75,7 +73,7 @@ class Latch:
         self.sign = 1 if on > off else -1
         self.on, self.off, self.shut = on, off, False
 
-    def look(self, value: float) -> bool:
+    def turn(self, value: float) -> bool:
         self.shut = self.sign * value > self.sign * (self.off if self.shut else self.on)
         return self.shut
 
@@ -83,17 +81,17 @@ class Latch:
 class Slower:
     """A guard that multiplies the learning rate by a factor while the mean of a metric is beyond a threshold."""
 
-    def __init__(self, metric: str, latch: Latch, factor: float, text: str, looks: int = LOOKS) -> None:
+    def __init__(self, metric: str, latch: Latch, factor: float, text: str, looks: int = AVERAGED_UPDATES) -> None:
         """Average the metric over `looks` updates; `text` is a format for the mean."""
         self.metric, self.latch, self.factor, self.text = metric, latch, factor, text
         self.recent = deque[float](maxlen=looks)
 
-    def look(self, line: Line) -> Act:
+    def on_update(self, line: Line) -> Act:
         before = self.latch.shut
         if self.metric in line:
             self.recent.append(line[self.metric])
             if len(self.recent) == self.recent.maxlen:
-                self.latch.look(fmean(self.recent))
+                self.latch.turn(fmean(self.recent))
         if not self.latch.shut:
             return Act(message="the guard ended, the learning rate is back to normal" if before else "")
         new = f"{self.text.format(fmean(self.recent))}: learning rate × {self.factor:g} until that ends"
@@ -107,11 +105,11 @@ class Ess:
         self.target, self.power = ess.target, 0.5 if ess.scale == "sqrt" else 1.0
         self.latch = Latch(self.target, (1 + self.target) / 2)
 
-    def look(self, line: Line) -> Act:
+    def on_update(self, line: Line) -> Act:
         ess = line.get("correction/ess", line.get("drift/ess"))
         if ess is None:
             return Act()
-        before, now = self.latch.shut, self.latch.look(ess)
+        before, now = self.latch.shut, self.latch.turn(ess)
         new = f"the effective sample size is {ess:.2g}: the learning rate is scaled by it"
         return Act(lr=min(ess / self.target, 1.0) ** self.power, message=new if now and not before else "")
 
@@ -121,10 +119,10 @@ class Brake:
 
     def __init__(self, kl: KLBrake, tau: float, batches: float) -> None:
         self.kl, self.most, self.flight = kl, int(tau), ceil(batches)
-        self.recent = deque[float](maxlen=LOOKS)
+        self.recent = deque[float](maxlen=AVERAGED_UPDATES)
         self.lowered = self.settling = self.calm = 0
 
-    def look(self, line: Line) -> Act:
+    def on_update(self, line: Line) -> Act:
         if (lowered := line.get("guard/kl")) is None:
             return Act()  # the line is from before this guard was configured
         if lowered != self.lowered:  # the line was made with other thresholds
@@ -133,16 +131,16 @@ class Brake:
             self.settling -= 1
         elif (drift := line.get("drift/k3_kl")) is not None:
             self.recent.append(drift)
-            if len(self.recent) == LOOKS:
-                return self._decided(fmean(self.recent))
+            if len(self.recent) == AVERAGED_UPDATES:
+                return self._decide(fmean(self.recent))
         return Act(lowered=self.lowered)
 
-    def _decided(self, drift: float) -> Act:
+    def _decide(self, drift: float) -> Act:
         self.calm = self.calm + 1 if drift < self.kl.low else 0
         if drift > self.kl.high and self.lowered < self.most:
             return self._set(self.lowered + 1, f"drift is {drift:.2g}")
-        if self.lowered and self.calm >= CALM:
-            return self._set(self.lowered - 1, f"drift has been below {self.kl.low:g} for {CALM} updates")
+        if self.lowered and self.calm >= CALM_UPDATES:
+            return self._set(self.lowered - 1, f"drift has been below {self.kl.low:g} for {CALM_UPDATES} updates")
         return Act(lowered=self.lowered)
 
     def _set(self, lowered: int, why: str = "") -> Act:

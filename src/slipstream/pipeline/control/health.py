@@ -19,17 +19,15 @@ The thresholds are settings of [health]. `Health` reports a finding, or stops th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import hypot
 from statistics import fmean, median
 
-from slipstream.config.schema import HealthConfig
-from slipstream.errors import Unhealthy
+from slipstream.config.running import HealthConfig
+from slipstream.pipeline.control.actions import Action, Controller, Line, Say, Stop
 
-Line = Mapping[str, float]
-"""The metrics of one update."""
-CHANCE = 3.0
+MIN_ERRORS_TO_WARN = 3.0
 """Number of standard errors from which a value counts as significant; noise exceeds 3 once in 700 cases."""
 
 
@@ -53,12 +51,12 @@ class History:
     """The latest updates, oldest first; as many as the longest rule needs."""
 
 
-class Health:
-    def __init__(self, health: HealthConfig, say: Callable[[str], None]) -> None:
-        self.health, self.say = health, say
+class Health(Controller):
+    def __init__(self, health: HealthConfig) -> None:
+        self.health = health
         self.first = list[Line]()
         self.recent = deque[Line](maxlen=max(health.window, health.idle, health.reward) + health.updates)
-        self.found = set[str]()
+        self.reported = set[str]()
         """Names of the findings after the previous update."""
 
     def recall(self, lines: Iterable[Line]) -> None:
@@ -68,7 +66,7 @@ class Health:
         """
         for line in lines:
             self._add(line)
-        if any(trouble.stops for trouble in self._examined()):
+        if any(trouble.stops for trouble in self._troubles()):
             self.recent.clear()
 
     def _add(self, line: Line) -> None:
@@ -79,21 +77,23 @@ class Health:
             self.first.append(line)
         self.recent.append(line)
 
-    def _examined(self) -> list[Trouble]:
-        return list(examined(History(self.first, list(self.recent)), self.health))
+    def _troubles(self) -> list[Trouble]:
+        return list(find_troubles(History(self.first, list(self.recent)), self.health))
 
-    def look(self, line: Line) -> None:
+    def on_update(self, line: Line) -> list[Action]:
         self._add(line)
-        troubles = self._examined()
+        troubles, actions = self._troubles(), list[Action]()
         for trouble in troubles:
             if trouble.stops and self.health.stop:
-                raise Unhealthy(f"{trouble.message} (health.stop = false goes on regardless)", harmful=trouble.harmful)
-            if trouble.name not in self.found:
-                self.say(f"health: {trouble.message}")
-        self.found = {trouble.name for trouble in troubles}
+                message = f"{trouble.message} (health.stop = false goes on regardless)"
+                return [*actions, Stop(message, trouble.harmful)]
+            if trouble.name not in self.reported:
+                actions.append(Say(f"health: {trouble.message}"))
+        self.reported = {trouble.name for trouble in troubles}
+        return actions
 
 
-def examined(history: History, health: HealthConfig) -> Iterator[Trouble]:
+def find_troubles(history: History, health: HealthConfig) -> Iterator[Trouble]:
     for rule in (negative_kl, unusable_scores, exploding, dead, repeating, idle, still_reward):
         if (trouble := rule(history, health)) is not None:
             yield trouble
@@ -107,7 +107,7 @@ def negative_kl(history: History, health: HealthConfig) -> Trouble | None:
     for name in sorted(set.intersection(*(kl_names(line) for line in last))):
         mean = fmean(line[name] for line in last)
         error = hypot(*(line[f"{name}_error"] for line in last)) / len(last)
-        if mean + CHANCE * error < -health.kl:
+        if mean + MIN_ERRORS_TO_WARN * error < -health.kl:
             who = name.removesuffix("/kl")
             return Trouble(
                 "teacher scores do not match",
@@ -125,14 +125,14 @@ def kl_names(line: Line) -> set[str]:
 
 def unusable_scores(history: History, health: HealthConfig) -> Trouble | None:
     last = history.recent[-health.window :]
-    failed, sound = summed(last, "teacher/invalid"), summed(last, "samples")
+    failed, sound = sum_of(last, "teacher/invalid"), sum_of(last, "samples")
     if failed >= health.updates and failed / (failed + sound) > health.invalid:
         return Trouble(
             "failing teacher",
             f"the teacher's scores could not be used for {failed:.0f} of the last {failed + sound:.0f} responses: the "
             "ledger has the causes",
         )
-    differed, asked = summed(last, "teacher/differed"), summed(last, "teacher/rechecked")
+    differed, asked = sum_of(last, "teacher/differed"), sum_of(last, "teacher/rechecked")
     if differed >= health.updates and differed / asked > health.invalid:
         return Trouble(
             "changing teacher",
@@ -165,13 +165,15 @@ def dead(history: History, health: HealthConfig) -> Trouble | None:
         return None
     start, now = mean_kl(first), [mean_kl([line]) for line in last]
     if start is not None and all(kl is not None and kl > start + health.rise for kl in now):
-        return collapsed(f"mean reverse KL rose from {start:.2g} to {now[-1]:.2g}")
+        return dead_student(f"mean reverse KL rose from {start:.2g} to {now[-1]:.2g}")
     if start is not None and all(kl is not None and kl < start / 2 for kl in now):
         return None  # the student is much closer to its teacher, so low entropy or length can be right
     for name, what in (("student/entropy", "entropy"), ("length/mean", "length of responses")):
         was, values = mean_of(first, name), [line[name] for line in last if name in line]
         if was and len(values) == len(last) and all(value < health.collapse * was for value in values):
-            return collapsed(f"the {what} fell from {was:.3g} to {values[-1]:.2g}, and neither KL nor reward improved")
+            return dead_student(
+                f"the {what} fell from {was:.3g} to {values[-1]:.2g}, and neither KL nor reward improved"
+            )
     return None
 
 
@@ -194,7 +196,7 @@ def repeating(history: History, health: HealthConfig) -> Trouble | None:
     )
 
 
-def collapsed(how: str) -> Trouble:
+def dead_student(how: str) -> Trouble:
     message = f"the student has collapsed: {how}; lower learner.lr, and go on from an earlier checkpoint"
     return Trouble("dead student", message, harmful=True)
 
@@ -236,7 +238,7 @@ def still_reward(history: History, health: HealthConfig) -> Trouble | None:
     return None
 
 
-def summed(lines: Sequence[Line], name: str) -> float:
+def sum_of(lines: Sequence[Line], name: str) -> float:
     return sum(line.get(name, 0.0) for line in lines)
 
 

@@ -15,8 +15,7 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async, Replay, StepOff
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.correction import PRESETS
-from slipstream.reporting.advice.measurements import Case, Level, Line, distance, level, values_of
-from slipstream.reporting.advice.rules import Change, Found, found_above
+from slipstream.reporting.advice.measurements import Case, Change, Evidence, Level, Line, level, teacher_kl, values_of
 
 FLIPPED = 0.02
 """Share of tokens and layers with other experts from which routers count as a cause of mismatch."""
@@ -41,13 +40,13 @@ MASKED, TOO_MANY = 0.1, 0.25
 """Largest share of rejected tokens for rejection alone, and for any correction."""
 SMALL_LR = 3e-3
 """Learning rate up to which the first updates, in the warm-up, are small steps."""
-TAIL = 10.0
+LARGE_RATIO = 10.0
 """Largest allowed importance ratio of a draw (an extra token sampled at the same position)."""
 CLIPPED, SATURATED = 0.2, 0.4
 """Share of clipped tokens above which to take smaller steps, and above which to change the objective."""
-CUT = 1e-3
+CLIPPED_WEIGHTS = 1e-3
 """Largest share of clipped or capped importance weights at which the weights still correct staleness."""
-LONG = 50
+LONG_RESPONSE = 50
 """Sequence length in tokens from which products over a sequence are a problem: 1.1 per token gives 117."""
 GEOMETRIC: Change = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
 """Geometric rejection with the bounds of the decision tree, which are wider than those of the presets."""
@@ -102,7 +101,7 @@ def risen(case: Case) -> list[float]:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-def engines_differ(case: Case) -> Found | None:
+def engines_differ(case: Case) -> Evidence | None:
     """Find log-probs that differ between sampler and learner at the same version, without truncated sampling."""
     config, lines = case.config, case.agreement
     sampler = config.sampler
@@ -120,25 +119,19 @@ def engines_differ(case: Case) -> Found | None:
     metric = f"mismatch/{name}" if decoupled else "drift/kl/lag_0" if name == "kl" else f"drift/{name}"
     agreed = bool(lines) and lines[0].get("k3_kl", 0.0) < min(limit, KL_ROUNDING) / 10
     unpublished = name == "kl" and len(case.lines) > 1 and agreed
-    return Found(
+    return Evidence(
         metric, value, limit, aligned(config, routed=case.has("router/flips")),
-        run=case.doctor, error=limit != KL_WARNING, cause=UNPUBLISHED if unpublished else "",
+        run=case.doctor, error=limit != KL_WARNING, other_cause=unpublished,
     )  # fmt: skip
 
 
-def routers_flip(case: Case) -> Found | None:
+def routers_flip(case: Case) -> Evidence | None:
     """Find experts that sampler and learner choose differently while their log-probs differ at the same version."""
     mismatch, flips = engines_differ(case), case.now("router/flips")
     if mismatch is None or not flips.over(FLIPPED) or case.config.learner.router == "replay_rollout":
         return None
     changes = [{"learner.router": "replay_rollout"}, {"correction.preset": "decoupled_token_icepop"}]
-    return Found("router/flips", flips.mean, FLIPPED, changes, error=mismatch.error)
-
-
-UNPUBLISHED = (
-    "Sampler and learner agree at the first update and disagree since then: the sampler does not run the published "
-    "weights."
-)
+    return Evidence("router/flips", flips.mean, FLIPPED, changes, error=mismatch.error)
 
 
 def difference(lines: Sequence[Line], kl: Level, limit: float, exact: bool) -> tuple[str, float, float] | None:
@@ -177,29 +170,29 @@ def aligned(config: Config, *, routed: bool) -> list[Change]:
     ]
 
 
-def agreement_unknown(case: Case) -> Found | None:
+def agreement_unknown(case: Case) -> Evidence | None:
     if case.agreement or not case.drift.over(KL_LIMIT) or case.same_kl.error < 1:
         return None
-    return Found("drift/k3_kl", case.drift.mean, KL_LIMIT, run=case.doctor)
+    return Evidence("drift/k3_kl", case.drift.mean, KL_LIMIT, run=case.doctor)
 
 
 # --- staleness --------------------------------------------------------------------------------------------------------
 
 
-def stale(case: Case) -> Found | None:
+def stale(case: Case) -> Evidence | None:
     if not case.drift.over(KL_LIMIT):
         return None
     low_ess = compares(case.config) and case.now("drift/ess").under(LOW_ESS)
     changes = [*fresher(case.config), *corrected(case), slower(case.config)]
     error = worse(case) or (low_ess and not case.gained)
-    return Found("drift/k3_kl", case.drift.mean, KL_LIMIT, changes, error=error)
+    return Evidence("drift/k3_kl", case.drift.mean, KL_LIMIT, changes, error=error)
 
 
 def corrected(case: Case) -> list[Change]:
     """Return a correction for a policy loss that has none: token weights, or more for old or long responses."""
     if case.config.policy is None or case.config.correction.preset != "disabled":
         return []
-    hard = case.now("lag/mean").mean >= OLD_LAG or case.now("length/max").mean > LONG
+    hard = case.now("lag/mean").mean >= OLD_LAG or case.now("length/max").mean > LONG_RESPONSE
     return [{"correction.preset": "decoupled_geo_rs_seq_tis", **GEOMETRIC} if hard else TOKEN_WEIGHTS]
 
 
@@ -216,27 +209,27 @@ def worse(case: Case) -> bool:
     return (further and not case.rewarded) or (case.fall is not None and not case.kl_then.above(case.kl_now))
 
 
-def wrong_direction(case: Case) -> Found | None:
+def wrong_direction(case: Case) -> Evidence | None:
     """Find a student that moves away from its teachers from the first updates on, by small steps."""
     begin, then = case.lines[:3], case.lines[6:9]
     if len(then) < 3 or case.moving_teacher or case.config.supervised_updates or case.config.learner.lr > SMALL_LR:
         return None
-    before, after = distance(begin), distance(then)
+    before, after = teacher_kl(begin), teacher_kl(then)
     losses = [values_of(lines, "distill/loss") for lines in (begin, then)]
     rises = all(losses) and fmean(losses[1]) > fmean(losses[0]) and after.above(before)
     if not rises or after.mean < 1.2 * before.mean or case.gained or case.rewarded:
         return None
-    return Found("teacher/kl", after.mean, before.mean, [slower(case.config, 0.1)])
+    return Evidence("teacher/kl", after.mean, before.mean, [slower(case.config, 0.1)])
 
 
-def wrong_weights(case: Case) -> Found | None:
+def wrong_weights(case: Case) -> Evidence | None:
     loss, lag = case.config.loss, case.now("lag/mean")
     if not isinstance(loss, ReverseKLMC) or not loss.weight or not lag.mean >= 0.5 or not worse(case):
         return None
     if not loss.importance:
-        return Found("lag/mean", lag.mean, 0.5, [{"loss.importance": True}])
+        return Evidence("lag/mean", lag.mean, 0.5, [{"loss.importance": True}])
     uncut: Change = {f"loss.{name}": None for name in ("ratio_cap", "clip") if getattr(loss, name) is not None}
-    return found_above(case, "distill/clip_fraction", CUT, [uncut])
+    return case.above("distill/clip_fraction", CLIPPED_WEIGHTS, [uncut])
 
 
 # --- variance ---------------------------------------------------------------------------------------------------------
@@ -248,7 +241,7 @@ def ess_of(case: Case) -> tuple[str, Level]:
     return name, case.now(name)
 
 
-def blown_up(case: Case) -> Found | None:
+def blown_up(case: Case) -> Evidence | None:
     if not compares(case.config):
         return None
     chi2 = case.now("drift/chi2_token")
@@ -263,7 +256,7 @@ def blown_up(case: Case) -> Found | None:
         seen = "gradient/noise", noise.mean, 2 * before.mean
     else:
         return None
-    return Found(*seen, escalated(case, chi2.mean), error=louder or not case.gained)
+    return Evidence(*seen, escalated(case, chi2.mean), error=louder or not case.gained)
 
 
 def escalated(case: Case, chi2: float) -> list[Change]:
@@ -281,43 +274,43 @@ def escalated(case: Case, chi2: float) -> list[Change]:
     return [{"correction.preset": "decoupled_token_icepop"}, *fresher(config)]
 
 
-def moderate(case: Case) -> Found | None:
+def moderate(case: Case) -> Evidence | None:
     if not compares(case.config) or case.has("correction/rollout_rs_masked_fraction"):
         return None
     reject = {"loss.kind": "m2po"} if case.config.policy is None else REJECT
-    return found_above(case, "drift/chi2_token", MODERATE, [reject, *fresher(case.config)])
+    return case.above("drift/chi2_token", MODERATE, [reject, *fresher(case.config)])
 
 
-def rejects_too_much(case: Case) -> Found | None:
+def rejects_too_much(case: Case) -> Evidence | None:
     given = case.config.correction
     narrow = given.rs is None and "seq_mean_k1" in (PRESETS[given.preset].rs or {})
     wider = [GEOMETRIC] if narrow else []  # the bounds of the presets are a tenth as wide
-    return found_above(case, "correction/rollout_rs_masked_fraction", TOO_MANY, [*wider, *fresher(case.config)])
+    return case.above("correction/rollout_rs_masked_fraction", TOO_MANY, [*wider, *fresher(case.config)])
 
 
-def by_sequence(case: Case) -> Found | None:
+def by_sequence(case: Case) -> Evidence | None:
     preset, given = PRESETS[case.config.correction.preset], case.config.correction
     name, ess = ess_of(case)
     if (given.is_level or preset.is_level) == "sequence" and ess.under(LOW_ESS):
-        return Found(name, ess.mean, LOW_ESS, [{"correction.is_level": "token"}])
+        return Evidence(name, ess.mean, LOW_ESS, [{"correction.is_level": "token"}])
     summed = any(mode.startswith("seq_sum") for mode in given.rs or preset.rs or {})
-    if not summed or not case.now("length/max").over(LONG):
+    if not summed or not case.now("length/max").over(LONG_RESPONSE):
         return None
-    return found_above(case, "correction/rollout_rs_seq_masked_fraction", MASKED, [GEOMETRIC])
+    return case.above("correction/rollout_rs_seq_masked_fraction", MASKED, [GEOMETRIC])
 
 
-def tails(case: Case) -> Found | None:
+def tails(case: Case) -> Evidence | None:
     if not case.config.loss.weight or case.gained:
         return None
-    return found_above(
-        case, "distill/ratio_max", TAIL, [{"loss.advantage": "current", "loss.clip": None}, {"loss.kind": "m2po"}]
+    return case.above(
+        "distill/ratio_max", LARGE_RATIO, [{"loss.advantage": "current", "loss.clip": None}, {"loss.kind": "m2po"}]
     )
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
-def clipped(case: Case) -> Found | None:
+def clipped(case: Case) -> Evidence | None:
     changes: list[Change] = [{"learner.epochs": 1}] if case.config.learner.epochs > 1 else []
     if (policy := case.config.policy) is not None and case.now("policy/clip_fraction").over(SATURATED):
         # the objective's own unit is the response: its ratio is far nearer to 1, and so are its clips (2507.18071)
@@ -326,19 +319,19 @@ def clipped(case: Case) -> Found | None:
         changes.append({"correction.preset": "bypass_pg_geo_rs_token_tis", **REINFORCE} if geometric else whole)
     for name in ("policy/clip_fraction", "distill/clip_fraction"):
         rising = case.now(name).above(case.then(name))
-        found = found_above(case, name, CLIPPED, [*changes, slower(case.config)], error=rising or worse(case))
-        if found is not None:
-            return found
+        evidence = case.above(name, CLIPPED, [*changes, slower(case.config)], error=rising or worse(case))
+        if evidence is not None:
+            return evidence
     return None
 
 
 DEFAULT_CLIP = {"clip": 0.2, "clip_low": 0.2, "clip_high": 0.28}
 
 
-def widened(case: Case) -> Found | None:
+def widened(case: Case) -> Evidence | None:
     given = case.config.policy.options if case.config.policy is not None else {}
     for name, default in DEFAULT_CLIP.items():
         if given.get(name, default) > default:
             options = {key: value for key, value in given.items() if key != name}
-            return found_above(case, "policy/clip_fraction", CLIPPED, [{"policy.options": options}])
+            return case.above("policy/clip_fraction", CLIPPED, [{"policy.options": options}])
     return None

@@ -6,73 +6,75 @@ from collections.abc import Sequence
 from math import log, sqrt
 from statistics import fmean, median, quantiles
 
+from slipstream.config.freshness import FreshnessConfig
 from slipstream.reporting.advice.drift import KL_LIMIT, KL_WARNING, REINFORCE, fresher, risen, slower, worse
-from slipstream.reporting.advice.measurements import WINDOW, Case, Level, level, values_of
-from slipstream.reporting.advice.rules import Change, Found, found_above, found_below
-from slipstream.reporting.advice.teachers import ALIKE, PATIENCE
+from slipstream.reporting.advice.measurements import WINDOW, Case, Change, Evidence, Level, level, values_of
+from slipstream.reporting.advice.teachers import ALIKE_KL, LONG_RUN
 
 SPIKE = 10.0
 """Gradient norm, as a multiple of its median, that often comes before a collapse."""
 SURGE, SHRUNK = 1.2, 0.2
 """Limits for the mean response length divided by that of 100 updates before."""
-SURE, COLLAPSED = 0.1, 0.5
+LOW_ENTROPY, ENTROPY_SHARE = 0.1, 0.5
 """Entropy below which the student has collapsed: in nats, and as a share of the initial entropy."""
-CUT_OFF = 0.1
+MANY_CUT_OFF = 0.1
 """Largest share of responses that may be cut off."""
-AGREED = 0.2
+FEW_ADVANTAGES = 0.2
 """Share of responses with an advantage other than 0, below which most groups have equal rewards."""
-COVERED = 0.9
+EXPLAINED = 0.0
+"""Share of the variance of rewards that values explain, below which a constant would be better."""
+COVERED_MASS = 0.9
 """Smallest allowed probability mass of the token ids on which student and teacher are compared."""
-GATED = 0.25
+MANY_GATED = 0.25
 """Largest share of samples with freshness weight 0."""
-ANSWERS = 8
+FEW_RESPONSES = 8
 """Responses per update below which the gradient is mostly noise."""
-MANY = 50
+QUANTILE_SAMPLES = 50
 """Smallest number of samples for a 10% quantile; half as many updates are enough."""
-NEAR = 0.2
+SAME_SETTING = 0.2
 """Relative difference between a setting and the suggestion, up to which no change is suggested."""
-HALF, ANCHORED = 0.5, 0.1
+MEDIAN_WEIGHT, ANCHOR_SHARE = 0.5, 0.1
 """Suggested factor of the median sample's drift, and suggested anchor as a share of the distillation loss."""
 KAPPAS = {"kappa_f": "buffer_f", "kappa_roll": "buffer_roll_coverage", "kappa_sup": "buffer_sup_coverage"}
 """Thresholds of a refresh, and the metrics that they apply to (freshness/...)."""
-COLD = 0.5
+LOW_TEMPERATURE = 0.5
 """Temperature below which almost only the most likely tokens are sampled."""
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def too_large(case: Case) -> Found | None:
+def too_large(case: Case) -> Evidence | None:
     moved, harm = case.moved, worse(case)
     leaps = moved.over(KL_LIMIT)
     # the KL of a step grows with the square of its size; without a measured KL, try a tenth of the learning rate
     changes: list[Change] = [slower(case.config, sqrt(KL_WARNING / moved.mean) if leaps else 0.1)]
     if leaps:
-        return Found("drift/kl/lag_1", moved.mean, KL_LIMIT, changes, error=harm)
+        return Evidence("drift/kl/lag_1", moved.mean, KL_LIMIT, changes, error=harm)
     first, last = case.now("drift/k3_kl_first"), case.now("drift/k3_kl_last")
     if case.steps > 1 and last.above(first) and last.mean - first.mean > KL_LIMIT:
         once: Change = {"learner.epochs": 1} if case.config.learner.epochs > 1 else {"learner.minibatches": 1}
-        return Found("drift/k3_kl_last", last.mean, first.mean + KL_LIMIT, [once, *changes], error=harm)
+        return Evidence("drift/k3_kl_last", last.mean, first.mean + KL_LIMIT, [once, *changes], error=harm)
     if not harm or case.drift.over(KL_LIMIT):
         return None
     if case.fall is not None:
-        return Found(*case.fall, changes)
-    return Found("teacher/kl", case.kl_now.mean, min(risen(case)), changes)
+        return Evidence(*case.fall, changes)
+    return Evidence("teacher/kl", case.kl_now.mean, min(risen(case)), changes)
 
 
-def poor_samples(case: Case) -> Found | None:
+def poor_samples(case: Case) -> Evidence | None:
     if case.gained or len(case.lines) < 2 * WINDOW:
         return None
     learner, sampler = case.config.learner, case.config.sampler
-    if learner.batch_size < ANSWERS:
+    if learner.batch_size < FEW_RESPONSES:
         more: Change = {"learner.batch_size": -(-32 // sampler.group) * sampler.group}
-        return Found("samples", learner.batch_size, ANSWERS, [more])
-    if sampler.temperature < COLD:
-        return Found("sampler.temperature", sampler.temperature, COLD, [{"sampler.temperature": 1.0}])
+        return Evidence("samples", learner.batch_size, FEW_RESPONSES, [more])
+    if sampler.temperature < LOW_TEMPERATURE:
+        return Evidence("sampler.temperature", sampler.temperature, LOW_TEMPERATURE, [{"sampler.temperature": 1.0}])
     return None
 
 
-def spikes(case: Case) -> Found | None:
+def spikes(case: Case) -> Evidence | None:
     norms = values_of(case.lines, "grad_norm")
     if len(norms) < 2 * WINDOW:
         return None
@@ -80,15 +82,15 @@ def spikes(case: Case) -> Found | None:
     high = [norm for norm in values_of(case.late, "grad_norm") if norm > SPIKE * usual > 0]
     if len(high) < 3:
         return None
-    return Found("grad_norm", max(high), SPIKE * usual, [slower(case.config)], error=worse(case))
+    return Evidence("grad_norm", max(high), SPIKE * usual, [slower(case.config)], error=worse(case))
 
 
-def no_progress(case: Case) -> Found | None:
+def no_progress(case: Case) -> Evidence | None:
     now, then = case.kl_now, case.kl_then
     moved = now.above(then) or then.above(now) or case.rewarded or case.fall is not None
-    if len(case.lines) < PATIENCE or moved or not now.over(ALIKE) or abs(now.mean - then.mean) > 0.1 * then.mean:
+    if len(case.lines) < LONG_RUN or moved or not now.over(ALIKE_KL) or abs(now.mean - then.mean) > 0.1 * then.mean:
         return None
-    return Found("teacher/kl", now.mean, 0.9 * then.mean, [slower(case.config, 2.0)])
+    return Evidence("teacher/kl", now.mean, 0.9 * then.mean, [slower(case.config, 2.0)])
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -101,91 +103,101 @@ def lengths(case: Case) -> tuple[Level, Level]:
     return case.now("length/mean"), level(values_of(before, "length/mean"))
 
 
-def surges(case: Case) -> Found | None:
+def surges(case: Case) -> Evidence | None:
     now, before = lengths(case)
     limit = Level(SURGE * before.mean, SURGE * before.error)
     if not now.above(limit):
         return None
-    learns = case.config.policy is None and case.kl_then.above(case.kl_now) and not case.now("truncated").over(CUT_OFF)
+    cut = case.now("truncated").over(MANY_CUT_OFF)
+    learns = case.config.policy is None and case.kl_then.above(case.kl_now) and not cut
     changes = [{**slower(case.config), "guards.length_surge": {}}, slower(case.config)]
     if case.config.policy is not None and case.config.guards.length_surge is not None:
         changes.insert(0, {"correction.preset": "bypass_pg_geo_rs", **REINFORCE})
-    return Found("length/mean", now.mean, limit.mean, changes, error=not learns)
+    return Evidence("length/mean", now.mean, limit.mean, changes, error=not learns)
 
 
-def shrinks(case: Case) -> Found | None:
+def shrinks(case: Case) -> Evidence | None:
     now, before = lengths(case)
     limit = Level(SHRUNK * before.mean, SHRUNK * before.error)
     if not limit.above(now):
         return None
-    return Found("length/mean", now.mean, limit.mean, [slower(case.config)])
+    return Evidence("length/mean", now.mean, limit.mean, [slower(case.config)])
 
 
-def collapses(case: Case) -> Found | None:
+def collapses(case: Case) -> Evidence | None:
     """Find a student whose entropy collapsed, unless it approaches a teacher, which may lower entropy correctly."""
     now, then, config = case.now("student/entropy"), case.then("student/entropy"), case.config
     taught = case.kl_then.above(case.kl_now) or (config.policy is None and not worse(case))
-    if not now.under(SURE) or not now.under(COLLAPSED * then.mean) or taught:
+    if not now.under(LOW_ENTROPY) or not now.under(ENTROPY_SHARE * then.mean) or taught:
         return None
     changes: list[Change] = [{"guards.entropy": {}}, slower(config)]
     if config.policy is not None:
         changes = [{"policy.loss": "clip_cov", "guards.entropy": {}}, {"reference.weight": 0.01}, *changes]
-    return Found("student/entropy", now.mean, min(SURE, COLLAPSED * then.mean), changes)
+    return Evidence("student/entropy", now.mean, min(LOW_ENTROPY, ENTROPY_SHARE * then.mean), changes)
 
 
-def cut_off(case: Case) -> Found | None:
-    return found_above(case, "truncated", CUT_OFF, roomier(case), error=case.now("truncated").over(0.5))
+def cut_off(case: Case) -> Evidence | None:
+    return case.above("truncated", MANY_CUT_OFF, roomier(case), error=case.now("truncated").over(0.5))
 
 
 def roomier(case: Case) -> list[Change]:
     """Return a change to twice max_tokens, limited by the models' context after the longest prompt."""
     config, most = case.config, 2 * case.config.sampler.max_tokens
     if case.context is not None:
-        prompts = config.sampler.longest - config.sampler.max_tokens if config.sampler.longest is not None else 0
+        prompts = config.sampler.max_length - config.sampler.max_tokens if config.sampler.max_length is not None else 0
         most = min(most, case.context - prompts)
     if most <= config.sampler.max_tokens:
         return []
-    known = {f"teachers.{name}.longest": None for name, teacher in config.teachers.items() if teacher.longest}
-    return [{"sampler.max_tokens": most, **({"sampler.longest": None} if config.sampler.longest else {}), **known}]
+    known = {f"teachers.{name}.max_length": None for name, teacher in config.teachers.items() if teacher.max_length}
+    return [
+        {"sampler.max_tokens": most, **({"sampler.max_length": None} if config.sampler.max_length else {}), **known}
+    ]
 
 
-def unrewarded(case: Case) -> Found | None:
+def unrewarded(case: Case) -> Evidence | None:
     for name in case.rewards:
         values = values_of(case.lines, name)
         if len(values) >= 2 * WINDOW and not any(values):
-            return Found(name, 0.0, 0.0, run=case.show_samples, error=case.config.policy is not None)
+            return Evidence(name, 0.0, 0.0, run=case.show_samples, error=case.config.policy is not None)
     return None
 
 
-def equal_rewards(case: Case) -> Found | None:
+def equal_rewards(case: Case) -> Evidence | None:
     larger: Change = {"sampler.group": 2 * case.config.sampler.group}
-    return found_below(case, "policy/rows_moved", AGREED, [larger], error=not case.rewarded)
+    return case.below("policy/rows_moved", FEW_ADVANTAGES, [larger], error=not case.rewarded)
+
+
+def blind_critic(case: Case) -> Evidence | None:
+    if (critic := case.config.critic) is None:
+        return None
+    faster: Change = {"critic.lr": min(3 * critic.lr, 1.0)}
+    return case.below("critic/explained_variance", EXPLAINED, [faster], error=False)
 
 
 # --- support of the loss, and freshness of samples --------------------------------------------------------------------
 
 
-def uncovered(case: Case) -> Found | None:
+def uncovered(case: Case) -> Evidence | None:
     loss = case.config.loss
     if not loss.weight or loss.spec.cache not in ("student_topk", "teacher_topk"):
         return None
     metric = "distill/student_mass" if loss.spec.cache == "student_topk" else "distill/teacher_mass"
     larger = min(2 * loss.spec.k, case.vocabulary or 2 * loss.spec.k)
-    return found_below(case, metric, COVERED, [{"loss.k": larger}, {"loss.tail": True}])
+    return case.below(metric, COVERED_MASS, [{"loss.k": larger}, {"loss.tail": True}])
 
 
-def gated(case: Case) -> Found | None:
+def gated(case: Case) -> Evidence | None:
     fresh = case.config.freshness
     lower: list[Change] = [{"freshness.threshold": fresh.threshold / 2}] if fresh is not None else []
-    return found_above(case, "freshness/gated", GATED, [*fresher(case.config), *lower], error=not case.gained)
+    return case.above("freshness/gated", MANY_GATED, [*fresher(case.config), *lower], error=not case.gained)
 
 
-def freshness_coefficients(case: Case) -> Found | None:
+def freshness_coefficients(case: Case) -> Evidence | None:
     """Suggest alpha and beta from the drift of this run, an anchor from its losses, and a cooldown from its schedule.
 
-    With a suggested coefficient c, the factor exp(−c·√D) of the median sample is never below `HALF`: at no lag up to
-    tau, and in no `WINDOW` updates. Drift is largest while lag grows after the start. A coefficient for the later,
-    smaller drift would leave hardly any weight to the samples of the start.
+    With a suggested coefficient c, the factor exp(−c·√D) of the median sample is never below `MEDIAN_WEIGHT`: at no lag
+    up to tau, and in no `WINDOW` updates. Drift is largest while lag grows after the start. A coefficient for the
+    later, smaller drift would leave hardly any weight to the samples of the start.
     """
     fresh, learner = case.config.freshness, case.config.learner
     if fresh is None:
@@ -193,18 +205,26 @@ def freshness_coefficients(case: Case) -> Found | None:
     change = dict[str, float]()
     for name, drift in (("alpha", "roll"), ("beta", "sup")) if fresh.weight == "freshness" else ():
         if (most := largest_median(case, drift)) > 0:
-            change[f"freshness.{name}"] = rounded(-log(HALF) / sqrt(most))
+            change[f"freshness.{name}"] = rounded(-log(MEDIAN_WEIGHT) / sqrt(most))
     loss, kl = (values_of(case.lines, name) for name in ("distill/loss", "freshness/roll"))
     if fresh.anchor and loss and kl and fmean(kl) > 0:
-        change["freshness.anchor"] = rounded(ANCHORED * abs(fmean(loss)) / fmean(kl))
+        change["freshness.anchor"] = rounded(ANCHOR_SHARE * abs(fmean(loss)) / fmean(kl))
     if fresh.refresh == "adaptive":
         change["freshness.cooldown"] = 2 * (case.config.schedule.max_tau + 1) * learner.minibatches * learner.epochs
-    given = {key: getattr(fresh, key.rpartition(".")[2]) for key in change}
-    change = {key: value for key, value in change.items() if abs(value - given[key]) > NEAR * max(value, given[key])}
-    if len(case.lines) < MANY or not change:
+    change = {key: value for key, value in change.items() if is_other(value, setting(fresh, key))}
+    if len(case.lines) < QUANTILE_SAMPLES or not change:
         return None
     first = next(iter(change))
-    return Found("freshness/roll", change[first], given[first], [change])
+    return Evidence("freshness/roll", change[first], setting(fresh, first), [change])
+
+
+def setting(fresh: FreshnessConfig, key: str) -> float:
+    value: float = getattr(fresh, key.rpartition(".")[2])
+    return value
+
+
+def is_other(suggested: float, value: float) -> bool:
+    return abs(suggested - value) > SAME_SETTING * max(suggested, value)
 
 
 def largest_median(case: Case, drift: str) -> float:
@@ -220,7 +240,7 @@ def largest_median(case: Case, drift: str) -> float:
     return max((median(values) for values in found.values() if len(values) >= WINDOW), default=0.0)
 
 
-def freshness_thresholds(case: Case) -> Found | None:
+def freshness_thresholds(case: Case) -> Evidence | None:
     """Suggest active thresholds: 10% quantiles of freshness at lag tau (the lag limit), and of buffer metrics.
 
     Other coefficients make other freshness, so they come first.
@@ -232,20 +252,19 @@ def freshness_thresholds(case: Case) -> Found | None:
     known = [(f, lag) for f, lag in aged if f is not None]
     tau = case.config.schedule.max_tau
     old = [f for f, lag in known if lag >= tau]
-    values = old if len(old) >= MANY else [f for f, _ in known if f < 1]
+    values = old if len(old) >= QUANTILE_SAMPLES else [f for f, _ in known if f < 1]
     change = dict[str, float]()
-    if fresh.weight == "freshness" and len(values) >= MANY:
+    if fresh.weight == "freshness" and len(values) >= QUANTILE_SAMPLES:
         change["freshness.threshold"] = tenth(values)
     for name, metric in KAPPAS.items() if fresh.refresh == "adaptive" else ():
         seen = values_of(case.lines[len(case.lines) // 4 :], f"freshness/{metric}")
-        if len(seen) >= MANY // 2 and min(seen) < 1:
+        if len(seen) >= QUANTILE_SAMPLES // 2 and min(seen) < 1:
             change[f"freshness.{name}"] = tenth(seen)
-    given = {key: getattr(fresh, key.rpartition(".")[2]) for key in change}
-    if all(abs(change[key] - given[key]) <= NEAR * max(change[key], given[key]) for key in change):
+    if not any(is_other(value, setting(fresh, key)) for key, value in change.items()):
         return None
     first = next(iter(change))
     metric = "freshness/f" if first == "freshness.threshold" else f"freshness/{KAPPAS[first.rpartition('.')[2]]}"
-    return Found(metric, change[first], given[first], [change])
+    return Evidence(metric, change[first], setting(fresh, first), [change])
 
 
 def tenth(values: Sequence[float]) -> float:

@@ -1,27 +1,29 @@
-"""Numbers of a run with their standard errors, as input of the rules.
+"""Numbers of a run with their standard errors, as input of the rules, and the evidence that a rule applies.
 
 A mean alone raises false alarms: an update has only a few hundred tokens, and ratios have long tails. So every number
-is a `Level` (mean and standard error), and a limit counts as crossed only beyond CHANCE standard errors.
+is a `Level` (mean and standard error), and a limit counts as crossed only beyond SURE_ERRORS standard errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from math import hypot, inf, sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from slipstream.config.schema import Config
+from slipstream.metrics import WINDOW as WINDOW
+from slipstream.statistics import standard_error
 
 Line = Mapping[str, Any]
 """A line of metrics.jsonl, ledger.jsonl or samples.jsonl."""
-CHANCE = 3.0
+Change = Mapping[str, Any]
+"""New values of settings, by dotted name."""
+SURE_ERRORS = 3.0
 """Standard errors beyond which a difference is significant."""
-WINDOW = 10
-"""Number of updates in a mean; the last WINDOW updates are called "now"."""
-FEW = 64
+KL_TOKENS = 64
 """Smallest number of tokens from which a KL is estimated."""
 
 
@@ -31,32 +33,36 @@ class Level:
     error: float = inf
 
     def over(self, limit: float) -> bool:
-        return self.mean - CHANCE * self.error > limit
+        return self.mean - SURE_ERRORS * self.error > limit
 
     def under(self, limit: float) -> bool:
-        return self.mean + CHANCE * self.error < limit
+        return self.mean + SURE_ERRORS * self.error < limit
 
     def above(self, other: Level) -> bool:
-        return self.mean - other.mean > CHANCE * hypot(self.error, other.error)
+        return self.mean - other.mean > SURE_ERRORS * hypot(self.error, other.error)
 
 
-UNKNOWN = Level(float("nan"))
+UNKNOWN_LEVEL = Level(float("nan"))
 """A level that is neither over nor under any limit."""
 
 
 def level(values: Sequence[float]) -> Level:
-    """Return the mean and standard error of values; UNKNOWN if empty, infinite error for fewer than WINDOW values."""
+    """Return the mean and standard error of values.
+
+    No value gives UNKNOWN_LEVEL, fewer than WINDOW values an infinite error.
+    """
     if not values:
-        return UNKNOWN
-    return Level(fmean(values), stdev(values) / sqrt(len(values)) if len(values) >= WINDOW else inf)
+        return UNKNOWN_LEVEL
+    error = standard_error(values)
+    return Level(fmean(values), inf if error is None or len(values) < WINDOW else error)
 
 
 def pooled_kl(pairs: Iterable[tuple[float, float]]) -> Level:
     """Return the token-weighted mean of (KL, tokens) pairs; the error assumes log-ratio variance 2·KL per token."""
     known = [(kl, tokens) for kl, tokens in pairs if tokens]
     tokens = sum(count for _, count in known)
-    if tokens < FEW:
-        return UNKNOWN
+    if tokens < KL_TOKENS:
+        return UNKNOWN_LEVEL
     mean = sum(kl * count for kl, count in known) / tokens
     return Level(mean, sqrt(2 * max(mean, 0.0) / tokens))
 
@@ -66,6 +72,24 @@ class Fall(NamedTuple):
     value: float
     limit: float
     """90% of the best value."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence that a rule applies to a run."""
+
+    metric: str
+    value: float
+    limit: float
+    changes: Sequence[Change] = ()
+    """Possible changes, best first. The first one that the config allows is proposed."""
+    _: KW_ONLY
+    run: str = ""
+    """Command to run if no change is possible; empty if no command helps."""
+    other_cause: bool = False
+    """True for the other cause of the rule, False for its usual one."""
+    error: bool = True
+    """False if a rule for errors only warns in this run."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +174,19 @@ class Case:
     def then(self, name: str) -> Level:
         return level(values_of(self.early, name))
 
+    def above(
+        self, metric: str, limit: float, changes: Sequence[Change] = (), *, error: bool = True
+    ) -> Evidence | None:
+        """Return evidence if a metric is significantly above its limit now."""
+        now = self.now(metric)
+        return Evidence(metric, now.mean, limit, changes, error=error) if now.over(limit) else None
+
+    def below(
+        self, metric: str, limit: float, changes: Sequence[Change] = (), *, error: bool = True
+    ) -> Evidence | None:
+        now = self.now(metric)
+        return Evidence(metric, now.mean, limit, changes, error=error) if now.under(limit) else None
+
     def last(self, name: str) -> float:
         """Return the last value of a counter, or 0 if there is none."""
         return next((line[name] for line in reversed(self.lines) if name in line), 0.0)
@@ -190,9 +227,9 @@ class Case:
     @property
     def fall(self) -> Fall | None:
         """First reward or held-out accuracy that fell significantly, by 10% from its best; None if nothing fell."""
-        found = [(name, [level(values_of(w, name)) for w in (*self.windows, self.late)]) for name in self.rewards]
-        found += [("accuracy", levels) for levels in accuracy_of(self.evaluations).values()]
-        for name, levels in found:
+        courses = [(name, [level(values_of(w, name)) for w in (*self.windows, self.late)]) for name in self.rewards]
+        courses += [("accuracy", levels) for levels in accuracy_of(self.evaluations).values()]
+        for name, levels in courses:
             best, now = max(levels, key=lambda each: each.mean), levels[-1]
             if best.above(now) and now.mean < 0.9 * best.mean:
                 return Fall(name, now.mean, 0.9 * best.mean)
@@ -205,27 +242,27 @@ class Case:
 
     @property
     def kl_now(self) -> Level:
-        return distance(self.late)
+        return teacher_kl(self.late)
 
     @property
     def kl_then(self) -> Level:
-        return distance(self.early)
+        return teacher_kl(self.early)
 
     @property
     def kl_first(self) -> Level:
         """Largest KL to a teacher at the first update: that of the initial student."""
         line = self.lines[0]
-        known = [Level(line[name], line.get(f"{name}_error", inf)) for name in kls(line)]
-        return max(known, key=lambda kl: kl.mean, default=UNKNOWN)
+        known = [Level(line[name], line.get(f"{name}_error", inf)) for name in kl_names(line)]
+        return max(known, key=lambda kl: kl.mean, default=UNKNOWN_LEVEL)
 
     @property
     def kl_best(self) -> Level:
-        return min((distance(window) for window in self.windows), key=lambda kl: kl.mean, default=UNKNOWN)
+        return min((teacher_kl(window) for window in self.windows), key=lambda kl: kl.mean, default=UNKNOWN_LEVEL)
 
     @property
     def diverged_early(self) -> bool:
         """True if the student moved away from the teachers in the first updates, so that it is not comparable."""
-        return distance(self.lines[:WINDOW]).above(self.kl_first)
+        return teacher_kl(self.lines[:WINDOW]).above(self.kl_first)
 
     # --- drift --------------------------------------------------------------------------------------------------------
 
@@ -249,7 +286,7 @@ class Case:
         """KL that a single update causes: drift at lag 1. Unknown with several optimizer steps per update."""
         lines = self.lines[-2 * WINDOW :]
         of_one = pooled_kl((line.get("drift/kl/lag_1", 0.0), line.get("lag/tokens_1", 0.0)) for line in lines)
-        return of_one if self.steps == 1 else UNKNOWN
+        return of_one if self.steps == 1 else UNKNOWN_LEVEL
 
     @property
     def drift(self) -> Level:
@@ -262,17 +299,17 @@ def values_of(lines: Sequence[Line], name: str) -> list[float]:
     return [float(line[name]) for line in lines if name in line]
 
 
-def distance(lines: Sequence[Line]) -> Level:
+def teacher_kl(lines: Sequence[Line]) -> Level:
     """Return the mean reverse KL to the teachers; its error is the larger of recorded error and scatter of updates."""
-    found = [(line[name], line.get(f"{name}_error", inf)) for line in lines for name in kls(line)]
-    if not found:
-        return UNKNOWN
-    given = hypot(*(error for _, error in found)) / len(found)
-    scatter = stdev(value for value, _ in found) / sqrt(len(found)) if len(found) >= WINDOW else 0.0
-    return Level(fmean(value for value, _ in found), max(given, scatter) if len(found) >= 3 else inf)
+    values = [line[name] for line in lines for name in kl_names(line)]
+    if not values:
+        return UNKNOWN_LEVEL
+    recorded = hypot(*(line.get(f"{name}_error", inf) for line in lines for name in kl_names(line))) / len(values)
+    scatter = (standard_error(values) or 0.0) if len(values) >= WINDOW else 0.0
+    return Level(fmean(values), max(recorded, scatter) if len(values) >= 3 else inf)
 
 
-def kls(line: Line) -> list[str]:
+def kl_names(line: Line) -> list[str]:
     return [name for name in line if name.startswith("teacher/") and name.endswith("/kl")]
 
 
@@ -299,11 +336,10 @@ def same_version_kl(line: Line, steps: int) -> tuple[float, float]:
 
 def accuracy_of(evaluations: Sequence[Line]) -> dict[str, list[Level]]:
     """Return accuracies by held-out set, with binomial errors as if all samples were independent."""
-    found: dict[str, list[Level]] = {}
+    by_set: dict[str, list[Level]] = {}
     for line in evaluations:
         mean, count = line.get("accuracy", -1.0), line.get("samples", 0.0)
         if count and 0 <= mean <= 1:
-            found.setdefault(line.get("set", ""), []).append(
-                Level(mean, sqrt(max(mean * (1 - mean), 1 / count) / count))
-            )
-    return found
+            error = sqrt(max(mean * (1 - mean), 1 / count) / count)
+            by_set.setdefault(line.get("set", ""), []).append(Level(mean, error))
+    return by_set

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from slipstream.config.schedule import Async
 from slipstream.metrics import INTENDED, NO_ADVANTAGE
-from slipstream.reporting.advice.measurements import Case, values_of
-from slipstream.reporting.advice.rules import Change, Found
+from slipstream.reporting.advice.measurements import Case, Change, Evidence, values_of
 
-WAITED = 0.5
+LONG_WAIT = 0.5
 """Largest share of time that the learner should wait; beyond it, throughput could double."""
-LOST, DISCARDED = 0.1, 0.25
+MUCH_LOST, MUCH_DISCARDED = 0.1, 0.25
 """Largest shares of lost groups or responses, and of tokens that were discarded."""
-RESTS, NEARLY_ALL = 0.1, 0.8
+HARDLY_WAITS, DOMINANT_STAGE = 0.1, 0.8
 """Share of time below which the learner hardly waits; share of one stage above which it dominates a serial schedule."""
 
 
@@ -23,10 +22,10 @@ def share_of(lost: float, trained: float) -> float:
     return lost / (lost + trained) if lost >= 3 else 0.0
 
 
-def dropped_groups(case: Case) -> Found | None:
+def dropped_groups(case: Case) -> Evidence | None:
     lost = case.last("dropped") - sum(map(case.last, INTENDED))
     share = share_of(lost, sum(values_of(case.lines, "samples")) / case.config.sampler.group)
-    if share <= LOST:
+    if share <= MUCH_LOST:
         return None
     last = case.lines[-1] if case.lines else {}
     reasons = {name: value for name, value in last.items() if name.startswith("dropped/") and name not in INTENDED}
@@ -34,24 +33,24 @@ def dropped_groups(case: Case) -> Found | None:
     too_old = "old" in reason or "lag" in reason
     changes: list[Change] = [{"schedule.on_old": "wait"}, {"schedule.on_old": "restart"}] if too_old else []
     show = f"grep -v trained {case.at}/ledger.jsonl | tail"
-    return Found(reason, share, LOST, changes, run=show)
+    return Evidence(reason, share, MUCH_LOST, changes, run=show)
 
 
-def failed_responses(case: Case) -> Found | None:
+def failed_responses(case: Case) -> Evidence | None:
     trained = sum(values_of(case.lines, "samples"))
     names = {name for line in case.lines for name in line if name.startswith("ungraded/") or name == "failed_samples"}
     for name in sorted(names):
         share = share_of(case.last(name), trained)
-        if share > LOST:
+        if share > MUCH_LOST:
             changes: list[Change] = [{"task.timeout": 2 * case.config.task.timeout}] if name.endswith("timeout") else []
             show = f"grep error {case.at}/ledger.jsonl | tail"
-            return Found(name, share, LOST, changes, run=show)
+            return Evidence(name, share, MUCH_LOST, changes, run=show)
     return None
 
 
-def discarded_tokens(case: Case) -> Found | None:
+def discarded_tokens(case: Case) -> Evidence | None:
     share = share_of(case.last("thrown_tokens"), sum(values_of(case.lines, "tokens")))
-    if share <= DISCARDED or case.last(f"dropped/{NO_ADVANTAGE}"):
+    if share <= MUCH_DISCARDED or case.last(f"dropped/{NO_ADVANTAGE}"):
         return None
     schedule, freshness = case.config.schedule, case.config.freshness
     changes: list[Change] = []
@@ -61,15 +60,15 @@ def discarded_tokens(case: Case) -> Found | None:
         changes.append({"schedule.on_old": "wait"})
     if freshness is not None and freshness.refresh == "adaptive":
         changes.append({"freshness.cooldown": 2 * max(freshness.cooldown, 1)})
-    return Found("thrown_tokens", share, DISCARDED, changes)
+    return Evidence("thrown_tokens", share, MUCH_DISCARDED, changes)
 
 
-def restarted_workers(case: Case) -> Found | None:
+def restarted_workers(case: Case) -> Evidence | None:
     names = {name for line in case.lines for name in line if name.startswith("restarts/")}
     worst = max(names, key=case.last, default=None)
     if worst is None or case.last(worst) < 2:
         return None
-    return Found(worst, case.last(worst), 1.0, run=f"cat {case.at}/meta.json")
+    return Evidence(worst, case.last(worst), 1.0, run=f"cat {case.at}/meta.json")
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
@@ -80,13 +79,13 @@ def stages(case: Case) -> tuple[str, str, float, float]:
     if case.config.schedule.serial:  # here stages run one after the other
         scored, rolled = case.usual("stage/score"), case.usual("stage/rollout")
         who = "teacher" if scored > rolled else "sampler"
-        return who, "stage/score" if who == "teacher" else "stage/rollout", max(scored, rolled), NEARLY_ALL
+        return who, "stage/score" if who == "teacher" else "stage/rollout", max(scored, rolled), DOMINANT_STAGE
     scored = case.usual("groups/waiting") + case.usual("groups/scoring")
     who = "teacher" if scored > case.usual("groups/rolling") else "sampler"
-    return who, "seconds/data", case.share("seconds/data"), WAITED
+    return who, "seconds/data", case.share("seconds/data"), LONG_WAIT
 
 
-def slow_teacher(case: Case) -> Found | None:
+def slow_teacher(case: Case) -> Evidence | None:
     who, metric, share, limit = stages(case)
     if case.too_short or who != "teacher" or share <= limit or not case.config.teachers:
         return None
@@ -96,22 +95,22 @@ def slow_teacher(case: Case) -> Found | None:
             changes.append({f"teachers.{name}.concurrency": 2 * teacher.concurrency})
         elif teacher.replicas != "auto":
             changes.append({f"teachers.{name}.replicas": 2 * teacher.replicas})
-    return Found(metric, share, limit, changes)
+    return Evidence(metric, share, limit, changes)
 
 
-def slow_sampler(case: Case) -> Found | None:
+def slow_sampler(case: Case) -> Evidence | None:
     who, metric, share, limit = stages(case)
     if case.too_short or who != "sampler" or share <= limit:
         return None
     changes: list[Change] = [] if metric == "seconds/data" else [{"schedule.kind": "periodic"}]
     if case.config.sampler.replicas != "auto":
         changes.append({"sampler.replicas": 2 * case.config.sampler.replicas})
-    return Found(metric, share, limit, changes)
+    return Evidence(metric, share, limit, changes)
 
 
-def slow_learner(case: Case) -> Found | None:
+def slow_learner(case: Case) -> Evidence | None:
     waited = sum(map(case.share, ("seconds/data", "seconds/turn", "seconds/weights")))
-    if case.too_short or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
+    if case.too_short or waited > HARDLY_WAITS or case.usual("groups/ready") < case.config.new_groups:
         return None
     learner = case.config.learner
     changes, show = list[Change]([{"learner.ranks": 2 * learner.ranks}]), ""
@@ -122,28 +121,28 @@ def slow_learner(case: Case) -> Found | None:
         changes, show = [], f"slipstream config {case.at}/config.toml --check | grep bfloat16"
     if not learner.shared_prompt and case.config.sampler.group > 1:
         changes.insert(0, {"learner.shared_prompt": True})
-    return Found("seconds/data", waited, RESTS, changes, run=show)
+    return Evidence("seconds/data", waited, HARDLY_WAITS, changes, run=show)
 
 
-def slow_publish(case: Case) -> Found | None:
+def slow_publish(case: Case) -> Evidence | None:
     share, schedule = case.share("seconds/weights"), case.config.schedule
-    if case.too_short or share <= WAITED:
+    if case.too_short or share <= LONG_WAIT:
         return None
     if not isinstance(schedule, Async):  # others publish when no request is running, after every update
-        return Found("seconds/weights", share, WAITED, [{"schedule.kind": "async", "schedule.publish_every": 2}])
+        return Evidence("seconds/weights", share, LONG_WAIT, [{"schedule.kind": "async", "schedule.publish_every": 2}])
     changes: list[Change] = [{"schedule.on_publish": "keep"}] if schedule.on_publish == "drain" else []
     if schedule.tau == "auto" and schedule.publish_every != "auto":
         changes.append({"schedule.publish_every": "auto"})
     elif schedule.publish_every != "auto":
         changes.append({"schedule.publish_every": 2 * schedule.publish_every})
-    return Found("seconds/weights", share, WAITED, changes)
+    return Evidence("seconds/weights", share, LONG_WAIT, changes)
 
 
-def schedule_wait(case: Case) -> Found | None:
+def schedule_wait(case: Case) -> Evidence | None:
     share = case.share("seconds/turn")
-    if case.too_short or share <= WAITED or not isinstance(case.config.schedule, Async):
+    if case.too_short or share <= LONG_WAIT or not isinstance(case.config.schedule, Async):
         return None  # other schedules bound the age by waiting
     changes: list[Change] = [{"schedule.order": "mixture"}] if case.config.schedule.order == "submission" else []
     if case.config.schedule.max_lag is not None:
         changes.append({"schedule.max_lag": 2 * case.config.schedule.max_lag})
-    return Found("seconds/turn", share, WAITED, changes)
+    return Evidence("seconds/turn", share, LONG_WAIT, changes)

@@ -1,7 +1,8 @@
 """Figures as plain data: a title that states the result, and traces and layout for plotly.js.
 
 This module knows no run, no study and no plotting library. Colours are names in the page's palette (`var(--s1)`), so
-that a figure suits light mode, dark mode and paper. `page.js` inserts the colours and the common settings.
+that a figure suits light mode, dark mode and paper. `page.js` inserts the colours and the common settings. Long curves
+are thinned, so that a page stays small.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
+from statistics import fmean
 from typing import Any
 
 from slipstream.metric_names import Band
-from slipstream.reporting.report.points import beside, reach, smoothed, thinned
 
 Json = dict[str, Any]
 COLOURS = 8
 DASHES = ("solid", "dash", "dot", "dashdot")
-HEIGHT = 250
-SHARES: Json = {"tickformat": ".0~%"}
-FEW = 40
+PERCENT_AXIS: Json = {"tickformat": ".0~%"}
+MARKED_POINTS = 40
 """Largest number of points drawn one by one; longer curves also get a moving mean."""
+CURVE_POINTS, MEAN_POINTS = 400, 150
+"""Largest numbers of points of a curve, and of a moving mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Figure:
     note: str
     data: list[Json]
     layout: Json
-    height: int = HEIGHT
+    height: int = 250
     wide: bool = False
     legend: bool = False
     """True if the figure has its own legend. If False, the legend of the page explains the colours."""
@@ -82,21 +85,21 @@ def curves(
     x: str, y: str, share: bool = False, band: Band | None = None, marks: bool = False, exact: bool = False,
 ) -> Figure:  # fmt: skip
     """Draw a line for each series; a long series also gets a moving mean, unless `marks` or `exact` is set."""
-    few = marks or all(len(each.x) <= FEW for each in series)
+    few = marks or all(len(each.x) <= MARKED_POINTS for each in series)
     how = points if few else course if exact else trail
     data = [trace for each in series for trace in how(each)]
     layout = axes(x, y, share=share)
     span = reach(end for each in series for end in each.ends())
     if span and band:
         low, high = span = beside(band, span)
-        layout["shapes"] = [healthy(band, low, high)]
+        layout["shapes"] = [healthy_shape(band, low, high)]
     if span:
         layout["yaxis"]["range"] = numbers(span)
     return Figure(title, note, data, layout)
 
 
 def axes(x: str, y: str, *, share: bool = False) -> Json:
-    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}} | (SHARES if share else {})}
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}} | (PERCENT_AXIS if share else {})}
 
 
 def points(each: Series) -> list[Json]:
@@ -105,13 +108,13 @@ def points(each: Series) -> list[Json]:
 
 
 def course(each: Series) -> list[Json]:
-    return [line(each, *thinned(each.x, each.y))]
+    return [line(each, *thin(each.x, each.y))]
 
 
 def trail(each: Series) -> list[Json]:
     """Draw all points as a faint line, and their moving mean."""
     faint = {"line": {"color": colour(each.slot, 0.3), "width": 1}}
-    return [line(each, *thinned(each.x, each.y)) | BACKGROUND | faint, line(each, *smoothed(each.x, each.y))]
+    return [line(each, *thin(each.x, each.y)) | BACKGROUND | faint, line(each, *smooth(each.x, each.y))]
 
 
 def ribbons(title: str, note: str, series: Sequence[Series], *, x: str, y: str, share: bool = False) -> Figure:
@@ -134,10 +137,10 @@ def line(each: Series, x: Sequence[float], y: Sequence[float]) -> Json:
     """Return the trace of a line; its style differs between series of the same colour."""
     dash = DASHES[each.slot // COLOURS % len(DASHES)]
     style = {"color": colour(each.slot), "width": 2, "dash": dash}
-    return {**named(each), "type": "scatter", "mode": "lines", "x": numbers(x), "y": numbers(y), "line": style}
+    return {**series_name(each), "type": "scatter", "mode": "lines", "x": numbers(x), "y": numbers(y), "line": style}
 
 
-def named(each: Series) -> Json:
+def series_name(each: Series) -> Json:
     return {"name": plain(each.name), "meta": each.slot}
 
 
@@ -145,7 +148,7 @@ def error_bars(each: Series, axis: str = "y") -> Json:
     return {f"error_{axis}": {"array": numbers(each.error), "thickness": 1.2, "width": 3}} if each.error else {}
 
 
-def healthy(band: Band, low: float, high: float) -> Json:
+def healthy_shape(band: Band, low: float, high: float) -> Json:
     bottom = low if band.low is None else min(max(band.low, low), high)
     top = high if band.high is None else max(min(band.high, high), low)
     place = {"xref": "paper", "x0": 0, "x1": 1, "y0": number(bottom), "y1": number(top)}
@@ -158,7 +161,7 @@ def bars(
     """Draw grouped bars; `Series.y` has one number for each label."""
     data = [
         {
-            **named(each),
+            **series_name(each),
             "type": "bar",
             "x": list(map(plain, labels)),
             "y": numbers(each.y),
@@ -180,7 +183,7 @@ def dots(
     rows = list(map(plain, labels))
     data = [
         {
-            **named(each),
+            **series_name(each),
             "type": "scatter",
             "mode": "markers",
             "y": rows,
@@ -212,6 +215,69 @@ def row_bars(slot: int, name: str, rows: Sequence[str], lengths: Sequence[float 
 def row_axes(x: str, rows: Sequence[str], *, share: bool = False) -> Json:
     """Return the layout of a figure with one row below the other, the first one at the top."""
     layout = axes(x, "")
-    layout["xaxis"] |= SHARES if share else {}
+    layout["xaxis"] |= PERCENT_AXIS if share else {}
     layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]}
     return layout | {"hovermode": "closest"}
+
+
+# --- fewer points -----------------------------------------------------------------------------------------------------
+
+
+def thin(x: Sequence[float], y: Sequence[float], most: int = CURVE_POINTS) -> tuple[list[float], list[float]]:
+    """Return at most `most` points of a curve: the smallest and the largest of every bin."""
+    if len(x) <= most:
+        return list(x), list(y)
+    extremes: list[int] = []
+    for start, stop in bins(len(x), most // 2):
+        here = range(start, stop)
+        extremes += sorted({min(here, key=y.__getitem__), max(here, key=y.__getitem__)})
+    return [x[i] for i in extremes], [y[i] for i in extremes]
+
+
+def smooth(x: Sequence[float], y: Sequence[float], most: int = MEAN_POINTS) -> tuple[list[float], list[float]]:
+    """Return the mean over `window(n)` neighbours around each of at most `most` points."""
+    half, total = window(len(x)) // 2, [0.0]
+    for value in y:
+        total.append(total[-1] + value)
+    xs, ys = list[float](), list[float]()
+    for start, stop in bins(len(x), min(most, len(x))):
+        at = (start + stop) // 2
+        first, last = max(0, at - half), min(len(x), at + half + 1)
+        xs.append(x[at])
+        ys.append((total[last] - total[first]) / (last - first))
+    return xs, ys
+
+
+def window(count: int) -> int:
+    """Return the odd number of neighbours in the moving mean of a curve with `count` points."""
+    return max(3, count // 20) // 2 * 2 + 1
+
+
+def bins(count: int, parts: int) -> list[tuple[int, int]]:
+    edges = [round(i * count / parts) for i in range(parts + 1)]
+    return list(pairwise(edges))
+
+
+def reach(values: Iterable[float]) -> tuple[float, float] | None:
+    """Return the smallest and largest finite value with a margin, or None without values."""
+    values = [value for value in values if isfinite(value)]
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    room = 0.06 * (high - low) or 0.1 * abs(high) or 0.1
+    return (low if low == 0 else low - room, high + room)
+
+
+def beside(band: Band, span: tuple[float, float]) -> tuple[float, float]:
+    """Extend a span to include the limits of the band, unless they are far away."""
+    low, high = span
+    for edge in (band.low, band.high):
+        if edge is not None and low - 2 * (high - low) <= edge <= high + 2 * (high - low):
+            low, high = min(low, edge - 0.05 * abs(edge)), max(high, edge * 1.05)
+    return low, high
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of the finite values, or NaN if there are none."""
+    known = [value for value in values if isfinite(value)]
+    return fmean(known) if known else float("nan")

@@ -8,12 +8,11 @@ from dataclasses import replace
 from slipstream.config.costs import Costs
 from slipstream.planning.planner import Offer, Outlook
 from slipstream.reporting.report.figures import Figure, Series, bars
-from slipstream.reporting.report.page import Html, Page, Section, folded, table
-from slipstream.reporting.report.sections import made_by
+from slipstream.reporting.report.page import Folded, Page, Section, Table
 from slipstream.reporting.report.titles import duration
 
-STAGES = {"rollout": "samplers", "score": "scorers", "learn": "learner"}
-HEIGHT = 300
+STAGE_WORKERS = {"rollout": "samplers", "score": "scorers", "learn": "learner"}
+FIGURE_HEIGHT = 300
 
 
 def page(seen: Outlook, costs: Costs, *, own: str, updates: int, command: str) -> Page:
@@ -26,10 +25,10 @@ def page(seen: Outlook, costs: Costs, *, own: str, updates: int, command: str) -
         sections=[
             Section("Forecast", "The fastest split of every schedule.", list(figures(seen))),
             Section("All simulated splits", "", [splits(seen)]),
-            Section("Costs", "", [folded("costs.toml", costs.to_toml())]),
+            Section("Costs", "", [Folded("costs.toml", costs.to_toml())]),
         ],
         legend={},
-        footer=made_by(command),
+        command=command,
     )
 
 
@@ -43,7 +42,7 @@ def figures(seen: Outlook) -> Iterator[Figure]:
 
     def drawn(title: str, note: str, y: str, values: Mapping[str, Sequence[float]], *, share: bool = False) -> Figure:
         series = [Series(label, [], each, slot) for slot, (label, each) in enumerate(values.items())]
-        return replace(bars(title, note, names, series, y=y, share=share), wide=True, legend=True, height=HEIGHT)
+        return replace(bars(title, note, names, series, y=y, share=share), wide=True, legend=True, height=FIGURE_HEIGHT)
 
     slowest, fastest = min(offers, key=speed), max(offers, key=speed)
     yield drawn(
@@ -64,24 +63,24 @@ def figures(seen: Outlook) -> Iterator[Figure]:
         {"mean": [each.lag for each in forecasts], "largest": [each.max_lag for each in forecasts]},
     )
     idle = fastest.forecast.idle
-    waits = max(STAGES, key=lambda stage: idle[stage])
+    waits = max(STAGE_WORKERS, key=lambda stage: idle[stage])
     yield drawn(
-        f"With {fastest.schedule} the {STAGES[waits]} wait most: {idle[waits]:.0%} of the time",
+        f"With {fastest.schedule} the {STAGE_WORKERS[waits]} wait most: {idle[waits]:.0%} of the time",
         "A stage that waits has more devices than it needs.",
         "share of the time",
-        {label: [each.idle[stage] for each in forecasts] for stage, label in STAGES.items()},
+        {label: [each.idle[stage] for each in forecasts] for stage, label in STAGE_WORKERS.items()},
         share=True,
     )
 
 
-def splits(seen: Outlook) -> Html:
-    idle = [f"{label} idle" for label in STAGES.values()]
+def splits(seen: Outlook) -> Table:
+    idle = [f"{label} idle" for label in STAGE_WORKERS.values()]
     head = ["schedule", "split", "samples/s", "tokens/s", "lag", "max lag", *idle, "time"]
     rows = []
     for offer in sorted(seen.offers, key=speed, reverse=True):
         found = offer.forecast
         speeds = [f"{found.samples_per_s:,.3g}", f"{found.tokens_per_s:,.0f}"]
         lags = [f"{found.lag:.1f}", f"{found.max_lag:.0f}"]
-        shares = [f"{found.idle[stage]:.0%}" for stage in STAGES]
+        shares = [f"{found.idle[stage]:.0%}" for stage in STAGE_WORKERS]
         rows.append([offer.schedule, str(offer.split), *speeds, *lags, *shares, duration(offer.seconds)])
-    return table(head, rows, numbers=True)
+    return Table(head, rows, numbers=True)

@@ -2,7 +2,7 @@
 // Draw every figure of the page with the page's colours, so that figures adapt to dark mode and to paper.
 (() => {
   const root = document.documentElement;
-  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const figures = JSON.parse(document.getElementById("figure-data").textContent);
   const coarse = matchMedia("(pointer: coarse)").matches;
   const named = /^var\(--([\w-]+)(?:\/([\d.]+))?\)$/;
 

@@ -1,42 +1,88 @@
-"""Self-contained HTML page: text, tables, figures as JSON, style, and one copy of plotly.js.
+"""Self-contained HTML page: text, tables, figures as JSON, style, and one copy of plotly.js, by the template page.html.
 
-A string that is not `Html` is plain text, and is escaped when it is inserted.
+The template escapes all text, and makes control characters visible: generated text can contain anything.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from textwrap import wrap
-from typing import NewType
+from typing import Any, NamedTuple
+from unicodedata import category
 
-from slipstream.reporting.report.figures import Figure, Json, plain
-from slipstream.reporting.report.samples_html import visible
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
 
-Html = NewType("Html", str)
-Part = Figure | Html
-STEPS = '<div class="steps">{}</div>'.format(
-    "".join(
-        f'<button type="button" data-step="{step}" aria-label="{label}" title="{label}">{sign}</button>'
-        for step, label, sign in (
-            ("back", "earlier", "←"),
-            ("on", "later", "→"),
-            ("in", "zoom in", "+"),
-            ("out", "zoom out", "−"),
-            ("all", "show all", "all"),
-        )
-    )
-)
-"""Buttons for zooming and panning without a mouse."""
-LINE = 88
+import slipstream
+from slipstream.reporting.report.figures import COLOURS, Figure, Json, plain
+
+TITLE_WIDTH = 88
 """Largest number of characters in a line of a figure's title."""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Paragraph(NamedTuple):
+    text: str
+
+
+class Table(NamedTuple):
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: bool = False
+    """True to align all columns except the first to the right."""
+
+
+class Facts(NamedTuple):
+    """A few numbers in large type, each with a label."""
+
+    facts: Sequence[tuple[str, str]]
+
+
+class Folded(NamedTuple):
+    """Text that is shown after a click on its title."""
+
+    title: str
+    text: str
+
+
+class Span(NamedTuple):
+    """Text of a token, coloured if student and teacher differ."""
+
+    text: str
+    hint: str = ""
+    side: str = ""
+    """Colour: "less" or "more" likely to the teacher than to the student; empty for none."""
+    strength: float = 0.0
+
+
+class Turn(NamedTuple):
+    who: str
+    spans: Sequence[Span]
+    left_out: int = 0
+    """Number of further tokens, which are not shown."""
+
+
+class Sample(NamedTuple):
+    heading: str
+    turns: Sequence[Turn]
+    note: str
+
+
+class Samples(NamedTuple):
+    samples: Sequence[Sample]
+    strongest: float
+    """Log-prob gap in nats from which a token has the strongest colour."""
+
+
+Part = Figure | Paragraph | Table | Facts | Folded | Samples
+
+
+class Section(NamedTuple):
     title: str
     intro: str
     parts: Sequence[Part]
@@ -45,113 +91,78 @@ class Section:
     def anchor(self) -> str:
         return "-".join("".join(char if char.isalnum() else " " for char in self.title.lower()).split())
 
+    @property
+    def groups(self) -> list[tuple[bool, list[Part]]]:
+        """Parts in order, grouped into figures (True), which stand side by side, and others."""
+        return [(drawn, list(parts)) for drawn, parts in groupby(self.parts, lambda part: isinstance(part, Figure))]
 
-@dataclass(frozen=True, slots=True)
-class Page:
+
+class Page(NamedTuple):
     kicker: str
     title: str
     lead: str
     sections: Sequence[Section]
     legend: Mapping[int, str]
     """Names by colour number, for all figures; empty for no common legend."""
-    footer: Html
+    command: str
+    """Command that makes the page."""
 
 
 def document(page: Page) -> str:
     sections = [section for section in page.sections if section.parts]
-    figures = numbered(part for section in sections for part in section.parts if isinstance(part, Figure))
-    names = iter(figures)
-    contents = "".join(f'<li><a href="#{each.anchor}">{visible(each.title)}</a></li>' for each in sections)
-    body = [
-        f'<p class="kicker">{visible(page.kicker)}</p><h1>{visible(page.title)}</h1>',
-        f'<p class="lead">{visible(page.lead)}</p>' if page.lead else "",
-        f'<nav aria-label="contents"><ol>{contents}</ol></nav>',
-        legend(page.legend),
-        *(render(section, names) for section in sections),
-        f"<footer>{page.footer}</footer>",
-    ]
-    return shell(page.title, "<main>" + "\n".join(body) + "</main>", figures)
-
-
-def shell(title: str, body: str, figures: Mapping[str, Figure]) -> str:
-    data = as_json({name: drawn(figure) for name, figure in figures.items()})
-    text = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{visible(title)}</title><style>{asset('page.css')}</style></head><body>\n{body}\n"
-        "<noscript><p>The figures need JavaScript. The page loads nothing from the network.</p></noscript>\n"
-        f'<script type="application/json" id="figures">{data}</script>\n'
-        f'<script type="text/plain" id="plotly">{compressed_plotly() if figures else ""}</script>\n'
-        f"<script>{asset('page.js')}</script>\n</body></html>\n"
+    figures = number_figures(part for section in sections for part in section.parts if isinstance(part, Figure))
+    names = {id(figure): name for name, figure in figures.items()}
+    text = template().render(
+        page=page,
+        sections=sections,
+        name_of=lambda figure: names[id(figure)],
+        colours=COLOURS,
+        version=slipstream.__version__,
+        style=Markup(asset("page.css")),
+        script=Markup(asset("page.js")),
+        figures=Markup(as_json({name: page_figure(figure) for name, figure in figures.items()})),
+        plotly=Markup(compressed_plotly() if figures else ""),
     )
     return text.encode("utf-8", "replace").decode("utf-8")  # replace lone surrogates, which UTF-8 cannot encode
 
 
-def drawn(figure: Figure) -> Json:
-    """Return the fields of a figure that page.js needs; the HTML itself contains the note and the width."""
-    kept = {name: value for name, value in asdict(figure).items() if name not in ("note", "wide")}
-    return kept | {"title": "<br>".join(wrap(plain(figure.title), LINE))}
+@cache
+def template() -> Template:
+    environment = Environment(
+        autoescape=True, finalize=finalize, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(asset("page.html"))
 
 
-def numbered(figures: Iterable[Figure]) -> dict[str, Figure]:
+def finalize(value: Any) -> Any:
+    return value if isinstance(value, Markup) else make_visible(str(value))
+
+
+def make_visible(text: str) -> str:
+    """Replace control and direction characters by visible symbols or numbers."""
+    return "".join(map(visible_char, text))
+
+
+def visible_char(char: str) -> str:
+    if char in "\n\t":
+        return char
+    match category(char):
+        case "Cc":
+            return chr(0x2400 + ord(char)) if ord(char) < 32 else "␡" if char == "\x7f" else f"\\x{ord(char):02x}"
+        case "Cf" | "Cs" | "Zl" | "Zp":
+            return f"\\u{ord(char):04x}"
+        case _:
+            return char
+
+
+def number_figures(figures: Iterable[Figure]) -> dict[str, Figure]:
     return {f"figure-{number}": figure for number, figure in enumerate(figures, 1)}
 
 
-def render(section: Section, names: Iterator[str]) -> str:
-    intro = f'<p class="lead">{visible(section.intro)}</p>' if section.intro else ""
-    head = f'<div class="head"><h2>{visible(section.title)}</h2>{intro}</div>'
-    # keep the heading with the first figures, or printing can separate them
-    parts, grid = ([], [head]) if isinstance(section.parts[0], Figure) else ([head], list[str]())
-    for part in [*section.parts, Html("")]:
-        if isinstance(part, Figure):
-            grid.append(shown(part, next(names)))
-        else:
-            parts += [f'<div class="grid">{"".join(grid)}</div>', part] if grid else [part]
-            grid = []
-    return f'<section id="{section.anchor}">{"".join(parts)}</section>'
-
-
-def shown(figure: Figure, name: str) -> str:
-    kind, title = ' class="wide"' if figure.wide else "", visible(figure.title)
-    zoom, steps = (" zoom", STEPS) if figure.zoom else ("", "")
-    return (
-        f"<figure{kind}><figcaption><b>{title}</b><span>{visible(figure.note)}</span></figcaption>{steps}"
-        f'<div class="plot{zoom}" id="{name}" role="img" aria-label="{title}" style="height:{figure.height}px"></div>'
-        "</figure>"
-    )
-
-
-def legend(names: Mapping[int, str]) -> str:
-    if not names:
-        return ""
-    chips = "".join(
-        f'<button type="button" data-slot="{slot}" aria-pressed="true" style="--c:var(--s{slot % 8 + 1})">'
-        f"{visible(name)}</button>"
-        for slot, name in names.items()
-    )
-    return f'<div class="legend">{chips}</div>'
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> Html:
-    """Return a table of plain text; `numbers` aligns all columns except the first to the right."""
-
-    def line(kind: str, cells: Sequence[str]) -> str:
-        aligned = ['class="n"' if numbers and i else "" for i in range(len(cells))]
-        row = "".join(f"<{kind} {each}>{visible(cell)}</{kind}>" for each, cell in zip(aligned, cells, strict=True))
-        return f"<tr>{row}</tr>"
-
-    top, body = line("th", head), "".join(line("td", row) for row in rows)
-    return Html(f'<div class="scroll"><table><thead>{top}</thead><tbody>{body}</tbody></table></div>')
-
-
-def paragraph(text: str) -> Html:
-    return Html(f"<p>{visible(text)}</p>")
-
-
-def folded(title: str, text: str) -> Html:
-    return Html(
-        f'<details><summary>{visible(title)}</summary><div class="box"><pre>{visible(text)}</pre></div></details>'
-    )
+def page_figure(figure: Figure) -> Json:
+    """Return the fields of a figure that page.js needs; the HTML itself contains the note and the width."""
+    fields = {name: value for name, value in asdict(figure).items() if name not in ("note", "wide")}
+    return fields | {"title": "<br>".join(wrap(plain(figure.title), TITLE_WIDTH))}
 
 
 def as_json(data: object) -> str:

@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 
 from slipstream.config.base import Section
 from slipstream.config.file import differing
-from slipstream.config.schema import Config, TeacherConfig
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig
 from slipstream.errors import RunDirError
 from slipstream.metrics import digest
 from slipstream.reporting.advice.measurements import Case
-from slipstream.reporting.advice.read import case_of
+from slipstream.reporting.advice.tree import case_of
 from slipstream.run_dir.reading import Line, RunDir
 
 Column = tuple[list[float], list[float]]
 """Updates, and the values of a metric at these updates."""
-MEASURES = {"accuracy", "kl"}
+HELD_OUT_MEASURES = {"accuracy", "kl"}
 """Metrics that an evaluation may have: accuracy by the first reward, or else the KL to the teacher."""
-OPTIONAL = ("environment", "policy", "reference", "freshness")
+OPTIONAL_SECTIONS = ("environment", "policy", "reference", "freshness")
 """Config sections that have no effect unless they are written."""
 
 
@@ -80,10 +81,10 @@ class Reading:
         """Evaluations by measure (accuracy or KL) and name of the held-out set."""
         found: dict[tuple[str, str], HeldOut] = {}
         for line in self.evaluations:
-            for measure in MEASURES & line.keys():
+            for measure in HELD_OUT_MEASURES & line.keys():
                 name = line.get("set", "")
                 each, n = found.setdefault((measure, name), HeldOut([], [], [])), self.config.eval.of(name, "n")
-                of_accuracy = standard_error(line[measure], line.get("samples", 0.0) / n)
+                of_accuracy = binomial_error(line[measure], line.get("samples", 0.0) / n)
                 each.updates.append(float(line["update"]))
                 each.values.append(line[measure])
                 each.errors.append(line["kl_error"] if measure == "kl" else of_accuracy)
@@ -100,7 +101,7 @@ def seconds_at(metrics: Sequence[Line], update: float) -> float:
     return float(metrics[min(place, len(metrics) - 1)].get("time", 0.0)) if update > 0 else 0.0
 
 
-def standard_error(mean: float, count: float) -> float | None:
+def binomial_error(mean: float, count: float) -> float | None:
     """Return the largest possible standard error of a mean of numbers in [0, 1]; None for other means or no numbers."""
     return sqrt(mean * (1 - mean) / count) if 0 <= mean <= 1 and count else None
 
@@ -108,7 +109,7 @@ def standard_error(mean: float, count: float) -> float | None:
 def read(paths: Sequence[Path]) -> list[Reading]:
     runs = [RunDir(path) for path in paths]
     found = list[Reading]()
-    for name, run in zip(distinguished(paths), runs, strict=True):
+    for name, run in zip(unique_names(paths), runs, strict=True):
         metrics = run.metrics
         if not metrics:
             raise RunDirError(f"{run.path} has made no update yet: there is nothing to report")
@@ -116,7 +117,7 @@ def read(paths: Sequence[Path]) -> list[Reading]:
     return found
 
 
-def distinguished(paths: Sequence[Path]) -> list[str]:
+def unique_names(paths: Sequence[Path]) -> list[str]:
     """Return a short unique name per path: its last parts, as many as needed; equal paths are numbered."""
     whole = [path.resolve() for path in paths]
     names = [path.name or str(path) for path in whole]
@@ -139,7 +140,7 @@ def defaults(config: Config) -> Config:
     return Config.model_construct(_fields_set=None, **given)
 
 
-def changed(config: Config) -> dict[str, tuple[Any, Any]]:
+def changed_settings(config: Config) -> dict[str, tuple[Any, Any]]:
     """Return default and value of every setting that differs from its default."""
     apart = differing(defaults(config), config)
     found = {name: (usual, own) for name, usual, own in apart if usual != {}}  # nested settings have their own entries
@@ -151,4 +152,4 @@ def changed(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def in_use(config: Config) -> dict[str, str]:
-    return {f"[{name}]": "in use" for name in OPTIONAL if getattr(config, name) is not None}
+    return {f"[{name}]": "in use" for name in OPTIONAL_SECTIONS if getattr(config, name) is not None}

@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import slipstream
 from slipstream.config.file import differing, flat, to_toml
 from slipstream.metrics import collapse, peak_to_end
 from slipstream.reporting.advice.tree import advise
 from slipstream.reporting.report import charts, timeline
-from slipstream.reporting.report import samples_html as quotes
-from slipstream.reporting.report.figures import FEW
-from slipstream.reporting.report.page import Html, Page, Part, Section, folded, paragraph, table
-from slipstream.reporting.report.panels import panels
-from slipstream.reporting.report.points import window
-from slipstream.reporting.report.runs import Reading, changed, held_out_sets, in_use
-from slipstream.reporting.report.samples_html import visible
-from slipstream.reporting.report.titles import change, duration, shown
+from slipstream.reporting.report.figures import MARKED_POINTS, window
+from slipstream.reporting.report.page import Facts, Folded, Page, Paragraph, Part, Samples, Section, Table
+from slipstream.reporting.report.runs import Reading, changed_settings, held_out_sets, in_use
+from slipstream.reporting.report.samples import STRONGEST, pick, sample_of
+from slipstream.reporting.report.titles import change, duration, setting_text, short
 from slipstream.run_dir.writing import LEDGER
 
-SAMPLES = 6
+SAMPLES_SHOWN = 6
 """Number of samples in a report of one run; with several runs each has fewer."""
-CAUSES = 8
+DROPS_LISTED = 8
 """Largest number of dropped groups that are listed for a run."""
-NAMED = 5
+RUNS_NAMED = 5
 """Largest number of runs named in a title."""
-STALENESS = "Lag of trained tokens: updates between sampling a token and training on it."
-DRIFT = "Distance of the learner from the policy that sampled its tokens. The healthy range is shaded."
-GUARDS = "Actions of the guards, which lower the learning rate or tau when metrics go wrong."
-KEY = Html(
-    '<p class="note key">Colour of a token: <span class="less" style="--a:.6">less likely</span> or '
-    '<span class="more" style="--a:.6">more likely</span> to the teacher than to the student; strongest from '
-    f"{quotes.FULL:g} nats on. Point at a token to see both log-probs.</p>"
-)
+INTROS = {
+    "Advice": "The result of slipstream advise.",
+    "Configuration": "Settings that differ from their default.",
+    "Waits": "Time that stages spent waiting, and where groups waited.",
+    "Staleness": "Lag of trained tokens: updates between sampling a token and training on it.",
+    "Drift": "Distance of the learner from the policy that sampled its tokens. The healthy range is shaded.",
+    "Corrections": "Effects of importance weights and rejection.",
+    "Freshness": "Weights of stale samples.",
+    "Guards": "Actions of the guards, which lower the learning rate or tau when metrics go wrong.",
+}
+"""Sentences below the titles of sections."""
 
 
 def page(runs: Sequence[Reading], command: str) -> Page:
     names = [run.name for run in runs]
     several = len(runs) > 1
-    lead = [] if several else [what(runs[0])]
+    lead = [] if several else [description(runs[0])]
     longest = max(len(run.metrics) for run in runs)
-    if longest > FEW:
+    if longest > MARKED_POINTS:
         lead.append(f"Thin lines show single updates, thick lines a moving mean over up to {window(longest)} updates.")
     return Page(
         kicker="Slipstream report",
@@ -52,17 +49,17 @@ def page(runs: Sequence[Reading], command: str) -> Page:
         lead=" ".join(lead),
         sections=list(sections(runs)),
         legend=dict(enumerate(names)) if several else {},
-        footer=made_by(command),
+        command=command,
     )
 
 
 def title_of(names: Sequence[str]) -> str:
-    if len(names) > NAMED:
-        return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} others"
+    if len(names) > RUNS_NAMED:
+        return f"{', '.join(names[:RUNS_NAMED])} and {len(names) - RUNS_NAMED} others"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def what(run: Reading) -> str:
+def description(run: Reading) -> str:
     """Return a line that names student, losses, teachers and schedule."""
     config = run.config
     teachers = ", ".join(config.model_of(each) for each in config.teachers.values())
@@ -74,41 +71,38 @@ def what(run: Reading) -> str:
 
 def sections(runs: Sequence[Reading]) -> Iterator[Section]:
     """Yield all sections of the report; the page leaves out sections without content."""
-    traces = [timeline.slices(run) for run in runs]
-    episodes = [timeline.episodes(run) for run in runs if run.values("episode/turns")]
-    waits = [charts.waits(runs), charts.idle(runs), charts.places(runs), charts.publishes(runs)]
-    yield Section("At a glance", "", [headlines(runs)])
-    yield Section("Advice", "The result of slipstream advise.", list(advice(runs)))
-    yield Section("Configuration", "Settings that differ from their default.", list(configuration(runs)))
-    figures: tuple[tuple[str, str, str, Iterable[Part | None]], ...] = (
-        ("Accuracy and rewards", "", "rewards", charts.held_out(runs)),
-        ("Learning", "", "learning", ()),
-        ("Overlap of the stages", "", "", overlap(runs, traces)),
-        ("Throughput", "", "throughput", ()),
-        ("Waits", "Time that stages spent waiting, and where groups waited.", "", waits),
-        ("Staleness", STALENESS, "staleness", [charts.lags(runs), charts.drift_by_lag(runs)]),
-        ("Drift", DRIFT, "drift", ()),
-        ("Corrections", "Effects of importance weights and rejection.", "corrections", ()),
-        ("Freshness", "Weights of stale samples.", "freshness", ()),
-        ("Guards", GUARDS, "guards", ()),
-        ("Noise", "", "noise", [charts.noise(runs)]),
-        ("Lengths", "", "lengths", ()),
-        ("Teachers", "", "teachers", ()),
-        ("Episodes", "", "episodes", episodes),
-    )
-    for title, intro, name, others in figures:
-        parts = [*others, *(panels(name, runs) if name else ())]
-        yield Section(title, intro, [part for part in parts if part is not None])
-    yield Section("Samples", "", list(samples(runs)))
-    yield Section("Lost work", "", list(losses(runs)))
+    of_metrics, traces = charts.of_metrics, [timeline.slices(run) for run in runs]
+    episodes = (timeline.episodes(run) for run in runs if run.values("episode/turns"))
+    parts: dict[str, Iterable[Part | None]] = {
+        "At a glance": [headlines(runs)],
+        "Advice": advice(runs),
+        "Configuration": configuration(runs),
+        "Accuracy and rewards": (*charts.held_out(runs), *of_metrics("rewards", runs)),
+        "Learning": of_metrics("learning", runs),
+        "Overlap of the stages": overlap(runs, traces),
+        "Throughput": of_metrics("throughput", runs),
+        "Waits": [charts.waits(runs), charts.idle(runs), charts.places(runs), charts.publishes(runs)],
+        "Staleness": (charts.lags(runs), charts.drift_by_lag(runs), *of_metrics("staleness", runs)),
+        "Drift": of_metrics("drift", runs),
+        "Corrections": of_metrics("corrections", runs),
+        "Freshness": of_metrics("freshness", runs),
+        "Guards": of_metrics("guards", runs),
+        "Noise": (charts.noise(runs), *of_metrics("noise", runs)),
+        "Lengths": of_metrics("lengths", runs),
+        "Teachers": of_metrics("teachers", runs),
+        "Episodes": (*episodes, *of_metrics("episodes", runs)),
+        "Samples": samples(runs),
+        "Lost work": losses(runs),
+    }
+    for title, each in parts.items():
+        yield Section(title, INTROS.get(title, ""), [part for part in each if part is not None])
 
 
-def headlines(runs: Sequence[Reading]) -> Html:
-    rows = [[label, *cells] for label, cells in facts(runs) if any(cell for cell in cells)]
+def headlines(runs: Sequence[Reading]) -> Part:
+    rows = [(label, *cells) for label, cells in facts(runs) if any(cells)]
     if len(runs) == 1:
-        items = "".join(f"<div><dt>{visible(label)}</dt><dd>{visible(cell)}</dd></div>" for label, cell in rows)
-        return Html(f'<dl class="facts">{items}</dl>')
-    return table(["", *(run.name for run in runs)], rows, numbers=len(runs) > 1)
+        return Facts([(label, cell) for label, cell in rows])
+    return Table(["", *(run.name for run in runs)], rows, numbers=True)
 
 
 def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
@@ -125,21 +119,21 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
         yield f"{label}, best less end", [ending(run.values(name)) for run in runs]
     for name, label in {**labels, "teacher/kl": "KL to the teacher"}.items():
         ends = [change(run.values(name)) if run.values(name) else None for run in runs]
-        yield label, [f"{shown(end.first)} → {shown(end.last)}" if end else "" for end in ends]
+        yield label, [f"{short(end.first)} → {short(end.last)}" if end else "" for end in ends]
     for name, label in (
         ("tokens_per_s", "tokens per second"),
         ("overlap/stages", "overlap of stages"),
         ("lag/mean", "mean lag, in updates"),
         ("lag/max", "largest lag"),
     ):
-        yield label, [shown(run.digest[name]) if run.digest else "" for run in runs]
-    yield "groups dropped or restarted", [shown(run.digest["lost"]) if run.digest else "" for run in runs]
+        yield label, [short(run.digest[name]) if run.digest else "" for run in runs]
+    yield "groups dropped or restarted", [short(run.digest["lost"]) if run.digest else "" for run in runs]
 
 
 def ending(rewards: Sequence[float]) -> str:
     """Format how far the end of a reward is below its best, and the update of a collapse; empty for short runs."""
     fell, at = peak_to_end(rewards), collapse(rewards)
-    return "" if fell is None else shown(fell) + (f", collapsed at update {at}" if at is not None else "")
+    return "" if fell is None else short(fell) + (f", collapsed at update {at}" if at is not None else "")
 
 
 def held_out_of(run: Reading, key: tuple[str, str]) -> str:
@@ -148,7 +142,7 @@ def held_out_of(run: Reading, key: tuple[str, str]) -> str:
         return ""
     _, values, errors = run.held_out[key]
     if key[0] == "kl":
-        return f"{shown(values[0])} → {shown(values[-1])}" + (f" ± {errors[-1]:.2g}" if errors[-1] else "")
+        return f"{short(values[0])} → {short(values[-1])}" + (f" ± {errors[-1]:.2g}" if errors[-1] else "")
     error = f" ± {100 * errors[-1]:.2g}" if errors[-1] else ""
     return f"{100 * values[0]:.3g} → {100 * values[-1]:.3g}{error} %"
 
@@ -156,48 +150,44 @@ def held_out_of(run: Reading, key: tuple[str, str]) -> str:
 def advice(runs: Sequence[Reading]) -> Iterator[Part]:
     found = [(run.name, advise(run.case)) for run in runs]
     rows = [
-        [name, each.name, f"{each.metric} = {shown(each.value)}", each.cause, each.cli or each.run]
+        [name, each.name, f"{each.metric} = {short(each.value)}", each.cause, each.cli or each.run]
         for name, advice in found
         for each in advice.answers
     ]
     skip = 1 if len(runs) == 1 else 0
     if rows:
-        yield table(["run", "finding", "seen", "cause", "write"][skip:], [row[skip:] for row in rows])
+        yield Table(["run", "finding", "seen", "cause", "write"][skip:], [row[skip:] for row in rows])
     calm = [name for name, advice in found if not advice.wrong]
     if calm:
-        yield paragraph("Nothing is wrong." if skip else f"Nothing is wrong with {title_of(calm)}.")
+        yield Paragraph("Nothing is wrong." if skip else f"Nothing is wrong with {title_of(calm)}.")
 
 
 def configuration(runs: Sequence[Reading]) -> Iterator[Part]:
     """Yield a table of the settings that differ from the default in any run; differences between runs come first."""
-    found = [changed(run.config) for run in runs]
+    found = [changed_settings(run.config) for run in runs]
     apart = {name for run in runs[1:] for name, *_ in differing(runs[0].config, run.config)}
     defaults = {name: usual for each in found for name, (usual, _) in each.items() if name != "output"}
     settings = [flat(run.config.model_dump(mode="json")) | in_use(run.config) for run in runs]
     rows = [
-        [name, *(written(each.get(name)) for each in settings), written(defaults[name])]
+        [name, *(setting_text(each.get(name)) for each in settings), setting_text(defaults[name])]
         for name in sorted(defaults, key=lambda name: (name not in apart, name))
     ]
     if len(runs) > 1 and apart:
-        yield paragraph("The first rows are the settings that differ between the runs.")
-    yield table(["setting", *(run.name if len(runs) > 1 else "value" for run in runs), "default"], rows)
+        yield Paragraph("The first rows are the settings that differ between the runs.")
+    yield Table(["setting", *(run.name if len(runs) > 1 else "value" for run in runs), "default"], rows)
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
-        yield folded(f"complete config.toml{of}, and its machine", f"{to_toml(run.config)}\n{machine(run)}")
+        yield Folded(f"complete config.toml{of}, and its machine", f"{to_toml(run.config)}\n{machine_text(run)}")
 
 
-def written(value: Any) -> str:
-    return "–" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def machine(run: Reading) -> str:
+def machine_text(run: Reading) -> str:
     meta = run.meta
     packages = [f"{name} {version}" for name, version in dict(meta.get("packages", {})).items()]
     of = [f"{name} {meta[name]}" for name in ("python", "platform", "cpus", "git", "started") if meta.get(name)]
-    return "\n".join([begun(run), *of, *packages])
+    return "\n".join([command_line(run), *of, *packages])
 
 
-def begun(run: Reading) -> str:
+def command_line(run: Reading) -> str:
     """Return the command line of the run; empty if unknown."""
     words = [str(word) for word in run.meta.get("command") or []]
     return shlex.join([Path(words[0]).name if words[0] != "-c" else "slipstream", *words[1:]]) if words else ""
@@ -212,31 +202,25 @@ def overlap(runs: Sequence[Reading], found: Sequence[list[timeline.Slice]]) -> I
 
 
 def samples(runs: Sequence[Reading]) -> Iterator[Part]:
-    count = SAMPLES if len(runs) == 1 else max(2, SAMPLES // len(runs))
-    found = [(run, quote) for run in runs for quote in quotes.chosen(run, count)]
-    if found:
-        yield KEY
-    for run, quote in found:
-        yield Html(quotes.sample(quote, run.name if len(runs) > 1 else ""))
+    several = len(runs) > 1
+    count = max(2, SAMPLES_SHOWN // len(runs)) if several else SAMPLES_SHOWN
+    if found := [sample_of(quote, run.name if several else "") for run in runs for quote in pick(run, count)]:
+        yield Samples(found, STRONGEST)
 
 
 def losses(runs: Sequence[Reading]) -> Iterator[Part]:
-    figure = charts.lost(runs)
+    figure = charts.lost_work(runs)
     if figure is None:
-        yield paragraph("No group was lost: every submitted group was trained on, or was in flight at the end.")
+        yield Paragraph("No group was lost: every submitted group was trained on, or was in flight at the end.")
         return
     yield figure
     rows = [[run.name, *cause] for run in runs for cause in causes(run)]
     if rows:
-        yield table(["run", "group", "reason", "cause"], rows)
+        yield Table(["run", "group", "reason", "cause"], rows)
 
 
 def causes(run: Reading) -> Iterable[list[str]]:
     """Return number, reason and cause of the first dropped groups."""
-    room = iter(range(CAUSES))
+    room = iter(range(DROPS_LISTED))
     lines = run.run.picked(LEDGER, lambda _, line: b'"end": "dropped"' in line and next(room, None) is not None)
     return [[str(line["number"]), str(line["reason"]), str(line.get("cause", ""))] for line in lines]
-
-
-def made_by(command: str) -> Html:
-    return Html(f"Made by <code>{visible(command)}</code> with slipstream {slipstream.__version__}, plotly.js (MIT).")

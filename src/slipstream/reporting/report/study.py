@@ -1,21 +1,29 @@
-"""Report page of a study: result figures, claims with verdicts, tables, and learning curves."""
+"""Report of a study as HTML or Markdown: result figures, claims with verdicts, tables, and learning curves."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
-from slipstream.reporting.report import study_figures as arms
-from slipstream.reporting.report.page import Html, Page, Part, Section, folded, table
-from slipstream.reporting.report.panels import panel_of
-from slipstream.reporting.report.sections import made_by, written
-from slipstream.reporting.report.titles import duration, estimate
-from slipstream.studies.results import STUDY_FILE, Aggregate, ClaimResult, Sweep
-from slipstream.studies.statistics import Estimate
+from slipstream.reporting.report import study_figures
+from slipstream.reporting.report.charts import measure_row
+from slipstream.reporting.report.page import Folded, Page, Part, Section, Table
+from slipstream.reporting.report.titles import duration, mean_text, setting_text
+from slipstream.statistics import Estimate, Verdict
+from slipstream.studies.results import STUDY_FILE, ClaimResult, Sweep
 from slipstream.studies.study import is_number
 
-Table = tuple[list[str], list[list[str]]]
-"""Names of the columns, and rows."""
+STUDIES = Path("configs/lab")
+"""Directory of the studies of this repository, relative to its root."""
+VERDICT_WORDS: Mapping[Verdict, tuple[str, str]] = {
+    "holds": ("holds", "hold"),
+    "does not hold": ("does not hold", "do not hold"),
+    "open": ("is open", "are open"),
+}
+"""Verb of a verdict on one claim and on several."""
 
 
 def page(sweep: Sweep, command: str) -> Page:
@@ -29,7 +37,7 @@ def page(sweep: Sweep, command: str) -> Page:
         f"{sweep.study.sweep.last} updates. Error bars: one standard error over seeds.",
         sections=list(sections(sweep)),
         legend=dict(enumerate(sweep.series())),
-        footer=made_by(command),
+        command=command,
     )
 
 
@@ -41,98 +49,91 @@ def sections(sweep: Sweep) -> Iterator[Section]:
     verdicts = "A claim holds, or does not hold, if its corrected p-value is at most 0.05. Otherwise it is open."
     same = "Runs with the same seed use the same prompts, so only the setting differs between them."
     shades = "Mean over seeds, shaded by one standard error. Titles are about the last updates, like the table."
-    tables = [table(*table_of(sweep, measure)) for measure in sweep.measures]
-    yield Section("Result", " ".join(sweep.study.sweep.about.split()), list(arms.drawn(sweep).values()))
+    tables = [table_of(sweep, measure) for measure in sweep.measures]
+    figures = study_figures.result_figures(sweep)
+    yield Section("Result", " ".join(sweep.study.sweep.about.split()), list(figures.values()))
     yield Section("Claims", verdicts, [claims(sweep)] if sweep.study.sweep.claims else [])
     yield Section("Table", "Mean ± one standard error over seeds.", tables)
-    yield Section("Paired by seed", same, list(paired(sweep)))
-    yield Section("Learning curves", shades, list(arms.curves(sweep)))
-    yield Section("How it was run", "", list(how(sweep)))
+    yield Section("Paired by seed", same, list(paired_tables(sweep)))
+    yield Section("Learning curves", shades, list(study_figures.curves(sweep)))
+    yield Section("How it was run", "", list(run_parts(sweep)))
 
 
 def table_of(sweep: Sweep, measure: str) -> Table:
     """Return a table of means: series × x, with the number of seeds if some are missing."""
     seeds = len(sweep.study.sweep.seeds)
     cells = {
-        (row.series, repr(row.x)): mean_text(row, measure) + ("" if row.n == seeds else f" ({row.n} of {seeds} seeds)")
+        (row.series, repr(row.x)): value_text(row, measure) + ("" if row.n == seeds else f" ({row.n} of {seeds} seeds)")
         for row in sweep.table(measure)
     }
-    return crossed(sweep, measure, list(sweep.series()), cells)
+    return cross_table(sweep, measure, list(sweep.series()), cells)
 
 
-def crossed(sweep: Sweep, measure: str, names: Sequence[str], cells: Mapping[tuple[str, str], str]) -> Table:
-    xs = [x for x in arms.places(sweep) if any((name, repr(x)) in cells for name in names)]
+def cross_table(sweep: Sweep, measure: str, names: Sequence[str], cells: Mapping[tuple[str, str], str]) -> Table:
+    xs = [x for x in study_figures.x_values(sweep) if any((name, repr(x)) in cells for name in names)]
     setting = sweep.study.x
-    head = [panel_of(measure).label, *(f"{setting} = {written(x)}" if setting else "" for x in xs)]
-    return head, [[name, *(cells.get((name, repr(x)), "") for x in xs)] for name in names]
+    head = [measure_row(measure).title, *(f"{setting} = {setting_text(x)}" if setting else "" for x in xs)]
+    return Table(head, [[name, *(cells.get((name, repr(x)), "") for x in xs)] for name in names])
 
 
-def mean_text(found: Aggregate | Estimate, measure: str) -> str:
-    return estimate(found.mean, found.se, share=panel_of(measure).share)
+def value_text(value: Estimate, measure: str) -> str:
+    return mean_text(value.mean, value.se, share=measure_row(measure).is_share)
 
 
-def difference_text(found: Estimate, measure: str) -> str:
+def difference_text(difference: Estimate, measure: str) -> str:
     """Format a difference; a difference of shares is in percentage points."""
-    return mean_text(found, measure).replace(" %", " points")
+    return value_text(difference, measure).replace(" %", " points")
 
 
-def claims(sweep: Sweep) -> Html:
-    rows = [
-        (
-            each.claim.says,
-            compared(each),
-            difference_text(each.found, each.measure),
-            str(each.found.n),
-            each.p_text,
-            each.verdict,
-        )
-        for each in sweep.claims()
-    ]
-    return table(["claim", "claimed to be below 0", "difference", "seeds", "p (Holm)", "verdict"], rows)
+def claims(sweep: Sweep) -> Table:
+    rows = []
+    for each in sweep.claims():
+        difference, seeds = difference_text(each.difference, each.measure), str(each.difference.n)
+        rows.append([each.claim.says, comparison(each), difference, seeds, each.p_text, each.verdict])
+    return Table(["claim", "claimed to be below 0", "difference", "seeds", "p (Holm)", "verdict"], rows)
 
 
-def compared(tried: ClaimResult) -> str:
-    claim, of = tried.claim, panel_of(tried.measure).label
-    less, than = written(claim.less), written(claim.than)
+def comparison(result: ClaimResult) -> str:
+    claim, of = result.claim, measure_row(result.measure).title
+    less, than = setting_text(claim.less), setting_text(claim.than)
     if claim.slope:
         return f"{of}: slope of {less} − slope of {than}"
-    at, than_at = map(where, claim.places)
+    at, than_at = map(at_x, claim.places)
     return f"{of}: {less}{at if at != than_at else ''} − {than}{than_at}"
 
 
-def where(x: Any) -> str:
+def at_x(x: Any) -> str:
     return "" if x is None else f" at {x:g}" if is_number(x) else f" at {x}"
 
 
-def paired(sweep: Sweep) -> Iterator[Part]:
+def paired_tables(sweep: Sweep) -> Iterator[Part]:
     for measure in sweep.measures:
         cells = {
-            (f"{each.series} − {each.base}", repr(each.x)): difference_text(each.found, measure) + sigma(each.found)
+            (f"{each.series} − {each.base}", repr(each.x)): difference_text(each.difference, measure)
+            + sigma(each.difference)
             for each in sweep.differences(measure)
         }
         if cells:
-            yield table(*crossed(sweep, measure, list(dict.fromkeys(name for name, _ in cells)), cells))
-    head, rows = slopes(sweep)
-    if rows:
-        yield table(head, rows)
+            yield cross_table(sweep, measure, list(dict.fromkeys(name for name, _ in cells)), cells)
+    if (slopes := slope_table(sweep, sweep.measures)).rows:
+        yield slopes
 
 
-def slopes(sweep: Sweep) -> Table:
+def slope_table(sweep: Sweep, measures: Sequence[str]) -> Table:
     """Return a table of the change of each measure when x (for a lag: x + 1) doubles; without rows if there is none."""
-    found = {(name, m): difference_text(slope, m) for m in sweep.measures for name, slope in sweep.slopes(m).items()}
-    names = dict.fromkeys(name for name, _ in found)
-    head = [f"slope against {sweep.doublings}", *(panel_of(m).label for m in sweep.measures)]
-    return head, [[name, *(found.get((name, m), "") for m in sweep.measures)] for name in names]
+    cells = {(name, m): difference_text(slope, m) for m in measures for name, slope in sweep.slopes(m).items()}
+    names = dict.fromkeys(name for name, _ in cells)
+    head = [f"slope against {sweep.doublings}", *(measure_row(m).title for m in measures)]
+    return Table(head, [[name, *(cells.get((name, m), "") for m in measures)] for name in names])
 
 
-def sigma(found: Estimate) -> str:
+def sigma(difference: Estimate) -> str:
     """Return the distance from 0 in standard errors as text; empty if unknown."""
-    if found.mean is None or not found.se or found.se < abs(found.mean) * 1e-9:
-        return ""
-    return f" ({found.mean / found.se:+.1f} errors)"
+    mean, error = difference.mean, difference.se
+    return "" if mean is None or not error or error < abs(mean) * 1e-9 else f" ({mean / error:+.1f} errors)"
 
 
-def how(sweep: Sweep) -> Iterator[Part]:
+def run_parts(sweep: Sweep) -> Iterator[Part]:
     done = [cell.done for cell in sweep.finished]
     if done:
         meta = sweep.finished[0].run.meta
@@ -142,5 +143,65 @@ def how(sweep: Sweep) -> Iterator[Part]:
             ["seeds", ", ".join(map(str, sweep.study.sweep.seeds))],
             ["machine", f"{meta.get('platform', '')}, {meta.get('cpus', '')} CPUs"],
         ]
-        yield table(["", ""], facts)
-    yield folded(STUDY_FILE, (sweep.path / STUDY_FILE).read_text("utf-8"))
+        yield Table(["", ""], facts)
+    yield Folded(STUDY_FILE, (sweep.path / STUDY_FILE).read_text("utf-8"))
+
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+def markdown_page(sweep: Sweep, directory: Path) -> Iterator[str]:
+    """Yield the lines of the page that is written to a directory, beside its figures."""
+    config = STUDIES / f"{sweep.path.resolve().name}.toml"
+    again = str(config) if config.exists() else f"{sweep.path / STUDY_FILE} --output {sweep.path}"
+    yield f"# {title_of(sweep)}\n"
+    if about := sweep.study.sweep.about:
+        yield f"{about.strip()}\n"
+    yield f"```console\nslipstream sweep {again}\nslipstream report {sweep.path} --markdown {directory}\n```\n"
+    results = sweep.claims()
+    claimed = {each.measure for each in results}
+    for (file, figure), measure in zip_longest(study_figures.result_figures(sweep).items(), sweep.measures):
+        yield f"![{figure.note if measure in claimed else figure.title}]({file})\n"
+    if results:
+        yield "| claim | claimed to be below 0 | is | p (Holm) | |\n| --- | --- | --- | --- | --- |"
+        for each in results:
+            difference = difference_text(each.difference, each.measure)
+            yield f"| {each.claim.says} | {comparison(each)} | {difference} | {each.p_text} | **{each.verdict}** |"
+        yield f"\n{conclusion(results)}\n"
+    for table in markdown_tables(sweep):
+        if table.rows:
+            yield f"| {' | '.join(table.head)} |\n|{' --- |' * len(table.head)}"
+            yield from (f"| {' | '.join(row)} |" for row in table.rows)
+            yield ""
+    yield f"{summary_of(sweep)}\n"
+
+
+def conclusion(results: Sequence[ClaimResult]) -> str:
+    """Return how many claims hold, do not hold and are open, as one sentence."""
+    counts = Counter(each.verdict for each in results)
+    parts = [f"{counts[verdict]} {words[counts[verdict] != 1]}" for verdict, words in VERDICT_WORDS.items()]
+    return f"In short: of {len(results)} claim{'s' if len(results) != 1 else ''}, {', '.join(parts)}."
+
+
+def markdown_tables(sweep: Sweep) -> list[Table]:
+    """Return tables of the measures of claims, or else of the first; the figures of the page show the others."""
+    claimed = {each.measure for each in sweep.claims()}
+    measures = [measure for measure in sweep.measures if measure in claimed] or sweep.measures[:1]
+    if sweep.study.x is not None:
+        return [*(table_of(sweep, measure) for measure in measures), slope_table(sweep, measures)]
+    columns = [{row[0]: row[1] for row in table_of(sweep, measure).rows} for measure in measures]
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in sweep.series()]
+    return [Table(["", *(measure_row(measure).title for measure in measures)], rows)]
+
+
+def summary_of(sweep: Sweep) -> str:
+    """Return a summary of the runs: their number, seeds, time and machine."""
+    done, missing = [cell.done for cell in sweep.finished], len(sweep.cells) - len(sweep.finished)
+    meta = sweep.finished[0].run.meta
+    seeds = ", ".join(map(str, sweep.study.sweep.seeds))
+    return (
+        f"{len(done)} runs{f', {missing} are missing' if missing else ''}; seeds {seeds}; "
+        f"{sum(each['updates'] for each in done):,.0f} updates in "
+        f"{duration(sum(each['cpu_seconds'] for each in done))} of CPU; "
+        f"{meta['cpus']} cores, torch {meta['packages']['torch']}, {meta['started'][:10]}."
+    )

@@ -1,6 +1,6 @@
 """Figures from trace.json: a Gantt chart of updates in the middle, and busy shares over the whole run.
 
-A run can have millions of events, so the chart is limited to UPDATES updates, and the shares to STEPS time steps.
+A run can have millions of events, so the chart shows UPDATES updates, and the shares TIMELINE_STEPS time steps.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from slipstream.reporting.report.figures import Figure, Json, number, numbers, plain, row_axes, row_bars
-from slipstream.reporting.report.points import mean
+from slipstream.reporting.report.figures import Figure, Json, mean, number, numbers, plain, row_axes, row_bars
 from slipstream.reporting.report.runs import Reading
-from slipstream.reporting.report.titles import shown
+from slipstream.reporting.report.titles import short
 from slipstream.run_dir.reading import Line
 from slipstream.run_dir.writing import TRACE
 
@@ -21,7 +20,7 @@ UPDATES, SLICES = 24, 2000
 """Limits of the Gantt chart: number of updates, and number of slices (activities of workers) per run."""
 SIGHT = 6
 """Number of updates in the initial view."""
-STEPS = 240
+TIMELINE_STEPS = 240
 EPISODES, EVENTS = 14, 40
 """Largest number of episodes that are drawn, and of events that are read for each."""
 SLICE, NAME, NESTED = b'{"ph": "X"', b'{"ph": "M"', (b'{"ph": "b", "cat": "episode"', b'{"ph": "e", "cat": "episode"')
@@ -93,7 +92,7 @@ def gantt(runs: Sequence[Reading], found: Sequence[list[Slice]]) -> Figure:
         rows += [prefix + worker for worker in sorted({each.worker for each in inside}, key=rank)]
         bars += [each._replace(worker=prefix + each.worker, start=each.start - zero) for each in inside]
     overlaps = ", ".join(
-        f"{shown(run.digest['overlap/stages'])}" + (f" ({run.name})" if several else "") for run in runs if run.digest
+        f"{short(run.digest['overlap/stages'])}" + (f" ({run.name})" if several else "") for run in runs if run.digest
     )
     title = "Activity of workers" + (f": {overlaps} busy stages on average" if overlaps else "")
     note = (
@@ -136,7 +135,7 @@ def rank(worker: str) -> tuple[int, str]:
 
 def busy(run: Reading, found: Sequence[Slice], *, named: bool) -> Figure:
     end = max(each.start + each.seconds for each in found)
-    steps = min(STEPS, max(1, len(run.metrics)))
+    steps = min(TIMELINE_STEPS, max(1, len(run.metrics)))
     width = end / steps
     workers = sorted({each.worker for each in found}, key=rank)
     shares = {worker: [0.0] * steps for worker in workers}
@@ -160,7 +159,7 @@ def busy(run: Reading, found: Sequence[Slice], *, named: bool) -> Figure:
     }
     means = {worker: mean(shares[worker]) for worker in workers}
     most = max(means, key=means.__getitem__)
-    title = f"Busiest: {most}, {shown(min(means[most], 1.0), share=True)} of the time"
+    title = f"Busiest: {most}, {short(min(means[most], 1.0), share=True)} of the time"
     title += f" ({run.name})" if named else ""
     note = "Dark is busy, light is idle. The slowest stage should be dark all the time."
     layout = {"xaxis": {"title": {"text": "seconds since the run began"}}, "yaxis": {"type": "category"}}
@@ -188,7 +187,7 @@ def episodes(run: Reading) -> Figure | None:
     bars = [each._replace(start=each.start - began[each.worker]) for each in spans if each.worker in rows]
     seconds = {kind: sum(bar.seconds for bar in bars if bar.kind == kind) for kind in kinds(bars)}
     whole = sum(seconds.values()) or 1.0
-    parts = [f"{shown(part / whole, share=True)} {kind}" for kind, part in seconds.items()]
+    parts = [f"{short(part / whole, share=True)} {kind}" for kind, part in seconds.items()]
     note = (
         f"{len(rows)} episodes from the middle of {run.name}. turn: the student generates; step: the environment runs."
     )

@@ -1,18 +1,21 @@
-"""Titles of figures: sentences made from the numbers that a figure shows."""
+"""Numbers as text, and titles of figures: sentences made from the numbers that a figure shows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import floor, isfinite, log10, sqrt
-from statistics import fmean, stdev
+from math import floor, hypot, inf, isfinite, log10
+from statistics import fmean
+from typing import Any
 
 from slipstream.metric_names import Band
+from slipstream.statistics import standard_error
 
-ENDS = 10
+COMPARED_UPDATES = 10
 """Number of updates at the start and at the end of a run that are compared."""
-SURE = 2.0
+MIN_ERRORS_TO_REPORT = 2.0
 """Number of standard errors beyond which a change is significant."""
 
 
@@ -24,19 +27,19 @@ class Change:
     """Standard error of the difference, computed as if updates were independent."""
 
     @property
-    def sure(self) -> bool:
-        return abs(self.last - self.first) > SURE * self.error
+    def is_significant(self) -> bool:
+        return abs(self.last - self.first) > MIN_ERRORS_TO_REPORT * self.error
 
 
 def change(values: Sequence[float]) -> Change:
-    """Return the change between the means of the first and last ENDS values, or of halves if there are fewer."""
-    count = max(1, min(ENDS, len(values) // 2))
+    """Return the change from the mean of the first to that of the last COMPARED_UPDATES values, or between halves."""
+    count = max(1, min(COMPARED_UPDATES, len(values) // 2))
     first, last = values[:count], values[-count:]
-    error = sqrt(sum(stdev(part) ** 2 / count for part in (first, last))) if count > 1 else float("inf")
-    return Change(fmean(first), fmean(last), error)
+    errors = [standard_error(part) for part in (first, last)]
+    return Change(fmean(first), fmean(last), hypot(*(inf if error is None else error for error in errors)))
 
 
-def shown(value: float, *, share: bool = False) -> str:
+def short(value: float, *, share: bool = False) -> str:
     """Format a number with three significant digits and a separator for thousands."""
     if not isfinite(value):
         return "unknown"
@@ -47,18 +50,22 @@ def shown(value: float, *, share: bool = False) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def setting_text(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def estimate(mean: float | None, error: float | None, *, share: bool = False) -> str:
+def mean_text(mean: float | None, error: float | None, *, share: bool = False) -> str:
     """Format a mean and its standard error with the digits that are significant."""
     if mean is None:
         return "–"
     if error is None:
-        return shown(mean, share=share)
+        return short(mean, share=share)
     scale, unit = (100.0, " %") if share else (1.0, "")
     mean, error = mean * scale, error * scale
     digits = 2 if error <= abs(mean) * 1e-9 else min(max(1 - floor(log10(error)), 0), 6)
@@ -67,14 +74,14 @@ def estimate(mean: float | None, error: float | None, *, share: bool = False) ->
 
 def course(label: str, runs: Mapping[str, Sequence[float]], *, share: bool = False) -> str:
     """Return a title: the trend in a single run, or the final values of several runs."""
-    say = partial(shown, share=share)
+    say = partial(short, share=share)
     known = {name: values for name, values in runs.items() if values}
     ends = {name: change(values) for name, values in known.items()}
     if len(ends) == 1:
         ((name, end),) = ends.items()
         if len(set(map(say, known[name]))) == 1:
             return f"{label} stayed at {say(end.last)}"
-        if end.sure:
+        if end.is_significant:
             return f"{label} {'rose' if end.last > end.first else 'fell'} from {say(end.first)} to {say(end.last)}"
         return f"{label}: {say(fmean(known[name]))} on average, no clear trend"
     last = {name: end.last for name, end in ends.items()}

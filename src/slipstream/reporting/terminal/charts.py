@@ -1,28 +1,44 @@
-"""Parts of the terminal display of a run: tables, bars and summary lines, computed from its progress."""
+"""Parts of the terminal display of a run: tables, bars and summary lines of its progress, and samples as text."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
 
-from slipstream.metric_names import Band, label
-from slipstream.reporting.terminal.layout import Lines
-from slipstream.reporting.terminal.metric_formats import SPEED, band_of, displayed, listed, title_of, value_text
-from slipstream.reporting.terminal.progress import BLOCKS, POINTS, RunProgress, sparkline
+from slipstream.errors import printable
+from slipstream.metric_names import Band
+from slipstream.reporting.terminal.progress import (
+    CURVE_POINTS,
+    SPARK_BARS,
+    SPEED,
+    RunProgress,
+    band_of,
+    counts_text,
+    displayed_names,
+    row_of,
+    sparkline,
+    title_of,
+)
+from slipstream.run_dir.trackers import heading
 
-BESIDE = 36
+Lines = list[Text]
+BESIDE_CURVE = 36
 """Columns reserved for name and number next to a curve."""
-BAR = 30
+BAR_WIDTH = 30
 """Largest width of a bar, in columns."""
-STAGES = ("rollout", "score", "learn")
-FULL, EMPTY = "█", "░"
+STAGE_NAMES = ("rollout", "score", "learn")
+SAMPLE_LINES, PROMPT_LINES = 6, 2
+"""Largest number of lines of a response, and of the end of its prompt, in a small display."""
+OBSERVATION = "│ "
+"""Prefix of lines that an environment returned."""
 
 
-def filled(share: float, width: int, full: str = FULL, empty: str = EMPTY, style: str = "cyan") -> Text:
+def share_bar(share: float, width: int, full: str = "█", empty: str = "░", style: str = "cyan") -> Text:
     count = round(min(max(0.0, share), 1.0) * width)
     return Text(full * count, style=style).append(empty * (width - count), style="dim")
 
@@ -39,22 +55,22 @@ class Row:
     """Healthy range that the value is outside of; None if it is inside or there is no range."""
 
 
-def watched_rows(course: RunProgress) -> list[Row]:
+def displayed_rows(course: RunProgress) -> list[Row]:
     """Return a row for each displayed metric that has a curve, and a last one for the recent speed."""
     rows = []
-    for name in displayed(course.numbers):
+    for name in displayed_names(course.numbers):
         if name in course.curves:
             value, band = course.numbers[name], band_of(name)
             missed = band if band is not None and value not in band else None
-            rows.append(Row(title_of(name), value_text(name, value), course.curves[name].points, missed))
-    if course.lately:
-        rows.append(Row(label("tokens_per_s"), f"{course.speed:,.0f}", course.curves[SPEED].points))
+            rows.append(Row(title_of(name), row_of(name).text(value), course.curves[name].points, missed))
+    if course.recent:
+        rows.append(Row(title_of(SPEED), f"{course.speed:,.0f}", course.curves[SPEED].points))
     return rows
 
 
-def outside(course: RunProgress) -> list[Row]:
+def unhealthy_rows(course: RunProgress) -> list[Row]:
     """Return a row for each other metric whose recent mean is outside its healthy range."""
-    shown, rows = set(displayed(course.numbers)), []
+    shown, rows = set(displayed_names(course.numbers)), []
     for name in course.numbers:
         band, mean = band_of(name), course.mean(name)
         if band is not None and mean is not None and mean not in band and name not in shown:
@@ -62,16 +78,16 @@ def outside(course: RunProgress) -> list[Row]:
     return rows
 
 
-def chosen(rows: Sequence[Row], most: int) -> list[Row]:
+def choose_rows(rows: Sequence[Row], most: int) -> list[Row]:
     """Return at most `most` rows in their order; prefer the first two and those outside their healthy range."""
     places = sorted(range(len(rows)), key=lambda i: (i >= 2 and rows[i].missed is None, i))[:most]
     return [rows[i] for i in sorted(places)]
 
 
-def table(rows: Sequence[Row], width: int, longest: int) -> Lines:
+def row_lines(rows: Sequence[Row], width: int, longest: int) -> Lines:
     name_width = min(longest, max((cell_len(row.name) for row in rows), default=0))
     value_width = max((len(row.value) for row in rows), default=0)
-    room = max(8, min(POINTS // 2, width - BESIDE))
+    room = max(8, min(CURVE_POINTS // 2, width - BESIDE_CURVE))
     lines = []
     for row in rows:
         name = row.name if cell_len(row.name) <= name_width else set_cell_size(row.name, name_width - 1) + "…"
@@ -88,30 +104,30 @@ def table(rows: Sequence[Row], width: int, longest: int) -> Lines:
 # --- time, lag and lost work ------------------------------------------------------------------------------------------
 
 
-def stages(course: RunProgress) -> list[tuple[str, float]]:
+def stage_shares(course: RunProgress) -> list[tuple[str, float]]:
     """Return the recent share of time in which each stage, and publishing, was busy."""
-    found = [(stage, course.share(f"busy/{stage}")) for stage in STAGES if f"busy/{stage}" in course.numbers]
-    if found:
-        found.append(("publish", course.sum("seconds/publish") / max(course.sum("seconds/update"), 1e-9)))
-    return found
+    shares = [(stage, course.share(f"busy/{stage}")) for stage in STAGE_NAMES if f"busy/{stage}" in course.numbers]
+    if shares:
+        shares.append(("publish", course.sum("seconds/publish") / max(course.sum("seconds/update"), 1e-9)))
+    return shares
 
 
 def stage_bars(bars: Sequence[tuple[str, float]], width: int, lines: int) -> Lines:
     """Return one line per stage, or a single line for all if there are fewer lines than stages."""
     longest = max(len(name) for name, _ in bars)
     if lines >= len(bars):
-        room = max(1, min(BAR, width - longest - 8))
-        return [Text(f"{n.ljust(longest)}  ").append_text(filled(x, room)).append(f" {x:4.0%}") for n, x in bars]
+        room = max(1, min(BAR_WIDTH, width - longest - 8))
+        return [Text(f"{n.ljust(longest)}  ").append_text(share_bar(x, room)).append(f" {x:4.0%}") for n, x in bars]
     line, room = Text(), min(10, (width - 3 * (len(bars) - 1)) // len(bars) - longest - 6)
     for name, share in bars:
         line.append("   " if line else "").append(f"{name} ")
         if room >= 3:
-            line.append_text(filled(share, room)).append(" ")
+            line.append_text(share_bar(share, room)).append(" ")
         line.append(f"{share:.0%}")
     return [line]
 
 
-def lags(course: RunProgress) -> str:
+def lag_text(course: RunProgress) -> str:
     """Return a histogram of token lags in one line, with powers of two as buckets; empty without tokens."""
     lags, buckets = course.lags, Counter[int]()
     for lag, count in lags.items():
@@ -123,23 +139,23 @@ def lags(course: RunProgress) -> str:
         low, high = 1 << power >> 1, (1 << power) - 1
         height = buckets[power] / max(buckets.values())
         name = f"{low}-{high}" if high > low else str(low)
-        bars.append(f"{name} {BLOCKS[round(height * (len(BLOCKS) - 1))]}")
+        bars.append(f"{name} {SPARK_BARS[round(height * (len(SPARK_BARS) - 1))]}")
     mean = sum(lag * count for lag, count in lags.items()) / lags.total()
     return f"lag {mean:.1f}, at most {max(lags)}:  {'  '.join(bars)}"
 
 
-def waits(course: RunProgress) -> str:
+def wait_text(course: RunProgress) -> str:
     """Return the causes of the learner's recent waits, with shares of time; empty without data."""
     if "seconds/data" not in course.numbers:
         return ""
     whole = max(course.sum("seconds/update"), 1e-9)
     names = {"data": "data", "turn": "its turn", "relabel": "teachers to score again", "weights": "a publish"}
     shares = {what: course.sum(f"seconds/{kind}") / whole for kind, what in names.items()}
-    found = [f"{share:.0%} for {what}" for what, share in shares.items() if share >= 0.005]
-    return f"the learner waited {', '.join(found) or 'for nothing'}"
+    causes = [f"{share:.0%} for {what}" for what, share in shares.items() if share >= 0.005]
+    return f"the learner waited {', '.join(causes) or 'for nothing'}"
 
 
-def lost(course: RunProgress) -> str:
+def loss_text(course: RunProgress) -> str:
     numbers = course.numbers
 
     def by_cause(prefix: str) -> dict[str, float]:
@@ -153,10 +169,71 @@ def lost(course: RunProgress) -> str:
         (sum(ungraded.values()), "without a reward", ungraded),
         (numbers.get("train/thrown_tokens", 0), "tokens thrown away", {}),
     ]
-    found = [
-        f"{count:,.0f} {what}" + (f" ({listed(causes.items())})" if any(causes.values()) else "")
+    texts = [
+        f"{count:,.0f} {what}" + (f" ({counts_text(causes.items())})" if any(causes.values()) else "")
         for count, what, causes in losses
         if count
     ]
-    found += [f"{worker} died {count:.0f} ×" for worker, count in by_cause("restarts/").items()]
-    return f"lost: {', '.join(found)}" if found else ""
+    texts += [f"{worker} died {count:.0f} ×" for worker, count in by_cause("restarts/").items()]
+    return f"lost: {', '.join(texts)}" if texts else ""
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def sample_lines(quote: Mapping[str, Any], width: int, most: int, *, beside: str = "") -> list[Text]:
+    """Return a sample in at most `most` lines: heading, end of the prompt, start and end of the response."""
+    first, room = heading_line(quote, width, beside), most - 1
+    if room < 2:
+        return [first][:most]
+    end = fold(printable_text(quote["prompt"])[-most * width :], width)[-min(max(PROMPT_LINES, most // 4), room - 1) :]
+    response = response_lines(quote, width, room - len(end))
+    return [
+        first,
+        *(Text(line, style="dim", no_wrap=True) for line in end),
+        *(Text(line, style="dim" if line.startswith(OBSERVATION) else "", no_wrap=True) for line in response),
+    ]
+
+
+def response_lines(quote: Mapping[str, Any], width: int, most: int) -> list[str]:
+    """Return the response in at most `most` lines; a single line shows only the beginning."""
+    if quote.get("turns"):
+        lines = list(turn_lines(quote, width))
+    else:
+        lines = fold_to(printable_text(quote["response"]), width, max(3, most))
+    return [lines[0][: width - 1] + "…"] if len(lines) > most == 1 else cut_middle(lines, most)
+
+
+def heading_line(quote: Mapping[str, Any], width: int, beside: str = "") -> Text:
+    line = Text(f"── {printable(heading(quote))} ", style="dim", no_wrap=True)
+    tail = f" {beside} ──" if beside else ""
+    line.truncate(max(0, width - len(tail)), overflow="ellipsis")
+    return line.append("─" * (width - len(tail) - line.cell_len) + tail)
+
+
+def turn_lines(quote: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield the lines of an episode; observations have the prefix OBSERVATION."""
+    for kind, text in quote["turns"]:
+        stroke = OBSERVATION if kind == "seen" else ""
+        for line in fold(printable_text(text), width - len(stroke)):
+            yield stroke + line
+
+
+def printable_text(text: str) -> str:
+    return printable(text).expandtabs(4).strip("\n")
+
+
+def fold_to(text: str, width: int, most: int) -> list[str]:
+    """Fold text into at most `most` lines; a longer text loses its middle."""
+    half = most * width  # upper bound for the characters in these lines
+    return cut_middle(fold(text if len(text) <= 2 * half else f"{text[:half]}\n{text[-half:]}", width), most)
+
+
+def cut_middle(lines: list[str], most: int) -> list[str]:
+    if len(lines) <= most:
+        return lines
+    return [*lines[: (most - 1) // 2], "…", *lines[len(lines) - most // 2 :]]
+
+
+def fold(text: str, width: int) -> list[str]:
+    return [piece for line in text.split("\n") for piece in chop_cells(line, width) or [""]]

@@ -2,29 +2,94 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 from slipstream.errors import RunDirError
-from slipstream.reporting.terminal.events import Event, of_ledger, of_updates
-from slipstream.reporting.terminal.metric_formats import listed
 from slipstream.reporting.terminal.panel import View
-from slipstream.reporting.terminal.progress import Quote, RunProgress, SampleSelector
-from slipstream.reporting.terminal.state import Signs, State, state_of
-from slipstream.reporting.terminal.tail import Tail
-from slipstream.run_dir.atomic_files import LOCK, held, writer
-from slipstream.run_dir.formats import SUSPECT, resumable
+from slipstream.reporting.terminal.progress import Quote, RunProgress, SampleSelector, counts_text
+from slipstream.reporting.terminal.state import Event, Signs, State, of_ledger, of_updates, state_of
+from slipstream.run_dir.atomic_files import LOCK, held, opened, reading, writer
+from slipstream.run_dir.formats import FORMAT, SUSPECT, parsed, resumable
 from slipstream.run_dir.reading import Line, RunDir
 from slipstream.run_dir.writing import LEDGER, METRICS, SAMPLES, SOCKET
 
-BACK = 1 << 20
+FIRST_LOOK = 1 << 20
 """Number of bytes at the end of large files that `look` reads at its first call."""
-KEPT = 50
+REMEMBERED = 50
 """Largest number of samples, and of events, in memory."""
 GROUPS = {"rolling": "rolling out", "waiting": "waiting to be scored", "scoring": "scoring", "ready": "scored"}
+PROOF = 256
+"""Number of bytes before the read position that are compared to detect a rewritten file."""
+
+
+class Look(NamedTuple):
+    anew: bool
+    """True if the file was replaced or cut since the last look, so that earlier lines are no longer valid."""
+    lines: list[dict[str, Any]]
+
+
+class Tail:
+    def __init__(self, path: Path, *, back: int | None = None, number: int = FORMAT) -> None:
+        """`back` limits the first read to the last bytes of the file (None: all); `number` is the format version."""
+        self.path, self.back, self.number = path, back, number
+        self.forget()
+
+    def forget(self) -> None:
+        self.file = (0, 0)
+        self.at, self.proof = 0, b""
+
+    def look(self) -> Look:
+        """Return the complete lines since the last look; an incomplete last line is left for the next look."""
+        known = self.file != (0, 0)
+        try:
+            file = os.fdopen(opened(self.path), "rb")
+        except FileNotFoundError:
+            self.forget()
+            return Look(known, [])
+        except OSError as error:
+            raise RunDirError(f"{self.path} cannot be read: {error.strerror}") from None
+        with file:
+            anew = known and not self._goes_on(file)
+            if anew or not known:
+                self._begin(file)
+            file.seek(self.at)
+            data = file.read().partition(b"\0")[0]  # some network disks show zeros until the data arrives
+        data = data[: data.rfind(b"\n") + 1]
+        at = self.at
+        self.at += len(data)
+        self.proof = (self.proof + data)[-PROOF:]
+
+        def before() -> int:
+            with reading(self.path) as file:
+                return file.read(at).count(b"\n")
+
+        return Look(anew, parsed(self.path, data.split(b"\n")[:-1], before, number=self.number))
+
+    def _goes_on(self, file: BinaryIO) -> bool:
+        """Return False if the file was replaced or cut; a resumed run cuts its files back to the checkpoint."""
+        if identity(file) != self.file:
+            return False
+        file.seek(self.at - len(self.proof))
+        return file.read(len(self.proof)) == self.proof
+
+    def _begin(self, file: BinaryIO) -> None:
+        self.forget()
+        self.file = identity(file)
+        start = max(0, os.fstat(file.fileno()).st_size - self.back) if self.back is not None else 0
+        if start:
+            file.seek(start - 1)
+            self.at = start - 1 + len(file.readline())  # skip a line whose beginning was not read
+
+
+def identity(file: BinaryIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
 class Watched:
@@ -35,9 +100,9 @@ class Watched:
         self.run, self.clock, self.now = RunDir(path), clock, now
         number = self.run.format
         self.metrics = Tail(path / METRICS, number=number)
-        self.ledger, self.samples = (Tail(path / name, back=BACK, number=number) for name in (LEDGER, SAMPLES))
+        self.ledger, self.samples = (Tail(path / name, back=FIRST_LOOK, number=number) for name in (LEDGER, SAMPLES))
         self.turning = SampleSelector(clock)
-        self.quotes = deque[Quote](maxlen=KEPT)
+        self.quotes = deque[Quote](maxlen=REMEMBERED)
         self.losses: Sequence[Event] = ()
         self.written: tuple[float, float] | None = None
         """Time of the last write, by file date and by `clock`; None before the first look."""
@@ -60,7 +125,7 @@ class Watched:
         self._configure()
         self._metrics()
         anew, entries = self.ledger.look()
-        self.losses = [*(() if anew else self.losses), *of_ledger(entries)][-KEPT:]
+        self.losses = [*(() if anew else self.losses), *of_ledger(entries)][-REMEMBERED:]
         anew, quotes = self.samples.look()
         if anew:
             self.quotes.clear()
@@ -96,8 +161,8 @@ class Watched:
             if line["kind"] == "eval":
                 self.evaluated = line["update"]
                 continue
-            self.changes = [*self.changes, *(of_updates(self.update, line) if self.update else ())][-KEPT:]
-            self.course.made(numbers)
+            self.changes = [*self.changes, *(of_updates(self.update, line) if self.update else ())][-REMEMBERED:]
+            self.course.add_update(numbers)
             self.update = line
         if self.number < before:
             self.changes = [*self.changes, Event(self.number, f"the run went back to here, from update {before}")]
@@ -120,7 +185,7 @@ class Watched:
         path = self.run.path
         began, written = modified(path / LOCK), modified(self.metrics.path)
         who = writer(path)
-        numbers, usual = self.course.numbers, self.course.sum("seconds/update") / max(len(self.course.lately), 1)
+        numbers, usual = self.course.numbers, self.course.sum("seconds/update") / max(len(self.course.recent), 1)
         return state_of(
             Signs(
                 path=path,
@@ -138,7 +203,7 @@ class Watched:
                 finished=self.run.finished,
                 silent=self.silent,
                 usual=usual,
-                groups=listed((what, numbers.get(f"groups/{name}", 0.0)) for name, what in GROUPS.items()),
+                groups=counts_text((what, numbers.get(f"groups/{name}", 0.0)) for name, what in GROUPS.items()),
             )
         )
 
@@ -146,7 +211,7 @@ class Watched:
         state, quote = self.state(), self.turning.now()
         since = self.silent if state.alive and state.name != "loading" else 0.0
         others = [other for other in reversed(self.turning.quotes) if other is not quote]
-        held = ", held" if self.turning.held else ""
+        held = ", held" if self.turning.paused else ""
         return View(
             title=self.run.path.resolve().name,
             update=self.number,

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.dropout import deterministic, prepare
-from slipstream.engines.native.learning.routing import Routing
-from slipstream.engines.native.learning.snapshots import OLD, Snapshots, Version
-from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.over_devices import layers_of
+from slipstream.engines.native.learning.critic import ValueHead, is_cut, with_end
+from slipstream.engines.native.learning.student import Student, deterministic
+from slipstream.engines.native.learning.weights import Snapshots, Version
 from slipstream.engines.native.packing import Item, MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks
-from slipstream.engines.native.routers import routers_of
-from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder, recheck_rows, use_rows
-from slipstream.engines.native.spaces import keep_on_host
+from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder
+from slipstream.engines.settings import LearnerSettings
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_and_entropy_at
-from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.logprobs.sampling_support import kept_logprobs_at, only
-from slipstream.estimators.logprobs.tiles import wide
+from slipstream.estimators.logprobs.tiles import Head, wide
 from slipstream.estimators.numerics import joined
-from slipstream.objective.sampling_support import support_of
+from slipstream.objective.columns import OLD, present, support_of
+from slipstream.objective.sample_weights import Key
 from slipstream.protocols import Metrics
 from slipstream.records import Ints, Rollout, Scored
 
@@ -39,50 +35,23 @@ Kind = Literal["forward", "reverse"]
 """Direction of a KL between policies: "forward" is KL(old ‖ current), "reverse" is KL(current ‖ old)."""
 
 
-class Student(nn.Module):
-    """Backbone and head in one root module, so that sharded weights are gathered once for both parts."""
-
-    def __init__(self, lm: LanguageModel, saving: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Join the parts; the backbone's forward pass stores activations in the context that `saving` returns."""
-        super().__init__()
-        self.model, self.parts, self.saving = lm.model, (lm.backbone, lm.head), saving
-
-    def forward(self, rows: Rows, compute: Callable[[Tensor, Head], T]) -> T:
-        backbone, head = self.parts
-        with self.saving():
-            hidden_NH = rows.hidden(backbone)
-        return compute(hidden_NH, head)
-
-
-def hidden_of(hidden_NH: Tensor, head: Head) -> Tensor:
-    return hidden_NH
-
-
 class Passes:
-    def __init__(
-        self, lm: LanguageModel, config: LearnerConfig, ranks: Ranks, *, temperature: float, snapshots: int = 0
-    ) -> None:
-        """Prepare a model for training, and store its last `snapshots` versions; `temperature` is the sampler's."""
-        self.lm, self.config, self.ranks, self.temperature = lm, config, ranks, temperature
-        self.routing: Routing | None = None
-        balances = config.router_aux is not None
-        if config.router != "free" or balances:
-            routers = routers_of(lm, field=f"learner.router{'_aux' * balances}", logits=balances)
-            self.routing = Routing(routers, config.router, keeps_logits=balances)
-        self.hidden_size = int(lm.model.config.get_text_config().hidden_size)
-        use_rows(lm, packed=config.packing)
-        prepare(lm, dropout=config.dropout, checkpointing=config.checkpointing, packed=config.packing)
+    def __init__(self, student: Student, snapshots: Snapshots, plan: LearnerSettings, ranks: Ranks) -> None:
+        self.student, self.lm, self.routing, self.snapshots = student, student.lm, student.routing, snapshots
+        self.config, self.temperature, self.ranks = plan.settings, plan.method.temperature, ranks
         self.tokens = Counter[str]()
         """Token counts (see `tokens_of`) of all passes since the last call of `packing_metrics`."""
+        self.critic: ValueHead | None = None
+        """Value head of the critic; None without [critic]."""
+        if plan.method.critic is not None:
+            self.critic = ValueHead(
+                plan.method.critic,
+                student.width,
+                torch.empty(0, dtype=student.lm.head.weight.dtype, device=student.lm.device),
+                ranks,
+            )
         self.read = self.trained = 0
         """Tokens of all sequences that passed without and with a gradient, since the start."""
-        offloads = "activations" in config.offload
-        self.student = Student(lm, partial(keep_on_host, self.hidden_size) if offloads else nullcontext)
-        ranks.shard(self.student, layers_of(lm.model))
-        if ranks.size > 1:
-            with deterministic(lm.model):
-                recheck_rows(lm, ranks, lambda rows: self.student(rows, hidden_of), packed=config.packing)
-        self.snapshots = Snapshots(lm.model, keep=snapshots)
 
     def micro_batches(self, samples: Sequence[Scored], *, own: bool = True) -> Iterator[tuple[Rows, list[int]]]:
         """Yield rows and the indices of their samples; dummy rows (no indices) give all ranks equally many passes.
@@ -93,7 +62,7 @@ class Passes:
         batches = pack(
             rollouts,
             budget=config.token_budget,
-            hidden=self.hidden_size,
+            hidden=self.student.width,
             shared_prompt=config.shared_prompt,
             packing=config.packing,
         )
@@ -116,10 +85,10 @@ class Passes:
         """Return metrics since the last call: shares of real tokens in rows and of tokens saved by shared prompts."""
         tokens = sum(self.ranks.gathered(self.tokens), Counter[str]())
         self.tokens = Counter()
-        found = {"rows/filled": tokens["real"] / max(tokens["computed"], 1)}
+        metrics = {"rows/filled": tokens["real"] / max(tokens["computed"], 1)}
         if self.config.shared_prompt:
-            found["saved/prompt"] = 1 - tokens["real"] / max(tokens["apart"], 1)
-        return found
+            metrics["saved/prompt"] = 1 - tokens["real"] / max(tokens["apart"], 1)
+        return metrics
 
     def precision(self) -> AbstractContextManager[Any]:
         config = self.config
@@ -133,39 +102,55 @@ class Passes:
         self, samples: Sequence[Scored], version: Version | None = None, *, temperature: float | None = None
     ) -> list[Tensor]:
         """Return log-probs [T] of emitted tokens, normalized over the recorded sampling support; 0 if masked."""
-        found = self._of_tokens(samples, [temperature or self.temperature], version)
-        return [logp_T1[:, 0] for logp_T1 in found]
+        logp = self._of_tokens(samples, [temperature or self.temperature], version)
+        return [logp_T1[:, 0] for logp_T1 in logp]
 
     def log_probs_and_squares(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
         """Return log-probs [T] of emitted tokens and Σ_v π_v² [T] over the vocabulary, 0 at masked tokens; one pass.
 
         At half the temperature T a logit is 2x/T, so log Σπ² = lse(2x/T) − 2·lse(x/T) = 2·log π_T(y) − log π_{T/2}(y).
         """
-        found = self._of_tokens(samples, [self.temperature, self.temperature / 2])
+        logp = self._of_tokens(samples, [self.temperature, self.temperature / 2])
         masks = [torch.from_numpy(sample.rollout.loss_mask) for sample in samples]
         squares = [
             (2 * logp_T2[:, 0] - logp_T2[:, 1]).exp().masked_fill(~mask_T, 0.0)
-            for logp_T2, mask_T in zip(found, masks, strict=True)
+            for logp_T2, mask_T in zip(logp, masks, strict=True)
         ]
-        return [logp_T2[:, 0] for logp_T2 in found], squares
+        return [logp_T2[:, 0] for logp_T2 in logp], squares
 
     def relative_entropies(self, samples: Sequence[Scored]) -> list[Tensor]:
         """Return the entropy [T] of the distribution over the vocabulary, divided by log V; 0 at masked tokens."""
-        found = self._per_sample(samples, partial(relative_entropy, temperature=self.temperature))
-        return over_tokens(torch.cat(found), [sample.rollout for sample in samples]) if found else []
+        entropies = self._per_sample(samples, partial(relative_entropy, temperature=self.temperature))
+        return over_tokens(torch.cat(entropies), [sample.rollout for sample in samples]) if entropies else []
 
     def _of_tokens(
         self, samples: Sequence[Scored], temperatures: Sequence[float], version: Version | None = None
     ) -> list[Tensor]:
         """Return for each sample the log-probs [T, temperatures] of its emitted tokens; 0 at masked tokens."""
-        found = self._per_sample(samples, partial(at_tokens, temperatures=temperatures), version)
-        return over_tokens(torch.cat(found), [sample.rollout for sample in samples]) if found else []
+        logp = self._per_sample(samples, partial(at_tokens, temperatures=temperatures), version)
+        return over_tokens(torch.cat(logp), [sample.rollout for sample in samples]) if logp else []
 
     def log_probs_of_draws(
         self, samples: Sequence[Scored], version: Version | None = None, *, temperature: float
     ) -> list[Tensor]:
         """Return per sample log-probs [N, M] of all draws (ids sampled at one position); None: current weights."""
         return self._per_sample(samples, partial(at_draws, temperature=temperature), version)
+
+    def beside(self, samples: Sequence[Scored], kind: str) -> list[Tensor]:
+        """Return log-probs at the sampling temperature: [N, M] of the "draws", or [N, K] of the "top_k"."""
+        compute = {"draws": at_draws, "top_k": at_best}[kind]
+        return self._per_sample(samples, partial(compute, temperature=self.temperature))
+
+    def values(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the critic's values [T], and the value after each sample: 0 unless a limit has cut it."""
+        critic = present(self.critic)
+        values = self._per_sample(samples, lambda hidden_NH, head, chosen: critic(hidden_NH))
+        at = [i for i, sample in enumerate(samples) if is_cut(sample)] if critic.config.bootstrap else []
+        ends = self._per_sample([with_end(samples[i]) for i in at], lambda hidden_NH, head, chosen: critic(hidden_NH))
+        last = [torch.zeros((), dtype=torch.float64)] * len(samples)
+        for i, end_T in zip(at, ends, strict=True):
+            last[i] = end_T[-1]
+        return over_tokens(torch.cat(values), [sample.rollout for sample in samples]) if values else [], last
 
     def _per_sample(
         self,
@@ -174,10 +159,10 @@ class Passes:
         version: Version | None = None,
     ) -> list[Tensor]:
         """Return `compute`'s results at the trained tokens of each sample, in float64."""
-        found: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
         for members, chosen, found_N in self._run(samples, compute, version):
-            found |= zip(members, by_sample(found_N.cpu().double(), chosen), strict=True)
-        return [found[i] for i in range(len(samples))]
+            results |= zip(members, by_sample(found_N.cpu().double(), chosen), strict=True)
+        return [results[i] for i in range(len(samples))]
 
     @torch.no_grad()
     def _run(
@@ -190,7 +175,7 @@ class Passes:
 
         Return, per micro-batch, the indices of its samples, their rollouts and the result of `compute`.
         """
-        found = []
+        results = []
         own = version is None or version == OLD or isinstance(version, int)
         weights = nullcontext() if version is None else self.snapshots.under(version)
         with weights, deterministic(self.lm.model), self.precision():
@@ -200,13 +185,13 @@ class Passes:
                     continue
                 chosen = [samples[i].rollout for i in members]
                 result = self.student(rows, lambda h, head, chosen=chosen: compute(h, head, chosen))
-                found.append((members, chosen, result))
-        return found
+                results.append((members, chosen, result))
+        return results
 
     def gradient_norms(self, episodes: Sequence[Sequence[Scored]]) -> list[float]:
         """Return ‖∂ log π(y)/∂θ‖² of each episode y, over the trained weights θ. Gradients stay as they are."""
         parameters = [each for each in self.lm.model.parameters() if each.requires_grad]
-        before, found = [each.grad for each in parameters], list[float]()
+        before, norms = [each.grad for each in parameters], list[float]()
         for samples in episodes:
             for each in parameters:
                 each.grad = None
@@ -218,23 +203,35 @@ class Passes:
                     logp_N1 = self.student(rows, partial(at_tokens, rollouts=chosen, temperatures=[self.temperature]))
                     logp_N1.sum().backward()
             grads = [each.grad.double() for each in parameters if each.grad is not None]
-            found.append(sum(float(grad.square().sum()) for grad in grads))
+            norms.append(sum(float(grad.square().sum()) for grad in grads))
         for each, grad in zip(parameters, before, strict=True):
             each.grad = grad
-        return found
+        return norms
+
+    def experts_of(self, samples: Mapping[Key, Scored], *, old: bool, snapshot: bool) -> list[Ints] | None:
+        """Return the experts that samples use in an update, if they are needed; with `old` also fix them.
+
+        `snapshot`: they are those that the old policy chooses.
+        """
+        if self.routing is None or not (old or self.routing.balance):
+            return None
+        experts = self.experts(list(samples.values()), OLD if snapshot else None)
+        if old:
+            self.routing.old |= zip(samples, experts, strict=True)
+        return experts
 
     @torch.no_grad()
     def experts(self, samples: Sequence[Scored], version: Version | None = None) -> list[Ints]:
         """Return for each sample the experts that its pass uses, for each token before its last, [T, R, X]."""
-        found: dict[int, Ints] = {}
+        experts: dict[int, Ints] = {}
         assert self.routing is not None
         weights = nullcontext() if version is None else self.snapshots.under(version)
         with weights, deterministic(self.lm.model), self.precision():
             for rows, members in self.micro_batches(samples):
                 self.student(rows, lambda hidden_NH, head: hidden_NH.sum())
                 if members:
-                    found |= zip(members, self.routing.used(rows), strict=True)
-        return [found[i] for i in range(len(samples))]
+                    experts |= zip(members, self.routing.used(rows), strict=True)
+        return [experts[i] for i in range(len(samples))]
 
     def rollout_kl(self, samples: Sequence[Scored], version: int, *, kinds: Sequence[Kind]) -> list[Tensor]:
         """Return for each sample exact KLs [T, kinds] between the current policy and a snapshot; 0 at masked tokens."""
@@ -248,7 +245,7 @@ class Passes:
         def kl_to(before_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             hidden_NH, (weight, bias) = current.pop(0), heads[0]
             support = support_of(chosen, hidden_NH.device)
-            found = [hidden_NH.new_empty(0, len(kinds))]
+            parts = [hidden_NH.new_empty(0, len(kinds))]
             size = max(1, HELD // len(weight))
             for start in range(0, len(hidden_NH), size):
                 rows = slice(start, min(start + size, len(hidden_NH)))
@@ -257,8 +254,8 @@ class Passes:
                     support_CK = support[rows]
                     both = [only(x_CV, support_CK) for x_CV in both]
                 logp_CV, old_CV = ((x_CV.to(wide(x_CV)) / self.temperature).log_softmax(-1) for x_CV in both)
-                found.append(torch.stack([dense(logp_CV, old_CV, kind=kind) for kind in kinds], 1))
-            return torch.cat(found)
+                parts.append(torch.stack([dense(logp_CV, old_CV, kind=kind) for kind in kinds], 1))
+            return torch.cat(parts)
 
         kl: dict[int, Tensor] = {}
         current = [hidden_NH for _, _, hidden_NH in self._run(samples, keep)]
@@ -277,6 +274,12 @@ def at_draws(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temp
     """Return log-probs [N, M] of all draws at trained tokens."""
     ids_NM = joined([rollout.actions for rollout in rollouts], hidden_NH.device, torch.int64)
     return _at_ids(hidden_NH, head, rollouts, ids_NM, temperature)
+
+
+def at_best(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temperature: float) -> Tensor:
+    """Return log-probs [N, K] of the sampler's most likely tokens at trained tokens."""
+    ids_NK = joined([present(rollout.best_ids) for rollout in rollouts], hidden_NH.device, torch.int64)
+    return _at_ids(hidden_NH, head, rollouts, ids_NK, temperature)
 
 
 def relative_entropy(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temperature: float) -> Tensor:

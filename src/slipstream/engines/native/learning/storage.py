@@ -17,17 +17,16 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.engines.native.adapters import adapted_layers, write_adapter
-from slipstream.engines.native.lora import merged
+from slipstream.engines.native.adapters import adapted_layers, merged, write_adapter
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.ranks import Ranks, slice_of
 from slipstream.engines.record_files import read_groups, write_groups
 from slipstream.engines.weights import is_adapter, local, on_first_rank
 from slipstream.errors import RunDirError, first_line
-from slipstream.objective.method import Coefficients
+from slipstream.objective.coefficients import Coefficients
 from slipstream.records import Group
 
-TENSORS, NUMBERS, ADAPTER = "learner.safetensors", "learner.json", "adapter"
+LEARNER_TENSORS, LEARNER_NUMBERS, ADAPTER_FOLDER = "learner.safetensors", "learner.json", "adapter"
 Moments = dict[int, dict[str, Tensor]]
 """Optimizer state of each parameter, by index of the parameter in the optimizer."""
 
@@ -48,6 +47,8 @@ class State(NamedTuple):
     """For each of these teachers, the weights of the earlier versions that scored `groups`."""
     perturbation: Mapping[str, Tensor]
     """Logarithms of the noise on the layers and their moments; empty without noise."""
+    critic: Mapping[str, Tensor]
+    """Value head of the critic and its moments; empty without one."""
     loss_scale: tuple[float, int] | None
     """Loss scale, and the number of steps since its last change; None if the run had none."""
     groups: Sequence[Group]
@@ -71,7 +72,7 @@ def save(
     if optimizer:
         parts["moments"] = moments_of(optimizer)
         parts["adapters"] = {name: value for name, value in weights.items() if is_adapter(name)}
-        parts["perturbation"] = state.perturbation
+        parts["perturbation"], parts["critic"] = state.perturbation, state.critic
         parts["previous"] = ranks.on_first(state.previous)
         parts |= {f"version {version}": ranks.on_first(old) for version, old in state.versions.items()}
         parts |= {f"teacher {name}": ranks.on_first(own) for name, (_, own) in state.teachers.items()}
@@ -85,14 +86,16 @@ def save(
             tokenizer.save_pretrained(path)
         if optimizer:
             tensors = {f"{part}/{name}": value for part, own in parts.items() for name, value in own.items()}
-            save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / TENSORS)
+            save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / LEARNER_TENSORS)
             moved = {name: version for name, (version, _) in state.teachers.items()}
             earlier = {name: list(versions) for name, versions in state.earlier.items()}
             numbers = {"update": state.update, "versions": list(state.versions), "teachers": moved}
             numbers |= state.coefficients
-            (path / NUMBERS).write_text(json.dumps(numbers | {"earlier": earlier, "loss_scale": state.loss_scale}))
+            (path / LEARNER_NUMBERS).write_text(
+                json.dumps(numbers | {"earlier": earlier, "loss_scale": state.loss_scale})
+            )
         elif adapted_layers(lm.model):
-            write_adapter(path / ADAPTER, lm.model, weights, base=lm.name)
+            write_adapter(path / ADAPTER_FOLDER, lm.model, weights, base=lm.name)
     except Exception as error:  # safetensors and tokenizers raise errors of their own types if the disk is full
         raise RunDirError(f"{path} cannot be written: {first_line(error)}") from None
     if optimizer:
@@ -112,8 +115,8 @@ def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> State:
     """Load a checkpoint written by any number of ranks and return its state; only the first rank gets the groups."""
-    saved = json.loads((path / NUMBERS).read_text())
-    with safe_open(path / TENSORS, framework="pt") as file:
+    saved = json.loads((path / LEARNER_NUMBERS).read_text())
+    with safe_open(path / LEARNER_TENSORS, framework="pt") as file:
 
         def part(name: str) -> dict[str, Tensor]:
             keys = [key for key in file.keys() if key.startswith(f"{name}/")]  # noqa: SIM118 (no dict)
@@ -124,7 +127,7 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
         for key, value in part("moments").items():
             index, _, name = key.partition(".")
             moments.setdefault(int(index), {})[name] = value
-        previous, perturbation = part("previous"), part("perturbation")
+        previous, perturbation, critic = part("previous"), part("perturbation"), part("critic")
         versions = {version: part(f"version {version}") for version in saved["versions"]}
         moved = saved.get("teachers", {})
         teachers = {name: (version, part(f"teacher {name}")) for name, version in moved.items()}
@@ -146,4 +149,8 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     groups = [] if ranks.index else read_groups(path)
     update, loss_scale = int(saved["update"]), saved.get("loss_scale")
     coefficients = {name: saved[name] for name in Coefficients._fields if saved.get(name) is not None}
-    return State(update, previous, coefficients, versions, teachers, earlier, perturbation, loss_scale, groups)
+    return State(update, previous, coefficients, versions, teachers, earlier, perturbation, critic, loss_scale, groups)
+
+
+def not_saved(path: Path, content: str, key: str) -> RunDirError:
+    return RunDirError(f"{path} does not hold {content}: write the {key} it was saved under, or begin a new run")

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.engines.native.attention import errors, limit
 from slipstream.engines.native.model import (
-    REFERENCE,
+    REFERENCE_ATTENTION,
     LanguageModel,
     attention_of,
     has_windows,
@@ -36,7 +36,7 @@ from slipstream.engines.native.sampling import kv
 from slipstream.engines.native.sampling.direct import Direct, is_direct
 from slipstream.errors import ModelError, first_line
 
-PROMPTS = (9, 9, 4, 1)
+TEST_PROMPTS = (9, 9, 4, 1)
 """Lengths of the test prompts."""
 CONTINUED = 4
 """Number of tokens that continue each test prompt."""
@@ -46,11 +46,11 @@ ROUNDING_FACTOR = 8.0
 """Allowed error of recurrent layers, as a multiple of the error after rounding noise in the embeddings."""
 PASS_TOKENS = 1 << 15
 """Maximum number of tokens in one pass; a longer sequence has its own pass."""
-ROWS, APART = 16, 12
-"""Blocks grow by ROWS slots: the next ROWS slots join a block unless all are at least APART positions shorter."""
+BLOCK_SLOTS, MIN_SHORTER = 16, 12
+"""Blocks grow by BLOCK_SLOTS slots: the next join a block unless all are at least MIN_SHORTER positions shorter."""
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 """Names under which models of different versions of transformers, and recurrent models, take their cache."""
-PADDED = 1.5
+MAX_READ_RATIO = 1.5
 """Maximum ratio between the number of tokens of a read and that of the first read in its attention block."""
 
 
@@ -82,8 +82,8 @@ class Decoder:
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
         """Compute position `at[i]` of each slot i, and all `reads`; return their hidden states [N + …, H]."""
-        found = [self._pass(ids_SL, *some) for some in self._passes(at, reads)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        parts = [self._pass(ids_SL, *some) for some in self._passes(at, reads)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def fill(self, ids_SL: Tensor, reads: Sequence[Read]) -> None:
         """Fill the cache with these reads; no hidden states are returned."""
@@ -162,9 +162,9 @@ class Decoder:
 def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
     """Return the slot range of each block; a new block begins at a slot with a much smaller position."""
     cuts, most = list[int](), 0
-    for start in range(0, len(at), ROWS):
-        longest = max(at[start : start + ROWS])
-        if cuts and longest > most - APART:
+    for start in range(0, len(at), BLOCK_SLOTS):
+        longest = max(at[start : start + BLOCK_SLOTS])
+        if cuts and longest > most - MIN_SHORTER:
             most = max(most, longest)
         else:
             cuts.append(start)
@@ -179,9 +179,9 @@ def compacted(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """
     order = list(range(len(lengths)))
     for hole in sorted(ended, reverse=True):
-        while (block := (hole // ROWS + 1) * ROWS) < len(order):
-            longest = max(range(block, min(block + ROWS, len(order))), key=lambda slot: lengths[order[slot]])
-            if lengths[order[longest]] < lengths[order[-1]] + APART:
+        while (block := (hole // BLOCK_SLOTS + 1) * BLOCK_SLOTS) < len(order):
+            longest = max(range(block, min(block + BLOCK_SLOTS, len(order))), key=lambda slot: lengths[order[slot]])
+            if lengths[order[longest]] < lengths[order[-1]] + MIN_SHORTER:
                 break
             order[hole], hole = order[longest], longest
         last = order.pop()
@@ -196,7 +196,7 @@ def similar_runs(reads: Sequence[Read]) -> list[tuple[int, int]]:
     for i, read in enumerate(reads):
         first = reads[cuts[-1]]
         apart = (read.first > 0, read.every) != (first.first > 0, first.every)
-        if apart or read.count > PADDED * first.count:
+        if apart or read.count > MAX_READ_RATIO * first.count:
             cuts.append(i)
     return list(pairwise([*cuts, len(reads)])) if reads else []
 
@@ -213,8 +213,8 @@ def _block(reads: Sequence[Read], start: int, at_T: Tensor) -> kv.Block:
         return kv.Block(slots, at_T[start : start + n * q].view(n, q), length, whole=whole)
     begins, first, steps = np.cumsum(counts) - counts + start, np.array([read.first for read in reads]), np.arange(q)
     at_NQ, token_NQ, real_T = (
-        torch.from_numpy(found).to(device)
-        for found in (
+        torch.from_numpy(array).to(device)
+        for array in (
             first[:, None] + steps,
             begins[:, None] + np.minimum(steps, counts[:, None] - 1),
             np.flatnonzero(steps < counts[:, None]),
@@ -245,7 +245,7 @@ def prove(lm: LanguageModel) -> None:
 def _texts(lm: LanguageModel, continued: int) -> list[Tensor]:
     return [
         (torch.arange(length + continued, device=lm.device) * (2 * i + 3) + 5 * i + 1) % lm.vocab_size
-        for i, length in enumerate(PROMPTS)
+        for i, length in enumerate(TEST_PROMPTS)
     ]
 
 
@@ -274,24 +274,24 @@ def _failure_of_states(lm: LanguageModel) -> str | None:
     """
     if not is_recurrent(lm.model.config):
         return None
-    ids = _texts(lm, max(CONTINUED, min(CONTINUED_STATES, lm.longest - max(PROMPTS))))
+    ids = _texts(lm, max(CONTINUED, min(CONTINUED_STATES, lm.max_length - max(TEST_PROMPTS))))
     rounding = 2 * max(torch.finfo(lm.head.weight.dtype).eps, torch.finfo(torch.float32).eps)
     generator = torch.Generator().manual_seed(0)
 
     def shake(module: nn.Module, inputs: object, out: Tensor) -> Tensor:
         return out * (1 + rounding * torch.randn(out.shape, generator=generator).to(out))
 
-    lm.model.set_attn_implementation(REFERENCE)
+    lm.model.set_attn_implementation(REFERENCE_ATTENTION)
     expected = _plain(lm, ids)
     embeddings: nn.Module = lm.backbone.get_input_embeddings()  # type: ignore[operator]
     with embeddings.register_forward_hook(shake):
         shaken = _plain(lm, ids)
-    lm.model.set_attn_implementation(kv.NAME)
+    lm.model.set_attn_implementation(kv.SLOTS_ATTENTION)
     allowed = ROUNDING_FACTOR * sorted(max(errors(*pair)) for pair in zip(shaken, expected, strict=True))[-2]
     decoder, together, worst = Decoder(lm, len(ids)), pad_sequence(ids, batch_first=True), [0.0] * len(ids)
-    decoder.step(together, (), [Read((i,), 0, length) for i, length in enumerate(PROMPTS)])
-    for step in range(len(ids[0]) - PROMPTS[0]):
-        at = [length + step for length in PROMPTS]
+    decoder.step(together, (), [Read((i,), 0, length) for i, length in enumerate(TEST_PROMPTS)])
+    for step in range(len(ids[0]) - TEST_PROMPTS[0]):
+        at = [length + step for length in TEST_PROMPTS]
         found_NH = decoder.step(together, at)
         off = errors(found_NH, torch.stack([h_LH[n] for h_LH, n in zip(expected, at, strict=True)]))
         worst = [max(pair) for pair in zip(worst, off, strict=True)]
@@ -304,14 +304,14 @@ def _failure_of_states(lm: LanguageModel) -> str | None:
 
 
 def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
-    lm.model.set_attn_implementation(REFERENCE)
+    lm.model.set_attn_implementation(REFERENCE_ATTENTION)
     expected = _plain(lm, ids)
-    lm.model.set_attn_implementation(kv.NAME)
-    if attention_of(lm.backbone) != kv.NAME:
+    lm.model.set_attn_implementation(kv.SLOTS_ATTENTION)
+    if attention_of(lm.backbone) != kv.SLOTS_ATTENTION:
         return "its attention cannot be replaced"
-    decoder, lengths = Decoder(lm, len(ids) + 1), list(PROMPTS)
+    decoder, lengths = Decoder(lm, len(ids) + 1), list(TEST_PROMPTS)
     together = pad_sequence([*ids, ids[0]], batch_first=True)
-    newcomer = Read((len(ids),), 0, PROMPTS[0])
+    newcomer = Read((len(ids),), 0, TEST_PROMPTS[0])
 
     def error(found_NH: Tensor, lengths: Sequence[int]) -> float:
         off = errors(
@@ -320,7 +320,7 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
         # in half precision, rounding may change a router's choice in one sequence: ignore the worst sequence
         return max(off) if lm.head.weight.dtype.itemsize >= 4 else sorted(off)[-2]
 
-    decoder.step(together[:1], (), [Read((0,), 0, PROMPTS[0])])
+    decoder.step(together[:1], (), [Read((0,), 0, TEST_PROMPTS[0])])
     if not any(layer.keys is not None or layer.states for layer in decoder.slots.layers):
         return f"its forward pass does not use the cache that it is given as `{decoder.cache_argument}`"
     alone = torch.cat([Decoder(lm, 1).step(each[None], (), [Read((0,), 0, len(each))]) for each in ids])
@@ -338,9 +338,9 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
     for layer in decoder.slots.layers:
         if layer.keys is not None:
             layer.keys.zero_()
-    halves = [Read((i,), a, b) for i, n in enumerate(PROMPTS) for a, b in pairwise(sorted({0, n // 2, n}))]
+    halves = [Read((i,), a, b) for i, n in enumerate(TEST_PROMPTS) for a, b in pairwise(sorted({0, n // 2, n}))]
     decoder.fill(together, whole if decoder.slots.recurrent else halves)
-    lengths = [length + 1 for length in PROMPTS]
+    lengths = [length + 1 for length in TEST_PROMPTS]
     if not (off := error(decoder.step(together, [n - 1 for n in lengths]), lengths)) <= allowed:
         return f"a token after a rebuild differs by {off:.2%} from the same token in a whole pass"
     if has_windows(lm.model.config) and not any(reach.window for reach in decoder.slots.reaches):

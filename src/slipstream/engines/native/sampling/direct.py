@@ -20,7 +20,7 @@ from slipstream.engines.native.model import LanguageModel, has_windows
 from slipstream.engines.native.sampling import kv
 from slipstream.estimators.products import FastLinear, linear
 
-FAMILIES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
+DIRECT_BACKBONES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 """Backbones whose layers consist of exactly these operations."""
 
 
@@ -68,7 +68,7 @@ class Direct:
     def _rotary(self, x: Tensor, at_T: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [T, 1, D]; the sines of the first half are negative, as `rotate_half` makes them."""
         if len(self.rotary_L2D) < length:
-            positions = torch.arange(-(-length // kv.GROWTH) * kv.GROWTH, device=x.device)
+            positions = torch.arange(-(-length // kv.BUFFER_STEP) * kv.BUFFER_STEP, device=x.device)
             cos, sin = (part[0] for part in self.backbone.rotary_emb(x, positions[None]))
             sin[:, : self.head_dim // 2] *= -1
             self.rotary_L2D = torch.stack([cos, sin], 1)
@@ -78,7 +78,7 @@ class Direct:
 
 def is_direct(lm: LanguageModel) -> bool:
     """Return True if `Direct` computes this model: on a CPU, a known family with full attention and plain layers."""
-    if type(lm.backbone).__name__ not in FAMILIES or has_windows(lm.model.config) or lm.device.type != "cpu":
+    if type(lm.backbone).__name__ not in DIRECT_BACKBONES or has_windows(lm.model.config) or lm.device.type != "cpu":
         return False
     linears = [module for name, module in lm.backbone.named_modules() if name.endswith("_proj")]
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in lm.backbone.modules())

@@ -27,8 +27,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttent
 from slipstream.engines.native.attention import Reach, attend, check_arguments, reach_of
 from slipstream.engines.native.routers import FREE
 
-NAME = "slipstream_slots"
-GROWTH = 64
+SLOTS_ATTENTION = "slipstream_slots"
+BUFFER_STEP = 64
 """Buffers grow in multiples of this number of positions."""
 
 
@@ -50,7 +50,9 @@ class Slots:
         """Write routers' choices at these positions; the sequences have at most `length` tokens now."""
         buffer, shape = self.router_SLRX, router_WRX.shape[1:]
         if buffer is None or buffer.shape[1] < length:
-            longer = router_WRX.new_full((self.count, -(-length // GROWTH) * GROWTH, *shape), FREE, dtype=torch.int16)
+            longer = router_WRX.new_full(
+                (self.count, -(-length // BUFFER_STEP) * BUFFER_STEP, *shape), FREE, dtype=torch.int16
+            )
             if buffer is not None:
                 longer[:, : buffer.shape[1]] = buffer
             self.router_SLRX = buffer = longer
@@ -96,7 +98,9 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     def _stored(self, step: Step, buffer: Tensor | None, new: Tensor) -> Tensor:
         """Write the keys or values of a step into the buffer of all slots, and return the buffer, which may grow."""
         if buffer is None or buffer.shape[2] < step.length:
-            longer = new.new_zeros(self.slots.count, new.shape[1], -(-step.length // GROWTH) * GROWTH, new.shape[3])
+            longer = new.new_zeros(
+                self.slots.count, new.shape[1], -(-step.length // BUFFER_STEP) * BUFFER_STEP, new.shape[3]
+            )
             if buffer is not None:
                 longer[:, :, : buffer.shape[2]] = buffer
             buffer = longer
@@ -132,16 +136,16 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     def end(self, step: Step) -> None:
         """Store the states of new sequences, and those of running sequences if the model replaced the views."""
         for kind, views, _ in self._kinds():
-            for i, found in views.items():
-                if found is None:
+            for i, view in views.items():
+                if view is None:
                     continue
                 state = self.states.get((kind, i))
-                if state is None or state.shape[1:] != found.shape[1:]:
-                    state = self.states[kind, i] = found.new_zeros(self.slots.count, *found.shape[1:])
+                if state is None or state.shape[1:] != view.shape[1:]:
+                    state = self.states[kind, i] = view.new_zeros(self.slots.count, *view.shape[1:])
                 if not step.goes_on:
-                    state[step.blocks[0].slots] = found
-                elif state.data_ptr() != found.data_ptr():
-                    state[: len(found)] = found
+                    state[step.blocks[0].slots] = view
+                elif state.data_ptr() != view.data_ptr():
+                    state[: len(view)] = view
 
     def _kinds(self) -> Iterator[tuple[str, dict[int, Any], dict[int, bool]]]:
         yield "conv", self.conv_states, self.is_conv_states_initialized
@@ -210,14 +214,14 @@ class Step(Cache):  # type: ignore[misc]
     @contextmanager
     def taken(self) -> Iterator[None]:
         self.slots.step = self
-        token = CURRENT.set(self)
+        token = CURRENT_STEP.set(self)
         for layer in self.slots.layers:
             layer.begin(self)
         try:
             yield
             self.slots.last = self.newest
         finally:
-            CURRENT.reset(token)
+            CURRENT_STEP.reset(token)
             self.slots.step = None
         for layer in self.slots.layers:
             layer.end(self)
@@ -226,10 +230,10 @@ class Step(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.newest = self.slots.layer(layer_idx)
-        found = self.newest.update(key_states, value_states)
+        states = self.newest.update(key_states, value_states)
         if self.fills and self.newest is self.slots.last:
             raise Filled
-        return found
+        return states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.goes_on
@@ -262,7 +266,7 @@ class Step(Cache):  # type: ignore[misc]
         return self.masks_of[key]
 
 
-CURRENT: ContextVar[Step] = ContextVar("step")
+CURRENT_STEP: ContextVar[Step] = ContextVar("step")
 """Step of the current pass; a context variable, because some models pass no extra arguments to their attention."""
 
 
@@ -281,7 +285,7 @@ def attend_slots(
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, R, H, D]; the B·R tokens are those of the current step, block after block."""
     check_arguments(module, attention_mask, rest)
-    step, reach = CURRENT.get(), reach_of(module, sliding_window)
+    step, reach = CURRENT_STEP.get(), reach_of(module, sliding_window)
     step.slots.reaches.add(reach)
     b, h, r, d = query_BHRD.shape
     j = key_SJLD.shape[1]
@@ -363,4 +367,4 @@ def attend_next(
     return out.view(n, h, -1)
 
 
-AttentionInterface.register(NAME, attend_slots)
+AttentionInterface.register(SLOTS_ATTENTION, attend_slots)

@@ -2,7 +2,7 @@
 
 A request is a group of responses. It waits until `group` slots are free, and ends when its last response ends. Requests
 admitted together with the same prompt share one prefill. Running rows use slots 0..n−1; when rows end, other rows move
-into the free slots. A sequence that may continue is parked in a later slot until that slot is needed or weights change.
+into the free slots. A sequence that may continue is kept in a later slot until that slot is needed or weights change.
 
 One thread owns all state. The event loop only appends to `waiting` and `publishing`, sets flags and cancels futures;
 the thread reads these between two tokens. So weights change and requests end exactly at a token boundary. Guarantor of
@@ -16,72 +16,67 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Literal
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.config.speculation import SpeculationConfig
-from slipstream.engines.draws import draw, interleave, kept_ids, process, uniforms
+from slipstream.engines.draws import kept_ids
 from slipstream.engines.native.config import ADMISSION_SHARE
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.routers import experts_of_record, routers_of
-from slipstream.engines.native.sampling.arrivals import admit, prefix_reads
+from slipstream.engines.native.resources import Offloading, compute_thread
+from slipstream.engines.native.routers import experts_of_record, routers_of, with_experts
+from slipstream.engines.native.sampling.admission import Move, PrefixCache, admit, prefix_reads
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, compacted, prove
-from slipstream.engines.native.sampling.drafts import Acceptance, Draft, Lookup, emitted_draws
-from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
-from slipstream.engines.native.sampling.requests import FutureResult, Publish, Request, Row, new_request
+from slipstream.engines.native.sampling.kv import Slots
+from slipstream.engines.native.sampling.requests import (
+    Draft,
+    Drafting,
+    FutureResult,
+    Lineage,
+    Publish,
+    Request,
+    Row,
+    emitted_draws,
+    new_request,
+    new_row,
+)
 from slipstream.engines.native.sampling.tape import Tape
-from slipstream.engines.native.threads import compute_thread
+from slipstream.engines.request_sampler import check_length
+from slipstream.engines.settings import SamplerSettings
 from slipstream.engines.weights import fingerprint_of_loaded, load_weights
-from slipstream.errors import ModelError
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Finish, Group, Handle, Ints, Prompt, Rollout
 
 
-class NativeSampler:
+class NativeSampler(Offloading):
     def __init__(
-        self,
-        lm: LanguageModel,
-        *,
-        slots: int,
-        stop_ids: set[int],
-        threads: int = 1,
-        on_publish: Literal["rebuild", "reuse"] = "rebuild",
-        teacher: LanguageModel | None = None,
-        router: bool = False,
-        speculation: SpeculationConfig | None = None,
+        self, lm: LanguageModel, plan: SamplerSettings, *, stop_ids: set[int], teacher: LanguageModel | None = None
     ) -> None:
-        """Prepare a model; if `on_publish` is "reuse", running sequences keep keys and values of older weights.
-
-        Recorded log-probs are then exact for the drawn tokens, but no single version of the weights reproduces them.
-        `teacher` replaces tokens in requests with `Sampling.interleave`. It reads the same slots in its own cache.
-        With `router` the choices of the model's routers are recorded for requests with `Sampling.router`.
-        `speculation` proposes tokens that occurred before, and verifies them together; it changes no token.
-        """
-        self.routers = routers_of(lm, field="learner.router") if router else None
+        """Prepare a model; `teacher`, with its own cache, takes part in draws if `Sampling` says so."""
+        self.routers = routers_of(lm, field="learner.router") if plan.router else None
         prove(lm)
         self.teacher = None
         if teacher is not None:
             prove(teacher)
-            self.teacher = Decoder(teacher, slots)
-        self.speculation, self.acceptance = speculation, Acceptance(speculation.least if speculation else 0.0)
-        self.rebuilds = on_publish == "rebuild"
-        self.lm, self.count, self.version = lm, slots, 0
+            self.teacher = Decoder(teacher, plan.slots)
+        self.drafting = None if plan.speculation is None else Drafting(plan.speculation)
+        self.rebuilds = plan.on_publish == "rebuild"
+        self.lm, self.count, self.version = lm, plan.slots, 0
         self.stop_ids = stop_ids
         dtype = torch.promote_types(lm.head.weight.dtype, torch.float32)
-        self.decoder, self.parking = Decoder(lm, slots, self.routers), Parking(slots)
-        self.tape = Tape(slots, lm.device, dtype)
+        self.decoder, self.prefixes = Decoder(lm, self.count, self.routers), PrefixCache(self.count)
+        self.tape = Tape(self.count, lm.device, dtype)
         self.rows: list[Row] = []
         self.waiting: deque[Request] = deque()
         self.publishing: deque[Publish] = deque()
         self.releasing = False
         self.open: set[Request | Publish] = set()
-        self.thread = compute_thread("sampler", threads)
+        self.thread = compute_thread("sampler", plan.threads)
         self.driver: asyncio.Task[None] | None = None
 
     # --- on the event loop -----------------------------------------------------------------------------------
@@ -89,13 +84,9 @@ class NativeSampler:
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if sampling.group > self.count:
             raise ValueError(f"a group of {sampling.group} does not fit into {self.count} slots")
-        if len(prompt.tokens) + sampling.max_tokens > self.lm.longest:
-            raise ModelError(
-                f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
-                f"exceeds the context of {self.lm.longest}"
-            )
-        if sampling.interleave and self.teacher is None:
-            raise ValueError("Sampling.interleave needs a sampler with a teacher")
+        check_length(prompt, sampling, self.lm.max_length)
+        if (sampling.teacher_replaces or sampling.fusion) and self.teacher is None:
+            raise ValueError("Sampling.teacher_replaces and fusion need a sampler with a teacher")
         request = new_request(prompt, sampling, asyncio.get_running_loop().create_future(), begun)
         if not request.left:
             return request.group()
@@ -143,7 +134,7 @@ class NativeSampler:
             if not item.answer.done():
                 item.answer.set_exception(error)
         self.rows, self.waiting, self.publishing = [], deque(), deque()
-        self.parking.clear()
+        self.prefixes.clear()
 
     @property
     def busy(self) -> bool:
@@ -156,7 +147,19 @@ class NativeSampler:
     def close(self) -> None:
         self.thread.shutdown()
 
+    async def offload(self) -> None:
+        while self.driver is not None and not self.driver.done():  # a cancelled request still ends
+            await asyncio.wait([self.driver])
+        await super().offload()
+
     # --- on the engine's thread ------------------------------------------------------------------------------
+
+    def on_device(self) -> Iterable[Tensor]:
+        self.prefixes.clear()
+        self.tape = Tape(self.count, self.lm.device, self.tape.dtype)
+        for decoder in self.decoders:
+            decoder.slots = Slots(self.count, decoder.lm.model.config)
+        return chain.from_iterable(decoder.lm.model.parameters() for decoder in self.decoders)
 
     def _work(self) -> None:
         while self.busy:
@@ -174,7 +177,7 @@ class NativeSampler:
         if not self.releasing:
             return []
         self.releasing = False
-        self.parking.clear()  # released groups continue in another sampler or under other weights
+        self.prefixes.clear()  # released groups continue in another sampler or under other weights
         running = {row.request: None for row in self.rows}
         leaving = [request for request in [*running, *list(self.waiting)] if request.released]
         slots = [slot for slot, row in enumerate(self.rows) if row.request.released]
@@ -199,17 +202,17 @@ class NativeSampler:
         start = time.perf_counter()
         thrown = self._restart() if publish.mode == "restart" else 0
         if self.rebuilds or publish.mode != "keep":
-            self.parking.clear()
+            self.prefixes.clear()
         load_weights(self.lm.model, publish.weights)
         self.version = publish.weights.version
-        found = fingerprint_of_loaded(self.lm.model, publish.weights)
+        checksum = fingerprint_of_loaded(self.lm.model, publish.weights)
         loaded = time.perf_counter()
         if self.rows and self.rebuilds:
             self._read_again(range(len(self.rows)), self.decoder)
         rebuilt = time.perf_counter()
-        drafted, accepted = self.acceptance.take()
+        drafted, accepted = (0, 0) if self.drafting is None else self.drafting.acceptance.take()
         return Loaded(
-            found,
+            checksum,
             wait=start - publish.called,
             load=loaded - start,
             rebuild=rebuilt - loaded,
@@ -239,9 +242,9 @@ class NativeSampler:
         free = self.count - len(self.rows)
         if not self.waiting or free < self.count // ADMISSION_SHARE:
             return []
-        admitted = admit(self.waiting, self.publishing, self.parking, free=free, room=PASS_TOKENS)
+        admitted = admit(self.waiting, self.publishing, self.prefixes, free=free, room=PASS_TOKENS)
         stop = len(self.rows) + admitted.rows
-        self._copy(self.parking.make_room(stop, admitted.places(stop)))
+        self._copy(self.prefixes.make_room(stop, admitted.places(stop)))
         resumed = [slot for request in admitted.requests for slot in self._resume(request)]
         for decoder in self.decoders:
             self._read_again(resumed, decoder)
@@ -257,11 +260,8 @@ class NativeSampler:
         """Add rows for members (responses) of a request in the first free slots; return these slots."""
         start = len(self.rows)
         self.tape.seat(start, request, members)
-        self.rows += [Row(request, index, len(request.prompt.tokens)) for index in members]
-        if self.speculation is not None:
-            for row in self.rows[start:]:
-                row.lookup = Lookup(self.speculation.lookup)
-                row.lookup.extend(request.prompt.tokens.tolist())
+        lookup = None if self.drafting is None else self.drafting.lookup
+        self.rows += [new_row(request, index, lookup) for index in members]
         return range(start, len(self.rows))
 
     def _resume(self, request: Request) -> Sequence[int]:
@@ -274,7 +274,10 @@ class NativeSampler:
             if (lookup := self.rows[slot].lookup) is not None:
                 lookup.extend(rollout.tokens.tolist())
             self.rows[slot].kept = list(rollout.kept.rows()) if rollout.kept is not None else []
-            self._write_router(slot, rollout)
+            if self.routers is not None and (known_TRX := experts_of_record(rollout)) is not None:
+                at = torch.arange(len(known_TRX), device=self.lm.device)  # its cache is recomputed without recording
+                chosen_TRX = torch.from_numpy(known_TRX).to(at.device)
+                self.decoder.slots.record(torch.full_like(at, slot), at, chosen_TRX, len(at))
         return slots
 
     def _draw(self) -> list[FutureResult]:
@@ -283,32 +286,19 @@ class NativeSampler:
         if not self.rows:
             return []
         at = [row.length - 1 for row in self.rows[: len(self.rows) - sum(len(read.slots) for read in reads)]]
-        drafts = self._drafts(len(at))
-        reads += [Read((draft.slot,), draft.first, draft.first + len(draft.tokens), every=True) for draft in drafts]
-        logits_TV = self._logits(self.decoder, at, reads)
-        teacher_TV = None
-        # rows that no teacher watches, such as those of an evaluation, need no place in its cache
-        watched = any(row.request.sampling.interleave for row in self.rows)
-        if self.teacher is not None and (watched or self.teacher.slots.recurrent):
-            teacher_TV = self._logits(self.teacher, at, reads)[:, : logits_TV.shape[-1]]  # only ids of the student
-        return self._emit(logits_TV, teacher_TV, drafts)
-
-    def _drafts(self, running: int) -> list[Draft]:
-        """Propose tokens for the first `running` rows, within their limits, and write them behind the rows' tokens."""
-        if self.speculation is None or not self.acceptance.pays():
-            return []
-        drafts = list[Draft]()
-        for slot, row in enumerate(self.rows[:running]):
-            assert row.lookup is not None
-            left = row.request.sampling.max_tokens - row.tokens - 1  # one token is drawn after the last proposed one
-            if tokens := row.lookup.propose(min(self.speculation.tokens, left)):
-                drafts.append(Draft(slot, row.length, tokens))
-        drafts.sort(key=lambda draft: len(draft.tokens))
+        drafts = [] if self.drafting is None else self.drafting.propose(self.rows[: len(at)])
         if drafts:
             slot_D, at_D = self._places(drafts)
             proposed = [token for draft in drafts for token in draft.tokens]
             self.tape.ids_SL[slot_D, at_D] = torch.tensor(proposed, device=self.lm.device)
-        return drafts
+        reads += [Read((draft.slot,), draft.first, draft.first + len(draft.tokens), every=True) for draft in drafts]
+        logits_TV = self._logits(self.decoder, at, reads)
+        teacher_TV = None
+        # rows that no teacher watches, such as those of an evaluation, need no place in its cache
+        watched = any(row.request.sampling.teacher_replaces or row.request.sampling.fusion for row in self.rows)
+        if self.teacher is not None and (watched or self.teacher.slots.recurrent):
+            teacher_TV = self._logits(self.teacher, at, reads)[:, : logits_TV.shape[-1]]  # only ids of the student
+        return self._emit(logits_TV, teacher_TV, drafts)
 
     def _places(self, drafts: Sequence[Draft]) -> Tensor:
         """Return slots and positions of all proposed tokens."""
@@ -347,27 +337,11 @@ class NativeSampler:
             if len(distinct) > 1:
                 chosen = [i for i, other in enumerate(options) if other == sampling]
                 pick = torch.tensor(chosen)
-            slot_N, time_N = row_T[pick], t_T[pick]
-            numbers = sampling.draws * (2 if sampling.interleave else 1)
-            uniform_NM = uniforms(tape.seed_S[slot_N], tape.offset_S[slot_N] + time_N, numbers)
-            logp_NV = process(logits_TV[pick], sampling)
-            if sampling.interleave:
-                assert teacher_TV is not None
-                told_NV = process(teacher_TV[pick], sampling)
-                ids_NM, logp_NM, replaced_NM = interleave(logp_NV, told_NV, sampling.interleave, uniform_NM)
-                tape.replaced_ST[slot_N, time_N] = replaced_NM[:, 0]
-            else:
-                ids_NM, logp_NM = draw(logp_NV, uniform_NM)
+            teacher_NV = None if teacher_TV is None else teacher_TV[pick]
+            token_T[pick], logp_NV = tape.draw(sampling, row_T[pick], t_T[pick], logits_TV[pick], teacher_NV)
             if sampling.keep_mask:
                 support |= zip(chosen, kept_ids(logp_NV), strict=True)
-            tape.action_STM[slot_N, time_N, : sampling.draws] = ids_NM.int()
-            tape.logp_STM[slot_N, time_N, : sampling.draws] = logp_NM
-            if sampling.best:
-                best = logp_NV.topk(sampling.best, -1)
-                tape.best_STK[slot_N, time_N, : sampling.best] = best.indices.int()
-                tape.best_logp_STK[slot_N, time_N, : sampling.best] = best.values
-            token_T[pick] = ids_NM[:, 0]
-        tape.version_ST[row_T, t_T] = self.version
+        tape.columns["versions"][row_T, t_T] = self.version
         tape.ids_SL[row_T, next_T] = token_T
         tokens = token_T.tolist()
         emitted = emitted_draws(tokens, n, drafts, self.stop_ids)
@@ -376,7 +350,8 @@ class NativeSampler:
             row.kept += [support[i] for i in draws if i in support]
             if row.lookup is not None:
                 row.lookup.extend(tokens[i] for i in draws)
-        self.acceptance.add(len(tokens) - n, sum(map(len, emitted)) - n)
+        if self.drafting is not None:
+            self.drafting.acceptance.add(len(tokens) - n, sum(map(len, emitted)) - n)
         last = [draws[-1] for draws in emitted]
         tape.last_S[:n] = next_T[torch.tensor(last, device=self.lm.device)] if drafts else next_T
         stopped = [tokens[i] in self.stop_ids for i in last]
@@ -385,49 +360,36 @@ class NativeSampler:
         return self._end(ended, stopped) if ended else []
 
     def _end(self, ended: list[int], stopped: list[bool]) -> list[FutureResult]:
-        """Remove ended rows, park the sequences that may continue, and return the results of complete groups."""
-        results, parked = list[FutureResult](), dict[int, tuple[Lineage, Ints]]()
+        """Remove ended rows, keep the sequences that may continue, and return the results of complete groups."""
+        results, leaving = list[FutureResult](), dict[int, tuple[Lineage, Ints]]()
         finished = self._read({slot: "eos" if stopped[slot] else "length" for slot in ended})
         for slot, (row, rollout) in zip(ended, finished, strict=True):
             row.request.done[row.index] = rollout
             if row.request.sampling.park and not self.decoder.slots.recurrent:
-                parked[slot] = row.lineage, np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]])
+                leaving[slot] = row.lineage, np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]])
             if not row.request.left:
                 results.append((row.request.answer, row.request.group()))
-        self._vacate(ended, parked)
+        self._vacate(ended, leaving)
         return results
 
     def _read(self, finishes: Mapping[int, Finish]) -> list[tuple[Row, Rollout]]:
         rows = [self.rows[slot] for slot in finishes]
         rollouts = self.tape.read(finishes, rows)
-        rollouts = [self._with_router(*each) for each in zip(finishes, rows, rollouts, strict=True)]
+        if self.routers is not None and (recorded := self.decoder.slots.router_SLRX) is not None:
+            for i, (slot, row) in enumerate(zip(finishes, rows, strict=True)):
+                if row.request.sampling.router:
+                    rollouts[i] = with_experts(rollouts[i], recorded[slot, : row.length - 1], self.routers.experts)
         return list(zip(rows, rollouts, strict=True))
 
-    def _with_router(self, slot: int, row: Row, rollout: Rollout) -> Rollout:
-        recorded = self.decoder.slots.router_SLRX
-        if self.routers is None or recorded is None or not row.request.sampling.router:
-            return rollout
-        kind = np.uint8 if self.routers.experts < 256 else np.uint16  # FREE becomes the largest number
-        narrow: Ints = recorded[slot, : row.length - 1].cpu().numpy().astype(kind)
-        first = len(row.request.prompt.tokens) - 1
-        return replace(rollout, router=narrow[first:], prompt_router=narrow[:first])
-
-    def _write_router(self, slot: int, begun: Rollout) -> None:
-        """Store the choices of a response that an earlier call began; its cache is recomputed without recording."""
-        if self.routers is not None and (known_TRX := experts_of_record(begun)) is not None:
-            at = torch.arange(len(known_TRX), device=self.lm.device)
-            found_TRX = torch.from_numpy(known_TRX).to(at.device)
-            self.decoder.slots.record(torch.full_like(at, slot), at, found_TRX, len(at))
-
-    def _vacate(self, ended: list[int], parked: Mapping[int, tuple[Lineage, Ints]] | None = None) -> None:
-        """Remove the rows in slots `ended`, move other rows into the free slots, and park the sequences in `parked`."""
+    def _vacate(self, ended: list[int], leaving: Mapping[int, tuple[Lineage, Ints]] | None = None) -> None:
+        """Remove the rows in slots `ended`, move other rows into the free slots, and keep the sequences `leaving`."""
         if not ended:
             return
         order = compacted(ended, [row.length for row in self.rows])
         moves = [Move(slot, at, self.rows[slot].length) for at, slot in enumerate(order) if slot != at]
         if moves:
             self.tape.move(*self._pairs(moves))
-        self._copy([*moves, *self.parking.park(parked or {}, len(order))])
+        self._copy([*moves, *self.prefixes.store(leaving or {}, len(order))])
         self.rows = [self.rows[slot] for slot in order]
 
     def _copy(self, moves: Sequence[Move]) -> None:

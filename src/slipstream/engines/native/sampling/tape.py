@@ -6,15 +6,16 @@ Shapes: S slots, L positions, T response positions, M draws, K best ids.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.engines.draws import draw, draw_with_teacher, fused, process, uniforms
 from slipstream.engines.native.sampling.requests import Request, Row
 from slipstream.protocols import Sampling
-from slipstream.records import Finish, Floats, Ints, Rollout, derive_seed, one_turn, support_from_ids
+from slipstream.records import Finish, Rollout, derive_seed, one_turn, support_from_ids
 
 
 class Tape:
@@ -22,23 +23,32 @@ class Tape:
 
     def __init__(self, slots: int, device: torch.device, dtype: torch.dtype) -> None:
         """Create empty tensors; `dtype` is that of the log-probs."""
-        self.known_S4 = torch.zeros(slots, 4, dtype=torch.int64, device=device)
+
+        def empty(kind: torch.dtype, *sizes: int) -> Tensor:
+            return torch.zeros(slots, *sizes, dtype=kind, device=device)
+
+        self.dtype, self.known_S4 = dtype, empty(torch.int64, 4)
         self.seed_S, self.offset_S, self.prompt_S, self.last_S = self.known_S4.unbind(1)
         """`seed`: seed of the draws. `offset`: number of drawn tokens in the prompt. `prompt`: prompt length.
         `last`: position of the newest token, which is not cached yet."""
-        self.ids_SL = torch.zeros(slots, 0, dtype=torch.int64, device=device)
-        self.version_ST = torch.zeros(slots, 0, dtype=torch.int32, device=device)
-        self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
-        self.logp_STM = torch.zeros(slots, 0, 0, dtype=dtype, device=device)
-        self.replaced_ST = torch.zeros(slots, 0, dtype=torch.bool, device=device)
-        self.best_STK = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
-        self.best_logp_STK = torch.zeros(slots, 0, 0, dtype=dtype, device=device)
+        self.ids_SL = empty(torch.int64, 0)
+        self.columns = {
+            "versions": empty(torch.int32, 0),
+            "actions": empty(torch.int32, 0, 0),
+            "action_logp": empty(dtype, 0, 0),
+            "best_ids": empty(torch.int32, 0, 0),
+            "best_logp": empty(dtype, 0, 0),
+            "replaced": empty(torch.bool, 0),
+        }
+        """Columns [S, T], [S, T, M] or [S, T, K] of the responses, by their names in a `Rollout`."""
 
     def seat(self, start: int, request: Request, members: Sequence[int]) -> None:
         """Write prompt, seeds and limits of these members (responses) of a request to slots from `start`."""
         prompt, sampling = request.prompt, request.sampling
         q, device = len(prompt.tokens), self.seed_S.device
-        self._widen(q + sampling.max_tokens, sampling)
+        self.ids_SL = _grown(self.ids_SL, q + sampling.max_tokens)
+        for name, widths in columns_of(sampling).items():
+            self.columns[name] = _grown(self.columns[name], sampling.max_tokens, *widths)
         at = slice(start, start + len(members))
         self.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
         self.prompt_S[at], self.last_S[at] = q, q - 1
@@ -46,73 +56,78 @@ class Tape:
         self.seed_S[at], self.offset_S[at] = torch.tensor(seeds, device=device), prompt.offset
 
     def write(self, slot: int, begun: Rollout) -> None:
-        t, q, (_, m) = len(begun.tokens), int(self.prompt_S[slot]), begun.actions.shape
+        """Write a response that an earlier call began."""
+        t, q = len(begun.tokens), int(self.prompt_S[slot])
         self.ids_SL[slot, q : q + t] = torch.from_numpy(begun.tokens.astype(np.int64))
         self.last_S[slot] = q + t - 1
-        self.version_ST[slot, :t] = torch.from_numpy(begun.versions)
-        self.action_STM[slot, :t, :m] = torch.from_numpy(begun.actions)
-        self.logp_STM[slot, :t, :m] = torch.from_numpy(begun.action_logp)
-        if begun.replaced is not None:
-            self.replaced_ST[slot, :t] = torch.from_numpy(begun.replaced)
-        if begun.best_ids is not None and begun.best_logp is not None:
-            k = begun.best_ids.shape[1]
-            self.best_STK[slot, :t, :k] = torch.from_numpy(begun.best_ids)
-            self.best_logp_STK[slot, :t, :k] = torch.from_numpy(begun.best_logp)
+        for name, tensor in self.columns.items():
+            if (values := getattr(begun, name)) is not None:
+                at: Any = (slot, *map(slice, values.shape))
+                tensor[at] = torch.from_numpy(values)
 
-    def _widen(self, length: int, sampling: Sampling) -> None:
-        tokens, draws, best = sampling.max_tokens, sampling.draws, sampling.best
-        self.ids_SL = _grown(self.ids_SL, length)
-        self.version_ST = _grown(self.version_ST, tokens)
-        self.action_STM = _grown(self.action_STM, tokens, draws)
-        self.logp_STM = _grown(self.logp_STM, tokens, draws)
-        if sampling.interleave:
-            self.replaced_ST = _grown(self.replaced_ST, tokens)
-        if best:
-            self.best_STK = _grown(self.best_STK, tokens, best)
-            self.best_logp_STK = _grown(self.best_logp_STK, tokens, best)
+    def record(self, name: str, slot_N: Tensor, time_N: Tensor, values: Tensor) -> None:
+        """Write values of a column, [N] or [N, M], at these slots and response positions."""
+        column = self.columns[name]
+        if values.ndim == 1:
+            column[slot_N, time_N] = values.to(column)
+        else:
+            column[slot_N, time_N, : values.shape[1]] = values.to(column)
+
+    def draw(
+        self, sampling: Sampling, slot_N: Tensor, time_N: Tensor, logits_NV: Tensor, teacher_NV: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Draw and record at these slots and response positions; return the emitted ids and all log-probs.
+
+        `teacher_NV`: logits of the teacher that the sampler asks; needed if requests mix or replace the student's.
+        """
+        numbers = sampling.draws * (2 if sampling.teacher_replaces else 1)
+        uniform_NM = uniforms(self.seed_S[slot_N], self.offset_S[slot_N] + time_N, numbers)
+        if sampling.fusion:
+            assert teacher_NV is not None
+            logits_NV = fused(logits_NV, teacher_NV, sampling.fusion)
+        logp_NV = process(logits_NV, sampling)
+        if sampling.teacher_replaces:
+            assert teacher_NV is not None
+            told_NV = process(teacher_NV, sampling)
+            ids_NM, logp_NM, replaced_NM = draw_with_teacher(logp_NV, told_NV, sampling.teacher_replaces, uniform_NM)
+            self.record("replaced", slot_N, time_N, replaced_NM[:, 0])
+        else:
+            ids_NM, logp_NM = draw(logp_NV, uniform_NM)
+        self.record("actions", slot_N, time_N, ids_NM)
+        self.record("action_logp", slot_N, time_N, logp_NM)
+        if sampling.best:
+            best = logp_NV.topk(sampling.best, -1)
+            self.record("best_ids", slot_N, time_N, best.indices)
+            self.record("best_logp", slot_N, time_N, best.values)
+        return ids_NM[:, 0], logp_NV
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        for tensor in (self.known_S4, self.ids_SL, *self._of_responses()):
+        for tensor in (self.known_S4, self.ids_SL, *self.columns.values()):
             if tensor[0].numel():
                 tensor[target] = tensor[source]
-
-    def _of_responses(self) -> tuple[Tensor, ...]:
-        return self.version_ST, self.action_STM, self.logp_STM, self.best_STK, self.best_logp_STK, self.replaced_ST
 
     def read(self, finishes: Mapping[int, Finish], rows: Sequence[Row]) -> list[Rollout]:
         """Return the responses of rows as rollouts; `finishes` has slot and finish reason of each row, in order."""
         longest = max((row.tokens for row in rows), default=0)
         at = torch.tensor(list(finishes), dtype=torch.int64, device=self.ids_SL.device)
-        columns = [tensor[at, :longest].cpu().numpy() for tensor in self._of_responses()]
-        return [
-            _rollout(row, finish, *(column[i, : row.tokens] for column in columns))
-            for i, (row, finish) in enumerate(zip(rows, finishes.values(), strict=True))
-        ]
+        columns = {name: tensor[at, :longest].cpu().numpy() for name, tensor in self.columns.items()}
+        rollouts = []
+        for i, (row, finish) in enumerate(zip(rows, finishes.values(), strict=True)):
+            prompt, kept = row.request.prompt, support_from_ids(row.kept) if row.kept else None
+            own: dict[str, Any] = {}
+            for name, widths in columns_of(row.request.sampling).items():
+                at_of_row: Any = (i, slice(row.tokens), *map(slice, widths))
+                own[name] = columns[name][at_of_row].copy()
+            rollouts.append(one_turn(prompt, prompt.first + row.index, finish=finish, kept=kept, **own))
+        return rollouts
 
 
-def _rollout(
-    row: Row,
-    finish: Finish,
-    version_T: Ints,
-    action_TM: Ints,
-    logp_TM: Floats,
-    best_TK: Ints,
-    best_logp_TK: Floats,
-    replaced_T: NDArray[np.bool_],
-) -> Rollout:
-    prompt, draws, best = row.request.prompt, row.request.sampling.draws, row.request.sampling.best
-    return one_turn(
-        prompt,
-        prompt.first + row.index,
-        actions=action_TM[:, :draws].copy(),
-        action_logp=logp_TM[:, :draws].copy(),
-        best_ids=best_TK[:, :best].copy() if best else None,
-        best_logp=best_logp_TK[:, :best].copy() if best else None,
-        replaced=replaced_T.copy() if row.request.sampling.interleave else None,
-        versions=version_T.copy(),
-        finish=finish,
-        kept=support_from_ids(row.kept) if row.kept else None,
-    )
+def columns_of(sampling: Sampling) -> dict[str, tuple[int, ...]]:
+    """Return the columns that requests with these options have, and the width of each beyond its positions."""
+    columns: dict[str, tuple[int, ...]] = {"versions": ()}
+    columns |= dict.fromkeys(("actions", "action_logp"), (sampling.draws,))
+    columns |= dict.fromkeys(("best_ids", "best_logp"), (sampling.best,)) if sampling.best else {}
+    return columns | ({"replaced": ()} if sampling.teacher_replaces else {})
 
 
 def _grown(tensor: Tensor, *sizes: int) -> Tensor:

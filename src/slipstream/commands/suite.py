@@ -1,0 +1,128 @@
+"""`slipstream eval --suite`: tasks of lm-evaluation-harness, for the student of a run or any other model."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.commands.common import note
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError, first_line
+from slipstream.models.adapters import is_adapter
+from slipstream.models.resolve import model_path
+from slipstream.plan.subject import EvaluatedModel
+
+SUITE_OPTIONS = {"suite", "suite_path", "limit", "seed", "dtype", "device", "chat"}
+"""Options that work together with --suite; a task has its own data, prompts and scores."""
+
+
+def check_suite_options(options: Mapping[str, Any]) -> None:
+    if other := sorted(options.keys() - SUITE_OPTIONS):
+        raise ConfigError(f"--suite: its tasks have their own data, prompts and scores: drop {', '.join(other)}")
+    if (path := options.get("suite_path")) is not None and not Path(path).is_dir():
+        raise ConfigError(f"--suite-path: there is no directory {path}")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--suite needs lm-evaluation-harness: pip install 'slipstream[suite]'")
+
+
+def template_settings(config: Config | None, options: Mapping[str, Any]) -> tuple[bool, str | None]:
+    """Return whether prompts go through the chat template, and the system message.
+
+    By default they do if the run's prompts do for certain: with data.chat, an environment, or a system message.
+    """
+    if config is None:
+        return bool(options.get("chat", False)), None
+    system = config.data.system_prompt
+    chat = bool(options.get("chat", config.data.chat or config.environment is not None or system is not None))
+    return chat, system if chat else None
+
+
+def measure_suite(subject: EvaluatedModel, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Let lm-evaluation-harness score a model; return one line for every task and group of tasks."""
+    import torch
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    tasks, paths = options["suite"], options.get("suite_path")
+    manager = TaskManager(include_path=paths)
+    for name in tasks:
+        if not manager.match_tasks([name]):
+            near = get_close_matches(name, manager.all_tasks, n=1)  # there are thousands, too many to list
+            hint = f"did you mean {near[0]!r}?" if near else "`lm-eval ls` lists all"
+            raise ConfigError(f"--suite: lm-evaluation-harness has no task {name!r}; {hint}")
+    device = options.get("device", "auto")
+    chat, system = template_settings(subject.config, options)
+    settings = {"seed": options.get("seed", 0), "dtype": options.get("dtype", "float32"), "chat": chat}
+    model = {"pretrained": model_path(subject.model), "dtype": settings["dtype"]}
+    if is_adapter(subject.model):
+        model["peft"] = subject.model
+    began = time.perf_counter()
+    try:
+        found = simple_evaluate(
+            "hf",
+            model_args=model,
+            tasks=tasks,
+            task_manager=manager,
+            limit=options.get("limit"),
+            device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+            batch_size=8,
+            apply_chat_template=chat,
+            system_instruction=system,
+            log_samples=False,
+            **dict.fromkeys(
+                ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), settings["seed"]
+            ),
+        )
+    except Exception as error:  # a task is code of others: its data may be missing, and it may raise anything
+        raise ConfigError(f"--suite {' '.join(tasks)}: {first_line(error)}") from None
+    about = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "model": subject.model,
+        **({} if subject.update is None else {"update": subject.update}),
+        **settings,
+        "limit": options.get("limit"),
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    counts = found["n-samples"]
+    return [
+        about | {"suite": name, "prompts": counts[name]["effective"] if name in counts else None} | dict(scores_of(row))
+        for name, row in found["results"].items()
+    ]
+
+
+def scores_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield scores by name, such as acc or exact_match/strict, and their standard errors with /error behind it."""
+    for key, value in row.items():
+        name, _, filtered = key.partition(",")
+        if isinstance(value, int | float) and filtered:
+            error = name.endswith("_stderr")
+            name = name.removesuffix("_stderr") + ("" if filtered == "none" else f"/{filtered}")
+            yield name + ("/error" if error else ""), float(value)
+
+
+def show_suite(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
+    first = lines[0]
+    at = f" after update {first['update']}" if "update" in first else ""
+    console.print(f"{first['model']}{at}, tasks of lm-evaluation-harness", markup=False, soft_wrap=True)
+    table = Table("task", "prompts", "score", "value")
+    for line in lines:
+        for name, value in line.items():
+            if name.partition("/")[0] in SETTINGS_OF_LINES or name.endswith("/error"):
+                continue
+            error = line.get(f"{name}/error")
+            prompts = "" if line["prompts"] is None else f"{line['prompts']:,}"
+            table.add_row(line["suite"], prompts, name, f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}"))
+    console.print(table)
+    if first["limit"] is not None:
+        note(f"note: --limit {first['limit']} scores a part of every task")
+
+
+SETTINGS_OF_LINES = {"time", "model", "update", "seed", "dtype", "chat", "limit", "seconds", "suite", "prompts"}
+"""Names in a line that are no scores."""

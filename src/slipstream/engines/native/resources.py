@@ -1,0 +1,119 @@
+"""Threads on which native engines compute, and host memory for tensors of an engine that waits.
+
+PyTorch starts CPU threads for each thread that computes in parallel. OpenMP puts them to sleep after every operation
+as soon as all of them together outnumber the CPUs, and waking them can cost more than the operation. So engines that
+never work at once share one thread.
+
+An engine has two memory spaces: the device for its tensors while it works, and host memory while it waits. On a CPU
+both are host memory. The same code moves the values, so that tests need no GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from slipstream.engines.weights import local
+
+SHARED_THREAD: ContextVar[ThreadPoolExecutor | None] = ContextVar("thread", default=None)
+"""Thread of the engines that are built in this context; None: each engine has its own."""
+
+
+def compute_thread(name: str, threads: int) -> ThreadPoolExecutor:
+    """Return an executor with one thread, on which operations use this number of CPU threads."""
+    return SHARED_THREAD.get() or ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(threads,))
+
+
+@contextmanager
+def one_thread(threads: int) -> Iterator[None]:
+    """Give one thread to all engines that are built in this context."""
+    token = SHARED_THREAD.set(compute_thread("engines", threads))
+    try:
+        yield
+    finally:
+        SHARED_THREAD.reset(token)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+HOST = torch.device("cpu")
+
+
+class Spaces:
+    def __init__(self) -> None:
+        self.offloaded: list[tuple[UntypedStorage, UntypedStorage]] = []
+        """Storages that are empty on their device, each with the copy in host memory that has its values."""
+
+    def to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Move these tensors to host memory, with all tensors that share their storage; skip those that are there.
+
+        If this or `to_device` fails, no value is lost, and a second call continues.
+        """
+        for tensor in tensors:
+            if not local(tensor).untyped_storage().resizable():  # it maps a file
+                tensor.data = tensor.detach().clone()
+            if (storage := local(tensor).untyped_storage()).nbytes():
+                copy: UntypedStorage = UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+                self.offloaded.append((storage, copy.copy_(storage)))
+                storage.resize_(0)
+        torch.cuda.empty_cache()  # else the next engine gets memory in pieces of the sizes of this one
+
+    def to_device(self) -> None:
+        while self.offloaded:
+            storage, copy = self.offloaded[-1]
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+            self.offloaded.pop()
+
+
+class Offloading:
+    """Base of engines whose tensors can wait in host memory while another engine uses their device."""
+
+    thread: ThreadPoolExecutor
+    """Thread of the engine. Tensors move on it, so never during the engine's work."""
+
+    @cached_property
+    def spaces(self) -> Spaces:
+        return Spaces()
+
+    def on_device(self) -> Iterable[Tensor]:
+        """Return the tensors on the device that the engine needs later; drop those that it can make anew."""
+        raise NotImplementedError
+
+    def move_to_host(self) -> None:
+        self.spaces.to_host(self.on_device())
+
+    async def offload(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self.thread, self.move_to_host)
+
+    async def reload(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self.thread, self.spaces.to_device)
+
+
+def keep_on_host(width: int) -> AbstractContextManager[Any]:
+    """Keep hidden states, which have `width` columns, in host memory from this context until the backward pass.
+
+    With recomputation these are the inputs of all layers.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        hidden = tensor.dim() > 1 and tensor.shape[-1] == width and not isinstance(tensor, nn.Parameter)
+        return (tensor.device, copied(tensor, HOST)) if hidden else tensor
+
+    def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else copied(kept[1], kept[0])
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device, copy=True)

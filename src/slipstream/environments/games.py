@@ -1,0 +1,237 @@
+"""Games of TextArena and text environments of Gymnasium: `textarena:NAME` and `gymnasium:NAME`, for one player.
+
+As data, such a name has rows whose prompts are the texts of `reset` with different seeds. As an environment, it plays
+the game of a row again from its seed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from slipstream.environments import Reply, Step
+from slipstream.environments.forms import Kind
+from slipstream.errors import ConfigError, DataError, EnvironmentFailed, did_you_mean, first_line
+
+SEEDS = {"train": 0, "eval": 1_000_000_000}
+"""Seed of the first row of each split; row i has this seed plus i."""
+MAX_DIGITS = 18
+"""Largest number of digits of a move that is a number, so that it fits into 64 bits."""
+THOUGHT_END = "</think>"
+"""Text after which a reply is a move; what is before is the student's reasoning."""
+COLOURED = re.compile("\x1b\\[[\\d;]+m(.*?)\x1b\\[0m")
+"""Coloured text of a terminal, which is the mark of the player's place; a student reads brackets instead."""
+RANDOM = threading.Lock()
+"""Lock of Python's and numpy's global random states, which some games draw from."""
+
+
+class Game(Protocol):
+    """Game of another package, which can be played again after a reset."""
+
+    def __init__(self, name: str) -> None: ...
+
+    def reset(self, seed: int) -> str:
+        """Begin a new game; return the first text."""
+        ...
+
+    def act(self, move: str) -> tuple[str, bool]:
+        """Return the text that follows a move, and True at the end of the game."""
+        ...
+
+    def end(self) -> tuple[Any, dict[str, float]]:
+        """Return the reward, and metrics."""
+        ...
+
+
+class TextArenaGame:
+    def __init__(self, name: str) -> None:
+        import textarena
+        from textarena.core import Wrapper
+        from textarena.envs.registration import ENV_REGISTRY
+
+        if name not in ENV_REGISTRY:
+            raise ConfigError(f"there is no game {name!r}; {did_you_mean(name, ENV_REGISTRY)}")
+        self.env = textarena.make(name)
+        while isinstance(self.env, Wrapper):  # wrappers show the whole history again, which the student already has
+            self.env = self.env.env
+        self.random: tuple[Any, Any] = random.Random(0).getstate(), np.random.RandomState(0).get_state()
+
+    @contextmanager
+    def own_random(self) -> Iterator[None]:
+        """Give this game the global random states, so that games in other threads do not draw from them."""
+        with RANDOM:
+            before = random.getstate(), np.random.get_state()
+            random.setstate(self.random[0])
+            np.random.set_state(self.random[1])
+            try:
+                yield
+            finally:
+                self.random = random.getstate(), np.random.get_state()
+                random.setstate(before[0])
+                np.random.set_state(before[1])
+
+    def reset(self, seed: int) -> str:
+        self.random = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+        with self.own_random():
+            self.env.reset(num_players=1, seed=seed)
+            return self.text()
+
+    def act(self, move: str) -> tuple[str, bool]:
+        with self.own_random():
+            try:
+                done, _ = self.env.step(move)
+            except ValueError as error:  # for example of a number with more digits than Python reads
+                self.env.state.set_invalid_move(reason=f"{first_line(error)}.")
+                done, _ = self.env.state.step()
+            return "" if done else self.text(), done
+
+    def text(self) -> str:
+        from textarena import ObservationType
+
+        _, found = self.env.get_observation()
+        return "\n".join(text for _, text, kind in found if kind is not ObservationType.PLAYER_ACTION)
+
+    def end(self) -> tuple[Any, dict[str, float]]:
+        rewards, info = self.env.close()
+        return (rewards or {0: 0.0})[0], {"invalid_move": float(info.get(0, {}).get("invalid_move", False))}
+
+
+class GymnasiumGame:
+    def __init__(self, name: str) -> None:
+        import gymnasium
+        from gymnasium import spaces
+
+        module, _, name = name.rpartition(":")
+        try:
+            if module:
+                importlib.import_module(module)
+            spec = gymnasium.spec(name)
+            shown = "ansi" in getattr(self.entry_point(spec), "metadata", {}).get("render_modes", ())
+            self.env = gymnasium.make(name, **({"render_mode": "ansi"} if shown else {}), disable_env_checker=True)
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
+            raise ConfigError(first_line(error)) from None
+        self.spaces, self.total, self.invalid = spaces, 0.0, False
+        self.is_rendered = not isinstance(self.env.observation_space, spaces.Text)
+        if self.is_rendered and not shown:
+            raise ConfigError(f"{name} shows {self.env.observation_space}, and a student reads text: use a Text space")
+        if not isinstance(self.env.action_space, spaces.Text | spaces.Discrete):
+            raise ConfigError(f"{name} wants {self.env.action_space}, and a student writes text: use a Text space")
+
+    @staticmethod
+    def entry_point(spec: Any) -> Any:
+        from gymnasium.envs.registration import load_env_creator
+
+        return load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
+
+    def text(self, observation: Any) -> str:
+        return COLOURED.sub(r"[\1]", str(self.env.render() if self.is_rendered else observation))
+
+    def reset(self, seed: int) -> str:
+        observation, _ = self.env.reset(seed=seed)
+        self.total, self.invalid = 0.0, False
+        text, actions = self.text(observation), self.env.action_space
+        return f"{text}\n{self.choices(actions)}" if isinstance(actions, self.spaces.Discrete) else text
+
+    def choices(self, actions: Any) -> str:
+        if isinstance(actions, self.spaces.Discrete):
+            return f"Answer with a number from {actions.start} to {actions.start + actions.n - 1}."
+        return f"Answer with {actions.min_length} to {actions.max_length} characters of {actions.characters}"
+
+    def act(self, move: str) -> tuple[str, bool]:
+        action: Any = move.strip()
+        if isinstance(self.env.action_space, self.spaces.Discrete):
+            last = re.findall(r"-?\d+", move)[-1:]
+            action = int(last[0]) if last and len(last[0].lstrip("-")) <= MAX_DIGITS else None
+        if action is None or not self.env.action_space.contains(action):
+            self.invalid = True
+            return self.choices(self.env.action_space), False
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        self.total += float(reward)
+        return self.text(observation), terminated or truncated
+
+    def end(self) -> tuple[Any, dict[str, float]]:
+        return self.total, {"invalid_move": float(self.invalid)}
+
+
+GAMES: dict[str, type[Game]] = {"textarena": TextArenaGame, "gymnasium": GymnasiumGame}
+
+
+class Played:
+    """Environment that plays one game. Games that have ended are played again, since some take long to make."""
+
+    spec: ClassVar[str]
+    idle: ClassVar[list[Game]]
+
+    def start(self, meta: dict[str, Any], prompt: str, seed: int) -> str | None:
+        """Begin the game of the row's seed; return its first text unless the prompt has it."""
+        self.metrics: dict[str, float] = {}
+        self.game = self.idle.pop() if self.idle else game_of(self.spec)
+        first = self.game.reset(int(meta.get("seed", seed)))
+        if " ".join(first.split()) in " ".join(prompt.split()):
+            return None
+        if meta.get("game", self.spec) != self.spec:
+            raise EnvironmentFailed("error", f"the row is of {meta['game']}, and environment.use is {self.spec}")
+        if "game" in meta:
+            why = f"its reset draws beside its seed {meta['seed']}"
+            raise EnvironmentFailed("error", f"the game does not begin with the text in the prompt: {why}")
+        return first
+
+    def step(self, reply: Reply) -> Step:
+        text, done = self.game.act(reply.text.rpartition(THOUGHT_END)[2])
+        if done:
+            _, self.metrics = self.game.end()
+        return Step(() if done else ({"role": "user", "content": text},), done)
+
+    def close(self) -> Any:
+        reward, _ = self.game.end()
+        self.idle.append(self.game)
+        return reward
+
+
+def game_of(spec: str) -> Game:
+    prefix, _, name = spec.partition(":")
+    return GAMES[prefix](name)
+
+
+def kind_of(spec: str) -> Kind:
+    """Make the game once, which raises ConfigError if it cannot be played."""
+    made = type("Played", (Played,), {"spec": spec, "idle": [checked(spec)]})
+    return Kind(spec, made, ("meta", "prompt", "seed"), {})
+
+
+def checked(spec: str) -> Game:
+    game = game_of(spec)
+    try:
+        game.reset(0)
+    except AssertionError as error:
+        raise ConfigError(f"cannot be played by one player: {first_line(error)}") from None
+    return game
+
+
+def rows(name: str, split: str, count: int, *, prefix: str) -> Iterator[dict[str, Any]]:
+    """Yield a row for each seed, whose prompt is the first text of its game."""
+    if split not in SEEDS:
+        raise DataError(f"there is no split {split!r}; {did_you_mean(split, SEEDS)}")
+    spec = f"{prefix}:{name}"
+    try:
+        game = checked(spec)
+    except ConfigError as error:
+        raise DataError(str(error)) from None
+    for seed in range(SEEDS[split], SEEDS[split] + count):
+        prompt = [{"role": "user", "content": game.reset(seed)}]
+        yield {"id": f"{name}:{seed}", "prompt": prompt, "data_source": spec, "game": spec, "seed": seed}
+
+
+def textarena_rows(name: str, split: str, count: int) -> Iterator[dict[str, Any]]:
+    return rows(name, split, count, prefix="textarena")
+
+
+def gymnasium_rows(name: str, split: str, count: int) -> Iterator[dict[str, Any]]:
+    return rows(name, split, count, prefix="gymnasium")

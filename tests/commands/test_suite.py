@@ -1,0 +1,64 @@
+"""Options of `eval --suite`; tests/with_agents has lm-evaluation-harness itself."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.commands.suite import template_settings
+from slipstream.config.file import parse
+
+REFUSED = {
+    "tasks without names": (["--suite-path", "tasks"], "--suite-path: name the tasks in that directory with --suite"),
+    "other data": (
+        ["--suite", "sums", "--data", "math.jsonl", "-n", "4"],
+        "--suite: its tasks have their own data, prompts and scores: drop data, n",
+    ),
+    "a path that is not there": (
+        ["--suite", "sums", "--suite-path", "nowhere"],
+        "--suite-path: there is no directory nowhere",
+    ),
+    "an engine": (
+        ["--suite", "sums", "--engine", "vllm"],
+        "--suite: its tasks have their own data, prompts and scores: drop engine",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_a_suite_ignores_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, line = REFUSED[name]
+    assert main(["eval", "builtin:student", *words]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+TEMPLATES: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, str | None]]] = [
+    ({}, {}, (False, None)),
+    ({"data": {"chat": True}}, {}, (True, None)),
+    ({"environment": {"use": "table"}}, {}, (True, None)),
+    ({"environment": {"use": "table"}}, {"chat": False}, (False, None)),
+    ({"data": {"system_prompt": "Be brief."}}, {}, (True, "Be brief.")),
+    ({"data": {"system_prompt": "Be brief."}}, {"chat": False}, (False, None)),
+    ({}, {"chat": True}, (True, None)),
+]
+
+
+@pytest.mark.parametrize(("sections", "options", "settings"), TEMPLATES)
+def test_the_template_and_system_message_are_those_of_the_run(
+    sections: dict[str, Any], options: dict[str, Any], settings: tuple[bool, str | None]
+) -> None:
+    config = parse({"student": "s", "teachers": {"main": {"model": "t"}}, **sections})
+    assert template_settings(config, options) == settings
+    assert template_settings(None, options) == (options.get("chat", False), None)
+
+
+def test_a_missing_harness_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
+    )
+    assert main(["eval", "builtin:student", "--suite", "sums"]) == 2
+    assert capsys.readouterr().err == ("error: --suite needs lm-evaluation-harness: pip install 'slipstream[suite]'\n")

@@ -1,0 +1,180 @@
+"""The value head of a critic on the student's last hidden state: its values, gradients, warm-up and checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.config.learner import LearnerConfig
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.objective import CriticConfig, PolicyConfig
+from slipstream.engines.native.learning.critic import ValueHead
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.errors import RunDirError
+from slipstream.objective.columns import present
+from slipstream.objective.method import Method
+from slipstream.protocols import Metrics
+from slipstream.records import Batch, Handle, Scored, total
+from support.engines import native_learner
+from support.learners import roll_out, run
+from support.tiny_models import make_model, wrap
+
+DTYPE = torch.float64
+
+
+def method(critic: CriticConfig | None, **options: Any) -> Method:
+    policy = PolicyConfig(advantage="gae" if critic else "grpo", advantage_options=options)
+    return Method(loss=ReverseKLMC(weight=0.0), policy=policy, critic=critic, rewards={"exact": 1.0})
+
+
+def learner_of(critic: CriticConfig | None, *, seed: int | None = 5, **options: Any) -> NativeLearner:
+    """A learner whose values are random numbers (None: 0, as at the start of a run)."""
+    config = LearnerConfig(lr=1e-3, dtype="float64", token_budget=60, **options)
+    learner = native_learner(wrap(make_model("qwen3", dtype=DTYPE)), method=method(critic), config=config, updates=9)
+    if critic is not None and seed is not None:
+        with torch.no_grad():
+            weight = head_of(learner).weight
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed), dtype=DTYPE) / 10)
+    return learner
+
+
+def head_of(learner: NativeLearner) -> ValueHead:
+    return present(learner.passes.critic)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    groups = roll_out(make_model("qwen3", dtype=DTYPE), draws=1, count=5)
+    for group in groups:
+        for i, handle in enumerate(group):
+            rewards = {"exact": float(i % 2)}
+            group[i] = Handle(replace(handle.header, rewards=rewards), replace(handle.body, rewards=rewards))
+    return Batch(tuple(groups), 1)
+
+
+async def accumulate(learner: NativeLearner, batch: Batch, number: int) -> None:
+    batch = replace(batch, update=number)
+    await learner.accumulate(batch, total(await learner.prepare(batch)))
+
+
+async def update(learner: NativeLearner, batch: Batch, number: int) -> Metrics:
+    await accumulate(learner, batch, number)
+    return await learner.step()
+
+
+def weights(learner: NativeLearner) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in learner.lm.model.parameters()])
+
+
+def hidden_of(model: Any, sample: Scored) -> torch.Tensor:
+    """The last hidden states [T + 1, H] before each token of a response, and behind it, by the model alone."""
+    rollout = sample.rollout
+    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))
+    hidden: torch.Tensor = model.model(ids[None]).last_hidden_state[0]
+    return hidden[len(rollout.prompt.tokens) - 1 :]
+
+
+def test_values_are_those_of_the_states_and_of_the_end_that_a_limit_has_cut(batch: Batch) -> None:
+    learner, model = learner_of(CriticConfig(bootstrap=True)), make_model("qwen3", dtype=DTYPE)
+    samples = [Scored(rollout=handle.body) for handle in batch.handles]
+    assert {sample.rollout.finish for sample in samples} == {"eos", "length"}
+    values, ends = learner.passes.values(samples)
+    for sample, value_T, end in zip(samples, values, ends, strict=True):
+        expected = head_of(learner)(hidden_of(model, sample)).detach()
+        torch.testing.assert_close(value_T, expected[:-1])
+        cut = sample.rollout.finish == "length"
+        torch.testing.assert_close(end, expected[-1] if cut else torch.zeros((), dtype=DTYPE))
+    _, ends = learner_of(CriticConfig()).passes.values(samples)
+    assert not torch.stack(ends).any()
+
+
+def test_the_value_loss_has_the_gradient_of_one_written_out(batch: Batch) -> None:
+    """In the update that computes the values none is clipped: ½ Σ (V − R)² / tokens, for student and head."""
+    critic = CriticConfig(weight=0.5)
+    learner, without = learner_of(critic), learner_of(replace_weight(critic, 1e-9))
+    for each in (learner, without):
+        run(accumulate(each, batch, 1))
+    found = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
+    policy = [p.grad.clone() for p in without.lm.model.parameters() if p.grad is not None]
+    model, head = make_model("qwen3", dtype=DTYPE), head_of(learner_of(critic))
+    tokens = sum(handle.header.trained_tokens for handle in batch.handles)
+    loss = torch.zeros((), dtype=DTYPE)
+    for handle in batch.handles:
+        returns = learner.now.constants[handle.header.number, handle.header.index].columns["returns"]
+        value_T = head(hidden_of(model, Scored(rollout=handle.body)))[:-1]
+        loss = loss + 0.5 * (value_T - returns).square().sum() / tokens
+    (0.5 * loss).backward()
+    for ours, policy_part, parameter in zip(found, policy, model.parameters(), strict=True):
+        theirs = torch.zeros_like(ours) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(ours - policy_part, theirs, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(head_of(learner).weight.grad, head.weight.grad)
+    assert run(learner.step())["critic/loss"] == pytest.approx(loss.item())
+
+
+def replace_weight(critic: CriticConfig, weight: float) -> CriticConfig:
+    return critic.model_copy(update={"weight": weight})
+
+
+def test_advantages_are_rewards_above_the_values(batch: Batch) -> None:
+    """λ = γ = 1 without bootstrapping: the reward minus V at every token."""
+    options = {"lam": 1.0, "normalised": False}
+    learner = learner_of(CriticConfig())
+    learner.phase = replace(learner.phase, method=method(CriticConfig(), **options))
+    learner.phases[0] = learner.phase
+    run(accumulate(learner, batch, 1))
+    for handle in batch.handles:
+        columns = learner.now.constants[handle.header.number, handle.header.index].columns
+        reward = handle.header.rewards["exact"]
+        torch.testing.assert_close(columns["advantages"], reward - columns["values"])
+        torch.testing.assert_close(columns["returns"], torch.full_like(columns["values"], reward))
+
+
+def test_the_student_does_not_move_while_its_critic_warms_up(batch: Batch) -> None:
+    learner = learner_of(CriticConfig(warmup=2, weight=1.0), seed=None, weight_decay=0.1)
+    before, values = weights(learner), [head_of(learner).weight.detach().clone()]
+    for number in (1, 2):
+        metrics = run(update(learner, batch, number))
+        values.append(head_of(learner).weight.detach().clone())
+        assert metrics["grad_norm"] == 0 and torch.equal(weights(learner), before)
+    assert not torch.equal(values[0], values[1]) and not torch.equal(values[1], values[2])
+    assert run(update(learner, batch, 3))["grad_norm"] > 0 and not torch.equal(weights(learner), before)
+
+
+def test_weight_0_trains_the_head_alone(batch: Batch) -> None:
+    apart = learner_of(CriticConfig(weight=0.0))
+    tiny = learner_of(CriticConfig(weight=1e-12))
+    for each in (apart, tiny):
+        run(accumulate(each, batch, 1))
+    for a, b in zip(apart.lm.model.parameters(), tiny.lm.model.parameters(), strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad)
+    assert head_of(apart).weight.grad is not None and head_of(apart).weight.grad.abs().max() > 1e-3
+
+
+def test_a_resumed_learner_has_the_same_values(batch: Batch, tmp_path: Path) -> None:
+    learner, other = learner_of(CriticConfig()), learner_of(CriticConfig(), seed=None)
+    run(update(learner, batch, 1))
+    run(learner.save(tmp_path))
+    run(other.restore(tmp_path))
+    assert run(update(learner, batch, 2)) == run(update(other, batch, 2))
+    assert torch.equal(head_of(other).weight, head_of(learner).weight)
+    assert torch.equal(weights(other), weights(learner))
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    run(learner_of(None).save(plain))
+    with pytest.raises(RunDirError, match=r"does not hold the values of a critic: write the \[critic\] it was saved"):
+        run(learner_of(CriticConfig()).restore(plain))
+
+
+def test_values_of_a_constant_reward_are_learned(batch: Batch) -> None:
+    """Every answer is worth 1: after some updates the values explain it, and advantages fade."""
+    sure = Batch(tuple([h.with_header(rewards={"exact": 1.0}) for h in group] for group in batch.groups), 1)
+    learner, losses = learner_of(CriticConfig(lr=0.005, weight=0.0, clip=1e9), seed=None), list[float]()
+    for number in range(1, 21):
+        losses.append(run(update(learner, sure, number))["critic/loss"])
+    assert losses[-1] < 0.2 * losses[0]

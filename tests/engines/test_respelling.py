@@ -1,0 +1,360 @@
+"""A teacher with another tokenizer: its scores, what a loss makes of them, and what is left out.
+
+The student writes letters. Teachers write blocks of two letters, or merge a and b to one token wherever they can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from slipstream.config.losses import GOLD, Cache
+from slipstream.data.spelling import Spelling, respell, shared_layout
+from slipstream.data.teacher_context import TemplateContext, context_of
+from slipstream.engines.http.client import Endpoint
+from slipstream.engines.native.model import split
+from slipstream.engines.record_files import read_groups, write_groups
+from slipstream.engines.respelling import RespellingScorer, shared_logps, trained_spans
+from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.metrics import spelling_metrics, trust_metrics
+from slipstream.objective.distillation import Distillation, TeacherHead
+from slipstream.protocols import Respelling
+from slipstream.records import (
+    OPEN,
+    TOO_LONG,
+    UNPAIRED,
+    UNWRITTEN,
+    Attempts,
+    Handle,
+    Prompt,
+    Rollout,
+    Scored,
+    header_of,
+    one_turn,
+)
+from support.engines import http_scorer, native_scorer
+from support.fake_endpoint import FakeEndpoint
+
+END = "<end>"
+LENGTH = 4
+
+
+def fast(backend: Tokenizer) -> Any:
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(END, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, clean_up_tokenization_spaces=False)
+
+
+def letters(alphabet: str = "ab") -> Any:
+    return fast(Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, [])))
+
+
+def blocks() -> Any:
+    backend = Tokenizer(models.WordLevel({a + b: index for index, (a, b) in enumerate(product("ab", "ab"))}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(".."), behavior="isolated")
+    return fast(backend)
+
+
+def merging() -> Any:
+    return fast(Tokenizer(models.BPE({"b": 0, "ab": 1, "a": 2}, [("a", "b")])))
+
+
+def rollout_of(tokens: list[int], logp: list[float] | None = None, **changes: Any) -> Rollout:
+    prompt = Prompt(id="p", number=0, tokens=np.array([0, 1], np.int32), respelled=np.array([2, 0], np.int32))
+    logp_N = np.array(logp if logp is not None else [-0.5] * len(tokens), np.float32)
+    return one_turn(
+        prompt,
+        0,
+        actions=np.array(tokens, np.int32)[:, None],
+        action_logp=logp_N[:, None],
+        versions=np.zeros(len(tokens), np.int32),
+        finish="eos",
+        **changes,
+    )
+
+
+def scored_by(logq_of: Callable[[list[int]], list[float]], rollout: Rollout, student: Any, teacher: Any) -> Scored:
+    """Return the record that the scorer makes, for a teacher with these log-probs of a whole spelling."""
+    mine, theirs = Spelling(student), Spelling(teacher)
+    found = respell(rollout.tokens.tolist(), mine, theirs, {student.eos_token_id: teacher.eos_token_id})
+    spans_N = trained_spans(found.student_spans, rollout)
+    logq_N = shared_logps(np.array(logq_of(found.tokens.tolist())), found.teacher_spans, spans_N)
+    return Scored(
+        rollout=rollout, teacher="t", teacher_logp=logq_N, teacher_action_logp=logq_N[:, None], byte_spans=spans_N
+    )
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_span_is_shared_equally_and_compared_as_a_whole() -> None:
+    """The student writes a b b <end>, the teacher ab b <end>."""
+    rollout = rollout_of([0, 1, 1, 2], [-1.0, -2.0, -0.5, -0.25])
+    scored = scored_by(lambda ids: [-4.0, -1.0, -0.125], rollout, letters(), merging())
+    assert scored.teacher_logp is not None and scored.compared_logp is not None and scored.byte_spans is not None
+    assert scored.byte_spans.tolist() == [0, 0, 1, 2]
+    assert scored.teacher_logp.tolist() == [-2, -2, -1, -0.125]
+    # of the span: −4 − (−2) = −2 for a, −4 − (−1) = −3 for b; others are single tokens
+    assert scored.compared_logp[:, 0].tolist() == [-2, -3, -1, -0.125]
+    assert (scored.compared_logp[:, 0] - rollout.logp).tolist() == [-1, -1, -0.5, 0.125], "the log-ratio of each span"
+
+
+def test_left_out_tokens_have_no_ratio() -> None:
+    rollout = rollout_of([0, 1, 0, 1], [-1.0, -2.0, -0.5, -0.25])
+    scored = scored_by(lambda ids: [-4.0, -1.0], rollout, letters(), merging())
+    assert scored.byte_spans is not None and scored.compared_logp is not None
+    assert scored.byte_spans.tolist() == [0, 0, OPEN, OPEN], "the response was cut, and its last span is open"
+    assert scored.scored_tokens.tolist() == [True, True, False, False]
+    assert (scored.compared_logp[:, 0] - rollout.logp).tolist() == [-1, -1, 0, 0]
+
+
+def test_a_span_of_trained_and_other_tokens_is_left_out() -> None:
+    rollout = rollout_of([0, 1, 1, 2])
+    mask = np.array([False, True, True, True])
+    spans_T = np.array([0, 0, 1, 2], np.int32)
+    assert trained_spans(spans_T, rollout).tolist() == [0, 0, 1, 2]
+    object.__setattr__(rollout, "loss_mask", mask)
+    assert trained_spans(spans_T, rollout).tolist() == [OPEN, 1, 2]
+
+
+def test_tokens_of_equal_bytes_or_roles_are_shared() -> None:
+    """The student has a b c <end>, the teacher b ab a <end> and two more embeddings."""
+    layout = shared_layout(Spelling(letters("abc")), Spelling(merging()), {3: 3}, sizes=(5, 6))
+    assert layout.tolist() == [2, 0, -1, 3, -1, 1, 4, 5]
+
+
+# --- the definition, by enumeration -----------------------------------------------------------------------------------
+
+
+def table(seed: int, choices: int, depth: int) -> dict[tuple[int, ...], Tensor]:
+    """Return logits of a choice after each of the sequences of fewer choices."""
+    torch.manual_seed(seed)
+    states = [state for n in range(depth) for state in product(range(choices), repeat=n)]
+    return {state: torch.randn(choices, dtype=torch.float64).requires_grad_() for state in states}
+
+
+def logps(logits: Mapping[tuple[int, ...], Tensor], ids: tuple[int, ...]) -> Tensor:
+    return torch.stack([logits[ids[:n]].log_softmax(-1)[each] for n, each in enumerate(ids)])
+
+
+def test_the_mean_gradient_is_that_of_the_kl_of_spans() -> None:
+    """Blocks end at every second letter, so the mean gradient is exactly Σ p(context) ∇KL(p ‖ q of a block)."""
+    student, teacher = letters(), blocks()
+    mine, theirs = table(0, 2, LENGTH), table(1, 4, LENGTH // 2)
+    estimate = torch.zeros((), dtype=torch.float64)
+    for ids in product(range(2), repeat=LENGTH):
+        logp_T = logps(mine, ids)
+        rollout = rollout_of([*ids, 2], [*logp_T.tolist(), 0.0])
+        scored = scored_by(lambda own: [*logps(theirs, tuple(own[:-1])).tolist(), 0.0], rollout, student, teacher)
+        logq_N1 = torch.from_numpy(scored.compared_logp)[:LENGTH].double()
+        loss_N, _ = mc_reverse_kl(logp_T[:, None], logp_T.detach()[:, None], logq_N1)
+        estimate = estimate + logp_T.detach().sum().exp() * loss_N.sum()
+    exact = torch.zeros((), dtype=torch.float64)
+    for start in range(0, LENGTH, 2):
+        for context in product(range(2), repeat=start):
+            weight = logps(mine, context).sum().exp().detach() if context else 1.0
+            before = tuple(2 * a + b for a, b in zip(context[::2], context[1::2], strict=True))
+            logq_X = theirs[before].log_softmax(-1).detach()
+            logp_X = torch.stack([logps(mine, (*context, *both))[start:].sum() for both in product(range(2), repeat=2)])
+            exact = exact + weight * (logp_X.exp() * (logp_X - logq_X)).sum()
+    expected = torch.autograd.grad(exact, list(mine.values()))
+    found = torch.autograd.grad(estimate, list(mine.values()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    assert max(float(each.abs().max()) for each in expected) > 0.05
+
+
+def test_the_canonical_spelling_is_one_of_several() -> None:
+    """The log-prob of the canonical spelling is at most that of the bytes, which sums over all spellings.
+
+    Each ab can be written as one token (0.35) or as two (0.25 · 0.4 = 0.1), so a text with k of them has the share
+    (0.35 / 0.45)^k = (7/9)^k. Of the 16 texts of four letters 5 have none, 10 have one, and one has two.
+    """
+    spelling, p = Spelling(merging()), {b"b": 0.4, b"ab": 0.35, b"a": 0.25}
+    shares = []
+    for each in product("ab", repeat=LENGTH):
+        text = "".join(each).encode()
+        canonical = np.prod([p[spelling.bytes_of[index]] for index in spelling.spell(text)[0]])
+        ways = [1.0]  # probability of all spellings of the first letters
+        for stop in range(1, LENGTH + 1):
+            ends = [token for token in p if text[:stop].endswith(token)]
+            ways.append(sum(p[token] * ways[stop - len(token)] for token in ends))
+        assert canonical <= ways[-1] + 1e-12
+        shares.append(canonical / ways[-1])
+    assert np.mean(shares) == pytest.approx((5 + 10 * 7 / 9 + (7 / 9) ** 2) / 16), "0.836"
+
+
+def test_a_beginning_is_spelled_in_another_way_once_more_text_follows() -> None:
+    """Only the last span of a beginning can change: where it does, the following letter is merged into it."""
+    spelling, changed, cases = Spelling(merging()), 0, 0
+    for each in product("ab", repeat=LENGTH):
+        text = "".join(each).encode()
+        ends = []
+        for ids, _ in (spelling.spell(text[:stop]) for stop in range(1, LENGTH + 1)):
+            ends.append({len(spelling.joined(ids[: n + 1])) for n in range(len(ids))})
+        for before, after in pairwise(ends):
+            last = max(before)
+            assert before - {last} <= after
+            cases, changed = cases + 1, changed + (last not in after)
+    assert (changed, cases) == (12, 48), "a b after an a, a quarter of all cases"
+
+
+# --- the scorer -------------------------------------------------------------------------------------------------------
+
+
+def scorer(
+    limit: int = 64, cache: Cache = "sampled", template: str | None = None
+) -> tuple[RespellingScorer, LlamaForCausalLM]:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    lm = LlamaForCausalLM(LlamaConfig(vocab_size=4, initializer_range=0.5, **shape)).eval()
+    student, teacher = letters("abc"), merging()
+    respelling = Respelling("merging", 4, {student.eos_token_id: teacher.eos_token_id}, limit)
+    context = context_of(template, teacher, max_length=limit)
+    assert context is None or isinstance(context, TemplateContext)
+    engine = native_scorer(split("tiny", copy.deepcopy(lm)), cache=cache, context=context)
+    spellings, dense = (Spelling(student), Spelling(teacher)), cache == "hidden"
+    return RespellingScorer(engine, "t", *spellings, respelling, dense=dense, context=context), lm
+
+
+def group(*tokens: list[int]) -> list[Handle]:
+    rollouts = [rollout_of(each) for each in tokens]
+    return [Handle(header_of(each), each) for each in rollouts]
+
+
+def test_scores_are_those_of_a_forward_pass_over_the_teachers_spelling() -> None:
+    engine, lm = scorer()
+    (handle,) = asyncio.run(engine.score(group([0, 1, 1, 0, 3])))  # a b b a <end>: ab b a <end>
+    with torch.no_grad():
+        logq_TV = lm(torch.tensor([[2, 0, 1, 0, 2, 3]])).logits[0].log_softmax(-1)
+    logq = [float(logq_TV[place, token]) for place, token in zip(range(1, 5), [1, 0, 2, 3], strict=True)]
+    np.testing.assert_allclose(handle.body.teacher_logp, [logq[0] / 2, logq[0] / 2, *logq[1:]], rtol=1e-5)
+    assert handle.header.left_out == (0, 0, 0, 0) and handle.header.byte_spans == 4
+    assert handle.header.gap == pytest.approx(5 * -0.5 - sum(logq), rel=1e-5)
+    engine.close()
+
+
+def test_what_is_left_out_is_counted_by_its_reason() -> None:
+    engine, _ = scorer(limit=4)
+    handles = asyncio.run(engine.score(group([0, 1, 1, 0, 3], [0, 1, 1, 1], [1, 2, 1, 3], [2])))
+    assert [each.header.left_out for each in handles] == [(0, 0, 2, 0), (0, 0, 1, 0), (0, 3, 0, 0), (0, 1, 0, 0)]
+    spans = [each.body.byte_spans.tolist() for each in handles]
+    assert spans == [[0, 0, 1, TOO_LONG, TOO_LONG], [0, 0, 1, TOO_LONG], [0, *[UNWRITTEN] * 3], [UNWRITTEN]]
+    headers = [each.header for each in handles]
+    found = spelling_metrics(headers)
+    assert found == pytest.approx(
+        {"spelling/open": 0, "spelling/unwritten": 4 / 14, "spelling/too_long": 3 / 14}
+        | {"spelling/unpaired": 0, "spelling/span_tokens": 7 / 5}
+    )
+    assert trust_metrics(headers)["teacher/kl"] == pytest.approx(sum(each.gap for each in headers) / 7)
+    engine.close()
+
+
+@pytest.mark.parametrize(("template", "limit"), [("{prompt}bb", 5), ("{prompt}{response}", 5), ("{prompt}{best}", 6)])
+def test_a_response_is_cut_to_the_room_beside_a_context(template: str, limit: int) -> None:
+    """The context is ab b b; or ab and the response again, so that each has half the room; or ab and b b b."""
+    engine, _ = scorer(limit, template=template)
+    (handle,) = group([0, 1, 1, 0, 3])  # ab b a <end>
+    handle = replace(handle, header=replace(handle.header, attempts=Attempts(best="bbb")))
+    (found,) = asyncio.run(engine.score([handle]))
+    assert found.body.byte_spans.tolist() == [0, 0, 1, TOO_LONG, TOO_LONG] and found.header.left_out == (0, 0, 2, 0)
+    engine.close()
+
+
+def test_a_clamp_of_log_probs_leaves_tokens_that_the_teacher_lacks_without_probability() -> None:
+    """The student has a b c <end>, the teacher b ab a <end>; without the c's −∞ both would share it, at e⁻²."""
+    engine, lm = scorer(cache="hidden")
+    (handle,) = asyncio.run(engine.score(group([0, 1, 1, 0, 3])))
+    layout = torch.from_numpy(shared_layout(engine.student, engine.teacher, engine.respelling.roles, sizes=(4, 4)))
+    assert layout.tolist() == [2, 0, -1, 3, 1]
+    heads = {("t", handle.body.teacher_version): TeacherHead(split("tiny", lm).head, layout_X=layout)}
+    loss = GOLD(log_prob_min_clamp=-2.0, rest=0.0)
+    _, on_rows = Distillation(loss, heads)([handle.body], [], torch.zeros(5, dtype=torch.int64), torch.float64)
+    logp_NV = torch.tensor([[-9.0, -9.0, 0.0, -9.0]], dtype=torch.float64).expand(5, 4)
+    found_N, _ = on_rows(logp_NV, slice(0, 5))
+    with torch.no_grad():
+        logq_NW = lm.lm_head(torch.from_numpy(handle.body.teacher_hidden)).double().log_softmax(-1).clamp(min=-2.0)
+    logq_NV = logq_NW[:, [2, 0, 3]]
+    p, logp, q = np.exp(-2.0), -2.0, logq_NV.exp()
+    logm = (0.5 * q + 0.5 * p).log()
+    torch.testing.assert_close(
+        found_N, (0.5 * q * (logq_NV - logm) + 0.5 * p * (logp - logm)).sum(-1), rtol=1e-5, atol=0
+    )
+    engine.close()
+
+
+def test_hidden_states_belong_to_spans_of_one_token_each() -> None:
+    engine, lm = scorer(cache="hidden")
+    handles = asyncio.run(engine.score(group([0, 1, 1, 0, 3], [2])))  # ab b a <end>, and nothing
+    record = handles[0].body
+    assert record.byte_spans.tolist() == [UNPAIRED, UNPAIRED, 1, 2, 3] and handles[0].header.left_out == (0, 0, 0, 2)
+    assert record.scored_tokens.tolist() == [False, False, True, True, True]
+    with torch.no_grad():
+        found = lm(torch.tensor([[2, 0, 1, 0, 2, 3]]), output_hidden_states=True)
+    hidden_TD, logq_TV = found.hidden_states[-1][0], found.logits[0].log_softmax(-1)
+    np.testing.assert_allclose(record.teacher_hidden[2:], hidden_TD[2:5].numpy(), atol=1e-5)
+    logq = [float(logq_TV[place, token]) for place, token in zip(range(1, 5), [1, 0, 2, 3], strict=True)]
+    assert handles[0].header.gap == pytest.approx(5 * -0.5 - sum(logq), rel=1e-5), "the KL counts all spans"
+    assert handles[0].header.compared_tokens == 5
+    assert not record.teacher_hidden[:2].any() and not handles[1].body.teacher_hidden.any()
+    assert handles[1].body.scored_tokens.tolist() == [False]
+    engine.close()
+
+
+def test_a_scored_response_survives_a_checkpoint(tmp_path: Path) -> None:
+    engine, _ = scorer()
+    texts = group([0, 1, 1, 0, 3], [0, 1, 0, 1])
+    scored = asyncio.run(engine.score(texts))
+    write_groups(tmp_path, [texts, scored])
+    rolled, found = read_groups(tmp_path)
+    assert [each.header for each in found] == [each.header for each in scored]
+    for one, other in zip(found, scored, strict=True):
+        np.testing.assert_array_equal(one.body.byte_spans, other.body.byte_spans)
+        np.testing.assert_array_equal(one.body.compared_logp, other.body.compared_logp)
+    again = asyncio.run(engine.score(rolled))
+    assert [each.header.gap for each in again] == [each.header.gap for each in scored], "prompts stay respelled"
+    engine.close()
+
+
+def test_texts_in_the_teachers_tokens_reach_its_engine_unchanged() -> None:
+    engine, _ = scorer()
+    (handle,) = group([1, 0, 2])
+    own = replace(handle.body, prompt=replace(handle.body.prompt, respelled=None))
+    (said,) = asyncio.run(engine.probe([own]))
+    (direct,) = asyncio.run(engine.engine.probe([own]))
+    np.testing.assert_array_equal(said.logps, direct.logps)
+    engine.close()
+
+
+def test_an_endpoint_gives_the_same_scores() -> None:
+    native, lm = scorer()
+
+    def scores(tokens: Sequence[int]) -> Any:
+        with torch.no_grad():
+            logq_TV = lm(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
+        return np.concatenate([np.zeros((1, 4)), logq_TV[:-1].numpy()])
+
+    with FakeEndpoint(scores) as fake:
+        endpoint = Endpoint(teacher="t", url=fake.url, model=fake.name, key=None, concurrency=2, timeout=30.0)
+        remote = RespellingScorer(http_scorer(endpoint), "t", native.student, native.teacher, native.respelling)
+        texts = group([0, 1, 1, 0, 3], [0, 1, 0, 1], [1, 2, 1, 3], [2])
+        found, expected = asyncio.run(remote.score(texts)), asyncio.run(native.score(texts))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one.body.teacher_logp, other.body.teacher_logp, atol=1e-5)
+            assert one.body.byte_spans.tolist() == other.body.byte_spans.tolist()
+            assert one.header.left_out == other.header.left_out
+        assert len(fake.requests) == 3, "nothing of the last response can be written, so that nothing is sent"
+    remote.close()
+    native.close()
