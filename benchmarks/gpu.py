@@ -6,9 +6,10 @@ needs torch, transformers, Triton, pytest and the small packages that the projec
 safetensors); models have real shapes and random weights, so no hub is asked. Liger, cut-cross-entropy and vLLM are
 measured as well where they are installed.
 
-Each stage runs in a process of its own, with a share of the time as its limit. Every figure is written as it comes:
-a run that is cut off keeps what it has. A wrong number is printed in capitals and makes the exit status 1; it stops
-neither its stage nor the others. Results are a dated table, OUT/DATE-DEVICE.md, and the same as JSON lines.
+Each stage runs in a process of its own, with a share of the time as its limit; what it leaves unused, later stages may
+use. Every figure is written as it comes: a run that is cut off keeps what it has. A wrong number is printed in capitals
+and makes the exit status 1; it stops neither its stage nor the others. Results are a dated table, OUT/DATE-DEVICE.md,
+and the same as JSON lines; a stage that fails also leaves its whole error, OUT/STAGE.log.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,13 +90,13 @@ def run_all(args: argparse.Namespace, device: str) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     where = args.out / f"{date.today()}-{device.replace(' ', '-').replace(',', '').lower()}"
     lines, page, figures = where.with_suffix(".jsonl"), where.with_suffix(".md"), list[Figure]()
-    total = sum(STAGES[name] for name in args.only)
+    end = time.monotonic() + 60 * args.minutes
     with lines.open("w") as file:
-        for name in args.only:
-            limit = 60 * args.minutes * STAGES[name] / total
+        for index, name in enumerate(args.only):
+            limit = limit_of(args.only[index:], end - time.monotonic())
             print(f"{name}: at most {limit:.0f} s", flush=True)
             command = [sys.executable, __file__, "--stage", name, *["--small"] * args.small]
-            for figure in figures_of(name, command, limit):
+            for figure in figures_of(name, command, limit, args.out / f"{name}.log"):
                 print(f"  {shown(figure)}", flush=True)
                 figures.append(figure)
                 file.write(json.dumps(figure) + "\n")
@@ -108,8 +109,16 @@ def run_all(args: argparse.Namespace, device: str) -> int:
     return 1 if wrong else 0
 
 
-def figures_of(name: str, command: list[str], limit: float) -> Iterable[Figure]:
-    """Run a stage as this command; yield its figures as they come, and how it failed if it did."""
+def limit_of(stages: Sequence[str], left: float) -> float:
+    """Return the seconds that the first of these stages may take of those that are left.
+
+    It may take up to twice its share: most stages need less than theirs, and only a few depend on the device.
+    """
+    return min(left, 2 * left * STAGES[stages[0]] / sum(STAGES[name] for name in stages))
+
+
+def figures_of(name: str, command: list[str], limit: float, log: Path) -> Iterable[Figure]:
+    """Run a stage as this command; yield its figures as they come, and how it failed if it did: `log` has the error."""
     began = time.monotonic()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
@@ -130,6 +139,7 @@ def figures_of(name: str, command: list[str], limit: float) -> Iterable[Figure]:
     if status and took >= limit:
         yield failure(name, f"cut off at its limit of {limit:.0f} s", wrong=False)
     elif status:
+        log.write_text("".join(errors))
         reason = next((line.strip() for line in reversed(errors) if line.strip()), f"exit status {status}")
         yield failure(name, f"the stage failed: {reason}", wrong=True)
 

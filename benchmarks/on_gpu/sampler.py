@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import StaticCache
 
 from on_gpu.report import SHAPES, Report, Setting, seconds_of
 from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.sampling.requests import FutureResult
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.settings import SamplerSettings
 from slipstream.engines.weights import export_weights
@@ -66,6 +68,20 @@ def speed(setting: Setting, lm: LanguageModel, slots: int, draws: int) -> tuple[
     return took, slots * answer, busy
 
 
+class PausedSampler(NativeSampler):
+    """Stops before the token at which a first row is `pause_at` tokens long, until `go_on` is set."""
+
+    def __init__(self, lm: LanguageModel, pause_at: int) -> None:
+        self.paused, self.go_on, self.pause_at = threading.Event(), threading.Event(), pause_at
+        super().__init__(lm, SamplerSettings(slots=4), stop_ids=set())
+
+    def _draw(self) -> list[FutureResult]:
+        if any(row.tokens >= self.pause_at for row in self.rows):
+            self.paused.set()
+            self.go_on.wait()
+        return super()._draw()
+
+
 def exactness(setting: Setting, report: Report) -> None:
     """Ragged answers in float32 with a publish in mid-response: log-probs are those of their version."""
     lm, after = (setting.model(SHAPES[0], torch.float32, seed=seed) for seed in (0, 1))
@@ -73,19 +89,18 @@ def exactness(setting: Setting, report: Report) -> None:
         for old, new in zip(lm.model.parameters(), after.model.parameters(), strict=True):
             new.copy_(old + 0.02 * (new - old))
     before = setting.model(SHAPES[0], torch.float32)
-    sampler = NativeSampler(lm, SamplerSettings(slots=4), stop_ids=set())
     answer = setting.of(96, 12)
+    sampler = PausedSampler(lm, answer // 3)
+    weights = export_weights(after.model, "float32", version=1)
 
     async def work() -> list[Rollout]:
-        sampling = Sampling(max_tokens=answer, draws=4)
-        jobs = [
-            asyncio.ensure_future(sampler.generate(prompt, sampling))
-            for length in setting.of((16, 100, 333), (2, 5))
-            for prompt in prompts_of(2, length, lm.vocab_size)
-        ]
-        while not any(row.length > row.request.prompt.tokens.size + answer // 3 for row in list(sampler.rows)):
-            await asyncio.sleep(0.001)
-        await sampler.publish(export_weights(after.model, "float32", version=1), "keep")
+        prompts = [p for length in setting.of((16, 100, 333), (2, 5)) for p in prompts_of(2, length, lm.vocab_size)]
+        jobs = [asyncio.ensure_future(sampler.generate(p, Sampling(max_tokens=answer, draws=4))) for p in prompts]
+        await asyncio.to_thread(sampler.paused.wait)
+        published = asyncio.ensure_future(sampler.publish(weights, "keep"))
+        await asyncio.sleep(0)  # the request to publish is there before the next token
+        sampler.go_on.set()
+        await published
         return [handle.body for group in await asyncio.gather(*jobs) for handle in group]
 
     rollouts = asyncio.run(work())

@@ -38,19 +38,27 @@ FIGURE = {
 }
 
 
-def test_a_stage_that_fails_keeps_its_figures_and_is_wrong() -> None:
+def test_a_stage_that_fails_keeps_its_figures_and_is_wrong(tmp_path: Path) -> None:
     code = f"print('noise'); print({json.dumps(FIGURE)!r}, flush=True); raise ValueError('too hot')"
-    first, second = gpu.figures_of("s", [sys.executable, "-c", code], 60)
+    first, second = gpu.figures_of("s", [sys.executable, "-c", code], 60, tmp_path / "s.log")
     assert first == FIGURE
     assert second["wrong"] and second["what"] == "the stage failed: ValueError: too hot"
+    assert (tmp_path / "s.log").read_text().startswith("Traceback")
 
 
-def test_a_stage_that_is_cut_off_keeps_its_figures_and_is_not_wrong() -> None:
+def test_a_stage_that_is_cut_off_keeps_its_figures_and_is_not_wrong(tmp_path: Path) -> None:
     code = f"import time; print({json.dumps(FIGURE)!r}, flush=True); time.sleep(600)"
-    figures = iter(gpu.figures_of("s", [sys.executable, "-c", code], 20.0))
+    figures = iter(gpu.figures_of("s", [sys.executable, "-c", code], 20.0, tmp_path / "s.log"))
     assert next(figures) == FIGURE
     (rest,) = figures
     assert not rest["wrong"] and rest["what"] == "cut off at its limit of 20 s"
+
+
+def test_time_that_a_stage_leaves_goes_to_those_after_it() -> None:
+    every = list(gpu.STAGES)
+    assert gpu.limit_of(every, 340) == 2 * 340 * gpu.STAGES["device"] / sum(gpu.STAGES.values())
+    assert gpu.limit_of(every[-2:], 90) == 90  # twice the share of `loop` is more than all that is left
+    assert gpu.limit_of(every[-1:], 200) == 200
 
 
 def test_a_check_is_wrong_above_its_limit_and_where_it_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
