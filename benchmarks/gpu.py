@@ -9,15 +9,18 @@ measured as well where they are installed.
 Each stage runs in a process of its own, with a share of the time as its limit; what it leaves unused, later stages may
 use. Every figure is written as it comes: a run that is cut off keeps what it has. A wrong number is printed in capitals
 and makes the exit status 1; it stops neither its stage nor the others. Results are a dated table, OUT/DATE-DEVICE.md,
-and the same as JSON lines; a stage that fails also leaves its whole error, OUT/STAGE.log.
+and the same as JSON lines; a stage that fails or is cut off also leaves its whole error, or where it
+was, in OUT/STAGE.log.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -80,6 +83,7 @@ def device_name() -> str | None:
 
 def run_stage(name: str, *, small: bool) -> None:
     """Run one stage in this process."""
+    faulthandler.enable()
     sys.path.insert(0, str(HERE))
     from on_gpu.report import Report, Setting
 
@@ -127,7 +131,7 @@ def figures_of(name: str, command: list[str], limit: float, log: Path) -> Iterab
         errors: list[str] = []
         reader = threading.Thread(target=lambda file: errors.extend(file), args=(child.stderr,), daemon=True)
         reader.start()
-        timer = threading.Timer(limit, child.kill)
+        timer = threading.Timer(limit, child.send_signal, [signal.SIGABRT])  # faulthandler prints where it is
         timer.start()
         for line in child.stdout:
             if line.startswith("{"):
@@ -136,10 +140,11 @@ def figures_of(name: str, command: list[str], limit: float, log: Path) -> Iterab
         timer.cancel()
         reader.join(5)
     took = time.monotonic() - began
+    if status:
+        log.write_text("".join(errors))
     if status and took >= limit:
         yield failure(name, f"cut off at its limit of {limit:.0f} s", wrong=False)
     elif status:
-        log.write_text("".join(errors))
         reason = next((line.strip() for line in reversed(errors) if line.strip()), f"exit status {status}")
         yield failure(name, f"the stage failed: {reason}", wrong=True)
 

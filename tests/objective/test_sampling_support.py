@@ -128,7 +128,7 @@ def test_a_table_has_a_row_for_each_trained_token() -> None:
 
 def test_a_support_is_cut_where_its_tables_would_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of six ids among rows of one or two: never more than 10 numbers, but for a row that has more alone."""
-    monkeypatch.setattr(kept_module, "HELD", 10)
+    monkeypatch.setattr(kept_module, "held", lambda like: 10)
     sizes = np.array([1, 2, 1, 6, 1, 12, 1, 1], np.int32)
     ids = np.arange(sizes.sum())
     support = Support(ids, sizes, torch.device("cpu"))
@@ -385,7 +385,7 @@ def test_it_is_learned_from_in_any_micro_batches_and_masked_tokens_have_none(
         handles.append(Handle(header_of(sample.rollout), sample))
     found = []
     for budget, litter in ((40, False), (10_000, False), (40, True)):
-        monkeypatch.setattr(kept_module, "HELD", 20 if budget == 40 else 1 << 24)
+        monkeypatch.setattr(kept_module, "held", lambda like, most=20 if budget == 40 else 1 << 24: most)
         bodies = [replace(h, body=littered(h.body, seed=i)) if litter else h for i, h in enumerate(handles)]
         learner = native_learner(
             wrap(student),

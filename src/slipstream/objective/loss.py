@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.estimators.auxiliary import kl_loss
 from slipstream.estimators.drift import rollout_kl_from_cache
-from slipstream.estimators.logprobs import HELD, Ids, fused_loss, reduced
+from slipstream.estimators.logprobs import Ids, fused_loss, held, reduced
 from slipstream.estimators.logprobs.sampling_support import conditioned, kept_logprobs_and_entropy_at
 from slipstream.estimators.logprobs.tiles import Head
 from slipstream.estimators.numerics import floored, joined
@@ -183,7 +183,7 @@ class Objective:
             terms.with_kept(ids_NM),
             loss_of_chunk,
             temperature=temperature,
-            chunk=HELD if ids_NM is not None else HELD // DENSE,
+            chunk=held(hidden_NH) // (1 if ids_NM is not None else DENSE),
             best=best,
             entropy=True,
             **shape,

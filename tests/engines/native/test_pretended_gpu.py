@@ -22,10 +22,11 @@ from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import M2PO, ForwardKL, ReverseKL, ReverseKLMC, ReverseKLTopK
 from slipstream.engines.checksums import BLOCK_WORDS
-from slipstream.engines.native import rows
+from slipstream.engines.native import attention, rows
 from slipstream.engines.native.learning.step import make_optimizer
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.over_devices import layers_of, spread
+from slipstream.engines.native.sampling import kv
 from slipstream.engines.weights import export_weights, fingerprint, is_fingerprinted
 from slipstream.estimators import logprobs
 from slipstream.estimators.logprobs import tiles
@@ -53,8 +54,16 @@ def flex(query_RHLD: Tensor, key_RJLD: Tensor, value_RJLD: Tensor, **options: An
     return (out, SimpleNamespace(lse=score.logsumexp(-1))) if "return_aux" in options else out
 
 
+def as_on_gpus(*args: Any, **options: Any) -> Tensor:
+    """Return the result of SDPA with a GPU's strides: the heads of a token lie beside each other."""
+    out: Tensor = torch.nn.functional.scaled_dot_product_attention(*args, **options)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attention, kv):
+        monkeypatch.setattr(module, "scaled_dot_product_attention", as_on_gpus)
     monkeypatch.setattr(logprobs, "backend", lambda like: tiles)
     monkeypatch.setattr(rows, "_compiled", lambda **mode: flex)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))

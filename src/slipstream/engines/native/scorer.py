@@ -31,7 +31,7 @@ from slipstream.engines.settings import ScorerSettings
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError, NoContext
 from slipstream.estimators.divergence import dense
-from slipstream.estimators.logprobs import HELD, logprobs_at
+from slipstream.estimators.logprobs import held, logprobs_at
 from slipstream.estimators.logprobs.sampling_support import all_read_as_one, read_as_one, with_ends
 from slipstream.estimators.logprobs.tiles import Head, wide
 from slipstream.estimators.numerics import joined
@@ -242,7 +242,7 @@ class NativeScorer(Probed, Offloading):
 
     def _kl_to_earlier(self, hidden_ND: Tensor, before: EarlierScores, temperature: float) -> Tensor:
         """Return KL(current teacher ‖ earlier teacher) over the whole vocabulary at each trained token."""
-        size, now = max(1, HELD // self.lm.vocab_size), self.lm.head
+        size, now = max(1, held(hidden_ND) // self.lm.vocab_size), self.lm.head
         parts = [
             dense(
                 self._log_softmax(now, now_CD, temperature),
@@ -286,7 +286,7 @@ class NativeScorer(Probed, Offloading):
 
     def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor, needs: Needs) -> dict[str, Tensor]:
         ids, logps = [], []
-        for hidden_CD in torch.split(hidden_ND, max(1, HELD // self.lm.vocab_size)):
+        for hidden_CD in torch.split(hidden_ND, max(1, held(hidden_ND) // self.lm.vocab_size)):
             logp_CV = self._log_softmax(self.lm.head, hidden_CD, needs.temperature)
             best = logp_CV[:, : self.plan.vocabulary].topk(needs.k, -1)
             ids.append(best.indices.int())

@@ -25,8 +25,8 @@ from slipstream.estimators.logprobs.tiles import Bend, slices, wide
 from slipstream.estimators.products import add_product, multiply_into
 from slipstream.metric_names import extreme
 
-HELD = 1 << 24
-"""Default number of logits in memory at a time."""
+HELD = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Default number of logits in memory at a time: on CPUs new memory is slow, and GPUs need large products."""
 TILE_ROWS = 4096
 """Largest number of rows of a tile."""
 
@@ -59,7 +59,7 @@ def logprobs_at(
     _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
     logp_NM: Tensor
     logp_NM, _ = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or HELD, False
+        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or held(hidden_NH), False
     )
     return logp_NM
 
@@ -79,7 +79,7 @@ def logprobs_and_entropy_at(
     bend = Bend(temperature, scale, cap)
     _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
     logp_NM, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or HELD, True
+        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or held(hidden_NH), True
     )
     return logp_NM, entropy_N
 
@@ -108,7 +108,7 @@ def fused_loss(
     bend = Bend(temperature, scale, cap)
     _check(hidden_NH, weight_VH, ids_NM if isinstance(ids_NM, Tensor) else None, bias, bend, chunk)
     metrics: Metrics = {}
-    rows = max(1, (chunk or HELD) // len(weight_VH))
+    rows = max(1, (chunk or held(hidden_NH)) // len(weight_VH))
     loss = _FusedHead.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, bias, ids_NM, loss_fn, bend, rows, metrics, best, entropy
     )
@@ -129,6 +129,11 @@ def reduced(name: str, values_N: Tensor) -> Tensor:
             return values_N.amin()
         case "":
             return values_N.sum()
+
+
+def held(like: Tensor) -> int:
+    """Return the default number of logits in memory at a time on the device of this tensor."""
+    return HELD["cuda" if like.is_cuda else "cpu"]
 
 
 def _check(
@@ -156,10 +161,10 @@ def _check(
         raise ValueError(f"id {int(ids_NM.max())} is outside the vocabulary of {len(weight_VH)}")
 
 
-def _tiles(n: int, v: int, held: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows, columns) of at most `held` logits. All columns of a block of rows follow each other."""
-    for rows in slices(n, min(TILE_ROWS, held)):
-        for columns in slices(v, max(1, held // (rows.stop - rows.start))):
+def _tiles(n: int, v: int, chunk: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (rows, columns) of at most `chunk` logits. All columns of a block of rows follow each other."""
+    for rows in slices(n, min(TILE_ROWS, chunk)):
+        for columns in slices(v, max(1, chunk // (rows.stop - rows.start))):
             yield rows, columns
 
 
@@ -236,7 +241,7 @@ class _Head(torch.autograd.Function):
         bias: Tensor | None,
         ids_NM: Tensor,
         bend: Bend,
-        held: int,
+        chunk: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype, n = wide(hidden_NH), len(hidden_NH)
@@ -244,7 +249,7 @@ class _Head(torch.autograd.Function):
         lse_N = hidden_NH.new_full((n,), -torch.inf, dtype=dtype)
         mean_N = torch.zeros_like(lse_N)
         products, kernels = _Products(hidden_NH, weight_VH), backend(hidden_NH)
-        for rows, columns in _tiles(n, len(weight_VH), held):
+        for rows, columns in _tiles(n, len(weight_VH), chunk):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
             local_CM, inside_CM = _local(ids_NM[rows], columns)
             at_NM[rows] = torch.where(inside_CM, _at(tile_CW, bias_W, bend, local_CM), at_NM[rows])
@@ -252,7 +257,7 @@ class _Head(torch.autograd.Function):
             lse_N[rows], mean_N[rows] = tiles.merge(lse_N[rows], mean_N[rows], *parts)
         entropy_N = lse_N - mean_N if entropy else mean_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
-        ctx.bend, ctx.held, ctx.entropy = bend, held, entropy
+        ctx.bend, ctx.chunk, ctx.entropy = bend, chunk, entropy
         ctx.set_materialize_grads(False)  # an entropy without gradient then costs nothing
         return (at_NM - lse_N[:, None]).masked_fill_(ids_NM < 0, 0.0), entropy_N
 
@@ -267,7 +272,7 @@ class _Head(torch.autograd.Function):
         grad_logp_NM = grad_logp_NM.masked_fill(ids_NM < 0, 0.0)
         total_N = grad_logp_NM.sum(1)
         products, kernels = _Products(hidden_NH, weight_VH), backend(hidden_NH)
-        for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.held):
+        for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.chunk):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
             local_CM, inside_CM = _local(ids_NM[rows], columns)
             slope_CM = ctx.bend.slope(_at(tile_CW, bias_W, ctx.bend, local_CM))  # before the tile is overwritten

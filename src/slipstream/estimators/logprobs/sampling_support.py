@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.estimators.logprobs import HELD, logprobs_and_entropy_at, logprobs_at
+from slipstream.estimators.logprobs import held, logprobs_and_entropy_at, logprobs_at
 
 
 class Support:
@@ -39,11 +39,11 @@ class Support:
         return table_CK.masked_scatter_(inside_CK, self.ids_S[self.ends[rows.start] : self.ends[rows.stop]])
 
     def tables(self, columns: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, table) in chunks of at most HELD numbers, with `columns` more per row, or of a single row."""
+        """Yield (rows, table) in chunks of at most `held` numbers, with `columns` more per row, or of a single row."""
         cuts, widest = [0], 0
         for row, size in enumerate(self.sizes_N.tolist()):
             widest = max(widest, size)
-            if row > cuts[-1] and (row + 1 - cuts[-1]) * (widest + columns) > HELD:
+            if row > cuts[-1] and (row + 1 - cuts[-1]) * (widest + columns) > held(self.ids_S):
                 cuts.append(row)
                 widest = size
         for start, stop in zip(cuts, [*cuts[1:], len(self.sizes_N)], strict=True):

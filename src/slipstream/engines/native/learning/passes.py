@@ -21,7 +21,7 @@ from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens, placeholder
 from slipstream.engines.settings import LearnerSettings
 from slipstream.estimators.divergence import dense
-from slipstream.estimators.logprobs import HELD, logprobs_and_entropy_at
+from slipstream.estimators.logprobs import held, logprobs_and_entropy_at
 from slipstream.estimators.logprobs.sampling_support import kept_logprobs_at, only
 from slipstream.estimators.logprobs.tiles import Head, wide
 from slipstream.estimators.numerics import joined
@@ -246,7 +246,7 @@ class Passes:
             hidden_NH, (weight, bias) = current.pop(0), heads[0]
             support = support_of(chosen, hidden_NH.device)
             parts = [hidden_NH.new_empty(0, len(kinds))]
-            size = max(1, HELD // len(weight))
+            size = max(1, held(hidden_NH) // len(weight))
             for start in range(0, len(hidden_NH), size):
                 rows = slice(start, min(start + size, len(hidden_NH)))
                 both = [head(hidden_NH[rows], weight, bias), head(before_NH[rows])]

@@ -224,21 +224,20 @@ def squared_step(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
     This is the squared norm of AdamW's last step divided by the learning rate, without weight decay. m̂ and v̂ are the
     moments corrected for their number of steps.
     """
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    sums, count = list[Tensor](), 0  # of all weights, so that a GPU is waited for once
     for group in optimizer.param_groups:
         low, high = group["betas"]
-        for parameter in group["params"]:
-            if not (state := optimizer.state.get(parameter)):
-                continue
-            step = float(state["step"])
+        states = [(each, state) for each in group["params"] if (state := optimizer.state.get(each))]
+        steps = torch.stack([state["step"] for _, state in states]).tolist() if states else ()
+        for (parameter, state), step in zip(states, steps, strict=True):
             moments = [local(state[name]).flatten() for name in MOMENTS]
             size = MEASURED_CHUNKS.get(parameter.device.type, MEASURED_CHUNKS["cuda"])
             for start in range(0, len(moments[0]), size):
                 mean, square = (each[start : start + size].to(parameter.device, torch.float32) for each in moments)
                 scale = (square / (1 - high**step)).sqrt_().add_(EPSILON)
-                total += (mean / (1 - low**step)).div_(scale).square_().sum().cpu()
+                sums.append((mean / (1 - low**step)).div_(scale).square_().sum().double())
             count += len(moments[0])
-    return total.item(), count
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum().item() if sums else 0.0, count
 
 
 class MixedAdamW(torch.optim.Optimizer):

@@ -343,7 +343,7 @@ def attend_blocks(
                 scaling=scaling,
                 softcap=softcap,
                 sinks=None if sinks is None else sinks.expand(1, j, h // j, q).reshape(1, j, -1, 1),
-            ).view(n, h, q, -1)
+            ).reshape(n, h, q, -1)  # on CUDA it is a transposed view
         out_THD = out_NHQD.transpose(1, 2).flatten(0, 1)
         done.append(out_THD if block.real_T is None else out_THD[block.real_T])
         start += len(done[-1])
