@@ -23,6 +23,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,9 +155,14 @@ def failure(name: str, why: str, *, wrong: bool) -> Figure:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a stage: the package of this checkout, and one thread for what runs on the CPU."""
+    """Return the environment of a stage: the package of this checkout, and one thread for what runs on the CPU.
+
+    Modules that the first stage compiles are kept for the others, also where they cannot be written beside their source.
+    """
     path = os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    own |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir()) / "slipstream-gpu")}
+    return os.environ | own
 
 
 def shown(figure: Figure) -> str:

@@ -261,7 +261,7 @@ def test_engines_in_turns_fit_a_gpu_that_is_too_small_for_all_together(capsys: p
     assert main([*words, "--gpus", "1x40"]) == 2
     assert "there are 40.0 GiB: " in (refused := capsys.readouterr().err) and ", or runtime.time_share" in refused
     assert main([*words, "--gpus", "1x80"]) == 0
-    together = "all engines together: 77.0 GiB on the device; with runtime.time_share = true at most 39.2 GiB"
+    together = "all engines together: 77.5 GiB on the device; with runtime.time_share = true at most 39.7 GiB"
     assert together in capsys.readouterr().out
     assert main([*words, "--gpus", "1x40", "--runtime.time_share", "true"]) == 0
     assert "# turn of sampler: 29.7 GiB on the device, 14.2 GiB in host memory" in capsys.readouterr().out

@@ -369,8 +369,23 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
         "rounded weights": rounded,  # the backward pass needs them, whole on every rank
         "weights in 16 bits": rounded_by_autocast(plan),
         "teachers' heads": sum(shape_of(each.name).head * WIDTHS[each.dtype] for each in plan.teachers.values()),
+        "logits": logits_bytes(plan),
         "~activations": activated,
     }
+
+
+def logits_bytes(plan: LearnerPlan) -> float:
+    """Return the bytes of the logits that a GPU has at a time; on CPUs they are few (estimators/logprobs)."""
+    import torch
+
+    from slipstream.estimators.logprobs import HELD
+
+    device = plan.student.device
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return 0
+    # a loss over the vocabulary has about twelve float32 tensors of a quarter of this size
+    width = 12 if plan.teachers else WIDTHS[plan.settings.compute_dtype or plan.settings.dtype]
+    return HELD["cuda"] * width
 
 
 def pass_tokens(plan: LearnerPlan) -> int:

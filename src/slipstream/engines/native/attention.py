@@ -16,6 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.errors import ModelError
 
+torch.backends.cuda.enable_cudnn_sdp(False)
+"""CuDNN plans its attention anew for every shape, which took 80 ms at each token of an answer (H100)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:

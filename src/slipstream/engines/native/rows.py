@@ -6,7 +6,8 @@ tree; later keys and keys outside the window are hidden. So each response is com
 prompt, and the prompt is computed once. A pad is a tree of its own and sees itself, so that no value is NaN.
 
 On the CPU, queries are computed in blocks, each with only the keys that its queries see. On CUDA, FlexAttention
-computes the same from tree, branch and position.
+computes the same from tree, branch and position. There the rows of a micro-batch are joined to one row of whole tiles:
+one shape with a variable length needs one compiled graph, which takes about ten seconds.
 
 Shapes: R rows, L positions; Q queries of a block, K keys of a block; H heads, J key/value heads, D head size; N trained
 tokens: hidden states are returned only at positions that predict a trained token.
@@ -19,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from functools import cache
+from itertools import chain
 from statistics import median
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -51,6 +53,8 @@ QUERY_BLOCK = 128
 """Number of queries whose attention is computed together on the CPU."""
 TILE = 128
 """Queries and keys of a tile, the unit in which FlexAttention leaves out scores."""
+MASKED_SCORES = 1 << 24
+"""Number of scores whose mask is computed at once, to find the tiles that are needed."""
 
 
 class Block(NamedTuple):
@@ -66,6 +70,9 @@ class Block(NamedTuple):
 class Rows:
     def __init__(self, rollouts: Sequence[Rollout], batch: MicroBatch, device: torch.device) -> None:
         length = batch.length
+        if batch.packed and device.type == "cuda":
+            batch = MicroBatch((tuple(chain.from_iterable(batch.rows)),))
+            length = max(2, -(-batch.length // TILE)) * TILE  # for a single tile there is another kernel
         shape = len(batch.rows), length
         ids_RL, position_RL, branch_RL = (np.zeros(shape, np.int64) for _ in range(3))
         tree_RL = np.tile(-1 - np.arange(length), (len(batch.rows), 1))
@@ -173,21 +180,20 @@ class Rows:
     def block_mask(self, reach: Reach) -> BlockMask:
         """Return FlexAttention's cached mask: the tiles of the L×L scores that some query sees, and those that all see.
 
-        It is computed a row of tiles at a time. `create_block_mask` needs L×L elements if it is not compiled.
+        It is computed for a few rows of tiles at a time: `create_block_mask` needs L×L elements if it is not compiled.
         """
         if reach not in self.block_masks:
             rows, length = self.ids_RL.shape
             index, sees = torch.arange(length, device=self.ids_RL.device), self.sees(reach)
             row_R11 = torch.arange(rows, device=index.device)[:, None, None]
-            some, every = [], []
-            for start in range(0, length, TILE):
-                stop = min(start + TILE, length)
-                seen_RQK = sees(row_R11, row_R11, index[start:stop, None], index[:stop])
-                to_edges = (0, length + -length % TILE - stop, 0, start + TILE - stop)
-                tiles = nn.functional.pad(seen_RQK, to_edges).reshape(rows, TILE, -1, TILE)
-                some.append(tiles.any(3).any(1))
-                every.append(tiles.all(3).all(1))
-            some_R1BB, every_R1BB = torch.stack(some, 1)[:, None], torch.stack(every, 1)[:, None]
+            some, every, pads = [], [], -length % TILE
+            for queries_Q in torch.split(index, TILE * max(1, MASKED_SCORES // (rows * TILE * length))):
+                seen_RQK = sees(row_R11, row_R11, queries_Q[:, None], index)
+                to_edges = (0, pads, 0, -len(queries_Q) % TILE)
+                tiles = nn.functional.pad(seen_RQK, to_edges).reshape(rows, -1, TILE, (length + pads) // TILE, TILE)
+                some.append(tiles.any(4).any(2))
+                every.append(tiles.all(4).all(2))
+            some_R1BB, every_R1BB = torch.cat(some, 1)[:, None], torch.cat(every, 1)[:, None]
             listed = [_tiles(some_R1BB & ~every_R1BB), _tiles(every_R1BB)]
             self.block_masks[reach] = BlockMask.from_kv_blocks(
                 *listed[0], *listed[1], BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=(length, length)
@@ -283,14 +289,14 @@ def _compiled(**mode: object) -> Callable[..., Any]:
     """Return FlexAttention compiled for one mode; beyond dynamo's limit of graphs it raises an error.
 
     Without compilation it would need L×L scores. Dynamo counts the graphs of a code object (at most
-    `torch._dynamo.config.recompile_limit`, 8), so each mode has a code object of its own. A mode needs at most three:
-    for its first shape, for other lengths, and for other numbers of rows.
+    `torch._dynamo.config.recompile_limit`, 8), so each mode has a code object of its own, and lengths are variables from
+    the start.
     """
 
     def flex(*args: Any, **options: Any) -> Any:
         return flex_attention(*args, **options)
 
-    graphs = torch.compile(FunctionType(flex.__code__.replace(), globals()), fullgraph=True)
+    graphs = torch.compile(FunctionType(flex.__code__.replace(), globals()), fullgraph=True, dynamic=True)
 
     def call(*args: Any, **options: Any) -> Any:
         try:

@@ -61,8 +61,12 @@ class Direct:
     def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         if x.dtype == torch.float32:
             return rms_norm(x, x.shape[-1:], weight, self.eps)
-        wide = x.float()  # the modules compute norms in float32, whatever the dtype
-        x = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        # the modules compute norms in float32, whatever the dtype, and round them before they multiply by the weight
+        if x.is_cuda:
+            x = rms_norm(x, x.shape[-1:], None, self.eps)
+        else:
+            wide = x.float()
+            x = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
         return x if weight is None else weight * x
 
     def _rotary(self, x: Tensor, at_T: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -77,8 +81,8 @@ class Direct:
 
 
 def is_direct(lm: LanguageModel) -> bool:
-    """Return True if `Direct` computes this model: on a CPU, a known family with full attention and plain layers."""
-    if type(lm.backbone).__name__ not in DIRECT_BACKBONES or has_windows(lm.model.config) or lm.device.type != "cpu":
+    """Return True if `Direct` computes this model: a known family with full attention and plain layers."""
+    if type(lm.backbone).__name__ not in DIRECT_BACKBONES or has_windows(lm.model.config):
         return False
     linears = [module for name, module in lm.backbone.named_modules() if name.endswith("_proj")]
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in lm.backbone.modules())
