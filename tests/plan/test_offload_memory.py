@@ -119,7 +119,7 @@ def test_a_sequence_that_does_not_fit_is_refused_with_the_longest_that_does() ->
         {"max_length": 40_000, "max_tokens": 4096, "slots": 4},
         {"checkpointing": True, "token_budget": 40_000},
     )
-    assert left // (per_token / LAYERS + 4 * WIDTH * LAYERS) == 28_080
-    with pytest.raises(ConfigError, match=r'about 28,080 fit .* write learner.offload = \["activations"\], learner'):
+    assert left // (per_token / LAYERS + 4 * WIDTH * LAYERS) == 28_093
+    with pytest.raises(ConfigError, match=r'about 28,093 fit .* write learner.offload = \["activations"\], learner'):
         found(recomputed, "2x80", sampler=long)
     found(recomputed | {"offload": ["activations"]}, "2x80", sampler=long)
