@@ -58,7 +58,7 @@ BUILT_IN: Config = {
     "eval": {"every": 10, "prompts": 100},
 }
 REAL: Config = {
-    "student": "runs/real/checkpoints/60",
+    "student": "runs/real/checkpoints/70",
     "updates": 16,
     "teachers": {"main": {"model": "build/real/teacher.gguf", "dtype": "bfloat16"}},
     "data": {"train": "build/real/train.jsonl", "chat": True},

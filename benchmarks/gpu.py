@@ -157,7 +157,7 @@ def failure(name: str, why: str, *, wrong: bool) -> Figure:
 def environment() -> dict[str, str]:
     """Return the environment of a stage: the package of this checkout, and one thread for what runs on the CPU.
 
-    Modules that the first stage compiles are kept for the others, also where they cannot be written beside their source.
+    Modules that the first stage compiles are kept for the others, even if Python cannot write beside their source.
     """
     path = os.pathsep.join([str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -51,22 +51,28 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trl-python", required=True)
-    parser.add_argument("--start", type=Path, default=ROOT / "runs/real/checkpoints/60", help="the first student")
+    parser.add_argument("--start", type=Path, default=ROOT / "runs/real/checkpoints/70", help="the first student")
     parser.add_argument("--parts", type=Path, default=ROOT / "build/real")
     parser.add_argument("--output", type=Path, default=ROOT / "build/real_clock")
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--every", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=fastest_format())
+    parser.add_argument("--measure", action="store_true", help="only measure what an earlier call has trained")
     args = parser.parse_args()
     start, teacher = args.start, model_path(str(args.parts / "teacher.gguf"))
     saved = [{"arm": name, "update": 0, "seconds": 0.0, "cpu": 0.0, "path": str(start)} for name in ("trl", *ARMS)]
-    for repeat in range(args.repeats):
+    args.output.mkdir(parents=True, exist_ok=True)
+    trained = args.output / f"trained-{args.dtype}.json"
+    if args.measure:
+        saved = json.loads(trained.read_text("utf-8"))
+    for repeat in range(0 if args.measure else args.repeats):
         for name in ("trl", *ARMS):
             began, place = time.monotonic(), args.output / f"{name}-{repeat}"
             shutil.rmtree(place, ignore_errors=True)
             run = run_trl if name == "trl" else run_slipstream
             saved += [{"arm": name, "repeat": repeat, **each} for each in run(args, name, str(start), teacher, place)]
+            trained.write_text(json.dumps(saved), "utf-8")
             print(f"{name}: {args.updates} updates, {time.monotonic() - began:.0f} s with start and end", flush=True)
     lines = list(measured(saved, teacher, args.parts / "held_out.jsonl"))
     (args.output / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
