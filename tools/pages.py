@@ -143,10 +143,20 @@ def estimators(families: Mapping[str, list[Entry]]) -> str:
         "between rows (`row`), or only after a pass over the whole of it (`batch`).",
     ]
     for family, entries in families.items():
-        lines += ["", f"## {family.capitalize()}", "", INTRODUCTIONS[family], ""]
-        lines += [line(TITLES), line(["---"] * len(TITLES))]
-        lines += [line([f"`{entry.name}`", *entry[1:]]) for entry in entries]
+        lines += ["", f"## {family.capitalize()}", "", INTRODUCTIONS[family], *table_of(entries)]
     return "\n".join(lines) + "\n"
+
+
+def table_of(entries: list[Entry]) -> list[str]:
+    """Return the table of a family; a property that all of its entries share is a sentence above it."""
+    shared = [column for column, values in enumerate(zip(*entries, strict=True)) if len(set(values)) == 1]
+    titles, *rows = [
+        [cell for column, cell in enumerate(cells) if column not in shared]
+        for cells in (TITLES, *([f"`{entry.name}`", *entry[1:]] for entry in entries))
+    ]
+    same = "; ".join(f"{TITLES[column]}: {entries[0][column]}" for column in shared if entries[0][column] != "–")
+    sentence = [f"The same for all: {same}."] if same else []
+    return [*sentence, "", line(titles), line(["---"] * len(titles)), *map(line, rows)]
 
 
 def line(cells: list[str]) -> str:
