@@ -84,6 +84,7 @@ def dispatched(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if mixed:
             shapes = [(type(x).__name__, tuple(x.shape)) for x in tensors]
             raise RuntimeError(f"{func}: expected all tensors to be on the same device, found cuda:0 and cpu: {shapes}")
+    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if target is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if func is aten._to_copy.default and goes != there:  # a copy between devices is a copy
