@@ -124,6 +124,8 @@ class NativeLearner(Offloading):
         self.lm, self.plan, self.ranks, self.tokenizer = lm, plan, ranks or Ranks(), tokenizer
         self.config: LearnerConfig = plan.settings
         self.thread = compute_thread("learner", plan.threads)
+        if lm.device.type == "cuda" and self.config.compute_dtype in ("bfloat16", "float16"):
+            torch.backends.cuda.matmul.allow_tf32 = True  # autocast leaves the head's products in float32
         quantised = called_layers(lm) if plan.quantisation else ()
         student = Student(lm, self.config, self.ranks)
         perturbation = None
@@ -328,7 +330,7 @@ class NativeLearner(Offloading):
         constants = [now.constants[key] for key in keys]
         loss, metrics, slopes = self.phase.objective.ahead(samples, constants, logp, counts, judged)
         now.slopes = dict(zip(keys, slopes, strict=True))
-        merge_metrics(self.measurements.sums, metrics)
+        merge_metrics(self.measurements.sums, {name: value.to(self.lm.device) for name, value in metrics.items()})
         return loss.item()
 
     def _backward(self, keys: Sequence[Key], counts: Counts) -> Tensor:
