@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.learner import LearnerConfig
 from slipstream.config.losses import M2PO, ForwardKL, ReverseKL, ReverseKLMC, ReverseKLTopK
-from slipstream.config.objective import PolicyConfig
 from slipstream.engines.checksums import BLOCK_WORDS
 from slipstream.engines.native import attention, rows
 from slipstream.engines.native.learning.step import make_optimizer
@@ -35,7 +33,7 @@ from slipstream.estimators.logprobs import tiles
 from slipstream.objective.distillation import TeacherHead
 from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
-from slipstream.records import Batch, Handle, Prompt, header_of, total
+from slipstream.records import Batch, Handle, Prompt, total
 from support.engines import native_learner, native_sampler, native_scorer
 from support.pretended_gpu import CUDA, OnGpu, pretend_gpu
 from support.tiny_models import make_model
@@ -180,16 +178,6 @@ METHODS = {
         "sampled",
         {"checkpointing": True, "offload": ("optimizer", "activations")},
     ),
-    "branches": (
-        Method(
-            loss=ReverseKLMC(m=5, weight=0.5),
-            policy=PolicyConfig(loss="gspo", advantage="reinforce_plus_plus"),
-            rewards={"exact": 1.0},
-            temperature=0.9,
-        ),
-        "sampled",
-        {},
-    ),
     "unpacked": (Method(loss=ReverseKLMC(m=5), temperature=0.9), "sampled", {"packing": False}),
     "freshness": (
         Method(loss=ReverseKLMC(m=5), temperature=0.9, freshness=FreshnessConfig(weight="freshness", anchor=0.1)),
@@ -199,18 +187,8 @@ METHODS = {
 }
 
 
-def of_one_episode(handle: Handle) -> Handle:
-    """Return a member of a group as a branch of the only episode of its prompt, with its reward."""
-    rollout = handle.body
-    rewards = {"exact": float(rollout.prompt.number % 2)}
-    rollout = replace(rollout, episode=0, branch=rollout.index, rewards=rewards)
-    return Handle(header_of(rollout), rollout)
-
-
 def learned(device: torch.device, name: str, handles: list[Handle]) -> list[Any]:
     method, cache, options = METHODS[name]
-    if method.rewards:
-        handles = [of_one_episode(handle) for handle in handles]
     scores = scored(CPU, handles, cache)
 
     async def work() -> list[Any]:

@@ -106,7 +106,8 @@ class Update:
         """Return the slopes of all tokens of these samples, NaN where none were computed; None if there are none."""
         if not self.slopes:
             return None
-        nan = [torch.full((each.rollout.trained_tokens,), torch.nan) for each in samples]
+        device = next(iter(self.slopes.values())).device
+        nan = [torch.full((each.rollout.trained_tokens,), torch.nan, device=device) for each in samples]
         return torch.cat([self.slopes.get(key_of_sample(s), n) for s, n in zip(samples, nan, strict=True)])
 
 
@@ -124,8 +125,6 @@ class NativeLearner(Offloading):
         self.lm, self.plan, self.ranks, self.tokenizer = lm, plan, ranks or Ranks(), tokenizer
         self.config: LearnerConfig = plan.settings
         self.thread = compute_thread("learner", plan.threads)
-        if lm.device.type == "cuda" and self.config.compute_dtype in ("bfloat16", "float16"):
-            torch.backends.cuda.matmul.allow_tf32 = True  # autocast leaves the head's products in float32
         quantised = called_layers(lm) if plan.quantisation else ()
         student = Student(lm, self.config, self.ranks)
         perturbation = None
@@ -323,14 +322,15 @@ class NativeLearner(Offloading):
         samples.sort(key=lambda each: (*episode_of(each), each.rollout.index))
         if not any(self.ranks.gathered(len(samples))):
             return 0.0
-        logp, keys = self.passes.log_probs(samples), [key_of_sample(each) for each in samples]
+        logp = [each.to(self.lm.device) for each in self.passes.log_probs(samples)]
+        keys = [key_of_sample(each) for each in samples]
         if not samples:
             return 0.0
         judged = self._judged(samples) if self.phase.judge is not None else ()
         constants = [now.constants[key] for key in keys]
         loss, metrics, slopes = self.phase.objective.ahead(samples, constants, logp, counts, judged)
         now.slopes = dict(zip(keys, slopes, strict=True))
-        merge_metrics(self.measurements.sums, {name: value.to(self.lm.device) for name, value in metrics.items()})
+        merge_metrics(self.measurements.sums, metrics)
         return loss.item()
 
     def _backward(self, keys: Sequence[Key], counts: Counts) -> Tensor:
