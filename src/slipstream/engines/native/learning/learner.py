@@ -323,13 +323,12 @@ class NativeLearner(Offloading):
         if not any(self.ranks.gathered(len(samples))):
             return 0.0
         logp = [each.to(self.lm.device) for each in self.passes.log_probs(samples)]
-        keys = [key_of_sample(each) for each in samples]
         if not samples:
             return 0.0
         judged = self._judged(samples) if self.phase.judge is not None else ()
-        constants = [now.constants[key] for key in keys]
+        constants = [now.constants[key_of_sample(each)] for each in samples]
         loss, metrics, slopes = self.phase.objective.ahead(samples, constants, logp, counts, judged)
-        now.slopes = dict(zip(keys, slopes, strict=True))
+        now.slopes = dict(zip(map(key_of_sample, samples), slopes, strict=True))
         merge_metrics(self.measurements.sums, metrics)
         return loss.item()
 
