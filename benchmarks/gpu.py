@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 STAGES = {
     "device": 1,
     "head": 3,
-    "packing": 4,
+    "packing": 6,
     "learner": 6,
     "sampler": 4,
     "scorer": 2,

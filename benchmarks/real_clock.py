@@ -6,10 +6,11 @@
 
 All begin with the student of `make real` after its supervised start, and make the same updates: 16 own answers of at
 most 64 tokens at temperature 0.7, and one AdamW step on the reverse KL over the whole vocabulary. All have two cores:
-TRL and `sync` one process with two threads, `async` a process of one thread for each engine. They take turns. The
-student is saved every few updates. Then all saved students are measured: forward KL on the teacher's answers to
-held-out prompts, reverse KL on own answers, and the share of own answers that end. Seconds are those of updates; for
-Slipstream they include saving. The results are lines of JSON in `--output`, and the figure is docs/real_clock.svg.
+TRL and `sync` one process with two threads, `async` a process of one thread for each engine and two for the learner.
+They take turns. The student is saved every few updates. Then all saved students are measured: forward KL on the
+teacher's answers to held-out prompts, reverse KL on own answers, and the share of own answers that end. Seconds are
+those of updates; for Slipstream they include saving. The results are lines of JSON in `--output`, and the figure is
+docs/real_clock.svg. `--arms async` trains only `async` again, and `--arms` nothing: all are measured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HELD_OUT, ANSWER = 48, 128
 """Number of held-out prompts, and maximum tokens of an answer to them."""
 ARMS = {
     "sync": ("--schedule.kind", "sync", "--runtime.kind", "inline", "--runtime.threads", "2"),
-    "async": ("--schedule.kind", "async", "--schedule.tau", "4", "--runtime.kind", "local", "--runtime.threads", "1"),
+    "async": ("--schedule.kind", "async", "--schedule.tau", "4", "--runtime.kind", "local", "--learner.threads", "2"),
 }
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 
@@ -58,16 +59,18 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=fastest_format())
-    parser.add_argument("--measure", action="store_true", help="only measure what an earlier call has trained")
+    parser.add_argument(
+        "--arms", nargs="*", choices=("trl", *ARMS), default=("trl", *ARMS), help="train only these again"
+    )
     args = parser.parse_args()
     start, teacher = args.start, model_path(str(args.parts / "teacher.gguf"))
-    saved = [{"arm": name, "update": 0, "seconds": 0.0, "cpu": 0.0, "path": str(start)} for name in ("trl", *ARMS)]
+    saved = [{"arm": name, "update": 0, "seconds": 0.0, "cpu": 0.0, "path": str(start)} for name in args.arms]
     args.output.mkdir(parents=True, exist_ok=True)
     trained = args.output / f"trained-{args.dtype}.json"
-    if args.measure:
-        saved = json.loads(trained.read_text("utf-8"))
-    for repeat in range(0 if args.measure else args.repeats):
-        for name in ("trl", *ARMS):
+    if others := {"trl", *ARMS} - set(args.arms):
+        saved += [line for line in json.loads(trained.read_text("utf-8")) if line["arm"] in others]
+    for repeat in range(args.repeats):
+        for name in args.arms:
             began, place = time.monotonic(), args.output / f"{name}-{repeat}"
             shutil.rmtree(place, ignore_errors=True)
             run = run_trl if name == "trl" else run_slipstream
@@ -166,14 +169,14 @@ def panel(x0: int, title: str, key: str, lines: Sequence[dict[str, Any]], top: f
 
 
 def picture(lines: Sequence[dict[str, Any]]) -> str:
-    end, kls = max(line["seconds"] for line in lines), [line["forward_kl"] for line in lines]
+    end, kls = max(line["seconds"] for line in lines), [line["reverse_kl"] for line in lines]
     style = "text{font:12px sans-serif;fill:#222}.grid{stroke:#ddd;stroke-width:1}"
     second = 2 * LEFT + WIDTH + 12
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {second + WIDTH + 20} {TOP + HEIGHT + 44}">',
             f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>',
-            panel(LEFT, "KL to the teacher on held-out answers, nats", "forward_kl", lines, max(kls) * 1.05, end),
+            panel(LEFT, "KL to the teacher on own held-out answers, nats", "reverse_kl", lines, max(kls) * 1.05, end),
             panel(second, "share of own answers that end", "ended", lines, 1.0, end),
             "</svg>",
         ]

@@ -27,8 +27,8 @@ def stage(setting: Setting, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = [saved(setting, Path(folder) / name, seed) for seed, name in enumerate(("student", "teacher"))]
         found = {}
-        for name, schedule in SCHEDULES.items():
-            for streams in setting.of((False, True), (False,)):
+        for streams in setting.of((False, True), (False,)):
+            for name, schedule in SCHEDULES.items():
                 what = f"{name}{', a stream per engine' * streams}"
                 speed, lag = run(setting, models, schedule, streams=streams)
                 found[what] = speed

@@ -51,6 +51,7 @@ def by_ipc(lm: LanguageModel) -> float:
     here, there = context.Pipe()
     child = context.Process(target=receive, args=(there,), daemon=True)
     child.start()
+    there.close()  # so that a child that dies is seen
     here.send([parameter.detach() for parameter in lm.model.parameters()])
     if not here.poll(60):
         child.kill()

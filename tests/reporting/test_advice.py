@@ -203,12 +203,12 @@ def test_bfloat16_is_for_gpus_only(device: str, written: bool) -> None:
     assert found is not None and ({"learner.compute_dtype": "bfloat16"} in found.changes) == written
 
 
-def test_a_slow_learner_of_a_large_student_on_a_cpu_may_gain_from_bfloat16() -> None:
-    """The processor decides, so the answer is the command that measures it."""
+def test_a_slow_learner_of_a_large_student_on_a_cpu_gains_from_threads_and_perhaps_from_bfloat16() -> None:
+    """The processor decides about bfloat16, so the answer is the command that measures it."""
     config = config_of({"runtime": {"device": "cpu", "kind": "local"}})
     case = Case(config, lines_of({"seconds/data": 0.05, "groups/ready": 40}), large=True)
     found = running.slow_learner(case)
-    assert found is not None and not found.changes
+    assert found is not None and list(found.changes) == [{"learner.threads": 2}]
     assert found.run == "slipstream config RUN/config.toml --check | grep bfloat16"
 
 

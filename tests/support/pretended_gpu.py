@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
 MIXING = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor}
+JOINED = {aten.cat.default, aten.stack.default}
 COMPOSITE = {aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other}
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 
@@ -80,10 +81,11 @@ def dispatched(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         goes = there or not tensors
     if there and func not in MIXING:
         checked = tensors if func not in INDEXED else [args[0], *args[2:3]]
-        mixed = [x for x in checked if not isinstance(x, OnGpu) and x.ndim > 0]
+        mixed = [x for x in checked if not isinstance(x, OnGpu) and (x.ndim > 0 or func in JOINED)]
         if mixed:
             shapes = [(type(x).__name__, tuple(x.shape)) for x in tensors]
             raise RuntimeError(f"{func}: expected all tensors to be on the same device, found cuda:0 and cpu: {shapes}")
+    kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if target is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if func is aten._to_copy.default and goes != there:  # a copy between devices is a copy

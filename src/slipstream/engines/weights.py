@@ -147,7 +147,7 @@ def copy_in_buckets(source: Tensor, target: Tensor) -> None:
     """Copy values between devices and formats; `target` has any shape of as many elements."""
     step = BUCKET // max(source.itemsize, target.itemsize)
     for part, values in zip(torch.split(target.view(-1), step), torch.split(source.reshape(-1), step), strict=True):
-        part.copy_(values)
+        part.copy_(values.to(target.dtype) if values.is_cuda else values)  # a GPU converts before the copy
 
 
 def on_first_rank(own: Tensor, shard: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -157,7 +157,7 @@ def on_first_rank(own: Tensor, shard: Tensor | None = None, dtype: torch.dtype |
     """
     dtype = dtype or own.dtype
     if not isinstance(own, DTensor):
-        return (own if shard is None else shard).detach().to("cpu", dtype)
+        return (own if shard is None else shard).detach().to(dtype).to("cpu")
     whole = torch.empty(own.shape, dtype=dtype) if own.device_mesh.get_local_rank() == 0 else None
     gather([own], [local(own) if shard is None else shard], dtype, [] if whole is None else [whole.view(-1)])
     return whole
@@ -212,7 +212,7 @@ def _load(target: Tensor, spec: TensorSpec, weights: WeightsRef) -> None:
         return
     start = 0
     for part in torch.split(target.view(-1), BUCKET // dtype.itemsize) if target.is_contiguous() else (target,):
-        staged = torch.empty(part.shape, dtype=dtype)
+        staged = torch.empty(part.shape, dtype=dtype, pin_memory=target.is_cuda)
         np.copyto(raw(staged), source[start : start + staged.nbytes])
         part.copy_(staged)
         start += staged.nbytes

@@ -281,7 +281,7 @@ class Terms:
     def entropy(self, entropy_C: Tensor, rows: slice) -> Metrics:
         """Return the student's entropy at the trained tokens, at the temperature of the pass."""
         mask_C = self.mask_N[rows]
-        return {"student/entropy": entropy_C.detach()[mask_C].sum() / max(self.counts.n_tokens, 1)}
+        return {"student/entropy": entropy_C.detach().masked_fill(~mask_C, 0.0).sum() / max(self.counts.n_tokens, 1)}
 
     def distilled(self, loss_C: Tensor, metrics: Metrics, rows: slice) -> tuple[Tensor, Metrics]:
         mask_C, n = self.taught_N[rows], float(max(self.counts.n_tokens, 1))

@@ -321,7 +321,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounter]:
 
 
 def compiled_attention(
-    lengths: Sequence[int], budget: int, reach: Reach, dtype: torch.dtype, *, learns: bool, again: bool = False
+    lengths: Sequence[int],
+    budget: int,
+    reach: Reach,
+    dtype: torch.dtype,
+    *,
+    learns: bool,
+    again: bool = False,
+    cap: float | None = None,
 ) -> set[tuple[int, int]]:
     """Attend over packed rows of these responses; return rows and length of each micro-batch.
 
@@ -334,7 +341,7 @@ def compiled_attention(
         query, key = (torch.randn(shape[0], heads, shape[1], 8, dtype=dtype).requires_grad_(learns) for heads in (4, 2))
         value = key if again else key.detach().clone().requires_grad_(learns)
         with torch.set_grad_enabled(learns):
-            by_flex(query, key, value, rows, reach, 0.3, None, None)
+            by_flex(query, key, value, rows, reach, 0.3, cap, None)
         shapes.add(shape)
     return shapes
 
@@ -351,19 +358,20 @@ PACKINGS = [
 
 def test_every_mode_of_attention_needs_one_graph(graphs: CompileCounter) -> None:
     counts = []
-    for reach, dtype, learns in [
-        (Reach(), torch.float32, False),
-        (Reach(), torch.float32, True),
-        (Reach(), torch.bfloat16, True),
-        (Reach(6), torch.float32, True),
+    for reach, dtype, learns, cap in [
+        (Reach(), torch.float32, False, None),
+        (Reach(), torch.float32, True, None),
+        (Reach(), torch.bfloat16, True, None),
+        (Reach(6), torch.float32, True, None),
+        (Reach(), torch.float32, True, 5.0),
     ]:
         shapes, before = set[tuple[int, int]](), graphs.frame_count
         for lengths, budget in PACKINGS:
-            shapes |= compiled_attention(lengths, budget, reach, dtype, learns=learns)
+            shapes |= compiled_attention(lengths, budget, reach, dtype, learns=learns, cap=cap)
         assert {(rows > 1, length > 128) for rows, length in shapes} == {(a, b) for a in (0, 1) for b in (0, 1)}
         counts.append(graphs.frame_count - before)
     modes = 4  # one row or several, one tile or several
-    assert counts == [modes] * 4
+    assert counts == [modes] * 5
 
 
 def test_attention_that_needs_too_many_graphs_is_an_error_and_never_runs_uncompiled(graphs: CompileCounter) -> None:

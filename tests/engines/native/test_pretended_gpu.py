@@ -66,6 +66,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "scaled_dot_product_attention", as_on_gpus)
     monkeypatch.setattr(logprobs, "backend", lambda like: tiles)
     monkeypatch.setattr(rows, "_compiled", lambda **mode: flex)
+    monkeypatch.setattr(rows, "LEAST_HEAD", 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
@@ -177,6 +178,7 @@ METHODS = {
         "sampled",
         {"checkpointing": True, "offload": ("optimizer", "activations")},
     ),
+    "unpacked": (Method(loss=ReverseKLMC(m=5), temperature=0.9), "sampled", {"packing": False}),
     "freshness": (
         Method(loss=ReverseKLMC(m=5), temperature=0.9, freshness=FreshnessConfig(weight="freshness", anchor=0.1)),
         "sampled",

@@ -53,6 +53,8 @@ QUERY_BLOCK = 128
 """Number of queries whose attention is computed together on the CPU."""
 TILE = 128
 """Queries and keys of a tile, the unit in which FlexAttention leaves out scores."""
+LEAST_HEAD = 16
+"""Least size of a head that a GPU's matrix units can multiply."""
 MASKED_SCORES = 1 << 24
 """Number of scores whose mask is computed at once, to find the tiles that are needed."""
 
@@ -69,10 +71,11 @@ class Block(NamedTuple):
 
 class Rows:
     def __init__(self, rollouts: Sequence[Rollout], batch: MicroBatch, device: torch.device) -> None:
-        length = batch.length
         if batch.packed and device.type == "cuda":
             batch = MicroBatch((tuple(chain.from_iterable(batch.rows)),))
-            length = max(2, -(-batch.length // TILE)) * TILE  # for a single tile there is another kernel
+        length = batch.length
+        if device.type == "cuda":  # for a single tile there is another kernel, which not all models can use
+            length = max(2, -(-length // TILE)) * TILE
         shape = len(batch.rows), length
         ids_RL, position_RL, branch_RL = (np.zeros(shape, np.int64) for _ in range(3))
         tree_RL = np.tile(-1 - np.arange(length), (len(batch.rows), 1))
@@ -117,7 +120,7 @@ class Rows:
         """Return for each sample the flat indices of all tokens before its last one; a shared prompt is in several."""
         places = []
         for r, row in enumerate(self.batch.rows):
-            start = r * self.batch.length
+            start = r * self.ids_RL.shape[1]
             for item in row:
                 prompt, edges = np.arange(item.prompt - 1), np.cumsum(item.responses)[:-1]
                 places += [start + np.concatenate([prompt, part]) for part in np.split(_predictors(item), edges)]
@@ -272,6 +275,8 @@ def attend(
     if query_RHLD.is_cuda:
         if dropout:
             raise ModelError("packed rows on CUDA do not support attention dropout: write learner.dropout = false")
+        if min(query_RHLD.shape[-1], value_RJLD.shape[-1]) < LEAST_HEAD:
+            raise ModelError(f"FlexAttention needs heads of at least {LEAST_HEAD} values")
         return by_flex(query_RHLD, key_RJLD, value_RJLD, rows, reach, scaling, softcap, s_aux), None
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
     sinks = None if s_aux is None else s_aux.view(1, -1, 1, 1)
@@ -289,8 +294,8 @@ def _compiled(**mode: object) -> Callable[..., Any]:
     """Return FlexAttention compiled for one mode; beyond dynamo's limit of graphs it raises an error.
 
     Without compilation it would need L×L scores. Dynamo counts the graphs of a code object (at most
-    `torch._dynamo.config.recompile_limit`, 8), so each mode has a code object of its own, and lengths are variables from
-    the start.
+    `torch._dynamo.config.recompile_limit`, 8), so each mode has a code object of its own, in which lengths are
+    variables.
     """
 
     def flex(*args: Any, **options: Any) -> Any:
@@ -300,7 +305,8 @@ def _compiled(**mode: object) -> Callable[..., Any]:
 
     def call(*args: Any, **options: Any) -> Any:
         try:
-            return graphs(*args, **options)
+            with torch._dynamo.config.patch(specialize_float=True):  # a cap that is a variable has no gradient
+                return graphs(*args, **options)
         except FailOnRecompileLimitHit:
             settings = ", ".join(f"{name} {value}" for name, value in mode.items())
             raise ModelError(

@@ -177,7 +177,7 @@ class NativeScorer(Probed, Offloading):
 
     # --- scores ----------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @torch.no_grad()  # in inference mode FlexAttention would be compiled again
     def _score(self, handles: Sequence[Handle], again: bool = False) -> list[Handle]:
         """Score responses; if `again`, keep those whose scores cannot have changed, and record the KL of the others."""
         seen, answers = self._contexts(handles)
@@ -268,15 +268,16 @@ class NativeScorer(Probed, Offloading):
         """Return the values to cache for every sample of a micro-batch, as one dict per sample."""
         ids = [scored_ids(rollout, needs.cache) for rollout in rollouts]
         ids_NM = joined(ids, hidden_ND.device, torch.int64)
-        logp_NM = self._logprobs_at(hidden_ND, ids_NM, needs.temperature)
-        values = {"teacher_logp": logp_NM[:, 0]}
+        if needs.cache == "teacher_topk":
+            values = self._topk(hidden_ND, ids_NM, needs)
+        else:
+            logp_NM = self._logprobs_at(hidden_ND, ids_NM, needs.temperature)
+            values = {"teacher_logp": logp_NM[:, 0]}
         match needs.cache:
             case "sampled":
                 values["teacher_action_logp"] = logp_NM
             case "student_topk":
                 values["teacher_best_logp"] = logp_NM[:, 1:]
-            case "teacher_topk":
-                values |= self._topk(hidden_ND, ids_NM[:, 0], logp_NM[:, 0], needs)
             case "hidden":
                 values["teacher_hidden"] = hidden_ND
         parts: dict[str, list[Any]] = {
@@ -284,19 +285,15 @@ class NativeScorer(Probed, Offloading):
         }
         return [{name: part[i] for name, part in parts.items()} for i in range(len(rollouts))]
 
-    def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor, needs: Needs) -> dict[str, Tensor]:
-        ids, logps = [], []
-        for hidden_CD in torch.split(hidden_ND, max(1, held(hidden_ND) // self.lm.vocab_size)):
+    def _topk(self, hidden_ND: Tensor, tokens_N1: Tensor, needs: Needs) -> dict[str, Tensor]:
+        """Return log-probs of emitted and most likely tokens of the same products: others would differ by rounding."""
+        size, parts = max(1, held(hidden_ND) // self.lm.vocab_size), list[tuple[Tensor, Tensor, Tensor]]()
+        for hidden_CD, tokens_C1 in zip(torch.split(hidden_ND, size), torch.split(tokens_N1, size), strict=True):
             logp_CV = self._log_softmax(self.lm.head, hidden_CD, needs.temperature)
             best = logp_CV[:, : self.plan.vocabulary].topk(needs.k, -1)
-            ids.append(best.indices.int())
-            logps.append(best.values)
-        ids_NK, logp_NK = torch.cat(ids), torch.cat(logps)
-        # use the value in `logp_N` for the emitted token: two computations may differ by rounding
-        return {
-            "teacher_ids": ids_NK,
-            "teacher_topk_logp": torch.where(ids_NK == tokens_N[:, None], logp_N[:, None], logp_NK),
-        }
+            parts.append((logp_CV.gather(1, tokens_C1)[:, 0], best.indices.int(), best.values))
+        names = "teacher_logp", "teacher_ids", "teacher_topk_logp"
+        return {name: torch.cat(part) for name, part in zip(names, zip(*parts, strict=True), strict=True)}
 
 
 def scored_ids(rollout: Rollout, cache: Cache) -> Ints:

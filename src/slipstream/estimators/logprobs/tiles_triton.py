@@ -106,19 +106,20 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -
     lse_C = torch.empty(len(tile_CW), dtype=torch.float32, device=tile_CW.device)
     mean_C = torch.zeros_like(lse_C)
     rows, width = tile_CW.shape
-    _fold[(rows,)](
-        tile_CW,
-        tile_CW if bias_W is None else bias_W,
-        lse_C,
-        mean_C,
-        tile_CW.stride(0),
-        width,
-        *_factors(bend),
-        BIAS=bias_W is not None,
-        CAP=bend.cap is not None,
-        ENTROPY=entropy,
-        TRITON_BLOCK=TRITON_BLOCK,
-    )
+    with torch.cuda.device(tile_CW.device):  # Triton starts kernels on the current device
+        _fold[(rows,)](
+            tile_CW,
+            tile_CW if bias_W is None else bias_W,
+            lse_C,
+            mean_C,
+            tile_CW.stride(0),
+            width,
+            *_factors(bend),
+            BIAS=bias_W is not None,
+            CAP=bend.cap is not None,
+            ENTROPY=entropy,
+            TRITON_BLOCK=TRITON_BLOCK,
+        )
     return lse_C, mean_C
 
 
@@ -134,18 +135,19 @@ def to_gradient(
 ) -> None:
     rows, width = tile_CW.shape
     with_entropy = entropy_C is not None and grad_entropy_C is not None
-    _to_gradient[(rows, triton.cdiv(width, TRITON_BLOCK))](
-        tile_CW,
-        tile_CW if bias_W is None else bias_W,
-        lse_C,
-        total_C,
-        entropy_C if with_entropy else lse_C,
-        grad_entropy_C if with_entropy else lse_C,
-        tile_CW.stride(0),
-        width,
-        *_factors(bend),
-        BIAS=bias_W is not None,
-        CAP=bend.cap is not None,
-        ENTROPY=with_entropy,
-        TRITON_BLOCK=TRITON_BLOCK,
-    )
+    with torch.cuda.device(tile_CW.device):  # Triton starts kernels on the current device
+        _to_gradient[(rows, triton.cdiv(width, TRITON_BLOCK))](
+            tile_CW,
+            tile_CW if bias_W is None else bias_W,
+            lse_C,
+            total_C,
+            entropy_C if with_entropy else lse_C,
+            grad_entropy_C if with_entropy else lse_C,
+            tile_CW.stride(0),
+            width,
+            *_factors(bend),
+            BIAS=bias_W is not None,
+            CAP=bend.cap is not None,
+            ENTROPY=with_entropy,
+            TRITON_BLOCK=TRITON_BLOCK,
+        )

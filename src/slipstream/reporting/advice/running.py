@@ -116,9 +116,10 @@ def slow_learner(case: Case) -> Evidence | None:
     changes, show = list[Change]([{"learner.ranks": 2 * learner.ranks}]), ""
     if case.config.runtime.device.startswith("cuda"):
         changes.append({"learner.compute_dtype": "bfloat16"})
-    elif case.large and case.config.runtime.device == "cpu" and learner.compute_dtype is None:
-        # processors differ in whether bfloat16 is faster: the check measures it
-        changes, show = [], f"slipstream config {case.at}/config.toml --check | grep bfloat16"
+    elif case.large and case.config.runtime.device == "cpu":
+        changes = [{"learner.threads": 2 * (learner.threads or case.config.runtime.threads)}]
+        if learner.compute_dtype is None:  # processors differ in whether bfloat16 is faster: the check measures it
+            show = f"slipstream config {case.at}/config.toml --check | grep bfloat16"
     if not learner.shared_prompt and case.config.sampler.group > 1:
         changes.insert(0, {"learner.shared_prompt": True})
     return Evidence("seconds/data", waited, HARDLY_WAITS, changes, run=show)

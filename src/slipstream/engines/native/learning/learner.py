@@ -106,7 +106,8 @@ class Update:
         """Return the slopes of all tokens of these samples, NaN where none were computed; None if there are none."""
         if not self.slopes:
             return None
-        nan = [torch.full((each.rollout.trained_tokens,), torch.nan) for each in samples]
+        device = next(iter(self.slopes.values())).device
+        nan = [torch.full((each.rollout.trained_tokens,), torch.nan, device=device) for each in samples]
         return torch.cat([self.slopes.get(key_of_sample(s), n) for s, n in zip(samples, nan, strict=True)])
 
 
@@ -321,13 +322,13 @@ class NativeLearner(Offloading):
         samples.sort(key=lambda each: (*episode_of(each), each.rollout.index))
         if not any(self.ranks.gathered(len(samples))):
             return 0.0
-        logp, keys = self.passes.log_probs(samples), [key_of_sample(each) for each in samples]
+        logp = [each.to(self.lm.device) for each in self.passes.log_probs(samples)]
         if not samples:
             return 0.0
         judged = self._judged(samples) if self.phase.judge is not None else ()
-        constants = [now.constants[key] for key in keys]
+        constants = [now.constants[key_of_sample(each)] for each in samples]
         loss, metrics, slopes = self.phase.objective.ahead(samples, constants, logp, counts, judged)
-        now.slopes = dict(zip(keys, slopes, strict=True))
+        now.slopes = dict(zip(map(key_of_sample, samples), slopes, strict=True))
         merge_metrics(self.measurements.sums, metrics)
         return loss.item()
 

@@ -153,14 +153,15 @@ def halves(samples: Mapping[Key, Scored], ranks: Ranks) -> tuple[list[Key], list
 def cosine(fresh: Sequence[Tensor | None], both: Sequence[Tensor | None], ranks: Ranks) -> Metrics:
     """Return the cosine of `fresh` and `both` − `fresh` over the shards of all ranks; empty if a gradient is zero."""
     zero = torch.zeros(3, dtype=torch.float64)
-    sums = zero.clone()
+    parts = list[Tensor]()
     for one, whole in zip(fresh, both, strict=True):
         if whole is None:
             continue
         whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
         one = torch.zeros_like(whole) if one is None else one.to(whole.dtype)
         other = whole - one
-        sums += torch.stack([(one * other).sum(), one.square().sum(), other.square().sum()]).double().cpu()
+        parts.append(torch.stack([(one * other).sum(), one.square().sum(), other.square().sum()]).double())
+    sums = torch.stack(parts).sum(0).cpu() if parts else zero
     dot, of_one, of_other = sum(ranks.gathered(sums), start=zero).tolist()
     return {"gradient/cosine": dot / math.sqrt(of_one * of_other)} if of_one and of_other else {}
 

@@ -202,8 +202,9 @@ class Passes:
                     chosen = [samples[i].rollout for i in members]
                     logp_N1 = self.student(rows, partial(at_tokens, rollouts=chosen, temperatures=[self.temperature]))
                     logp_N1.sum().backward()
-            grads = [each.grad.double() for each in parameters if each.grad is not None]
-            norms.append(sum(float(grad.square().sum()) for grad in grads))
+            grads = [each.grad for each in parameters if each.grad is not None]
+            squares = [grad.norm(dtype=torch.float64).square() for grad in grads]
+            norms.append(float(torch.stack(squares).sum()) if squares else 0.0)
         for each, grad in zip(parameters, before, strict=True):
             each.grad = grad
         return norms

@@ -296,11 +296,12 @@ def project(optimizer: torch.optim.Optimizer, ranks: Ranks, *, limit: float) -> 
         for each in parameters
         if PREVIOUS_GRADIENT in optimizer.state[each]
     ]
-    sums = torch.zeros(3, dtype=torch.float64)
+    parts, zero = list[Tensor](), torch.zeros(3, dtype=torch.float64)
     for one, before in pairs:
         wide, past = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (one, before))
-        sums += torch.stack([(wide * past).sum(), wide.square().sum(), past.square().sum()]).double().cpu()
-    dot, now, old = sum(ranks.gathered(sums), start=torch.zeros_like(sums)).tolist()
+        parts.append(torch.stack([(wide * past).sum(), wide.square().sum(), past.square().sum()]).double())
+    sums = torch.stack(parts).sum(0).cpu() if parts else zero
+    dot, now, old = sum(ranks.gathered(sums), start=zero).tolist()
     if not now or not old or not math.isfinite(now):
         return {}
     across = math.sqrt(max(now - dot**2 / old, 0.0) / (1 - limit**2))

@@ -134,8 +134,8 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
         versions_of = {name: saved.get("earlier", {}).get(name, []) for name in moved}  # absent in older checkpoints
         earlier = {name: {v: part(f"earlier {v} {name}") for v in own} for name, own in versions_of.items()}
     if not lora:
-        dtype, device = str(lm.head.weight.dtype).removeprefix("torch."), "cpu" if ranks.size > 1 else str(lm.device)
-        weights = load_model(str(path), dtype=dtype, device=device).model.state_dict()
+        dtype = str(lm.head.weight.dtype).removeprefix("torch.")
+        weights = load_model(str(path), dtype=dtype, device="cpu").model.state_dict()  # a GPU need not hold both
     own = lm.model.state_dict()
     weights = {name: slice_of(weights[name], own[name]) for name in weights}
     lm.model.load_state_dict(weights, strict=not lora)

@@ -48,6 +48,8 @@ class Student(nn.Module):
         """Prepare a model for training, and shard it over the ranks."""
         super().__init__()
         self.lm, self.model, self.parts = lm, lm.model, (lm.backbone, lm.head)
+        if lm.device.type == "cuda" and config.compute_dtype in ("bfloat16", "float16"):
+            torch.backends.cuda.matmul.allow_tf32 = True  # autocast leaves the head's products in float32
         mixed = config.router != "free" or config.router_aux is not None
         self.routing = Routing(lm, config) if mixed else None
         self.width = int(lm.model.config.get_text_config().hidden_size)
