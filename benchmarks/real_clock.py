@@ -150,13 +150,14 @@ def panel(x0: int, title: str, key: str, lines: Sequence[dict[str, Any]], top: f
     def at(line: dict[str, Any]) -> tuple[float, float]:
         return x0 + line["seconds"] / end * WIDTH, TOP + (1 - line[key] / top) * HEIGHT
 
-    parts = [f'<text x="{x0 + WIDTH / 2}" y="18" text-anchor="middle" font-weight="bold">{title}</text>']
+    parts = [f'<text x="{x0 + WIDTH / 2}" y="18" text-anchor="middle" font-weight="bold" class="ytitle">{title}</text>']
     for part in range(5):
         x, y = x0 + part / 4 * WIDTH, TOP + (1 - part / 4) * HEIGHT
         parts.append(f'<path d="M{x:.1f} {TOP}v{HEIGHT}M{x0} {y:.1f}h{WIDTH}" class="grid"/>')
         parts.append(f'<text x="{x:.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{part / 4 * end:.0f}</text>')
         parts.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{part / 4 * top:.3g}</text>')
-    parts.append(f'<text x="{x0 + WIDTH / 2}" y="{TOP + HEIGHT + 34}" text-anchor="middle">seconds of training</text>')
+    middle = f'x="{x0 + WIDTH / 2}" text-anchor="middle"'
+    parts.append(f'<text {middle} y="{TOP + HEIGHT + 34}" class="xtitle">seconds of training</text>')
     for number, (arm, color) in enumerate(COLORS.items()):
         points = [at(line) for line in lines if line["arm"] == arm and line.get("repeat", 0) == 0]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
