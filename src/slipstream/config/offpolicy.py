@@ -60,7 +60,7 @@ class SupervisedConfig(Section):
         if self.until is not None and self.loss.spec.cache != "teacher_topk":
             raise ValueError(
                 f"until = {self.until:g} is a bound of the mass on the teacher's top-k tokens, and loss.kind = "
-                f'"{self.loss.kind}" does not compare these here: write loss.kind = "forward_kl"; jsd and eopd need '
+                f'"{self.loss.kind}" does not compare these here: write loss.kind = "forward_kl"; jsd needs '
                 'loss.cache = "teacher_topk"'
             )
         _check_path(self.source, self.path)
