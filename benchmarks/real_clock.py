@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -163,21 +164,22 @@ def panel(x0: int, title: str, key: str, lines: Sequence[dict[str, Any]], top: f
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]
-        y = TOP + HEIGHT - 44 + 16 * number if key == "ended" else TOP + 16 + 16 * number
+        y = TOP + HEIGHT - 44 + 16 * number
         parts.append(f'<path d="M{x0 + WIDTH - 130} {y - 4}h18" stroke="{color}" stroke-width="3"/>')
         parts.append(f'<text x="{x0 + WIDTH - 106}" y="{y}">{TITLES[arm]}</text>')
     return "\n".join(parts)
 
 
 def picture(lines: Sequence[dict[str, Any]]) -> str:
-    end, kls = max(line["seconds"] for line in lines), [line["reverse_kl"] for line in lines]
+    end = 40 * math.ceil(max(line["seconds"] for line in lines) / 40)
+    most = 0.2 * math.ceil(max(line["reverse_kl"] for line in lines) / 0.2)
     style = "text{font:12px sans-serif;fill:#222}.grid{stroke:#ddd;stroke-width:1}"
     second = 2 * LEFT + WIDTH + 12
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {second + WIDTH + 20} {TOP + HEIGHT + 44}">',
             f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>',
-            panel(LEFT, "KL to the teacher on own held-out answers, nats", "reverse_kl", lines, max(kls) * 1.05, end),
+            panel(LEFT, "KL to the teacher on own held-out answers, nats", "reverse_kl", lines, most, end),
             panel(second, "share of own answers that end", "ended", lines, 1.0, end),
             "</svg>",
         ]
