@@ -106,7 +106,7 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -
     lse_C = torch.empty(len(tile_CW), dtype=torch.float32, device=tile_CW.device)
     mean_C = torch.zeros_like(lse_C)
     rows, width = tile_CW.shape
-    with torch.cuda.device_of(tile_CW):  # Triton starts kernels on the current device
+    with torch.cuda.device_of(tile_CW):  # type: ignore[no-untyped-call]  # Triton starts on the current device
         _fold[(rows,)](
             tile_CW,
             tile_CW if bias_W is None else bias_W,
@@ -135,7 +135,7 @@ def to_gradient(
 ) -> None:
     rows, width = tile_CW.shape
     with_entropy = entropy_C is not None and grad_entropy_C is not None
-    with torch.cuda.device_of(tile_CW):  # Triton starts kernels on the current device
+    with torch.cuda.device_of(tile_CW):  # type: ignore[no-untyped-call]  # Triton starts on the current device
         _to_gradient[(rows, triton.cdiv(width, TRITON_BLOCK))](
             tile_CW,
             tile_CW if bias_W is None else bias_W,
