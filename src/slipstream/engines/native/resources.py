@@ -116,6 +116,4 @@ def keep_on_host(width: int) -> AbstractContextManager[Any]:
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    if not tensor.is_cuda or device != HOST:
-        return tensor.detach().to(device, copy=True)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
+    return tensor.detach().to(device, copy=True)
