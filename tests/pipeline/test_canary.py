@@ -29,6 +29,7 @@ from slipstream.pipeline.control.canary import (
     reference_of,
     sampler_fault,
     texts_of,
+    worst,
 )
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Follower, GradingSampler, Loaded, Mode, Sampling, TextScores, WeightsRef
@@ -717,6 +718,13 @@ def test_another_model_behind_the_endpoint_is_found(tmp_path: Path) -> None:
     assert len(read_lines(tmp_path / "metrics.jsonl")) <= 6 + 2 * EVERY
 
 
+def test_limits_follow_from_the_worst_of_all_answers_at_the_start() -> None:
+    found = worst(
+        [{"drift/k3_kl": k3, "drift/ppl_ratio": ratio} for k3, ratio in ((0.1, 1.02), (0.2, 1.0), (0.1, 0.9))]
+    )
+    assert found == {"drift/k3_kl": 0.2, "drift/ppl_ratio": 0.9}
+
+
 @pytest.mark.parametrize(
     "start, k3, ratio, trusted",
     [
@@ -724,6 +732,8 @@ def test_another_model_behind_the_endpoint_is_found(tmp_path: Path) -> None:
         (None, 0.35, 1.0, False),
         (None, 0.05, 1.35, False),
         ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.03, 1.0, False),  # a student that 16 bits hardly change
+        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.018, 1.1, True),  # 32 tokens with this KL vary as much
+        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.018, 1.12, False),
         ({"drift/k3_kl": 0.05, "drift/ppl_ratio": 1.02}, 0.14, 0.95, True),
         ({"drift/k3_kl": 0.2, "drift/ppl_ratio": 1.1}, 0.35, 1.0, False),  # the limit is bounded
     ],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.pool import Pool, Worker, begin_task
 from slipstream.pipeline.publish import Samplers, Teacher
 from slipstream.protocols import Learner, Metrics, Sampler, Sampling, Scorer
-from slipstream.records import Attempts, Batch, Group, Prompt, Rollout, TextScores, unfinished
+from slipstream.records import Attempts, Batch, Group, Prompt, Rollout, TextScores, derive_seed, unfinished
 
 Answers = Sequence[Sequence[TextScores]]
 """Answers of one replica: for each time it was asked, the scores of every text."""
@@ -223,7 +223,7 @@ class Canaries(Controller):
     async def _draw_all(self, version: int) -> None:
         drawn = await asyncio.gather(*(self._draw(worker, version) for worker in list(self.samplers.workers)))
         if self.start is None and (known := [numbers for numbers, _ in filter(None, drawn)]):
-            self.start = max(known, key=lambda numbers: numbers["drift/k3_kl"])
+            self.start = canary.worst(known)
         found = [handles for _, handles in filter(None, drawn)]
         if not (handles := next(iter(found), None)):
             return
@@ -235,8 +235,18 @@ class Canaries(Controller):
 
     async def _draw(self, worker: Worker[Sampler], version: int) -> tuple[Metrics, Group] | None:
         """Check a sampler; if it agrees with the learner, return how well it does, and its canary answers."""
+        rounds = canary.START_ROUNDS[self.rounding] if self.start is None else 1
+        found = list[tuple[Metrics, Group]]()
+        for number in range(rounds):
+            if (drawn := await self._draw_once(worker, version, number)) is None:
+                return None
+            found.append(drawn)
+        return canary.worst([numbers for numbers, _ in found]), found[0][1]
+
+    async def _draw_once(self, worker: Worker[Sampler], version: int, number: int) -> tuple[Metrics, Group] | None:
         groups_before = list(worker.since)
-        calls = [worker.engine.generate(prompt, self.sampling) for prompt in self.questions]
+        asked = [replace(each, seed=derive_seed(each.seed, number)) if number else each for each in self.questions]
+        calls = [worker.engine.generate(prompt, self.sampling) for prompt in asked]
         answers = await self._answers(self.samplers, worker, calls) or ()
         handles = [handle for group in answers if not unfinished(group) for handle in group]
         handles = [handle for handle in handles if handle.header.finish != "error" and handle.header.trained_tokens]

@@ -43,6 +43,8 @@ PERPLEXITY: dict[Rounding, float] = {"exact": 0.01, "half": 0.05, "int8": 0.05, 
 HALF_KL, HALF_PERPLEXITY, START_MARGIN = 0.3, 0.15, 3.0
 """Largest limits in 16 bits, for a student whose log-probs are sensitive to rounding. Below these, a limit is
 START_MARGIN times the difference at the start."""
+START_ROUNDS: dict[Rounding, int] = {"exact": 1, "half": 4, "int8": 1, "fp8": 1}
+"""Times that each sampler answers at the start: in 16 bits the limits follow from the worst of these answers."""
 FOLLOWING_LIMIT = {True: 0.02, False: 0.5}
 """Limit of the largest log-prob difference of learner and a teacher that follows the student; True: float32."""
 MAX_DISTANCE = 1e3
@@ -177,14 +179,20 @@ def sampler_limits(rounding: Rounding, start: Metrics | None) -> tuple[float, fl
     """Return the limits of KL and |perplexity ratio − 1|. `start` are the numbers at the start; None: this is it.
 
     In 16 bits the error depends on the student, so the limits follow from the start, up to HALF_KL, HALF_PERPLEXITY.
+    The mean of n differences with this KL varies by √(2 · KL / n), and so does the logarithm of the ratio.
     """
     if rounding != "half":
         return KL[rounding], PERPLEXITY[rounding]
     k3, ratio = (inf, inf) if start is None else (start["drift/k3_kl"], abs(start["drift/ppl_ratio"] - 1))
-    return (
-        min(max(KL[rounding], START_MARGIN * k3), HALF_KL),
-        min(max(PERPLEXITY[rounding], START_MARGIN * ratio), HALF_PERPLEXITY),
-    )
+    limit = min(max(KL[rounding], START_MARGIN * k3), HALF_KL)
+    spread = (2 * limit / (DRAWN * DRAWN_TOKENS)) ** 0.5
+    return limit, min(max(PERPLEXITY[rounding], START_MARGIN * ratio, START_MARGIN * spread), HALF_PERPLEXITY)
+
+
+def worst(numbers: Sequence[Metrics]) -> Metrics:
+    """Return the largest KL and the perplexity ratio furthest from 1 of these comparisons."""
+    ratio = max((each["drift/ppl_ratio"] for each in numbers), key=lambda each: abs(each - 1))
+    return {"drift/k3_kl": max(each["drift/k3_kl"] for each in numbers), "drift/ppl_ratio": ratio}
 
 
 def sampler_fault(
