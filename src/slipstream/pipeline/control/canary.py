@@ -40,9 +40,10 @@ DRAWN, DRAWN_TOKENS = 4, 8
 KL: dict[Rounding, float] = {"exact": 1e-3, "half": 2e-2, "int8": 2e-2, "fp8": 5e-2}
 PERPLEXITY: dict[Rounding, float] = {"exact": 0.01, "half": 0.05, "int8": 0.05, "fp8": 0.1}
 """Limits of KL and |perplexity ratio − 1| between sampler and learner. `doctor` uses the same limits."""
-HALF_KL, HALF_PERPLEXITY, START_MARGIN = 0.3, 0.15, 3.0
-"""Largest limits in 16 bits, for a student whose log-probs are sensitive to rounding. Below these, a limit is
-START_MARGIN times the difference at the start."""
+HALF_KL, HALF_PERPLEXITY = 0.3, 0.15
+"""Largest limits in 16 bits, for a student whose log-probs are sensitive to rounding."""
+KL_MARGIN, RATIO_MARGIN = 5.0, 3.0
+"""Limits below these, as multiples of the differences at the start: single tokens decide the KL of a few answers."""
 START_ROUNDS: dict[Rounding, int] = {"exact": 1, "half": 4, "int8": 1, "fp8": 1}
 """Times that each sampler answers at the start: in 16 bits the limits follow from the worst of these answers."""
 FOLLOWING_LIMIT = {True: 0.02, False: 0.5}
@@ -184,9 +185,9 @@ def sampler_limits(rounding: Rounding, start: Metrics | None) -> tuple[float, fl
     if rounding != "half":
         return KL[rounding], PERPLEXITY[rounding]
     k3, ratio = (inf, inf) if start is None else (start["drift/k3_kl"], abs(start["drift/ppl_ratio"] - 1))
-    limit = min(max(KL[rounding], START_MARGIN * k3), HALF_KL)
+    limit = min(max(KL[rounding], KL_MARGIN * k3), HALF_KL)
     spread = (2 * limit / (DRAWN * DRAWN_TOKENS)) ** 0.5
-    return limit, min(max(PERPLEXITY[rounding], START_MARGIN * ratio, START_MARGIN * spread), HALF_PERPLEXITY)
+    return limit, min(max(PERPLEXITY[rounding], RATIO_MARGIN * ratio, RATIO_MARGIN * spread), HALF_PERPLEXITY)
 
 
 def worst(numbers: Sequence[Metrics]) -> Metrics:
