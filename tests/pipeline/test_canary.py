@@ -731,9 +731,9 @@ def test_limits_follow_from_the_worst_of_all_answers_at_the_start() -> None:
         (None, 0.25, 1.1, True),  # the start itself: up to the largest limits
         (None, 0.35, 1.0, False),
         (None, 0.05, 1.35, False),
-        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.03, 1.0, False),  # a student that 16 bits hardly change
-        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.018, 1.1, True),  # 32 tokens with this KL vary as much
-        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.018, 1.12, False),
+        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.06, 1.0, False),  # a student that 16 bits hardly change
+        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.04, 1.14, True),  # 32 tokens with this KL vary as much
+        ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.04, 1.16, False),
         ({"drift/k3_kl": 0.05, "drift/ppl_ratio": 1.02}, 0.14, 0.95, True),
         ({"drift/k3_kl": 0.2, "drift/ppl_ratio": 1.1}, 0.35, 1.0, False),  # the limit is bounded
     ],
