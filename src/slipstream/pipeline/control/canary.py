@@ -42,7 +42,7 @@ PERPLEXITY: dict[Rounding, float] = {"exact": 0.01, "half": 0.05, "int8": 0.05, 
 """Limits of KL and |perplexity ratio − 1| between sampler and learner. `doctor` uses the same limits."""
 HALF_KL, HALF_PERPLEXITY = 0.3, 0.15
 """Largest limits in 16 bits, for a student whose log-probs are sensitive to rounding."""
-KL_MARGIN = 5.0
+KL_MARGIN = 8.0
 """Limit of the KL in 16 bits, as a multiple of that at the start: single tokens decide the KL of a few answers."""
 ROUNDS: dict[Rounding, int] = {"exact": 1, "half": 4, "int8": 1, "fp8": 1}
 """Times that a sampler answers at the first check, whose worst answer sets the limit, and at one that fails."""
