@@ -7,18 +7,21 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from slipstream.config.file import parse
+from slipstream.config.running import HealthConfig
 from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.score_checks import scored
 from slipstream.errors import EndpointError, EngineError, RecordsLost, Unhealthy, WorkerDied
+from slipstream.pipeline.canary_rounds import Canaries
 from slipstream.pipeline.checkpoint import BEGINNING, newest
 from slipstream.pipeline.control import canary
 from slipstream.pipeline.control.canary import (
@@ -33,7 +36,7 @@ from slipstream.pipeline.control.canary import (
 )
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Follower, GradingSampler, Loaded, Mode, Sampling, TextScores, WeightsRef
-from slipstream.records import Group, Handle, Prompt, graded
+from slipstream.records import Batch, Group, Handle, Prompt, graded, header_of, one_turn
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from support import tabular_engines as toy
@@ -745,3 +748,55 @@ def test_in_16_bits_limits_of_samplers_follow_from_the_start(
     said = sampler_fault(numbers, {1}, version=1, rounding="half", start=start)
     assert (said == "") is trusted and (trusted or "or 16 bits are too few for this student" in said)
     assert sampler_fault(numbers, {1}, version=1, rounding="exact", start=start), "float32 is exact"
+
+
+@pytest.mark.parametrize(
+    "rounding, kls, asked, trusted",
+    [
+        ("half", [0.01, 0.02, 0.01, 0.01, 0.04], 5, True),  # four times at the start, and once later
+        ("half", [0.01, 0.02, 0.01, 0.01, 0.3, 0.01], 6, True),  # one token had the KL: the next answer decides
+        ("half", [0.01, 0.02, 0.01, 0.01, 0.3, 0.3, 0.2, 0.3], 8, False),
+        ("half", [0.01, 0.02, 0.01, 0.01, np.nan, 0.01, 0.01, 0.01], 8, False),
+        ("exact", [0.0, 0.01], 2, False),
+    ],
+)
+def test_a_single_answer_in_16_bits_does_not_accuse_a_sampler(
+    rounding: Any, kls: list[float], asked: int, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, said, waiting, seeds = Prompt(id="p", number=-1, tokens=np.array([2], np.int32), seed=5), [], [*kls], []
+
+    class Drawing:
+        async def generate(self, prompt: Prompt, sampling: Sampling) -> Group:
+            seeds.append(prompt.seed)
+            logp = np.zeros((1, 1), np.float32)
+            versions, ids = np.zeros(1, np.int32), np.ones((1, 1), np.int32)
+            rollout = one_turn(prompt, 0, actions=ids, action_logp=logp, versions=versions, finish="eos")
+            return (Handle(header_of(rollout), rollout),)
+
+    class Comparing:
+        async def compare(self, batch: Batch, teacher: str = "") -> dict[str, float]:
+            return {"drift/k3_kl": waiting.pop(0), "drift/ppl_ratio": 1.0}
+
+    worker: Any = SimpleNamespace(engine=Drawing(), since={}, name="sampler", good=0, unproven=True)
+    parts: Any = {"groups": None, "pools": [], "teachers": [], "samplers": SimpleNamespace(workers=[worker])}
+    canaries = Canaries(
+        HealthConfig(canary=1),
+        Comparing(),  # type: ignore[arg-type]
+        updates=9,
+        questions=[prompt],
+        sampling=Sampling(max_tokens=4),
+        rounding=rounding,
+        last={},
+        say=said.append,
+        **parts,
+    )
+    monkeypatch.setattr(canaries, "distrust", lambda worker, wrong: said.append(wrong))
+
+    async def both() -> None:
+        await canaries._draw_all(0)
+        worker.unproven = True
+        await canaries._draw_all(0)
+
+    asyncio.run(both())
+    assert len(seeds) == asked and (said == []) is trusted and worker.unproven is not trusted
+    assert len(set(seeds[:4])) == (4 if rounding == "half" else 1), "four different answers"
