@@ -104,6 +104,8 @@ class Prompt:
     ground_truth: Any = None
     teacher: str = ""
     """Name of the teacher that will score the responses; empty for a run without teachers."""
+    environment: str = ""
+    """Name of the environment of the responses; empty if the run has one or none."""
     seed: int = 0
     offset: int = 0
     """Number of response tokens that earlier calls sampled and that `tokens` now includes; sampling continues there."""
@@ -599,6 +601,8 @@ class Header:
     """Name of the teacher that scores or has scored the sample; empty without teacher."""
     teacher_version: int = 0
     """Version of the teacher's weights that scored the sample; 0 for a fixed teacher."""
+    environment: str = ""
+    """Name of the environment of the sample; empty if the run has one or none."""
     text: str = ""
     """Text of a new response, for runs that remember attempts; otherwise empty."""
     attempts: Attempts | None = None
@@ -773,5 +777,6 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         source=rollout.prompt.source,
         prefix=0 if rollout.prompt.prefix is None else len(rollout.prompt.prefix),
         teacher=teacher or rollout.prompt.teacher,
+        environment=rollout.prompt.environment,
         nbytes=_nbytes(rollout),
     )

@@ -395,8 +395,11 @@ class Episodes:
         raise Released if call.released.done() else TimeoutError
 
     def close(self) -> None:
-        self.environments.close()
+        self.close_environments()
         self.policy.close()
+
+    def close_environments(self) -> None:
+        self.environments.close()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -428,4 +431,5 @@ def failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:
         cause=str(error),
         outcome={f"failed/{error.cause}": 1.0, "failures": float(EPISODE_TRIES)},
         teacher=prompt.teacher,
+        environment=prompt.environment,
     )
