@@ -197,6 +197,8 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     outcome: dict[str, float] = field(default_factory=dict)
     """Rewards and counts that an episode's environment reports (`reward`, `reward/NAME`); empty without environment."""
+    turn_rewards: Floats | None = None
+    """Rewards of the first turns, in their order; a turn behind them has none. None: no turn has a reward."""
 
     def __post_init__(self) -> None:
         if fault := self._fault() or (self.kept and self._fault_of_kept(self.kept)):
@@ -244,6 +246,8 @@ class Rollout:
             return "turn is -1 at a trained token, which means that the token was not sampled"
         if (turns[1:] < turns[:-1]).any():
             return "turn decreases: calls must be numbered in their order"
+        if self.turn_rewards is not None and not np.isfinite(self.turn_rewards).all():
+            return f"turn_rewards is {self.turn_rewards}: a reward must be a finite number"
         for name, reward in self.rewards.items():
             if not math.isfinite(reward):
                 return f"reward {name!r} is {reward}: a reward must be a finite number"

@@ -309,6 +309,7 @@ critic.weight=0.1
 {RL} policy.advantage=gae policy.loss=reinforce policy.advantage_options={{rho=1.0}} critic.warmup=1 sampler.top_p=0.8
 {RL} policy.advantage=gae critic.warmup=1 policy.advantage_options={{lam=1.5}}
 {RL} policy.advantage=gae critic.warmup=1 policy.advantage_options={{by_turn=true}}
+{RL} policy.advantage=grpo_turn
 {RL} policy.advantage=gae policy.refill=2.0 critic.lr=0.01
 {RL} policy.advantage=gae critic.lr=0.01 environment.sandbox="none" environment.gateway.command=ls
 {BOTH} policy.advantage=gdpo

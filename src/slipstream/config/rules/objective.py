@@ -86,6 +86,8 @@ def reference(c: Sections) -> Clashes:
 
 def rewards(c: Sections, policy: PolicyConfig) -> Clashes:
     names, weights = c.task.names, policy.reward_weights
+    if policy.advantage == "grpo_turn" and not c.every_environment:
+        yield 'policy.advantage = "grpo_turn" compares turns, and there is only one: add [environment], or write "grpo"'
     if policy.old == "average" and c.learner.dtype == "bfloat16":
         yield (
             'policy.old = "average" is kept in learner.dtype, and bfloat16 rounds small changes to 0: write '
