@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +11,13 @@ import pytest
 from slipstream.cli import main
 from slipstream.commands.suite import template_settings
 from slipstream.config.file import parse
+from slipstream.errors import ConfigError
 
 REFUSED = {
     "tasks without names": (["--suite-path", "tasks"], "--suite-path: name the tasks in that directory with --suite"),
     "other data": (
         ["--suite", "sums", "--data", "math.jsonl", "-n", "4"],
         "--suite: its tasks have their own data, prompts and scores: drop data, n",
-    ),
-    "a path that is not there": (
-        ["--suite", "sums", "--suite-path", "nowhere"],
-        "--suite-path: there is no directory nowhere",
     ),
     "an engine": (
         ["--suite", "sums", "--engine", "vllm"],
@@ -53,6 +51,18 @@ def test_the_template_and_system_message_are_those_of_the_run(
     config = parse({"student": "s", "teachers": {"main": {"model": "t"}}, **sections})
     assert template_settings(config, options) == settings
     assert template_settings(None, options) == (options.get("chat", False), None)
+
+
+def test_the_rows_of_the_run_say_whether_prompts_are_messages(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}], "answer": "x"}\n')
+    sections: dict[str, Any] = {"student": "s", "teachers": {"main": {"model": "t"}}}
+    config = parse({**sections, "data": {"train": {"a": str(tmp_path / "rows.jsonl"), "b": "builtin:arithmetic"}}})
+    assert template_settings(config, {}) == (True, None)
+    assert template_settings(config, {"chat": False}) == (False, None)
+    gone = parse({**sections, "data": {"train": str(tmp_path / "gone.jsonl")}})
+    assert template_settings(gone, {"chat": True}) == (True, None), "no row is read"
+    with pytest.raises(ConfigError, match=r"gone.jsonl.*: write --data.chat or --no-data.chat in place of this data"):
+        template_settings(gone, {})
 
 
 def test_a_missing_harness_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ LOADS_LATER = {
     "environments": "transformers jinja2 mcp textarena gymnasium yaml",
     "environments.tools": "jsonschema",
     "engines.native.config": "transformers",
-    "plan": "torch",
+    "plan": "torch lm_eval",
     "studies": "pyarrow tomli_w",
     "api": "pyarrow transformers",
     "cli": "rich",

@@ -57,6 +57,11 @@ data.train={{a="builtin:table"}} environments.a.use=table environments.a.turn_to
 data.train={{a="builtin:table"}} environments.a.sandbox="none" environments.a.gateway.listen=127.0.0.1:8008
 environments.a-b.use=table
 mix.share=0.5 loss.kind=forward_kl environments.a.use=table
+eval.suite.tasks=gsm8k eval.suite.every=5
+eval.suite.tasks=gsm8k
+eval.suite.tasks=[] eval.suite.every=5
+eval.suite.tasks=gsm8k eval.suite.every=5 checkpoint.minutes=0
+eval.suite.tasks=gsm8k eval.suite.every=5 runtime.clock=modelled
 environment.use=reasoning_gym:chain_sum
 environment.use=mcp:
 environment.use=mcp:no-such-program

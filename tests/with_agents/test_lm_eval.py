@@ -119,3 +119,20 @@ def test_an_unknown_task_is_one_line(rows: list[dict[str, Any]]) -> None:
     assert "error: --suite: lm-evaluation-harness has no task 'sum'; did you mean " in said
     said = command("eval", "builtin:student", "--suite", "7" * 40, *SUITE[2:], status=2).stderr
     assert said.splitlines()[-1].endswith("'; `lm-eval ls` lists all")
+
+
+def test_checkpoints_are_scored_while_a_run_goes_on(rows: list[dict[str, Any]]) -> None:
+    suite = "[eval.suite]\ntasks = 'sums'\npath = 'tasks'\nevery = 2\nlimit = 5\ndevice = 'cpu'\n"
+    Path("run.toml").write_text(CONFIG.replace("updates = 1", "updates = 3") + suite)
+    command("train", "run.toml")
+    lines = [json.loads(each) for each in Path("run/eval.jsonl").read_text().splitlines()]
+    assert [(line["suite"], line["prompts"], line["update"]) for line in lines] == [("sums", 5, 2), ("sums", 5, 3)]
+    assert lines[1]["acc"] == pytest.approx(accuracy("run/final", rows[:5]))
+    card = Path("run/final/README.md").read_text()
+    assert f"| `sums` | 3 | acc | {lines[1]['acc']:.4g} ± " in card and "| `sums` | 2 | acc | " in card
+    command("report", "run")
+    assert "Tasks of lm-evaluation-harness" in next(Path.cwd().rglob("*.html")).read_text()
+    Path("run.toml").write_text(CONFIG.replace('"run"', '"other"') + suite.replace("'sums'", "'sum'"))
+    said = command("config", "run.toml", "--check", status=2).stderr
+    assert "error: eval.suite.tasks: lm-evaluation-harness has no task 'sum'; did you mean " in said
+    assert command("train", "run.toml", status=2).stderr.splitlines()[-1] == said.splitlines()[-1]

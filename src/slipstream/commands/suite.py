@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,10 +12,13 @@ from rich.table import Table
 
 from slipstream.commands.common import note
 from slipstream.config.schema import Config
-from slipstream.errors import ConfigError, first_line
+from slipstream.data.prompts import load_rows
+from slipstream.errors import ConfigError, DataError, first_line
 from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import model_path
+from slipstream.plan.rules.suite import task_manager
 from slipstream.plan.subject import EvaluatedModel
+from slipstream.run_dir.writing import suite_scores
 
 SUITE_OPTIONS = {"suite", "suite_path", "limit", "seed", "dtype", "device", "chat"}
 """Options that work together with --suite; a task has its own data, prompts and scores."""
@@ -26,39 +27,47 @@ SUITE_OPTIONS = {"suite", "suite_path", "limit", "seed", "dtype", "device", "cha
 def check_suite_options(options: Mapping[str, Any]) -> None:
     if other := sorted(options.keys() - SUITE_OPTIONS):
         raise ConfigError(f"--suite: its tasks have their own data, prompts and scores: drop {', '.join(other)}")
-    if (path := options.get("suite_path")) is not None and not Path(path).is_dir():
-        raise ConfigError(f"--suite-path: there is no directory {path}")
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("--suite needs lm-evaluation-harness: pip install 'slipstream[suite]'")
 
 
 def template_settings(config: Config | None, options: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Return whether prompts go through the chat template, and the system message.
-
-    By default they do if the run's prompts do for certain: with data.chat, an environment, or a system message.
-    """
+    """Return whether prompts go through the chat template, and the system message. By default as the run's prompts."""
     if config is None:
         return bool(options.get("chat", False)), None
-    system = config.data.system_prompt
-    chat = bool(options.get("chat", config.data.chat or config.every_environment or system is not None))
-    return chat, system if chat else None
+    chat = bool(options["chat"] if "chat" in options else config.data.chat or has_messages(config))
+    return chat, config.data.system_prompt if chat else None
+
+
+def has_messages(config: Config) -> bool:
+    """Return whether the run's prompts are messages, which a system message and tools need; read a row if neither is.
+
+    Raise ConfigError if the row cannot be read.
+    """
+    data = config.data
+    if config.every_environment or data.system_prompt is not None:
+        return True
+    source = next(iter(data.sources.values()))
+    try:
+        (row,) = load_rows(source, data, split=data.split, limit=1, where=data.where)
+    except DataError as error:
+        why = "which says whether prompts of tasks go through the chat template"
+        raise ConfigError(f"{error}: write --data.chat or --no-data.chat in place of this data, {why}") from None
+    return not isinstance(row.prompt, str)
 
 
 def measure_suite(subject: EvaluatedModel, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Let lm-evaluation-harness score a model; return one line for every task and group of tasks."""
     import torch
     from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
 
-    tasks, paths = options["suite"], options.get("suite_path")
-    manager = TaskManager(include_path=paths)
-    for name in tasks:
-        if not manager.match_tasks([name]):
-            near = get_close_matches(name, manager.all_tasks, n=1)  # there are thousands, too many to list
-            hint = f"did you mean {near[0]!r}?" if near else "`lm-eval ls` lists all"
-            raise ConfigError(f"--suite: lm-evaluation-harness has no task {name!r}; {hint}")
+    tasks = options["suite"]
+    manager = task_manager(tasks, options.get("suite_path"), "--suite", "--suite-path")
     device = options.get("device", "auto")
     chat, system = template_settings(subject.config, options)
+    form = "go through the chat template" if chat else "are plain text"
+    whose = ", as those of the run" if subject.config is not None and "chat" not in options else ""
+    note(f"note: prompts of tasks {form}{whose}")
     settings = {"seed": options.get("seed", 0), "dtype": options.get("dtype", "float32"), "chat": chat}
     model = {"pretrained": model_path(subject.model), "dtype": settings["dtype"]}
     if is_adapter(subject.model):
@@ -113,16 +122,9 @@ def show_suite(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print(f"{first['model']}{at}, tasks of lm-evaluation-harness", markup=False, soft_wrap=True)
     table = Table("task", "prompts", "score", "value")
     for line in lines:
-        for name, value in line.items():
-            if name.partition("/")[0] in SETTINGS_OF_LINES or name.endswith("/error"):
-                continue
-            error = line.get(f"{name}/error")
-            prompts = "" if line["prompts"] is None else f"{line['prompts']:,}"
-            table.add_row(line["suite"], prompts, name, f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}"))
+        prompts = "" if line["prompts"] is None else f"{line['prompts']:,}"
+        for name, score in suite_scores(line).items():
+            table.add_row(line["suite"], prompts, name, score)
     console.print(table)
     if first["limit"] is not None:
         note(f"note: --limit {first['limit']} scores a part of every task")
-
-
-SETTINGS_OF_LINES = {"time", "model", "update", "seed", "dtype", "chat", "limit", "seconds", "suite", "prompts"}
-"""Names in a line that are no scores."""

@@ -13,6 +13,23 @@ BySet = dict[str, Annotated[int, Field(ge=1)]]
 """A number for each held-out set, by the set's name."""
 
 
+class SuiteConfig(Section):
+    """Tasks of lm-evaluation-harness, which score checkpoints while a run goes on."""
+
+    tasks: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1)]
+    """Names of tasks, as in `slipstream eval --suite`."""
+    every: int = Field(ge=1)
+    """Number of updates between two checkpoints that are saved and scored; the last one is always scored, too."""
+    path: str | None = Field(None, min_length=1)
+    """Directory with more tasks. None uses those of lm-evaluation-harness alone."""
+    limit: int | None = Field(None, ge=1)
+    """Number of prompts of each task to use. None uses all."""
+    device: str = "auto"
+    """Device that scores, which has room for one more copy of the student: auto, cpu, cuda or cuda:N."""
+    seconds: float = Field(86400.0, gt=0)
+    """Time limit in seconds for the tasks of one checkpoint, which has no scores if they take longer."""
+
+
 class EvalConfig(Section):
     every: Annotated[int, Field(ge=0)] | BySet = 0
     """Number of updates between two evaluations: one number, or one for each held-out set by name, as in
@@ -26,6 +43,8 @@ class EvalConfig(Section):
     (avg@n)."""
     temperature: float = Field(1.0, ge=0, le=100)
     """Sampling temperature of evaluation; 0 is greedy."""
+    suite: SuiteConfig | None = None
+    """Tasks of lm-evaluation-harness that score checkpoints; they need neither `every` nor data.eval. None has none."""
 
     @field_validator("temperature")
     @classmethod

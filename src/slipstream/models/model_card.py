@@ -10,7 +10,7 @@ from typing import Any
 import slipstream
 from slipstream.errors import ModelError
 from slipstream.models.resolve import file_of
-from slipstream.run_dir.writing import METRICS, read_lines
+from slipstream.run_dir.writing import METRICS, read_lines, suite_lines, suite_scores
 
 SHOWN = (
     "loss",
@@ -40,6 +40,7 @@ def card(config: Tree, path: Path) -> str:
         table(["", ""], setup(config, trained)),
         *section("From the first update to the last", ["", "first", "last"], course(trained)),
         *section("Held-out prompts", ["set", "update", "answers", measured], accuracies(config, evaluated)),
+        *section("Tasks of lm-evaluation-harness", ["task", "update", "score", "value"], task_scores(path)),
         "## How to load it",
         loading(config, path / "final"),
     ]
@@ -139,6 +140,16 @@ def accuracies(config: Tree, evaluated: Sequence[Tree]) -> Iterator[Row]:
                 f"{line['samples']:,.0f}",
                 f"{line.get('accuracy', line.get('kl')):.4g}",
             )
+
+
+def task_scores(path: Path) -> Iterator[Row]:
+    """Yield table rows with the scores of each task, at the first update that has some and at the last."""
+    lines = suite_lines(path)
+    for task in dict.fromkeys(line["suite"] for line in lines):
+        of_task = sorted((line for line in lines if line["suite"] == task), key=lambda line: line.get("update", 0))
+        for line in [of_task[0], *of_task[1:][-1:]]:
+            for name, score in suite_scores(line).items():
+                yield f"`{task}`", str(line.get("update", "")), name, score
 
 
 def loading(config: Tree, final: Path) -> str:

@@ -79,6 +79,8 @@ class Checkpoints:
         self.directory, self.every, self.minutes, self.keep, self.proof = directory, every, minutes, keep, proof
         self.last = 0.0
         """Time of the last checkpoint or resume, in seconds of the trace's clock."""
+        self.in_use = set[int]()
+        """Checkpoints that other processes read, which stay."""
 
     def due(self, update: int, now: float) -> bool:
         by_time = self.minutes > 0 and now - self.last >= 60 * self.minutes
@@ -126,7 +128,7 @@ class Checkpoints:
     def _prune(self, version: int) -> None:
         """Remove all checkpoints except the newest `keep`, the last proven one and the next to become proven."""
         existing, proven = self.existing(), self.proven_numbers(version)
-        stay = {*existing[-self.keep :], *proven[-1:], *existing[len(proven) :][:1]}
+        stay = {*existing[-self.keep :], *proven[-1:], *existing[len(proven) :][:1], *self.in_use}
         with writing(self.directory):
             for old in set(existing) - stay:
                 remove(self.directory / str(old))

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from slipstream.errors import NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
 from slipstream.pipeline.checkpoint import Checkpoints, RunState, save_whole
 from slipstream.pipeline.learning import Learning, Save
+from slipstream.pipeline.suites import SuiteRuns
 from slipstream.protocols import Learner
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.writing import LogPosition, RunLog
@@ -27,6 +28,7 @@ class Ending:
     learner: Learner
     log: RunLog
     checkpoints: Checkpoints
+    suites: SuiteRuns
     state: Callable[[], RunState]
     now: Callable[[], float]
     """Return the seconds since the run began, also before it goes on after a resume."""
@@ -46,12 +48,13 @@ class Ending:
 
         return save
 
-    async def complete(self, model_card: str) -> Path:
-        """Save a last checkpoint, if checkpoints are saved at all, and return the directory of the final student."""
+    async def complete(self, model_card: Callable[[], str]) -> Path:
+        """Save and score a last checkpoint, if any is saved, and return the directory of the final student."""
         if self.checkpoints.at_end:
-            await with_timeout(self.capture()(), self.patience, "writing a checkpoint")
+            checkpoint = await with_timeout(self.capture()(), self.patience, "writing a checkpoint")
+            await self.suites.finish(checkpoint)
         final = self.log.path / "final"
-        writing = save_whole(self.learner, final, {"README.md": model_card.encode()})
+        writing = save_whole(self.learner, final, {"README.md": model_card().encode()})
         await with_timeout(writing, self.patience, "writing the final student")
         return final
 

@@ -39,7 +39,7 @@ from slipstream.pipeline.ending import Ending, cause_of
 from slipstream.pipeline.evaluate import Evaluation
 from slipstream.pipeline.failures import ResponseWatch, Restarts
 from slipstream.pipeline.groups import Groups, measured
-from slipstream.pipeline.learning import Learning
+from slipstream.pipeline.learning import Learning, Save
 from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.pool import Pool, scorer_name
 from slipstream.pipeline.progress import Progress
@@ -48,6 +48,7 @@ from slipstream.pipeline.replicas import Names, Replicas
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.stages import Rollouts, Scoring, has_zero_advantage
 from slipstream.pipeline.steering import Steering
+from slipstream.pipeline.suites import SuiteRuns
 from slipstream.pipeline.trace import Trace
 from slipstream.processes import RARE_COLLECTIONS, garbage_collection
 from slipstream.protocols import Engines, Sampling, of_teacher
@@ -118,7 +119,9 @@ class Run:
             keep=config.checkpoint.keep,
             proof=config.health.proof,
         )
-        self.ending = Ending(engines.learner, log, self.checkpoints, self._state, self._now, patience, say)
+        self.suites = SuiteRuns(config.eval.suite, self.checkpoints.in_use, say)
+        files = log, self.checkpoints, self.suites
+        self.ending = Ending(engines.learner, *files, self._state, self._now, patience, say)
         self.rate = 1.0
         """Factor on the learning rate of the next update."""
         self.steering = Steering(config.schedule, config.guards, config.health, config.new_groups, log)
@@ -135,8 +138,9 @@ class Run:
             in_flight = self.admission.schedule.held * self.config.sampler.group
             with garbage_collection(max(RARE_COLLECTIONS[0], OBJECTS_PER_SAMPLE * in_flight), *RARE_COLLECTIONS[1:]):
                 await self._update_all()
-            return await self.ending.complete(card(self.config.model_dump(mode="json"), self.log.path))
+            return await self.ending.complete(lambda: card(self.config.model_dump(mode="json"), self.log.path))
         except (asyncio.CancelledError, Exception, BaseExceptionGroup) as error:
+            await self.suites.stop()
             learning = self.pipeline.learning if self.pipeline else None
             await self.ending.stop(cause_of(error), learning, at_once=self.at_once)
 
@@ -211,7 +215,20 @@ class Run:
     def _checkpoint_due(self) -> bool:
         """Return whether a checkpoint is due; after the last update `train` saves one with the final evaluation."""
         version = self.admission.version
-        return version < self.config.updates and self.checkpoints.due(version, self._now())
+        due = self.checkpoints.due(version, self._now()) or self.suites.due(version)
+        return version < self.config.updates and due
+
+    def _capture(self) -> Save:
+        """Capture the state of the run now, and return the function that saves it and has it scored if that is due."""
+        save, update = self.ending.capture(), self.admission.version
+
+        async def saved() -> Path:
+            checkpoint = await save()
+            if self.suites.due(update):
+                self.suites.start(checkpoint)
+            return checkpoint
+
+        return saved
 
     def _state(self) -> RunState:
         kept = [*self.admission.store.groups, *self.admission.live]
@@ -295,7 +312,7 @@ class Run:
             lr=lambda: self.rate,
             on_update=self._on_update,
             checkpoint_due=self._checkpoint_due,
-            capture=self.ending.capture,
+            capture=self._capture,
         )
         return Pipeline(
             trace,

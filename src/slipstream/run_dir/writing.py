@@ -36,6 +36,8 @@ META, METRICS, LEDGER, SAMPLES, TRACE = "meta.json", "metrics.jsonl", "ledger.js
 SOCKET = "scale.sock"
 """Socket by which `slipstream scale` changes the number of workers of a running run."""
 EVALS = "eval.jsonl"
+SUITE_SETTINGS = {"time", "model", "update", "seed", "dtype", "chat", "limit", "seconds", "suite", "prompts"}
+"""Names in a line of a task of lm-evaluation-harness that are no scores."""
 """Results of `slipstream eval`, which may write while the run writes its own files."""
 FILES_LOOKED_AT = (SAMPLES, TRACE)
 """Large files that only people look at; a user may delete them, and the run still resumes."""
@@ -200,6 +202,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return all complete lines; a killed run may have left an incomplete one at the end."""
     with reading(path) as file:
         return parsed(path, file.read().split(b"\n")[:-1], number=format_in(path.parent))
+
+
+def suite_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the results of tasks of lm-evaluation-harness in a run directory, the latest of each task and update."""
+    lines = read_lines(path / EVALS) if (path / EVALS).exists() else []
+    return list({(line["suite"], line.get("update")): line for line in lines if "suite" in line}.values())
+
+
+def suite_scores(line: Mapping[str, Any]) -> dict[str, str]:
+    """Return the scores of a task by name as texts, with their standard errors."""
+    names = [name for name in line if name.partition("/")[0] not in SUITE_SETTINGS and not name.endswith("/error")]
+    errors = {name: line.get(f"{name}/error") for name in names}
+    return {name: f"{line[name]:.4g}" + (f" ± {e:.2g}" if (e := errors[name]) is not None else "") for name in names}
 
 
 def as_lines(entries: Iterable[Mapping[str, Any]]) -> str:

@@ -11,6 +11,10 @@ from slipstream.config.sections import Clashes, Sections
 
 
 def evaluation(c: Sections) -> Clashes:
+    if c.eval.suite is not None and not (c.checkpoint.every or c.checkpoint.minutes):
+        yield "eval.suite scores checkpoints, and none is saved: set checkpoint.minutes or checkpoint.every"
+    if c.eval.suite is not None and c.runtime.clock == "modelled":
+        yield 'eval.suite takes real time: write runtime.clock = "real", or drop it'
     if not c.eval.every:
         return
     if c.data.eval is None:

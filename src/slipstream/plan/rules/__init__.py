@@ -15,6 +15,7 @@ from slipstream.plan.engines import endpoint_of
 from slipstream.plan.facts import Facts
 from slipstream.plan.rules import data, machine, memory, models, vllm
 from slipstream.plan.rules.endpoints import check_endpoints as check_endpoints
+from slipstream.plan.rules.suite import check_suite
 
 
 class Rule(NamedTuple):
@@ -60,6 +61,7 @@ COMPLETED = (
     Rule(models.check_dropout),
     Rule(models.check_embeddings),
     Rule(models.check_layers),
+    Rule(check_suite, "training files"),
 )
 """Rules of the completed config."""
 WITH_LENGTHS = (Rule(models.check_selection, "training"),)

@@ -37,6 +37,8 @@ def check_packages(config: Config, facts: Facts) -> None:
     for use in [each.integration for each in config.every_environment.values()]:
         if use is not None and (fault := fault_of(use)):
             raise ConfigError(f"environment.use = {use!r} {fault}")
+    if config.eval.suite is not None and not facts.has("lm_eval"):
+        raise ConfigError("eval.suite needs lm-evaluation-harness: pip install 'slipstream[suite]'")
     if config.has_agents and not facts.has("uvicorn"):
         raise ConfigError("environment.gateway needs uvicorn: pip install 'slipstream[gateway]'")
 

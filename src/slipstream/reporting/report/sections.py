@@ -15,7 +15,7 @@ from slipstream.reporting.report.page import Facts, Folded, Page, Paragraph, Par
 from slipstream.reporting.report.runs import Reading, changed_settings, held_out_sets, in_use
 from slipstream.reporting.report.samples import STRONGEST, pick, sample_of
 from slipstream.reporting.report.titles import change, duration, setting_text, short
-from slipstream.run_dir.writing import LEDGER
+from slipstream.run_dir.writing import LEDGER, suite_lines, suite_scores
 
 SAMPLES_SHOWN = 6
 """Number of samples in a report of one run; with several runs each has fewer."""
@@ -78,6 +78,7 @@ def sections(runs: Sequence[Reading]) -> Iterator[Section]:
         "Advice": advice(runs),
         "Configuration": configuration(runs),
         "Accuracy and rewards": (*charts.held_out(runs), *of_metrics("rewards", runs)),
+        "Tasks of lm-evaluation-harness": tasks(runs),
         "Learning": of_metrics("learning", runs),
         "Overlap of the stages": overlap(runs, traces),
         "Throughput": of_metrics("throughput", runs),
@@ -199,6 +200,17 @@ def overlap(runs: Sequence[Reading], found: Sequence[list[timeline.Slice]]) -> I
         yield timeline.gantt([run for run, _ in there], [each for _, each in there])
     for run, each in there:
         yield timeline.busy(run, each, named=len(runs) > 1)
+
+
+def tasks(runs: Sequence[Reading]) -> Iterator[Part]:
+    rows = [
+        [run.name, line["suite"], str(line.get("update", "")), name, score]
+        for run in runs
+        for line in suite_lines(run.run.path)
+        for name, score in suite_scores(line).items()
+    ]
+    if rows:
+        yield Table(["run", "task", "update", "score", "value"], rows)
 
 
 def samples(runs: Sequence[Reading]) -> Iterator[Part]:
