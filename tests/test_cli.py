@@ -24,7 +24,7 @@ from support.shell import Shell
 
 COMMANDS = [
     *("demo", "init", "train", "doctor", "resume", "scale", "eval", "gateway", "sweep", "plan"),
-    *("samples", "report", "watch", "advise", "push", "config", "estimators"),
+    *("samples", "report", "watch", "advise", "push", "export", "config", "estimators"),
 ]
 HEAVY = {"torch", "transformers", "tokenizers", "datasets", "pydantic", "numpy", "rich"}
 

@@ -174,7 +174,7 @@ def loading(config: Tree, final: Path) -> str:
         f"python -m sglang.launch_server --model-path {final} --dtype bfloat16",
         "",
         "# or llama.cpp, whose checkout has the converter",
-        f"python convert_hf_to_gguf.py {final} --outfile student.gguf",
+        f"LLAMA_CPP=llama.cpp slipstream export {final.parent} --gguf student.gguf",
         "llama-server --model student.gguf",
         "```",
     ]
