@@ -205,9 +205,17 @@ class Respelling:
     vocabulary: int
     """Number of the teacher's token ids."""
     roles: Mapping[int, int]
-    """The teacher's token for each special token of the student that has a counterpart, such as an end token."""
+    """The teacher's token for each special token of the student that has a counterpart. The first is the end token."""
     limit: int
     """Largest number of the teacher's tokens of a prompt with its response; tokens beyond are left out."""
+    renderer: Mapping[str, Any] | None = None
+    """Arguments of the `Renderer` that writes an episode's messages in the teacher's chat template; None: no episodes.
+    """
+
+    @property
+    def end(self) -> int:
+        """Return the token with which the teacher ends an answer."""
+        return next(iter(self.roles.values()))
 
 
 class Context(Protocol):

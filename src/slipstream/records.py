@@ -11,6 +11,7 @@ the experts, L routers and X experts that each chooses for a token.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -192,6 +193,10 @@ class Rollout:
     passes that a trained token depends on."""
     finish: Finish
     kept: SamplingSupport | None = None
+    conversation: list[Any] | None = None
+    """What the tokens outside of the turns say, as JSON, for a teacher that writes it in its own chat template. Entry 0
+    is of the prompt: {"added": messages} after the row's prompt, or {"rebuilt": messages, "tools": tools} in its place.
+    Entry n holds the messages before turn n. An entry of None is unknown. None: the response is one text."""
     rewards: dict[str, float] = field(default_factory=dict)
     outcome: dict[str, float] = field(default_factory=dict)
     """Rewards and counts that an episode's environment reports (`reward`, `reward/NAME`); empty without environment."""
@@ -329,6 +334,11 @@ def _all_kept(parts: Sequence[Rollout]) -> SamplingSupport | None:
     if len(kept) < len(parts):
         return None
     return SamplingSupport(np.concatenate([each.ids for each in kept]), np.concatenate([each.sizes for each in kept]))
+
+
+def as_conversation(prompt: Prompt, entries: Sequence[Any]) -> list[Any] | None:
+    """Return these entries of `Rollout.conversation` as JSON; None if no teacher reads them."""
+    return None if prompt.respelled is None else json.loads(json.dumps(entries, default=str))
 
 
 def turns_of(rollout: Rollout) -> list[tuple[bool, Ints]]:

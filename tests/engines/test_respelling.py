@@ -26,12 +26,13 @@ from slipstream.data.teacher_context import TemplateContext, context_of
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.model import split
 from slipstream.engines.record_files import read_groups, write_groups
-from slipstream.engines.respelling import RespellingScorer, shared_logps, trained_spans
+from slipstream.engines.respelling import RespellingSampler, RespellingScorer, shared_logps, trained_spans
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.metrics import spelling_metrics, trust_metrics
 from slipstream.objective.distillation import Distillation, TeacherHead
-from slipstream.protocols import Respelling
+from slipstream.protocols import Respelling, Sampling
 from slipstream.records import (
+    NOT_DRAWN,
     OPEN,
     TOO_LONG,
     UNPAIRED,
@@ -358,3 +359,48 @@ def test_an_endpoint_gives_the_same_scores() -> None:
         assert len(fake.requests) == 3, "nothing of the last response can be written, so that nothing is sent"
     remote.close()
     native.close()
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drawn", "finish", "given", "ends"),
+    [
+        ([1, 0, 2, 3], "eos", [0, 1, 1, 0, 3], "eos"),  # ab b a <end>
+        ([1, 1, 1, 2, 3], "eos", [0, 1, 0, 1, 0, 1], "length"),  # longer than six letters
+        ([1, 0], "length", [0, 1, 1], "length"),
+        ([3], "eos", [3], "eos"),
+    ],
+)
+def test_answers_of_a_teacher_are_spelled_in_the_students_tokens(
+    drawn: list[int], finish: Any, given: list[int], ends: str
+) -> None:
+    """The student has a b c <end>, the teacher b ab a <end>."""
+    student, teacher = letters("abc"), merging()
+
+    async def draw(prompt: Prompt, sampling: Sampling, begun: Any = ()) -> list[Handle]:
+        assert prompt.tokens.tolist() == [2, 0] and prompt.respelled is None
+        answer = replace(rollout_of(drawn), prompt=prompt, finish=finish)
+        return [Handle(header_of(answer), answer)]
+
+    respelling = Respelling("merging", 4, {student.eos_token_id: teacher.eos_token_id}, 64)
+    sampler = RespellingSampler(draw, "t", Spelling(student), Spelling(teacher), respelling)
+    asked = replace(rollout_of([0]).prompt, source="teacher", supervised=True)
+    (found,) = asyncio.run(sampler.generate(asked, Sampling(max_tokens=6)))
+    assert found.body.tokens.tolist() == given and found.header.finish == ends
+    assert found.body.prompt.tokens.tolist() == [0, 1] and found.body.versions.tolist() == [NOT_DRAWN] * len(given)
+
+
+def test_an_answer_that_the_student_cannot_write_fails_and_a_released_one_waits() -> None:
+    student, teacher = letters("b"), merging()
+    answers = [replace(rollout_of([2, 3]), finish="eos"), replace(rollout_of([0]), finish="released")]
+    respelling = Respelling("merging", 4, {student.eos_token_id: teacher.eos_token_id}, 64)
+    for answer, finish in zip(answers, ("error", "released"), strict=True):
+
+        async def draw(prompt: Prompt, sampling: Sampling, begun: Any = (), answer: Rollout = answer) -> list[Handle]:
+            return [Handle(header_of(answer), answer)]
+
+        sampler = RespellingSampler(draw, "t", Spelling(student), Spelling(teacher), respelling)
+        (found,) = asyncio.run(sampler.generate(answer.prompt, Sampling(max_tokens=6)))
+        assert found.header.finish == finish

@@ -534,7 +534,7 @@ teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 tea
 teachers.main.spelling=own loss.m=1 teachers.main.context={{best}} teachers.main.relabel=stale task.reward=exact
 teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.spelling=own
 teachers.main.spelling=own loss.m=1 teachers.main.context=./own.py:shown teachers.main.max_length=99
-teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.source=teacher
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=teacher
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.loss.kind=forward_kl
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=data
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.fusion.alpha=0.5
