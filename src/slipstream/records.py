@@ -32,7 +32,7 @@ NOT_DRAWN = -1
 OPEN, UNWRITTEN, TOO_LONG, UNPAIRED = -1, -2, -3, -4
 """Numbers in place of a span, for tokens about which a teacher with another tokenizer says nothing: at the end of a
 response that was cut, from the first text that the teacher cannot write on, and beyond its context. UNPAIRED: in a span
-of several tokens, for a loss that compares distributions."""
+of several tokens, for a loss that compares distributions; if it merges spans, only tokens after the first of a span."""
 REPEATED_N = 4
 """Number of tokens of the n-grams whose repetition is measured."""
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -479,6 +479,9 @@ class Scored:
     """Number of the byte span of each trained token, [N], for a teacher with another tokenizer: a span is scored as a
     whole, and `teacher_logp` is an equal share of its log-prob. A negative number is the reason why the token is left
     out (OPEN and others); its `teacher_logp` is 0, except for UNPAIRED. None: the teacher scored single tokens."""
+    later_logp: Floats | None = None
+    """At the first token of each byte span, log-prob of its later tokens, [N, 2]: under the policy that drew them, and
+    under the teacher in its own tokens. 0 at other tokens. None: the loss compares no spans of several tokens."""
     weight: float = 1.0
     """Importance weight of a sample that was drawn from the store: `Header.weight`."""
 
@@ -547,6 +550,8 @@ class Scored:
             return fault
         if self.teacher_hidden is not None and not _rows_of(self.teacher_hidden, n):
             return f"teacher_hidden must be [{n}, D]"
+        if self.later_logp is not None and self.later_logp.shape != (n, 2):
+            return f"later_logp has shape {self.later_logp.shape}, not ({n}, 2)"
         return None
 
 

@@ -50,6 +50,8 @@ loss.kind=m2po sampler.top_p=0.9 sampler.keep_mask=true
 loss.kind=decoupled_ppo sampler.min_p=0.1 sampler.keep_mask=true
 loss.kind=k1 loss.use=advantage sampler.top_k=5 sampler.keep_mask=true
 loss.kind=gold teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
+loss.kind=gold_merged teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
+loss.kind=common_topk loss.k=8 loss.temperature=0.7 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
 loss.kind=uld teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
 loss.kind=gold loss.temperature=0.7 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
 loss.kind=k1 loss.use=advantage teachers.main.model=builtin:pair_teacher teachers.main.spelling=own

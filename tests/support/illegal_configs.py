@@ -537,6 +537,8 @@ teachers.main.spelling=own loss.m=1 teachers.main.context=./own.py:shown teacher
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=teacher
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.loss.kind=forward_kl
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=data
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged mix.source=data
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged loss.temperature=0.5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.fusion.alpha=0.5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.max_tokens=200
 teachers.main.engine=vllm teachers.main.ends=map

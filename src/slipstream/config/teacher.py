@@ -248,6 +248,8 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss) -> I
 def spelling_problems(where: str, loss: DistillationLoss) -> Iterator[str]:
     """Yield a message for each setting that needs more than the log-prob of a span of bytes from a teacher."""
     own = f'{where}.spelling = "own"'
+    if loss.spec.merges and loss.temperature != 1:
+        yield f"loss.temperature = {loss.temperature:g}: {own} scores whole spans at temperature 1 only: write 1"
     if loss.spec.own_vocabulary:
         return
     if loss.spec.cache != "sampled":

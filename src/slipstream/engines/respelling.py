@@ -124,6 +124,7 @@ class RespellingScorer(Probed):
         respelling: Respelling,
         *,
         dense: bool = False,
+        merges: bool = False,
         context: TemplateContext | None = None,
         writer: TurnWriter | None = None,
     ) -> None:
@@ -133,8 +134,8 @@ class RespellingScorer(Probed):
         """
         self.engine, self.name, self.respelling, self.writer = engine, name, respelling, writer
         self.student, self.teacher = student, teacher
-        self.context, self.dense = context, dense
-        """True if the loss needs the teacher's hidden states."""
+        self.context, self.dense, self.merges = context, dense, merges
+        """dense: the loss needs the teacher's hidden states. merges: those at the first token of every span."""
         self.thread = ThreadPoolExecutor(1, "respelling")
 
     def __getattr__(self, name: str) -> Any:
@@ -236,9 +237,13 @@ class RespellingScorer(Probed):
         logq_N = shared_logps(logq_Q, found.teacher_spans, spans_N)
         scores: dict[str, Any] = {"teacher_action_logp": logq_N[:, None]}
         if self.dense:
-            spans_N = paired_spans(spans_N, found.teacher_spans)
             assert isinstance(body, Scored) and body.teacher_hidden is not None
-            scores = {"teacher_hidden": hidden_of_pairs(body.teacher_hidden, found.teacher_spans, spans_N)}
+            whole_N, scores = spans_N, {}
+            spans_N = first_of_spans(whole_N) if self.merges else paired_spans(whole_N, found.teacher_spans)
+            if self.merges:
+                drawn_N = rollout.logp[rollout.loss_mask]
+                scores["later_logp"] = later_logps((drawn_N, whole_N), (logq_Q, found.teacher_spans), spans_N)
+            scores["teacher_hidden"] = hidden_of_spans(body.teacher_hidden, found.teacher_spans, spans_N)
         return scored(handle, teacher=self.name, teacher_logp=logq_N, byte_spans=spans_N, **scores)
 
 
@@ -313,8 +318,31 @@ def shared_logps(logq_Q: Floats, spans_Q: Ints, spans_N: Ints) -> Floats:
     return shares_N
 
 
-def hidden_of_pairs(hidden_QD: NDArray[Any], spans_Q: Ints, spans_N: Ints) -> NDArray[Any]:
-    """Return the teacher's hidden states at the tokens of spans of one token each; 0 at other tokens."""
+def first_of_spans(spans_N: Ints) -> Ints:
+    """Return the spans of the first token of each span; later tokens are UNPAIRED."""
+    firsts = np.unique(spans_N, return_index=True)[1]
+    later = np.ones(len(spans_N), np.bool_)
+    later[firsts] = False
+    return np.where(later & (spans_N >= 0), UNPAIRED, spans_N)
+
+
+def later_logps(drawn: tuple[Floats, Ints], scored: tuple[Floats, Ints], first_N: Ints) -> Floats:
+    """Return at the first token of each span the log-probs of its later tokens, [N, 2], of student and teacher.
+
+    `drawn` and `scored` are the log-probs and spans of their tokens, `first_N` is of `first_of_spans`.
+    """
+    later_N2 = np.zeros((len(first_N), 2), np.float32)
+    inside_N = first_N >= 0
+    for side, (logp, spans) in enumerate((drawn, scored)):
+        after = (first_of_spans(spans) == UNPAIRED) & (spans >= 0)
+        size = 1 + int(max(first_N.max(initial=-1), spans.max(initial=-1)))
+        later_N2[inside_N, side] = np.bincount(spans[after], logp[after], minlength=size)[first_N[inside_N]]
+    return later_N2
+
+
+def hidden_of_spans(hidden_QD: NDArray[Any], spans_Q: Ints, spans_N: Ints) -> NDArray[Any]:
+    """Return the teacher's hidden states at the first of its tokens in the span of each token; 0 at tokens left out."""
     hidden_ND = np.zeros((len(spans_N), hidden_QD.shape[1]), hidden_QD.dtype)
-    hidden_ND[spans_N >= 0] = hidden_QD[np.flatnonzero(np.isin(spans_Q, spans_N[spans_N >= 0]))]
+    spans, firsts = np.unique(spans_Q, return_index=True)
+    hidden_ND[spans_N >= 0] = hidden_QD[firsts[np.searchsorted(spans, spans_N[spans_N >= 0])]]
     return hidden_ND

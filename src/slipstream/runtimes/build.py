@@ -240,7 +240,8 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
     spellings = Spelling(tokenizer), Spelling(own)
     context = None if plan.context is None else TemplateContext(plan.context, own)
     writer = None if respelling.renderer is None else Renderer(own, **respelling.renderer)
-    settings: dict[str, Any] = {"dense": plan.spec.cache == "hidden", "context": context, "writer": writer}
+    settings: dict[str, Any] = {"context": context, "writer": writer}
+    settings |= {"dense": plan.spec.cache == "hidden", "merges": plan.spec.merges}
     return RespellingScorer(build_engine_scorer(plan, own, kind), plan.name, *spellings, respelling, **settings)
 
 

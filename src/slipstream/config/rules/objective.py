@@ -66,7 +66,7 @@ def other_spelling(c: Sections, own: str) -> Clashes:
     if c.sft is not None and c.sft.loss.kind != "cross_entropy":
         yield f'{own} gives no probabilities of the student\'s tokens: write sft.loss.kind = "cross_entropy"'
     known = c.mix is None or c.mix.source == "file" or c.mix.prefix is not None
-    if not known and c.loss.spec.cache == "sampled":
+    if not known and (c.loss.spec.cache == "sampled" or c.loss.spec.merges):
         yield (
             f'loss.kind = "{c.loss.kind}" divides by log-probs of [mix] that are unknown, and {own} leaves few losses '
             'without: write loss.kind = "gold", or mix.source = "file"'
