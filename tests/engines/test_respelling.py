@@ -280,6 +280,25 @@ def test_a_response_is_cut_to_the_room_beside_a_context(template: str, limit: in
     engine.close()
 
 
+def test_scores_of_another_context_are_compared_span_by_span() -> None:
+    """The KL of two outcomes, the span's bytes and all others, by plain numbers; equal contexts move nothing."""
+    engine, _ = scorer(template="{prompt}{best}")
+    (rolled,) = group([0, 1, 1, 0, 1])  # ab b and the open span ab
+    first, second = (rolled.with_header(attempts=Attempts(best=best)) for best in ("b", "bba"))
+    (before,) = asyncio.run(engine.score([first]))
+    (now,) = asyncio.run(engine.relabel([replace(before, header=second.header)]))
+    expected = list[float]()
+    for places in ([0, 1], [2]):
+        q, p = (float(np.exp(each.body.teacher_logp[places].sum())) for each in (before, now))
+        expected += [(p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))) / len(places)] * len(places)
+    np.testing.assert_allclose(now.body.supervision_kl[:3], expected, rtol=1e-4)
+    assert min(expected) > 1e-6 and np.isnan(now.body.supervision_kl[3:]).all()
+    assert now.header.moved == pytest.approx(np.mean(expected), rel=1e-4) and now.header.aligned == 3 / 5
+    (same,) = asyncio.run(engine.relabel([now]))
+    assert same.header.moved == 0 and same.body.teacher_logp.tolist() == now.body.teacher_logp.tolist()
+    engine.close()
+
+
 def test_a_clamp_of_log_probs_leaves_tokens_that_the_teacher_lacks_without_probability() -> None:
     """The student has a b c <end>, the teacher b ab a <end>; without the c's −∞ both would share it, at e⁻²."""
     engine, lm = scorer(cache="hidden")

@@ -531,7 +531,7 @@ teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=re
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 loss.temperature=2.0
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 loss.reward_scale=1.25
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 teachers.main.ends=map
-teachers.main.spelling=own loss.m=1 teachers.main.context={{best}} teachers.main.relabel=stale task.reward=exact
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 teachers.main.relabel=stale
 teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.spelling=own
 teachers.main.spelling=own loss.m=1 teachers.main.context=./own.py:shown teachers.main.max_length=99
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=teacher

@@ -101,7 +101,7 @@ class TeacherConfig(Section):
     relabel: Literal["never", "stale", "always"] = "never"
     """Responses that are scored again just before the update. stale: responses for which the teacher's weights or the
     shown attempts changed. always: all; use this with a context written by a function. The KL between new and old
-    scores is measured too (for an endpoint, a lower bound)."""
+    scores is measured too (for an endpoint, and for spelling = "own", a lower bound)."""
     dtype: Dtype = "float32"
     """Number format of the teacher's weights and computations."""
     token_budget: int = Field(16384, ge=1)
@@ -199,10 +199,6 @@ class TeacherConfig(Section):
             if self.ends == "map":
                 raise ValueError(
                     'ends = "map" does nothing with spelling = "own", which maps end tokens itself: drop it'
-                )
-            if self.relabel != "never":
-                raise ValueError(
-                    'relabel compares distributions over the student\'s tokens: drop it, or spelling = "own"'
                 )
             if self.own_context:
                 raise ValueError(

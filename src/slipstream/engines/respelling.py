@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from slipstream.data.spelling import Respelled, Spelling, respell
 from slipstream.data.teacher_context import TemplateContext
 from slipstream.engines.record_files import Draw
-from slipstream.engines.score_checks import Probed, failed, scored
+from slipstream.engines.score_checks import Probed, failed, kl_of_known, probability, scored
 from slipstream.errors import DataError, NoContext
 from slipstream.protocols import Respelling, Sampling
 from slipstream.records import (
@@ -146,6 +146,13 @@ class RespellingScorer(Probed):
         self.engine.close()
 
     async def score(self, group: Group) -> list[Handle]:
+        return await self._score(group)
+
+    async def relabel(self, group: Group) -> list[Handle]:
+        return await self._score(group, again=True)
+
+    async def _score(self, group: Group, *, again: bool = False) -> list[Handle]:
+        """Score responses; if `again`, record how far the scores moved from those of the handles."""
         rollouts = [graded(handle) for handle in group]
         if all(rollout.prompt.respelled is None for rollout in rollouts):
             own: list[Handle] = await self.engine.score(group)
@@ -160,7 +167,9 @@ class RespellingScorer(Probed):
         ]
         answers = iter(await self.engine.score(asked) if asked else ())
         return [
-            each if isinstance(each, Handle) else self._scored(handle, rollout, each, next(answers) if needs else None)
+            each
+            if isinstance(each, Handle)
+            else self._scored(handle, rollout, each, next(answers) if needs else None, again=again)
             for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
         ]
 
@@ -226,7 +235,9 @@ class RespellingScorer(Probed):
             times += self.context.template.count("{response}")
         return max(0, self.respelling.limit - len(seen)) // times
 
-    def _scored(self, handle: Handle, rollout: Rollout, spelled: Spelled, answer: Handle | None) -> Handle:
+    def _scored(
+        self, handle: Handle, rollout: Rollout, spelled: Spelled, answer: Handle | None, *, again: bool
+    ) -> Handle:
         """Return the student's response with its part of the teacher's answer; None: the teacher was not asked."""
         found = spelled.response
         if answer is not None and answer.header.finish == "error":
@@ -236,6 +247,7 @@ class RespellingScorer(Probed):
         spans_N = trained_spans(found.student_spans, rollout)
         logq_N = shared_logps(logq_Q, found.teacher_spans, spans_N)
         scores: dict[str, Any] = {"teacher_action_logp": logq_N[:, None]}
+        moved = {"supervision_kl": kl_of_spans(logq_N, spans_N, handle.body)} if again else {}
         if self.dense:
             assert isinstance(body, Scored) and body.teacher_hidden is not None
             whole_N, scores = spans_N, {}
@@ -244,7 +256,7 @@ class RespellingScorer(Probed):
                 drawn_N = rollout.logp[rollout.loss_mask]
                 scores["later_logp"] = later_logps((drawn_N, whole_N), (logq_Q, found.teacher_spans), spans_N)
             scores["teacher_hidden"] = hidden_of_spans(body.teacher_hidden, found.teacher_spans, spans_N)
-        return scored(handle, teacher=self.name, teacher_logp=logq_N, byte_spans=spans_N, **scores)
+        return scored(handle, teacher=self.name, teacher_logp=logq_N, byte_spans=spans_N, **scores, **moved)
 
 
 def replace_index(given: Handle, drawn: Handle) -> Handle:
@@ -338,6 +350,23 @@ def later_logps(drawn: tuple[Floats, Ints], scored: tuple[Floats, Ints], first_N
         size = 1 + int(max(first_N.max(initial=-1), spans.max(initial=-1)))
         later_N2[inside_N, side] = np.bincount(spans[after], logp[after], minlength=size)[first_N[inside_N]]
     return later_N2
+
+
+def kl_of_spans(logq_N: Floats, spans_N: Ints, before: Scored) -> Floats:
+    """Return each token's equal share of a lower bound of KL(new ‖ old) of its span; NaN for tokens without scores.
+
+    It is the KL of two outcomes: the bytes that were written, and all others.
+    """
+    assert before.teacher_logp is not None and before.byte_spans is not None
+    inside_N = (spans_N >= 0) & ((before.byte_spans >= 0) | (before.byte_spans == UNPAIRED))
+    spans, places, counts = np.unique(spans_N[inside_N], return_inverse=True, return_counts=True)
+    p_S1, q_S1 = (
+        probability(np.bincount(places, logq[inside_N], minlength=len(spans)))[:, None]
+        for logq in (logq_N, before.teacher_logp)
+    )
+    kl_N = np.full(len(spans_N), np.nan, np.float32)
+    kl_N[inside_N] = (kl_of_known(p_S1, q_S1) / counts)[places]
+    return kl_N
 
 
 def hidden_of_spans(hidden_QD: NDArray[Any], spans_Q: Ints, spans_N: Ints) -> NDArray[Any]:

@@ -25,6 +25,7 @@ from slipstream.records import (
     UNPAIRED,
     UNWRITTEN,
     Attempts,
+    Floats,
     Group,
     Handle,
     Ints,
@@ -43,6 +44,8 @@ TOLERANCE = 1e-3
 """Amount by which a log-prob may exceed 0, because servers round; such log-probs become 0."""
 MASS = 1 + 10 * TOLERANCE
 """Largest sum allowed for the probabilities of different tokens at one position."""
+MIN_PROBABILITY = 1e-12
+"""Lower bound for the probability of a token, or of all other tokens together, because answers are rounded."""
 Found = Mapping[str, NDArray[Any]]
 """Arrays that a teacher returns, by field name of `Scored`."""
 
@@ -174,6 +177,18 @@ def finite(array: NDArray[Any]) -> bool:
     if array.dtype == np.uint16:
         return not bool(((array & 0x7F80) == 0x7F80).any())
     return bool(np.isfinite(array).all())
+
+
+def probability(logp: Floats) -> Floats:
+    p: Floats = np.exp(logp.astype(np.float64).clip(FLOOR, 0))
+    return p
+
+
+def kl_of_known(p_NB: Floats, q_NB: Floats) -> Floats:
+    """Return a lower bound of KL(p ‖ q) from the probabilities of some outcomes; all others count as one."""
+    p_NB, q_NB = (np.concatenate([x, 1 - x.sum(1, keepdims=True)], 1).clip(MIN_PROBABILITY) for x in (p_NB, q_NB))
+    kl_N: Floats = (p_NB * np.log(p_NB / q_NB)).sum(1)
+    return kl_N.clip(0).astype(np.float32)
 
 
 def rms_difference(one: Scored, other: Scored) -> float:
