@@ -127,6 +127,10 @@ class SampleFreshness:
     w: float
 
 
+Draw = Callable[[Prompt, Sampling, Group], Awaitable[list[Handle]]]
+"""Method `generate` of a sampler."""
+
+
 class Sampler(Protocol):
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         """Return the whole group: `sampling.group` responses, ordered by index.

@@ -194,9 +194,9 @@ class Rollout:
     finish: Finish
     kept: SamplingSupport | None = None
     conversation: list[Any] | None = None
-    """What the tokens outside of the turns say, as JSON, for a teacher that writes it in its own chat template. Entry 0
-    is of the prompt: {"added": messages} after the row's prompt, or {"rebuilt": messages, "tools": tools} in its place.
-    Entry n holds the messages before turn n. An entry of None is unknown. None: the response is one text."""
+    """Messages in the tokens outside of the turns, as JSON, for a teacher that writes them in its own chat template.
+    Entry 0 is of the prompt: {"added": messages} after the row's prompt, or {"rebuilt": messages, "tools": tools} in
+    its place. Entry n holds the messages before turn n. None as an entry: unknown. None: the response is one text."""
     rewards: dict[str, float] = field(default_factory=dict)
     outcome: dict[str, float] = field(default_factory=dict)
     """Rewards and counts that an episode's environment reports (`reward`, `reward/NAME`); empty without environment."""
@@ -694,7 +694,8 @@ def unfinished(group: Group) -> bool:
 def graded(handle: Handle) -> Rollout:
     """Return the rollout of a handle with the rewards of its header; graders may write only to the header."""
     rollout: Rollout = handle.body.rollout if isinstance(handle.body, Scored) else handle.body
-    return replace(rollout, rewards=handle.header.rewards)
+    same = rollout.rewards == handle.header.rewards  # a copy is checked again, which takes longer than all else here
+    return rollout if same else replace(rollout, rewards=handle.header.rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -768,11 +769,12 @@ def repetition(tokens: Ints, n: int) -> float:
     return 1 - len(np.unique(keys)) / count
 
 
-def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
+def header_of(rollout: Rollout, *, teacher: str = "", known: Header | None = None, **more: Any) -> Header:
+    """Return the header of a rollout; `known` is an earlier one of the same tokens, `more` holds further fields."""
     trained = rollout.tokens[rollout.loss_mask]
     return Header(
-        repeated=repetition(trained, REPEATED_N),
-        distinct=len(np.unique(trained)) / max(len(trained), 1),
+        repeated=repetition(trained, REPEATED_N) if known is None else known.repeated,
+        distinct=len(np.unique(trained)) / max(len(trained), 1) if known is None else known.distinct,
         prompt=rollout.prompt.id,
         number=rollout.prompt.number,
         index=rollout.index,
@@ -780,7 +782,7 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         data_source=rollout.prompt.data_source,
         prompt_tokens=len(rollout.prompt.tokens),
         tokens=len(rollout.tokens),
-        versions=version_runs(rollout.versions, rollout.loss_mask),
+        versions=version_runs(rollout.versions, rollout.loss_mask) if known is None else known.versions,
         finish=rollout.finish,
         replaced=None if rollout.replaced is None else int(rollout.replaced.sum()),
         rewards=dict(rollout.rewards),
@@ -788,5 +790,6 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         source=rollout.prompt.source,
         prefix=0 if rollout.prompt.prefix is None else len(rollout.prompt.prefix),
         teacher=teacher or rollout.prompt.teacher,
-        nbytes=_nbytes(rollout),
+        **{"nbytes": _nbytes(rollout)} if "nbytes" not in more else {},
+        **more,
     )

@@ -28,10 +28,9 @@ from numpy.typing import NDArray
 
 from slipstream.data.spelling import Respelled, Spelling, respell
 from slipstream.data.teacher_context import TemplateContext
-from slipstream.engines.record_files import Draw
 from slipstream.engines.score_checks import Probed, failed, kl_of_known, probability, scored
 from slipstream.errors import DataError, NoContext
-from slipstream.protocols import Respelling, Sampling
+from slipstream.protocols import Draw, Respelling, Sampling
 from slipstream.records import (
     NOT_DRAWN,
     OPEN,
@@ -53,6 +52,9 @@ from slipstream.records import (
     one_turn,
     unfinished,
 )
+
+MAX_INLINE_TOKENS = 512
+"""Largest number of tokens of a group that are spelled on the event loop, which takes about a millisecond."""
 
 
 class TurnWriter(Protocol):
@@ -157,8 +159,7 @@ class RespellingScorer(Probed):
         if all(rollout.prompt.respelled is None for rollout in rollouts):
             own: list[Handle] = await self.engine.score(group)
             return own
-        spell = asyncio.get_running_loop().run_in_executor
-        spelled = await spell(self.thread, lambda: [self._spell(handle) for handle in group])
+        spelled = await self._spelled(group, rollouts)
         needed = [not isinstance(each, Handle) and (self.dense or each.is_scored) for each in spelled]
         asked = [
             with_tokens(handle, rollout, each)
@@ -172,6 +173,17 @@ class RespellingScorer(Probed):
             else self._scored(handle, rollout, each, next(answers) if needs else None, again=again)
             for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
         ]
+
+    async def _spelled(self, group: Group, rollouts: Sequence[Rollout]) -> list[Spelled | Handle]:
+        """Spell short texts at once, and others in a thread, so that they do not block the event loop."""
+
+        def spell() -> list[Spelled | Handle]:
+            return [self._spell(handle) for handle in group]
+
+        is_text = self.context is None and all(rollout.conversation is None for rollout in rollouts)
+        if is_text and sum(len(rollout.tokens) for rollout in rollouts) <= MAX_INLINE_TOKENS:
+            return spell()
+        return await asyncio.get_running_loop().run_in_executor(self.thread, spell)
 
     def _spell(self, handle: Handle) -> Spelled | Handle:
         """Return the prompt and the response in the teacher's tokens; a failed member if its template refuses them."""
@@ -247,7 +259,7 @@ class RespellingScorer(Probed):
         spans_N = trained_spans(found.student_spans, rollout)
         logq_N = shared_logps(logq_Q, found.teacher_spans, spans_N)
         scores: dict[str, Any] = {"teacher_action_logp": logq_N[:, None]}
-        moved = {"supervision_kl": kl_of_spans(logq_N, spans_N, handle.body)} if again else {}
+        moved: dict[str, Any] = {"supervision_kl": kl_of_spans(logq_N, spans_N, handle.body)} if again else {}
         if self.dense:
             assert isinstance(body, Scored) and body.teacher_hidden is not None
             whole_N, scores = spans_N, {}
@@ -256,7 +268,8 @@ class RespellingScorer(Probed):
                 drawn_N = rollout.logp[rollout.loss_mask]
                 scores["later_logp"] = later_logps((drawn_N, whole_N), (logq_Q, found.teacher_spans), spans_N)
             scores["teacher_hidden"] = hidden_of_spans(body.teacher_hidden, found.teacher_spans, spans_N)
-        return scored(handle, teacher=self.name, teacher_logp=logq_N, byte_spans=spans_N, **scores, **moved)
+        scores |= moved | {"teacher_logp": logq_N, "byte_spans": spans_N}
+        return scored(handle, teacher=self.name, checked=True, **scores)
 
 
 def replace_index(given: Handle, drawn: Handle) -> Handle:
@@ -301,11 +314,13 @@ def with_tokens(handle: Handle, rollout: Rollout, spelled: Spelled) -> Handle:
         versions=np.full(len(tokens), NOT_DRAWN, np.int32),
         finish=rollout.finish,
     )
-    return Handle(replace(handle.header, tokens=len(tokens), prompt_tokens=len(prompt.tokens)), respelled)
+    return Handle(handle.header, respelled)
 
 
 def trained_spans(spans_T: Ints, rollout: Rollout) -> Ints:
     """Return the spans of the trained tokens; a span with other tokens is left out, because only a part is trained."""
+    if rollout.loss_mask.all():
+        return spans_T.astype(np.int32)
     mixed = np.isin(spans_T, spans_T[~rollout.loss_mask]) & (spans_T >= 0)
     return np.where(mixed, OPEN, spans_T)[rollout.loss_mask].astype(np.int32)
 
@@ -320,13 +335,11 @@ def paired_spans(spans_N: Ints, spans_Q: Ints) -> Ints:
 
 def shared_logps(logq_Q: Floats, spans_Q: Ints, spans_N: Ints) -> Floats:
     """Return each token's equal share of the log-prob of its span; 0 for tokens that are left out."""
-    shares_N = np.zeros(len(spans_N), np.float32)
-    inside_Q, inside_N = spans_Q >= 0, spans_N >= 0
-    if inside_N.any():
-        sums_S = np.bincount(spans_Q[inside_Q], logq_Q[inside_Q].astype(np.float64))
-        counts_S = np.bincount(spans_N[inside_N], minlength=len(sums_S))
-        spans = spans_N[inside_N]
-        shares_N[inside_N] = sums_S[spans] / counts_S[spans]
+    places_Q, places_N = np.maximum(spans_Q, OPEN) + 1, np.maximum(spans_N, OPEN) + 1  # 0: outside of all spans
+    counts_S = np.bincount(places_N)
+    sums_S = np.bincount(places_Q, logq_Q, minlength=len(counts_S))
+    sums_S[:1] = 0
+    shares_N: Floats = (sums_S[places_N] / counts_S[places_N]).astype(np.float32)
     return shares_N
 
 
@@ -361,7 +374,7 @@ def kl_of_spans(logq_N: Floats, spans_N: Ints, before: Scored) -> Floats:
     inside_N = (spans_N >= 0) & ((before.byte_spans >= 0) | (before.byte_spans == UNPAIRED))
     spans, places, counts = np.unique(spans_N[inside_N], return_inverse=True, return_counts=True)
     p_S1, q_S1 = (
-        probability(np.bincount(places, logq[inside_N], minlength=len(spans)))[:, None]
+        probability(np.bincount(places, logq[inside_N], minlength=len(spans)).astype(np.float64))[:, None]
         for logq in (logq_N, before.teacher_logp)
     )
     kl_N = np.full(len(spans_N), np.nan, np.float32)

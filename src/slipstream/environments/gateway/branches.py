@@ -25,7 +25,7 @@ class Branch:
     ids: Ints = field(init=False)
     """Prompt and all later tokens."""
     conversation: list[Any] = field(default_factory=list)
-    """What the prompt says, and the messages before each later turn: `Rollout.conversation`."""
+    """Messages of the prompt, and those before each later turn: `Rollout.conversation`."""
     parts: list[Rollout | Ints] = field(default_factory=list)
     sampled: int = 0
     busy: bool = False
