@@ -790,6 +790,5 @@ def header_of(rollout: Rollout, *, teacher: str = "", known: Header | None = Non
         source=rollout.prompt.source,
         prefix=0 if rollout.prompt.prefix is None else len(rollout.prompt.prefix),
         teacher=teacher or rollout.prompt.teacher,
-        **{"nbytes": _nbytes(rollout)} if "nbytes" not in more else {},
-        **more,
+        **{"nbytes": _nbytes(rollout), **more},
     )

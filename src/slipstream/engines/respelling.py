@@ -73,12 +73,13 @@ class RespellingSampler:
     def __init__(self, draw: Draw, name: str, student: Spelling, teacher: Spelling, respelling: Respelling) -> None:
         """Wrap the method that draws."""
         self.draw, self.name, self.student, self.teacher = draw, name, student, teacher
-        self.roles = {theirs: ours for ours, theirs in reversed(respelling.roles.items())}
+        self.roles = {theirs: ours for ours, theirs in reversed([*respelling.roles.items()])}
         """The student's token for each special token of the teacher; of several, the first one in `roles`."""
         self.end = respelling.end
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         """Return answers in the student's tokens; an incomplete group stays in the teacher's until it is continued."""
+        assert prompt.respelled is not None
         asked = replace(prompt, tokens=prompt.respelled, respelled=None)
         drawn = await self.draw(asked, sampling, begun)
         if unfinished(drawn):
