@@ -212,9 +212,9 @@ class Respelling:
     """The teacher's token for each special token of the student that has a counterpart. The first is the end token."""
     limit: int
     """Largest number of the teacher's tokens of a prompt with its response; tokens beyond are left out."""
-    renderer: Mapping[str, Any] | None = None
-    """Arguments of the `Renderer` that writes an episode's messages in the teacher's chat template; None: no episodes.
-    """
+    renderers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Arguments of the `Renderer` that writes the messages of an environment in the teacher's chat template, by name of
+    the environment; empty if responses are no episodes."""
 
     @property
     def end(self) -> int:

@@ -75,7 +75,9 @@ def scorer(limit: int = 4000) -> RespellingScorer:
     student, teacher = tokenizers()
     roles = dict(zip(*(each.convert_tokens_to_ids(SPECIAL) for each in (student, teacher)), strict=True))
     respelling = Respelling("other", len(teacher), roles, limit)
-    return RespellingScorer(Counting(), "t", Spelling(student), Spelling(teacher), respelling, writer=writer(teacher))
+    return RespellingScorer(
+        Counting(), "t", Spelling(student), Spelling(teacher), respelling, writers={"": writer(teacher)}
+    )
 
 
 def said(text: str) -> Rollout:

@@ -17,10 +17,11 @@ Shapes: T tokens of the student, N trained tokens, Q tokens of the teacher, S sp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -129,13 +130,13 @@ class RespellingScorer(Probed):
         dense: bool = False,
         merges: bool = False,
         context: TemplateContext | None = None,
-        writer: TurnWriter | None = None,
+        writers: Mapping[str, TurnWriter] = MappingProxyType({}),
     ) -> None:
         """Wrap the `engine` that scores the teacher's tokens, with a copy of its `context`.
 
-        `writer` writes what the student sees between the turns of an episode.
+        `writers` write what the student sees between the turns of an episode, by name of its environment.
         """
-        self.engine, self.name, self.respelling, self.writer = engine, name, respelling, writer
+        self.engine, self.name, self.respelling, self.writers = engine, name, respelling, writers
         self.student, self.teacher = student, teacher
         self.context, self.dense, self.merges = context, dense, merges
         """dense: the loss needs the teacher's hidden states. merges: those at the first token of every span."""
@@ -192,7 +193,7 @@ class RespellingScorer(Probed):
         own, says = rollout.prompt.respelled, rollout.conversation
         assert own is not None
         try:
-            seen = own if says is None else self._prompt(own, says[0])
+            seen = own if says is None else self._prompt(rollout.prompt, says[0])
             if seen is None:
                 return Spelled(own, nothing_of(rollout))
             room = self._room(rollout.prompt, seen, handle.header.attempts)
@@ -200,20 +201,20 @@ class RespellingScorer(Probed):
         except NoContext as error:
             return failed(handle, f"teacher {self.name} cannot read it: {error}", teacher=self.name)
 
-    def _prompt(self, own: Ints, says: Any) -> Ints | None:
+    def _prompt(self, prompt: Prompt, says: Any) -> Ints | None:
         """Return what stands before an episode's first turn, in the teacher's chat template; None: it is unknown."""
         match says:
             case {"added": []}:
-                return own
+                return prompt.respelled
             case {"added": messages}:
-                return self._write("insert", own, messages)
+                return self._write(prompt, "insert", prompt.respelled, messages)
             case {"rebuilt": messages, "tools": tools}:
-                return self._write("open", messages, tools)
+                return self._write(prompt, "open", messages, tools)
         return None
 
-    def _write(self, method: str, *given: Any) -> Ints:
+    def _write(self, prompt: Prompt, method: str, *given: Any) -> Ints:
         try:
-            found: Ints = getattr(self.writer, method)(*given)
+            found: Ints = getattr(self.writers[prompt.environment], method)(*given)
         except DataError as error:
             raise NoContext(str(error)) from None
         return found
@@ -228,7 +229,7 @@ class RespellingScorer(Probed):
             if turn and says[turn] is None:
                 break
             if turn:
-                seen_Q = self._write("extend", found.tokens, says[turn])
+                seen_Q = self._write(rollout.prompt, "extend", found.tokens, says[turn])
             said = self._respell(rollout.tokens[start:stop], max(0, room - len(found.tokens) - len(seen_Q)))
             found = with_turn(found, start, seen_Q, said)
             if found.student_spans[stop - 1] in (UNWRITTEN, TOO_LONG):

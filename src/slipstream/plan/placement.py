@@ -174,12 +174,14 @@ def inner_width(text: Any) -> int:
     return int(inner or 4 * text.hidden_size)
 
 
-def stored_bytes(shape: Shape, width: int) -> int:
-    """Return the bytes of activations that one layer stores of one token, for products of this width in bytes.
+def stored_bytes(shape: Shape, width: int, computed: int) -> int:
+    """Return the bytes of activations that one layer stores of one token, for weights and products of these widths.
 
-    Norms compute in at least float32. Their outputs are stored once, or rounded to 16 bits for each of five products.
+    Norms compute in at least float32: half of what they store is that wide, the other half as wide as the weights.
+    Their outputs are stored once, or rounded by autocast for each of five products.
     """
-    return max(width, 4) * shape.normed + width * ((5 if width == 2 else 2) * shape.width + shape.multiplied)
+    copies = 5 if computed < width else 2
+    return (max(width, 4) + width) // 2 * shape.normed + computed * (copies * shape.width + shape.multiplied)
 
 
 def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
@@ -346,14 +348,14 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
     # the model's own weights wait in a copy while a pass has others; the old policy is another version
     swaps = method.keeps_reference or method.keeps_old or bool(plan.snapshots or plan.follow)
     others = swaps + method.keeps_old
-    computed = WIDTHS[settings.compute_dtype or settings.dtype]
+    width, computed = WIDTHS[settings.dtype], WIDTHS[settings.compute_dtype or settings.dtype]
     rounded: float = quantised_of(plan.student.name) * computed if settings.quantised else 0
-    per_token = stored_bytes(shape, computed)
+    per_token = stored_bytes(shape, width, computed)
     activations = per_token * shape.layers
     if settings.checkpointing:  # keep the inputs of all layers, and the activations of one layer
         activations = per_token + inputs_of(plan) * ("activations" not in settings.offload)
         rounded /= shape.layers
-    number = WIDTHS[settings.dtype] / settings.ranks
+    number = width / settings.ranks
     stepped = min(trained, shape.largest) if "optimizer" in settings.offload else trained
     activated = pass_tokens(plan) * activations
     gathered, whole = gathered_bytes(plan, activated)
@@ -370,8 +372,17 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
         "weights in 16 bits": rounded_by_autocast(plan),
         "teachers' heads": sum(shape_of(each.name).head * WIDTHS[each.dtype] for each in plan.teachers.values()),
         "logits": logits_bytes(plan),
-        "~activations": activated,
+        "~activations": activated - made_meanwhile(plan, activated),
     }
+
+
+def made_meanwhile(plan: LearnerPlan, activated: float) -> float:
+    """Return the bytes of gradients for which a pass frees activations: 0 unless it is the only one of its step."""
+    settings, shape = plan.settings, shape_of(plan.student.name)
+    if plan.step_tokens is None or plan.step_tokens > settings.token_budget:
+        return 0  # gradients of an earlier pass are there when the next one has all its activations
+    made = trained_of(plan) if settings.lora else shape.parameters - shape.outside
+    return min(activated, made * WIDTHS[settings.dtype] / settings.ranks)
 
 
 def logits_bytes(plan: LearnerPlan) -> float:
@@ -423,9 +434,9 @@ def rounded_by_autocast(plan: LearnerPlan) -> float:
 
 
 def inputs_of(plan: LearnerPlan) -> int:
-    """Return the bytes per token of the inputs of all layers, in 32 bits."""
+    """Return the bytes per token of the inputs of all layers."""
     shape = shape_of(plan.student.name)
-    return 4 * shape.width * shape.layers
+    return WIDTHS[plan.settings.dtype] * shape.width * shape.layers
 
 
 def moment_bytes(plan: LearnerPlan) -> float:

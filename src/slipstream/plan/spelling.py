@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from slipstream.config.data import DataConfig
 from slipstream.config.schema import Config
 from slipstream.data.prompts import Row
 from slipstream.data.spelling import Spelling
-from slipstream.data.tokenizers import Tokenizer, encode_rows
+from slipstream.data.tokenizers import Tokenizer, Tools, encode_rows
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.errors import ConfigError, ModelError
 from slipstream.plan.ends import template_end
-from slipstream.plan.environment import Tools
 from slipstream.plan.facts import Facts, ModelFacts
 from slipstream.protocols import Respelling
 from slipstream.records import Ints
@@ -40,7 +40,11 @@ def model_with_tokenizer(config: Config, facts: Facts, name: str) -> ModelFacts:
 
 
 def respelled_prompts(
-    config: Config, facts: Facts, rows: Sequence[Row], teachers: Sequence[str], tools: Tools = None
+    config: Config,
+    facts: Facts,
+    rows: Sequence[Row],
+    teachers: Sequence[str],
+    tools: Mapping[str, Tools] = MappingProxyType({}),
 ) -> list[Ints | None]:
     """Return each row's prompt in the tokens of its teacher; None if the teacher has the student's tokenizer."""
     found: list[Ints | None] = [None] * len(rows)
@@ -69,11 +73,11 @@ def respelling_of(
     *,
     stops: Collection[int],
     limit: int,
-    tools: Tools = None,
+    tools: Mapping[str, Tools] = MappingProxyType({}),
 ) -> Respelling:
     """Return how responses are spelled for a teacher; raise an error if its tokenizer cannot spell the data's texts.
 
-    `rows` are those of its prompts, `stops` the end tokens of the student, `tools` those of the environment.
+    `rows` are those of its prompts, `stops` the end tokens of the student, `tools` those of every environment.
     """
     where, model, ours = f"teachers.{name}", facts.tokenizers[name], facts.student.tokenizer
     theirs = model.tokenizer
@@ -92,18 +96,19 @@ def respelling_of(
     first = ours.eos_token_id if plain else template_end(ours, config.data.template_args)
     ordered = sorted(stops, key=lambda stop: (stop != first, stop))  # the first one has the probability of the end
     roles = {**dict.fromkeys(ordered, int(end)), **roles_of(ours, theirs), **dict.fromkeys(ordered, int(end))}
-    writer = None if config.environment is None else writer_of(config, theirs, int(end), tools)
-    return Respelling(model.name, max(theirs.get_vocab().values()) + 1, roles, limit, writer)
+    writers = renderers_of(config, theirs, int(end), tools)
+    return Respelling(model.name, max(theirs.get_vocab().values()) + 1, roles, limit, writers)
 
 
-def writer_of(config: Config, tokenizer: Tokenizer, end: int, tools: Tools) -> dict[str, Any]:
-    """Return the arguments of a teacher's `Renderer`; raise ModelError if its template cannot write episodes."""
-    assert config.environment is not None
+def renderers_of(config: Config, tokenizer: Tokenizer, end: int, tools: Mapping[str, Tools]) -> dict[str, Any]:
+    """Return the arguments of a teacher's `Renderer` for each environment; raise ModelError if its template fails."""
     args = readable(config.data, tokenizer).template_args
     ends = tuple(sorted({end, *filter(None, [tokenizer.eos_token_id])}))
-    found: dict[str, Any] = {"stop_ids": ends, "tools": list(tools or ()), "template_args": args}
-    found["format"] = config.environment.format
-    Renderer(tokenizer, **found)
+    found = dict[str, Any]()
+    for name, environment in config.every_environment.items():
+        found[name] = {"stop_ids": ends, "tools": list(tools.get(name) or ()), "template_args": args}
+        found[name]["format"] = environment.format
+        Renderer(tokenizer, **found[name])
     return found
 
 
