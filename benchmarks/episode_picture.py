@@ -63,7 +63,7 @@ async def played() -> Rollout:
 
 def asked(tokenizer: Any, hosts: EnvironmentPool) -> Prompt:
     rows = load_rows("builtin:table", DataConfig(), limit=QUESTION + 1)
-    tokens = encode_rows(rows, tokenizer, DataConfig(), hosts.schemas())
+    tokens = encode_rows(rows, tokenizer, DataConfig(), {"": hosts.schemas()})
     return Prompts(rows, tokens, seed=0, shuffle=False).at(QUESTION)
 
 

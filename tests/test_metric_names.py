@@ -12,6 +12,7 @@ import pytest
 from slipstream import metric_names as vocabulary
 from slipstream.config.file import parse
 from slipstream.data.prompts import Prompts, Row
+from slipstream.environments.several import SeveralEnvironments
 from slipstream.errors import WorkerDied
 from slipstream.estimators.drift import DRIFT_METRICS
 from slipstream.estimators.tables.correction import RS_MODES
@@ -159,20 +160,24 @@ def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     config, student = parse(tree), toy.random_table(TOY_VOCAB, seed=0)
     tokens = [np.array([1 + i % (TOY_VOCAB - 1)], np.int32) for i in range(8)]
 
+    def in_worlds(policy: toy.ToySampler) -> SeveralEnvironments:
+        return SeveralEnvironments(policy, {name: World(faults=0.5).sampler(policy) for name in ("a", "b")})
+
     async def replace(_: Any) -> Any:
         other = Failing(student, seconds=0.5)
         other.mortal = False
-        return GradingSampler(World(faults=0.5).sampler(other), toy.ToyGrader())
+        return GradingSampler(in_worlds(other), toy.ToyGrader())
 
     engines = Engines(
-        samplers=(GradingSampler(World(faults=0.5).sampler(Failing(student, seconds=0.5)), Overtaxed()),),
+        samplers=(GradingSampler(in_worlds(Failing(student, seconds=0.5)), Overtaxed()),),
         scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
         learner=toy.ToyLearner(student, cost=lambda _: 0.1),
         close=lambda: None,
         replace=replace,
         traffic=lambda: dict.fromkeys(("rollouts", "scores", "weights", "coordinator"), 1),
     )
-    made = Prompts([Row(id=str(i), prompt="x") for i in range(8)], tokens, seed=0, shuffle=True)
+    rows = [Row(id=str(i), prompt="x", environment="ab"[i % 2]) for i in range(8)]
+    made = Prompts(rows, tokens, seed=0, shuffle=True)
     with RunLog.create(config, path) as log:
         virtual.run(Run(config, engines, made, log, say=lambda _: None).train())
     return read_lines(path / "metrics.jsonl")

@@ -93,7 +93,9 @@ def update(
         note = f"{rate:.0f} of {peak:.0f} TFLOP/s; {rate * (backward + step) / backward / peak:.1%} without the step"
         report.number(f"{what}: MFU", 100 * rate / peak, "%", goal="≥ 45", note=note)
     held = 0.0 if setting.small else torch.cuda.max_memory_allocated() / 2**30
-    report.number(f"{what}: peak memory", held, "GiB", note=planned(setting, config, learner.plan.method, shape))
+    report.number(
+        f"{what}: peak memory", held, "GiB", note=planned(setting, config, learner.plan.method, shape, tokens)
+    )
 
 
 def flops(lm: LanguageModel, count: int, length: int, prompt: int) -> float:
@@ -109,7 +111,7 @@ def flops(lm: LanguageModel, count: int, length: int, prompt: int) -> float:
     return linear + 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * count * length**2
 
 
-def planned(setting: Setting, config: LearnerConfig, method: Method, shape: str) -> str:
+def planned(setting: Setting, config: LearnerConfig, method: Method, shape: str, tokens: int) -> str:
     """Return what `slipstream config --check` counts for such a learner; activations are its estimate."""
     with tempfile.TemporaryDirectory() as folder:
         setting.config(shape).save_pretrained(folder)
@@ -121,7 +123,7 @@ def planned(setting: Setting, config: LearnerConfig, method: Method, shape: str)
                 method=method,
                 updates=1,
                 width=setting.config(shape).hidden_size,
-                step_tokens=None,
+                step_tokens=tokens,
                 export_dtype=config.dtype,
                 teachers={},
                 one_ends={},

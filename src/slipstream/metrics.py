@@ -113,14 +113,48 @@ def episode_metrics(headers: Sequence[Header]) -> Metrics:
     if not episodes:
         return {}
     numbers = {f"episode/{name}": fmean(h.outcome.get(name, 0.0) for h in episodes) for name in EPISODE_COUNTS}
-    own = sorted({name for header in episodes for name in header.outcome if name.startswith(OWN_COUNTS)})
+    reporting: dict[str, set[str]] = {}
+    for header in episodes:
+        for name in header.outcome:
+            if name.startswith(OWN_COUNTS):
+                reporting.setdefault(name, set()).add(header.environment)
+    own = {
+        f"environment/{name.removeprefix(OWN_COUNTS)}": fmean(
+            header.outcome.get(name, 0.0) for header in episodes if header.environment in environments
+        )
+        for name, environments in sorted(reporting.items())
+    }
     return {
         **numbers,
         "episode/invalid": fmean(h.outcome.get("invalid", 0.0) > 0 for h in episodes),
         "episode/observed": 1 - sum(h.trained_tokens for h in headers) / sum(h.tokens for h in headers),
         **{f"episode/{limit}": fmean(h.finish == end for h in episodes) for limit, end in EPISODE_LIMITS.items()},
-        **{f"environment/{n.removeprefix(OWN_COUNTS)}": fmean(h.outcome.get(n, 0.0) for h in episodes) for n in own},
+        **own,
+        **by_environment(episodes),
     }
+
+
+def by_environment(episodes: Iterable[Header]) -> Metrics:
+    """Return number, turns and rewards of the episodes of each environment; {} unless environments have names."""
+    numbers, named = Metrics(), dict[str, list[Header]]()
+    for header in episodes:
+        named.setdefault(header.environment, []).append(header)
+    for environment, own in sorted(named.items()) if "" not in named else ():
+        prefix = f"environments/{environment}"
+        numbers |= {
+            f"{prefix}/episodes": float(len(own)),
+            f"{prefix}/turns": fmean(header.outcome["turns"] for header in own),
+        }
+        for name in sorted({name for header in own for name in header.rewards}):
+            numbers[f"{prefix}/reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in own)
+    return numbers
+
+
+def failed_shares(headers: Iterable[Header], failed: Mapping[str, int]) -> Metrics:
+    """Return the share of episodes that failed, by environment: `failed` are their numbers, `headers` the others."""
+    ended = Counter(environment for _, _, environment in {(h.number, h.episode, h.environment) for h in headers})
+    names = sorted(name for name in ended.keys() | failed.keys() if name)
+    return {f"environments/{name}/failed": failed.get(name, 0) / (ended[name] + failed.get(name, 0)) for name in names}
 
 
 def trend(lengths: Sequence[float]) -> Metrics:

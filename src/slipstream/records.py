@@ -104,6 +104,8 @@ class Prompt:
     ground_truth: Any = None
     teacher: str = ""
     """Name of the teacher that will score the responses; empty for a run without teachers."""
+    environment: str = ""
+    """Name of the environment of the responses; empty if the run has one or none."""
     seed: int = 0
     offset: int = 0
     """Number of response tokens that earlier calls sampled and that `tokens` now includes; sampling continues there."""
@@ -195,6 +197,8 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     outcome: dict[str, float] = field(default_factory=dict)
     """Rewards and counts that an episode's environment reports (`reward`, `reward/NAME`); empty without environment."""
+    turn_rewards: Floats | None = None
+    """Rewards of the first turns, in their order; a turn behind them has none. None: no turn has a reward."""
 
     def __post_init__(self) -> None:
         if fault := self._fault() or (self.kept and self._fault_of_kept(self.kept)):
@@ -242,6 +246,8 @@ class Rollout:
             return "turn is -1 at a trained token, which means that the token was not sampled"
         if (turns[1:] < turns[:-1]).any():
             return "turn decreases: calls must be numbered in their order"
+        if self.turn_rewards is not None and not np.isfinite(self.turn_rewards).all():
+            return f"turn_rewards is {self.turn_rewards}: a reward must be a finite number"
         for name, reward in self.rewards.items():
             if not math.isfinite(reward):
                 return f"reward {name!r} is {reward}: a reward must be a finite number"
@@ -599,6 +605,8 @@ class Header:
     """Name of the teacher that scores or has scored the sample; empty without teacher."""
     teacher_version: int = 0
     """Version of the teacher's weights that scored the sample; 0 for a fixed teacher."""
+    environment: str = ""
+    """Name of the environment of the sample; empty if the run has one or none."""
     text: str = ""
     """Text of a new response, for runs that remember attempts; otherwise empty."""
     attempts: Attempts | None = None
@@ -773,5 +781,6 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         source=rollout.prompt.source,
         prefix=0 if rollout.prompt.prefix is None else len(rollout.prompt.prefix),
         teacher=teacher or rollout.prompt.teacher,
+        environment=rollout.prompt.environment,
         nbytes=_nbytes(rollout),
     )

@@ -52,8 +52,8 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
     for name in choices(PolicyConfig, "aggregation"):
         yield f"policy.aggregation = {name}", {"policy": {"aggregation": name}}
     for name in choices(PolicyConfig, "advantage"):
-        critic = {"critic": {}} if name == "gae" else {}
-        yield f"policy.advantage = {name}", {"policy": {"loss": "reinforce", "advantage": name}, **critic}
+        beside = {"gae": {"critic": {}}, "grpo_turn": {"environment": {"use": "table"}}}.get(name, {})
+        yield f"policy.advantage = {name}", {"policy": {"loss": "reinforce", "advantage": name}, **beside}
     truncated = {"advantage": "gae", "advantage_options": {"rho": 1.0, "c": 1.0}}
     yield "policy.advantage_options.rho", {"policy": truncated, "critic": {"bootstrap": True}}
     for old in choices(PolicyConfig, "old"):

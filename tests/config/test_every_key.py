@@ -160,6 +160,20 @@ WITH = {
     "schedule.publish_max": "schedule.tau=auto schedule.publish_every=auto eval.every=4",
 }
 """Settings that make others legal, by the beginning of their names."""
+
+
+def named(line: str) -> str:
+    """The same setting of one of several environments."""
+    for source in ("data.train", "data.eval"):
+        line = line.replace(f"{source}=builtin:table", f'{source}={{main="builtin:table"}}')
+    return line.replace("environment.", "environments.main.")
+
+
+WITH |= {
+    start.replace("environment.", "environments.NAME."): named(line)
+    for start, line in WITH.items()
+    if start.startswith("environment.")
+}
 ENDPOINT = "teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl"
 WITH |= {f"teachers.NAME.{name}": ENDPOINT for name in ("tokenizer", "api_key_env", "max_logprobs", "concurrency")}
 WITH |= {"teachers.NAME.timeout": ENDPOINT, "teachers.NAME.noise": ENDPOINT}
@@ -310,6 +324,11 @@ OTHER = {
     "teachers.NAME.follow.copy_every": "3",
 }
 """Another value that is legal, where none follows from the schema, and what goes with it."""
+OTHER |= {
+    name.replace("environment.", "environments.NAME."): value
+    for name, value in OTHER.items()
+    if name.startswith("environment.")
+}
 ALSO = {
     "learner.ranks": "runtime.kind=local",
     "learner.snapshots": "learner.exact_drift=true",
@@ -394,6 +413,7 @@ READ_BY = {
     "runtime.address": "runtimes/ray.py",
     "runtime.heartbeat": "runtimes/local.py",
     "runtime.restarts": "runs/start.py",
+    "environments.NAME.gateway.listen": "config/rules/workers.py",
 }
 """Files that read settings of the run, not of its engines, or settings that need packages beside the usual ones."""
 REFUSED = {"learner.dropout", "sft.loss.weight"}
@@ -538,6 +558,7 @@ def reads(path: str, name: str) -> bool:
     section, _, key = (
         name.replace("teachers.NAME.recheck", "teacher.settings.recheck")
         .replace("teachers.NAME", "teacher")
+        .replace("environments.NAME", "each")
         .replace("guards.", "")
         .rpartition(".")
     )

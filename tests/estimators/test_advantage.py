@@ -52,6 +52,12 @@ LITERAL: dict[str, tuple[str, dict[str, Any], list[float]]] = {
     "grpo": ("grpo", {}, by_row(-1.5 / SIGMA, 1.5 / SIGMA, 2 / (1 + 1e-6))),
     "grpo, norm=False": ("grpo", {"norm": False}, by_row(-1.5, 1.5, 2)),
     "grpo_passk": ("grpo_passk", {}, by_row(0, 3 / SIGMA, 0)),
+    # turn 0: 1 − 1.5 + 0.5 and 3; nobody else in the group has a turn 1, with −1.5 + 0.5
+    "grpo_turn": (
+        "grpo_turn",
+        {"turns": six([0, 1, 1, 0, 0, 1], -1)},
+        [-1.5 / SIGMA, *[-1 / (1 + 1e-6)] * 2, 1.5 / SIGMA, *[2 / (1 + 1e-6)] * 2],
+    ),
     "rloo": ("rloo", {}, by_row(-3, 3, 0)),
     # Σ len·S / Σ len = (3·0 + 1·3)/4
     "opo": ("opo", {}, by_row(-0.75, 2.25, 2)),

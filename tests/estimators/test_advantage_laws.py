@@ -39,6 +39,8 @@ def needs(name: str, rewards: Tensor, seed: int) -> dict[str, Any]:
             return {"components": {"a": draw_B, "b": draw_B.flip(0)}, "component_weights": {"a": 3.0}}
         case "gae":
             return {"values": draw_BT, "bootstrap": draw_B, "turns": torch.zeros_like(draw_BT), "gamma": 0.9}
+        case "grpo_turn":
+            return {"turns": (torch.arange(rewards.shape[1]) // 2).double().expand(rewards.shape).clone()}
         case "remax":
             return {"greedy_rewards": draw_B}
         case "reinforce_plus_plus":
@@ -99,7 +101,7 @@ def test_declared_scope_is_what_an_estimator_looks_at(name: str) -> None:
     assert (by_group, by_row) == expected[ADVANTAGES[name].scope]
 
 
-@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae", "remax", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", ["grpo_turn", "reinforce_plus_plus", "gae", "remax", "optimal_token_baseline"])
 @given(seed=st.integers(0, 10_000))
 def test_tool_output_between_tokens_changes_nothing(name: str, seed: int) -> None:
     """Masked columns put in anywhere; the optimal token baseline has to be told that turns are not aligned."""

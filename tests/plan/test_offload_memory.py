@@ -106,7 +106,8 @@ def test_a_critics_own_model_counts_with_what_it_is_trained_with() -> None:
     assert both["critic's gradients"] == trained * 2 / 2 and both["critic's moments"] == trained * 2 * 2 / 2
     assert both["value head"] == 12 * 4097 and alone["value head"] == 12 * 2561
     assert all(both[name] == alone[name] for name in ("weights", "gradients", "moments", "logits"))
-    assert both["~activations"] > alone["~activations"], "they make their passes in turn, and 8B has the larger one"
+    wide = found(here, **rewarded, critic=model | {"dtype": "float32"})["learner-1"].parts
+    assert wide["~activations"] > both["~activations"] == alone["~activations"], "they make their passes in turn"
     adapters = found(here, **rewarded, critic=model | {"lora": {"rank": 16}})["learner-1"].parts
     # q, o, k and v, gate, up and down: inputs and outputs of each
     rows = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12_288)

@@ -101,11 +101,11 @@ def test_the_forms_of_a_prompt_are_its_own_template_or_plain_text() -> None:
     tokenizer, row = build_tokenizer(), Row("0", "1+1=", "", None)
     prompt = Prompt(id="0", number=0, tokens=np.arange(5, 15, dtype=np.int32), seed=0)
     data = DataConfig(chat=True, system_prompt="Add.")
-    own = template_probe(tokenizer, [(row, prompt)], data, None, more=9)
+    own = template_probe(tokenizer, [(row, prompt)], data, {}, more=9)
     assert own is not None and tokenizer.decode(own.prompts[0][1]) == "<bos><system>Add.<eos><user>1+1=<eos><assistant>"
-    assert template_probe(tokenizer, [(row, prompt)], data, None, more=3) is None
+    assert template_probe(tokenizer, [(row, prompt)], data, {}, more=3) is None
     tokenizer.chat_template = None
-    plain = template_probe(tokenizer, [(row, prompt)], data, None, more=9)
+    plain = template_probe(tokenizer, [(row, prompt)], data, {}, more=9)
     assert plain is not None and plain.own == "plain text"
     assert tokenizer.decode(plain.prompts[0][1]) == "<bos>Add.\n\n1+1="
 

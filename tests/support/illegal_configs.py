@@ -50,6 +50,13 @@ data.train={{}}
 data.too_long=skip sampler.max_length=17
 data.where={{level=[]}}
 data.where={{level=3}}
+environment.use=table environments.a.use=table
+data.train=builtin:table environments.a.use=table
+data.train={{a="builtin:table"}} environments.a.use=table environments.b.use=lookup
+data.train={{a="builtin:table"}} environments.a.use=table environments.a.turn_tokens=16
+data.train={{a="builtin:table"}} environments.a.sandbox="none" environments.a.gateway.listen=127.0.0.1:8008
+environments.a-b.use=table
+mix.share=0.5 loss.kind=forward_kl environments.a.use=table
 environment.use=reasoning_gym:chain_sum
 environment.use=mcp:
 environment.use=mcp:no-such-program
@@ -302,6 +309,7 @@ critic.weight=0.1
 {RL} policy.advantage=gae policy.loss=reinforce policy.advantage_options={{rho=1.0}} critic.warmup=1 sampler.top_p=0.8
 {RL} policy.advantage=gae critic.warmup=1 policy.advantage_options={{lam=1.5}}
 {RL} policy.advantage=gae critic.warmup=1 policy.advantage_options={{by_turn=true}}
+{RL} policy.advantage=grpo_turn
 {RL} policy.advantage=gae policy.refill=2.0 critic.lr=0.01
 {RL} policy.advantage=gae critic.lr=0.01 environment.sandbox="none" environment.gateway.command=ls
 {RL} policy.advantage=gae critic.model=builtin:teacher critic.weight=0.2

@@ -30,7 +30,7 @@ from slipstream.errors import ConfigError, RunDirError
 from slipstream.metric_names import SHARE_REWARDS
 from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics
 from slipstream.pipeline.evaluate import answers, correctness
-from slipstream.plan.environment import environment_of
+from slipstream.plan.environment import environments_of
 from slipstream.plan.evaluation import (
     INHERITED_DATA_KEYS,
     EvalRequest,
@@ -188,7 +188,7 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
             console.print(line, markup=False, soft_wrap=True)
     from slipstream.runtimes.build import build_grader
 
-    announce_gateway(made.sampler.environment, None, note)
+    announce_gateway(made.sampler.environments.get(""), None, note)
     grader = build_grader(made.grader, made.tokenizer)
     try:
         with Watch(console) as watch:
@@ -243,7 +243,7 @@ def request_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callabl
         config=with_options(config, settings),
         url=options.get("url"),
         api_key_env=options.get("api_key_env"),
-        environment=None if run is None else environment_of(run),
+        environments={} if run is None else environments_of(run),
         options={key: f"--{key.rpartition('.')[2]}" for key in settings},
     )
     check_options(asked, options)
@@ -280,9 +280,9 @@ def check_options(asked: EvalRequest, options: Mapping[str, Any]) -> None:
 
 def settings_line(subject: EvaluatedModel, asked: EvalRequest, options: Mapping[str, Any]) -> str:
     texts = {name: f"{name} {option_text(value)}".strip() for name, value in chosen_settings(asked).items()}
-    if asked.environment is not None:
-        wanted = asked.environment.wanted
-        texts["environment"] = f"environment {wanted.spec if wanted is not None else 'gateway'}"
+    if every := asked.environments.values():
+        names = [each.wanted.spec if each.wanted is not None else "gateway" for each in every]
+        texts["environment"] = f"environment {' '.join(names)}"
     run, cli = (", ".join(text for name, text in texts.items() if (name in options) is it) for it in (False, True))
     assert subject.run is not None and subject.config is not None
     if "data" not in options and not subject.config.data.held_out:
@@ -294,7 +294,8 @@ def chosen_settings(asked: EvalRequest) -> dict[str, Any]:
     """Return the settings that options can set, by name; leave out unset settings and those without effect."""
     config = asked.config
     given: dict[str, Any] = {name: attrgetter(key)(config) for name, key in SETTINGS.items()}
-    given |= {"data": config.data.held_out, "environment": asked.environment and asdict(asked.environment)}
+    environments = {name: asdict(each) for name, each in asked.environments.items()}
+    given |= {"data": config.data.held_out, "environment": environments.get("", environments) or None}
     given |= {"engine": given.pop("engine"), "url": asked.url, "api_key_env": asked.api_key_env}
     idle = [] if any(map(has_splits, config.data.held_out.values())) else ["split"]
     idle += ["engine"] if config.sampler.engine == "native" else []

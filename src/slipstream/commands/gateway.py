@@ -26,7 +26,7 @@ def run(args: Namespace) -> None:
 
 def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], object]) -> None:
     """Run episodes for all prompts, or for the first `prompts` ones; write lineages to the new file `to`."""
-    environment = made.engines.sampler.environment
+    environment = made.engines.sampler.environments.get("")
     if environment is None or environment.gateway is None:
         raise ConfigError("slipstream gateway serves external agents: write [environment.gateway] into the config")
     from slipstream.runtimes.build import SelfGrading

@@ -40,7 +40,7 @@ def template_settings(config: Config | None, options: Mapping[str, Any]) -> tupl
     if config is None:
         return bool(options.get("chat", False)), None
     system = config.data.system_prompt
-    chat = bool(options.get("chat", config.data.chat or config.environment is not None or system is not None))
+    chat = bool(options.get("chat", config.data.chat or config.every_environment or system is not None))
     return chat, system if chat else None
 
 

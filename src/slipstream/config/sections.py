@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from slipstream.config.base import HALVES, Rounding, Section, at_first
 from slipstream.config.data import DataConfig
@@ -49,6 +49,10 @@ class Sections(Section):
     data: DataConfig = DataConfig()
     sampler: SamplerConfig = SamplerConfig()
     environment: EnvironmentConfig | None = None
+    environments: dict[str, EnvironmentConfig] = Field({})
+    """Several environments, each under a name of your choice, instead of `environment`. A row uses the one that its
+    column `environment` names, or else the one with the name of its source in data.train or data.eval. Empty: one
+    environment or none."""
     sft: SupervisedConfig | None = None
     mix: MixConfig | None = None
     loss: LossConfig = ReverseKLMC()
@@ -68,13 +72,13 @@ class Sections(Section):
     log: LogConfig = LogConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
-    @field_validator("teachers")
+    @field_validator("teachers", "environments")
     @classmethod
-    def _check_teacher_names(cls, teachers: dict[str, TeacherConfig]) -> dict[str, TeacherConfig]:
-        for name in teachers:
+    def _check_names(cls, sections: dict[str, Section], info: ValidationInfo) -> dict[str, Section]:
+        for name in sections:
             if not name.isidentifier():
-                raise ValueError(f"the name {name!r} must be a plain word, as in [teachers.main]")
-        return teachers
+                raise ValueError(f"the name {name!r} must be a plain word, as in [{info.field_name}.main]")
+        return sections
 
     @field_validator("output")
     @classmethod
@@ -148,9 +152,14 @@ class Sections(Section):
         return self.student if teacher.model == SELF else teacher.model
 
     @property
+    def every_environment(self) -> dict[str, EnvironmentConfig]:
+        """Return every environment by its name, which is "" for the one in [environment]."""
+        return self.environments if self.environment is None else {"": self.environment}
+
+    @property
     def has_agents(self) -> bool:
         """Return whether external agents (programs behind a gateway) sample from the student."""
-        return self.environment is not None and self.environment.gateway is not None
+        return any(each.gateway is not None for each in self.every_environment.values())
 
     @property
     def workers(self) -> dict[str, SamplerConfig | TeacherConfig]:

@@ -57,6 +57,8 @@ class Row:
     """JSON schemas of tools for the chat template; None if the row names no tools."""
     response: str | None = field(default=None, compare=False)
     """Whole text of the answer, for [sft] and [mix]; None if the row has none."""
+    environment: str = ""
+    """Name of the environment in which the row is answered; empty if the run has one or none."""
     where: str = field(default="", compare=False)
     """File and line of the row; empty if unknown."""
 
@@ -394,6 +396,7 @@ class Prompts:
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             teacher=self.teachers[index],
+            environment=row.environment,
             seed=derive_seed(self.seed, number),
             meta={name: value for name, value in row.meta.items() if is_json(value)},
             asked=row.prompt if self.tells else None,

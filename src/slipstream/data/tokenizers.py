@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,17 @@ def load_tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
+Tools = Sequence[dict[str, Any]] | None
+"""JSON schemas of an environment's tools; None for a gateway."""
+
+
 def encode_rows(
-    rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None = None
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    tools: Mapping[str, Tools] = MappingProxyType({}),
 ) -> list[Ints]:
-    """Encode text prompts directly, and messages by the chat template. Rows that name no tools get `tools`."""
+    """Encode text prompts directly, and messages by the chat template. Rows without tools get their environment's."""
     text = isinstance(rows[0].prompt, str)
     for row in rows:
         if isinstance(row.prompt, str) != text:
@@ -65,7 +73,7 @@ def encode_rows(
     plain = text and not data.chat
     if data.system_prompt is not None and plain:
         raise ConfigError("data.system_prompt needs prompts that are messages; these are plain text: write data.chat")
-    if plain and tools is not None:
+    if plain and any(each is not None for each in tools.values()):
         raise ConfigError("[environment] needs prompts that are messages; these are plain text: write data.chat = true")
     texts = [str(row.prompt) if plain else rendered(row, tokenizer, data, tools) for row in rows]
     for name in data.template_args:
@@ -99,14 +107,14 @@ def encode_texts(
     return found
 
 
-def rendered(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None) -> str:
+def rendered(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Mapping[str, Tools]) -> str:
     if tokenizer.chat_template is None:
         why = "data.chat needs one: drop it" if data.chat else f"{row.place} holds messages: use text prompts"
         raise ModelError(f"{tokenizer.name_or_path} has no chat template, and {why}")
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
-    schemas = row.tools or list(tools or ())
+    schemas = row.tools or list(tools.get(row.environment) or ())
     options = data.template_args | ({"tools": schemas} if schemas else {})
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))

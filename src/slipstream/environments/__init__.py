@@ -45,6 +45,9 @@ class Step:
     """Messages that the student sees next."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reward: float | None = None
+    """Reward of the turn that is answered; None: the environment rewards no single turns. Their sum is the reward of
+    the episode, unless `close` returns one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ from slipstream.records import (
     lineage,
     parts_of,
 )
+from slipstream.rewards.functions import TOTAL_REWARD
 
 T = TypeVar("T")
 EPISODE_TRIES = 3
@@ -175,6 +176,8 @@ class Episode:
     turns: int = 0
     """Number of complete turns; a released turn is not counted."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    """Reward of each complete turn; None if the environment gave none."""
     latest: list[Any] = field(default_factory=list)
     """Latest pairs of tool calls and answers, to detect loops; empty after a reply without tool calls."""
     looped: bool = False
@@ -206,10 +209,16 @@ class Episode:
 
     def record(self, reply: Reply, step: Step) -> None:
         self.metrics, self.silent = step.metrics, not reply.text.strip()
+        self.turn_rewards.append(step.reward)
         self.latest = [*self.latest[1 - LOOP_LENGTH :], (reply.calls, step.messages)] if reply.calls else []
         self.looped |= len(self.latest) == LOOP_LENGTH and all(each == self.latest[0] for each in self.latest)
 
     def rollout(self, finish: Finish, rewards: Mapping[str, float]) -> Rollout:
+        """Return the episode as it is now. Without a reward in `rewards` it has the sum of those of its turns."""
+        of_turns = None
+        if any(reward is not None for reward in self.turn_rewards):
+            of_turns = np.array([reward or 0.0 for reward in self.turn_rewards])
+            rewards = {TOTAL_REWARD: float(of_turns.sum()), **rewards}
         outcome = {
             **rewards,
             **self.metrics,
@@ -220,7 +229,8 @@ class Episode:
             "failures": float(self.failures),
             "branches": 1.0,
         }
-        return lineage(self.prompt, self.index, self.parts, finish=finish, outcome=outcome)
+        rest: Any = {"finish": finish, "outcome": outcome, "turn_rewards": of_turns}
+        return lineage(self.prompt, self.index, self.parts, **rest)
 
 
 class Episodes:
@@ -395,8 +405,11 @@ class Episodes:
         raise Released if call.released.done() else TimeoutError
 
     def close(self) -> None:
-        self.environments.close()
+        self.close_environments()
         self.policy.close()
+
+    def close_environments(self) -> None:
+        self.environments.close()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -428,4 +441,5 @@ def failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:
         cause=str(error),
         outcome={f"failed/{error.cause}": 1.0, "failures": float(EPISODE_TRIES)},
         teacher=prompt.teacher,
+        environment=prompt.environment,
     )

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -23,7 +23,7 @@ from slipstream.config.integrations import integration_of
 from slipstream.environments import Call, Message, Reply, Start, Step, ToolError
 from slipstream.environments.tools import InvalidArguments, ServedTool, Tool, schema_of
 from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
-from slipstream.rewards.functions import Unusable, number, rewards_of
+from slipstream.rewards.functions import LARGEST_REWARD, Unusable, number, rewards_of
 from slipstream.user_code import describe_error, field_names, file_of, load_object, parameters, short_repr
 
 SHIPPED = "slipstream.environments"
@@ -186,7 +186,7 @@ class Acting:
             if faults and not reply.calls:
                 return self._limit(Step(tuple(faults)))
             step = self._step_of(await self.run(self.instance.step, reply))
-            return self._limit(Step((*faults, *step.messages), step.done, step.metrics))
+            return self._limit(replace(step, messages=(*faults, *step.messages)))
         if not reply.calls and not faults:
             return self._limit(Step(done=True))
         return self._limit(Step((*[await self._call_tool(call) for call in reply.calls], *faults)))
@@ -196,7 +196,7 @@ class Acting:
         reported = (getattr(self.instance, "metrics", None) or {}) | dict(step.metrics)
         metrics = counted | {f"own/{name}": number(value) for name, value in reported.items()}
         shown = [message | {"content": shorten(message["content"], self.shown)} for message in step.messages]
-        return Step(tuple(map(plain, shown)), step.done, metrics)
+        return replace(step, messages=tuple(map(plain, shown)), metrics=metrics)
 
     async def _call_tool(self, call: Call) -> Message:
         tool = self.kind.tools.get(call.name)
@@ -235,8 +235,13 @@ class Acting:
     def _step_of(self, returned: Any) -> Step:
         """Convert the result of a user's `step` to a Step: text or messages for the student, or None at the end."""
         match returned:
-            case Step():
+            case Step(reward=None):
                 step = returned
+            case Step():
+                try:
+                    step = replace(returned, reward=number(returned.reward, "reward", largest=LARGEST_REWARD))
+                except Unusable as error:
+                    raise self._wrong("step", str(error)) from None
             case None:
                 return Step(done=True)
             case str():

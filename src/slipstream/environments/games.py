@@ -35,6 +35,9 @@ RANDOM = threading.Lock()
 class Game(Protocol):
     """Game of another package, which can be played again after a reset."""
 
+    earned: float | None
+    """Reward of the last move; None if the game rewards no single moves."""
+
     def __init__(self, name: str) -> None: ...
 
     def reset(self, seed: int) -> str:
@@ -51,6 +54,8 @@ class Game(Protocol):
 
 
 class TextArenaGame:
+    earned: float | None = None
+
     def __init__(self, name: str) -> None:
         import textarena
         from textarena.core import Wrapper
@@ -118,6 +123,7 @@ class GymnasiumGame:
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
             raise ConfigError(first_line(error)) from None
         self.spaces, self.total, self.invalid = spaces, 0.0, False
+        self.earned: float | None = None
         self.is_rendered = not isinstance(self.env.observation_space, spaces.Text)
         if self.is_rendered and not shown:
             raise ConfigError(f"{name} shows {self.env.observation_space}, and a student reads text: use a Text space")
@@ -146,6 +152,7 @@ class GymnasiumGame:
 
     def act(self, move: str) -> tuple[str, bool]:
         action: Any = move.strip()
+        self.earned = 0.0
         if isinstance(self.env.action_space, self.spaces.Discrete):
             last = re.findall(r"-?\d+", move)[-1:]
             action = int(last[0]) if last and len(last[0].lstrip("-")) <= MAX_DIGITS else None
@@ -153,6 +160,7 @@ class GymnasiumGame:
             self.invalid = True
             return self.choices(self.env.action_space), False
         observation, reward, terminated, truncated, _ = self.env.step(action)
+        self.earned = float(reward)
         self.total += float(reward)
         return self.text(observation), terminated or truncated
 
@@ -187,7 +195,7 @@ class Played:
         text, done = self.game.act(reply.text.rpartition(THOUGHT_END)[2])
         if done:
             _, self.metrics = self.game.end()
-        return Step(() if done else ({"role": "user", "content": text},), done)
+        return Step(() if done else ({"role": "user", "content": text},), done, reward=self.game.earned)
 
     def close(self) -> Any:
         reward, _ = self.game.end()

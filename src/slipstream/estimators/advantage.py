@@ -140,6 +140,22 @@ def grpo_passk(rows: Rows) -> Tensor:
     return rows.spread(lead_B)
 
 
+def grpo_turn(rows: Rows, *, turns: Tensor, norm: bool = True) -> Tensor:
+    """Compare the reward-to-go of each turn with that of the same turn in the group (GRPO for turns).
+
+    G = Σ of the rewards in this turn and later ones. (G − μ) / (σ + 1e-6), or G − μ, over the rows of the group that
+    have this turn, with μ = 0 and σ = 1 for a lone one.
+    Baseline: the group's mean at the same turn, divided by its σ.
+    Use this advantage if the environment rewards single turns, with several answers per prompt.
+    """
+    found_BT = torch.zeros_like(rows.rewards)
+    for turn in torch.unique(turns[rows.mask]):
+        here_BT = rows.mask & (turns == turn)
+        at_turn = Rows(rows.rewards * (turns >= turn), here_BT, rows.group)
+        found_BT += at_turn.spread(at_turn.standard(at_turn.score) if norm else at_turn.above_mean(at_turn.score))
+    return found_BT
+
+
 def rloo(rows: Rows) -> Tensor:
     """Compare each row's reward with the mean of the other rows of its group (RLOO, 2402.14740).
 

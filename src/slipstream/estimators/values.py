@@ -42,7 +42,7 @@ def lambda_returns(
     log_w = torch.zeros_like(value)
     if log_ratios is not None:
         (log_w,) = zeroed(valid_BT, log_ratios.detach().double())
-    first_BT = _first_of_steps(valid_BT, turns, by_turn=by_turn)
+    first_BT = first_of_steps(valid_BT, turns, by_turn=by_turn)
     advantage_BT, return_BT = torch.zeros_like(value), torch.zeros_like(value)
     next_value, next_sum = bootstrap.detach().double(), torch.zeros_like(value[:, 0])
     reward_B, log_B = torch.zeros_like(next_sum), torch.zeros_like(next_sum)
@@ -62,7 +62,7 @@ def lambda_returns(
     return advantage_BT * valid_BT, return_BT * valid_BT
 
 
-def _first_of_steps(valid_BT: Tensor, turns_BT: Tensor, *, by_turn: bool) -> Tensor:
+def first_of_steps(valid_BT: Tensor, turns_BT: Tensor, *, by_turn: bool) -> Tensor:
     """Return a mask of the first token of each step."""
     if not by_turn:
         return valid_BT

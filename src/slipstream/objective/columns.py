@@ -32,7 +32,7 @@ from slipstream.estimators.policy import prepare
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.policy import POLICY_LOSSES
 from slipstream.estimators.token_weights import Response, token_weights
-from slipstream.estimators.values import lambda_returns
+from slipstream.estimators.values import first_of_steps, lambda_returns
 from slipstream.objective.coefficients import Coefficients
 from slipstream.objective.method import Method
 from slipstream.protocols import Metrics, greedy
@@ -94,8 +94,18 @@ def _values(policies: Any, samples: Sequence[Scored]) -> dict[str, list[Tensor]]
     return {"values": values, "bootstrap": ends}
 
 
+def _turn_rewards(sample: Scored) -> Any:
+    """Return for each trained token the reward of its turn, [T]; 0 at other tokens."""
+    rollout, turn_T = sample.rollout, np.where(sample.rollout.loss_mask, sample.rollout.turn, -1)
+    found_T = np.zeros(len(turn_T))
+    for turn, reward in enumerate(() if rollout.turn_rewards is None else rollout.turn_rewards):
+        found_T[turn_T == turn] = reward
+    return found_T
+
+
 SAMPLE_COLUMNS: dict[str, Column] = {
     "turns": Column("tokens", of_records(lambda s: np.where(s.rollout.loss_mask, s.rollout.turn, -1))),
+    "turn_rewards": Column("tokens", of_records(_turn_rewards), ("turns",)),
     "lag": Column("tokens", _lag),
     "gap": Column("tokens", _gap),
     "sum_pi_squared": Column("tokens", _squares),
@@ -261,12 +271,20 @@ def _joined(parts: Sequence[SampleInputs]) -> SampleInputs:
 
 
 def _rewards(episodes: Episodes) -> Tensor:
-    """Return the rewards of tokens, [B, T]: a row's reward is at its last token in the mask."""
-    reference, mask_BT = episodes.method.reference, episodes.mask_BT
-    rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+    """Return the rewards of tokens, [B, T], whose sum is the reward of the row.
+
+    The environment's reward of a turn is at the turn's last token in the mask, and the rest at that of the row.
+    """
+    method, mask_BT = episodes.method, episodes.mask_BT
+    reference, rewards_BT = method.reference, torch.zeros(mask_BT.shape, dtype=torch.float64)
+    if method.rewards_turns:
+        flipped = (mask_BT != 0).flip(-1), episodes["turns"].flip(-1)
+        ends_BT = first_of_steps(*flipped, by_turn=True).flip(-1)
+        rewards_BT = method.rewards["environment"] * episodes["turn_rewards"].double() * ends_BT
+    rest_B = episodes.reward_B - rewards_BT.sum(-1)
     for row, mask_T in enumerate(mask_BT):
         if mask_T.any():
-            rewards_BT[row, int(mask_T.nonzero().max())] = episodes.reward_B[row]
+            rewards_BT[row, int(mask_T.nonzero().max())] += rest_B[row]
     if reference is not None and reference.into == "reward":
         kind, beta = reference.estimate or "k1", episodes.coefficients.beta
         old_BT, reference_BT = episodes.old_BT, episodes["reference"]

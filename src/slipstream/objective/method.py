@@ -88,6 +88,7 @@ class Method:
         if self.policy is not None:
             names |= {*ADVANTAGES[self.policy.advantage].columns.values()} | {self.old}
             names |= {"current"} if self.truncates_values else set()
+            names |= {"turn_rewards"} if self.rewards_turns else set()
         if self.reference is not None:
             names.add("reference")
         if self.correction.corrects:
@@ -96,6 +97,11 @@ class Method:
             names |= {"current"} if self.correction.rejects("negative_seq") else set()
             names |= {"rollout_kl"} if self.correction.rejects("seq_max_kl") else set()
         return names - {"behavior"}
+
+    @property
+    def rewards_turns(self) -> bool:
+        """Return whether the rewards that an environment gives to turns are at the ends of these turns."""
+        return self.policy is not None and "environment" in self.rewards and ADVANTAGES[self.policy.advantage].by_token
 
     @property
     def truncates_values(self) -> bool:

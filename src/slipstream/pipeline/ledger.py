@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.metrics import (
     TREND_UPDATES,
     Metrics,
+    failed_shares,
     lag_metrics,
     mean_lag,
     off_policy_metrics,
@@ -54,6 +55,8 @@ class Ledger:
         """Number of group members that an engine failed to answer, in the whole run."""
         self.failures = Counter[str]({name: round(n) for name, n in log.last.items() if name.startswith("failed/")})
         """Number of failed members by metric name, for failures of an environment."""
+        self.failed_in = Counter[str]()
+        """Number of failed members by environment, since the last update."""
         before = {name.partition("/")[2]: round(n) for name, n in log.last.items() if name.startswith("ungraded/")}
         self.unrewarded = Counter[str](before)
         """Number of members without a reward because grading failed, by cause; they are not learned from."""
@@ -141,6 +144,7 @@ class Ledger:
                     say(f"an episode of {header.prompt} is left out: {header.cause}")
                 self.failures[kind] += 1
             if kinds:
+                self.failed_in[header.environment] += 1
                 self.causes.setdefault(number, []).append(header.cause)
 
     def count_ungraded(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
@@ -217,6 +221,7 @@ class Ledger:
         line = {
             **numbers,
             **samples,
+            **failed_shares(batch.headers, self.failed_in),
             **trend(list(self.lengths)),
             **self._trust(batch),
             **relabel_metrics(batch.headers),
@@ -254,6 +259,7 @@ class Ledger:
         }
         self.log.metrics("train", line, update=batch.update)
         self.publish, self.moves = {}, {}
+        self.failed_in.clear()
         return line
 
     def _trust(self, batch: Batch) -> Metrics:

@@ -233,7 +233,7 @@ def failure_findings(groups: Sequence[Group]) -> list[Finding]:
 
 async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     """Run complete episodes; return findings on them and their rewards, or an empty list without environment."""
-    if plan.engines.sampler.environment is None:
+    if not plan.engines.sampler.environments:
         return []
     groups = await sample_groups(plan, engines, prompts, tokens=plan.sampling.max_tokens)
     failed, groups = failure_findings(groups), without_failed(groups)

@@ -78,8 +78,8 @@ class SamplerPlan(SamplerSettings):
     stop: tuple[int | str, ...] = ()
     """Tokens at which responses stop besides the end tokens in the student's files, as ids or texts."""
     replicas: int = 1
-    environment: EnvironmentPlan | None = None
-    """Environment, if responses are episodes of several turns; None: a response is one turn."""
+    environments: Mapping[str, EnvironmentPlan] = field(default_factory=dict)
+    """Environments by name, which is "" for a single one; empty: a response is one turn, and no episode."""
     teacher: ModelPlan | None = None
     """Teacher that the sampler asks at every token; None: the student draws alone."""
     ends_as: str = ""

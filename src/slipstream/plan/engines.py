@@ -26,7 +26,7 @@ from slipstream.plan.engine_plans import (
     SamplerPlan,
     ScorerPlan,
 )
-from slipstream.plan.environment import environment_of
+from slipstream.plan.environment import environments_of
 from slipstream.plan.graders import grader_of
 from slipstream.protocols import Follower, OneEnd, Respelling
 
@@ -92,7 +92,7 @@ def sampler_of(config: Config) -> SamplerPlan:
         speculation=sampler.speculation,
         threads=config.runtime.threads,
         replicas=at_first(sampler.replicas),
-        environment=environment_of(config),
+        environments=environments_of(config),
         teacher=beside_sampler(config),
         router=config.learner.records_router,
     )
@@ -185,7 +185,7 @@ def learner_of(
 ) -> LearnerPlan:
     constant = [name for name, teacher in config.teachers.items() if teacher.follow is None]
     max_length, step_tokens = config.sampler.max_length, None
-    if max_length is not None and config.environment is None:  # an episode may have any number of samples
+    if max_length is not None and not config.every_environment:  # an episode may have any number of samples
         steps = config.learner.minibatches * config.learner.ranks
         step_tokens = -(-config.learner.batch_size // steps) * max_length
     sending = constant if sends_hidden(config) else []

@@ -6,14 +6,13 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from slipstream.config.environment import RUNNING_PYTHON, GatewayConfig
+from slipstream.config.environment import RUNNING_PYTHON, EnvironmentConfig, GatewayConfig
 from slipstream.config.schema import Config
-from slipstream.data.tokenizers import Tokenizer
+from slipstream.data.tokenizers import Tokenizer, Tools
 from slipstream.engines.native.config import vocabulary_of
 from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agent_processes import Agent
@@ -24,14 +23,13 @@ from slipstream.errors import ConfigError
 from slipstream.plan.engine_plans import EnvironmentPlan, GatewayPlan
 from slipstream.sandbox import sandbox_of
 
-Tools = Sequence[dict[str, Any]] | None
-"""JSON schemas of an environment's tools; None if there is no environment, or a gateway."""
+
+def environments_of(config: Config) -> dict[str, EnvironmentPlan]:
+    """Return the plan of every environment by its name, which is "" for a single one."""
+    return {name: environment_of(config, each) for name, each in config.every_environment.items()}
 
 
-def environment_of(config: Config) -> EnvironmentPlan | None:
-    environment = config.environment
-    if environment is None:
-        return None
+def environment_of(config: Config, environment: EnvironmentConfig) -> EnvironmentPlan:
     use, gateway, sandbox = environment.use, environment.gateway, environment.sandbox
     return EnvironmentPlan(
         wanted=None if use is None else EnvironmentSettings(use, sandbox, environment.observation),
@@ -77,12 +75,8 @@ def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
     )
 
 
-def tools_of(
-    env: EnvironmentPlan | None, tokenizer: Tokenizer, ends: Collection[int], say: Callable[[str], object]
-) -> Tools:
-    """Check the environment, and return its tools for the chat template. None for a gateway or no environment."""
-    if env is None:
-        return None
+def tools_of(env: EnvironmentPlan, tokenizer: Tokenizer, ends: Collection[int], say: Callable[[str], object]) -> Tools:
+    """Check the environment, and return its tools for the chat template."""
     from slipstream.environments.chat.renderer import Renderer
 
     if env.gateway is not None and env.gateway.agent is not None:

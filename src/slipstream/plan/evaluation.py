@@ -45,8 +45,8 @@ class EvalRequest:
     url: str | None = None
     """OpenAI-compatible server that runs the model; None: the model runs here."""
     api_key_env: str | None = None
-    environment: EnvironmentPlan | None = None
-    """Environment of the run, which names the run's student to agents."""
+    environments: Mapping[str, EnvironmentPlan] = field(default_factory=dict)
+    """Environments of the run by name, which name the run's student to agents."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of the command line by the key of their setting."""
 
@@ -98,7 +98,7 @@ def config_of_run(run: Config, model: str) -> Config:
         ),
         runtime=RuntimeConfig(kind="inline", **values(run.runtime, RUNTIME)),
     )
-    return made.with_values(seed=run.seed, environment=run.environment)
+    return made.model_copy(update={"seed": run.seed, "environment": run.environment, "environments": run.environments})
 
 
 def values(section: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def evaluation(asked: EvalRequest, sets: Mapping[str, Sequence[Prompt]], tokeniz
     longest = max(config.sampler.max_length or 0, *(longest_of(prompts, model, config) for prompts in sets.values()))
     slots = max(config.sampler.slots, *(config.eval.of(name, "n") for name in sets))
     config = config.with_values(sampler={"max_length": longest, "slots": slots})
-    sampler = replace(sampler_of(config), environment=asked.environment)
+    sampler = replace(sampler_of(config), environments=asked.environments)
     if asked.url is not None:
         sampler = replace(sampler, runs=served_model(config, asked.url, asked.api_key_env))
     sampling = {name: eval_sampling(config, name) for name in sets}

@@ -55,9 +55,9 @@ def running_notes(config: Config, facts: Facts) -> Iterator[str]:
 
 
 def sandbox_notes(config: Config) -> list[str]:
-    env = config.environment
-    judged = env is not None and env.gateway is not None and env.gateway.verify is not None
-    named = [config.task.sandbox, env.sandbox if env is not None and env.gateway is None else None]
+    every = config.every_environment.values()
+    judged = any(each.gateway is not None and each.gateway.verify is not None for each in every)
+    named = [config.task.sandbox, *(each.sandbox for each in every if each.gateway is None)]
     return [in_force(writable())] if judged or "bubblewrap" in named else []
 
 

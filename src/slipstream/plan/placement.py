@@ -181,12 +181,14 @@ def inner_width(text: Any) -> int:
     return int(inner or 4 * text.hidden_size)
 
 
-def stored_bytes(shape: Shape, width: int) -> int:
-    """Return the bytes of activations that one layer stores of one token, for products of this width in bytes.
+def stored_bytes(shape: Shape, width: int, computed: int) -> int:
+    """Return the bytes of activations that one layer stores of one token, for weights and products of these widths.
 
-    Norms compute in at least float32. Their outputs are stored once, or rounded to 16 bits for each of five products.
+    Norms compute in at least float32: half of what they store is that wide, the other half as wide as the weights.
+    Their outputs are stored once, or rounded by autocast for each of five products.
     """
-    return max(width, 4) * shape.normed + width * ((5 if width == 2 else 2) * shape.width + shape.multiplied)
+    copies = 5 if computed < width else 2
+    return (max(width, 4) + width) // 2 * shape.normed + computed * (copies * shape.width + shape.multiplied)
 
 
 def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
@@ -384,14 +386,14 @@ def head_width(plan: LearnerPlan) -> int:
 def of_model(plan: LearnerPlan, trained: int) -> dict[str, float]:
     """Return the bytes that one rank needs to train the student of a plan, by purpose; `trained`: its parameters."""
     settings, shape = plan.settings, shape_of(plan.student.name)
-    computed = WIDTHS[settings.compute_dtype or settings.dtype]
+    width, computed = WIDTHS[settings.dtype], WIDTHS[settings.compute_dtype or settings.dtype]
     rounded: float = quantised_of(plan.student.name) * computed if settings.quantised else 0
-    per_token = stored_bytes(shape, computed)
+    per_token = stored_bytes(shape, width, computed)
     activations = per_token * shape.layers
     if settings.checkpointing:  # keep the inputs of all layers, and the activations of one layer
         activations = per_token + inputs_of(plan) * ("activations" not in settings.offload)
         rounded /= shape.layers
-    number = WIDTHS[settings.dtype] / settings.ranks
+    number = width / settings.ranks
     stepped = min(trained, shape.largest) if "optimizer" in settings.offload else trained
     activated = pass_tokens(plan) * activations
     gathered, whole = gathered_bytes(plan, activated)
@@ -403,8 +405,17 @@ def of_model(plan: LearnerPlan, trained: int) -> dict[str, float]:
         "moments": stepped * moment_bytes(plan),
         "rounded weights": rounded,  # the backward pass needs them, whole on every rank
         "weights in 16 bits": rounded_by_autocast(plan),
-        "~activations": activated,
+        "~activations": activated - made_meanwhile(plan, activated),
     }
+
+
+def made_meanwhile(plan: LearnerPlan, activated: float) -> float:
+    """Return the bytes of gradients for which a pass frees activations: 0 unless it is the only one of its step."""
+    settings, shape = plan.settings, shape_of(plan.student.name)
+    if plan.step_tokens is None or plan.step_tokens > settings.token_budget:
+        return 0  # gradients of an earlier pass are there when the next one has all its activations
+    made = trained_of(plan) if settings.lora else shape.parameters - shape.outside
+    return min(activated, made * WIDTHS[settings.dtype] / settings.ranks)
 
 
 def logits_bytes(plan: LearnerPlan) -> float:
@@ -456,9 +467,9 @@ def rounded_by_autocast(plan: LearnerPlan) -> float:
 
 
 def inputs_of(plan: LearnerPlan) -> int:
-    """Return the bytes per token of the inputs of all layers, in 32 bits."""
+    """Return the bytes per token of the inputs of all layers."""
     shape = shape_of(plan.student.name)
-    return 4 * shape.width * shape.layers
+    return WIDTHS[plan.settings.dtype] * shape.width * shape.layers
 
 
 def moment_bytes(plan: LearnerPlan) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slipstream.config.schedule import Async
@@ -18,10 +19,10 @@ from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.order import Epochs, Mixture, shares_of
 from slipstream.data.prompts import Prompts, Row, load_rows
 from slipstream.data.selection import FILTER_WORDS, difficulties, fitting, overlap_of, without_copies
-from slipstream.data.tokenizers import Tokenizer, check_fits, check_ids, encode_rows
+from slipstream.data.tokenizers import Tokenizer, Tools, check_fits, check_ids, encode_rows
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.plan.ends import end_ids, template_end
-from slipstream.plan.environment import Tools, environment_of, tools_of
+from slipstream.plan.environment import environments_of, tools_of
 from slipstream.plan.facts import Facts
 from slipstream.plan.graders import reward_settings
 from slipstream.plan.lengths import check_budget, sampler_context, teacher_context
@@ -52,8 +53,10 @@ class DataFacts:
         return end_ids(self.facts.student, self.tokenizer, self.config.sampler.stop)
 
     @cached_property
-    def tools(self) -> Tools:
-        return tools_of(environment_of(self.config), self.tokenizer, self.end_ids, self.say)
+    def tools(self) -> dict[str, Tools]:
+        """Return the tools of every environment, by its name."""
+        every = environments_of(self.config)
+        return {name: tools_of(each, self.tokenizer, self.end_ids, self.say) for name, each in every.items()}
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -62,8 +65,10 @@ class DataFacts:
         rows, names = list[Row](), list[str]()
         for name, source in data.sources.items():
             loaded = load_rows(source, data, split=data.split, limit=data.limit, where=data.where, say=self.say)
+            loaded = in_environments(config, loaded, name)
             rows += [replace(row, data_source=name) if name and row.data_source == "default" else row for row in loaded]
             names += [name] * len(loaded)
+        check_used(config, rows)
         graded_rows(rows, config.task.reward, config.task.sandbox, reward_settings(config))
         tokens = encode_rows(rows, self.tokenizer, data, self.tools)
         if isinstance(rows[0].prompt, str) and not data.chat and self.tokenizer.chat_template is not None:
@@ -71,7 +76,7 @@ class DataFacts:
                 f"prompts are text, sent to {config.student} unchanged: data.chat = true sends it as a user's message"
             )
         if data.deduplicate:
-            kept = without_copies(rows, tokens, columns=config.environment is not None, say=self.say)
+            kept = without_copies(rows, tokens, columns=bool(config.every_environment), say=self.say)
             rows, names, tokens = [rows[i] for i in kept], [names[i] for i in kept], [tokens[i] for i in kept]
         chosen = self.fitting(rows, tokens, "data.train")
         rows, names, tokens = [rows[i] for i, _ in chosen], [names[i] for i, _ in chosen], [ids for _, ids in chosen]
@@ -108,7 +113,7 @@ class DataFacts:
             rows, tokens = [rows[place] for place, _ in fit], [ids for _, ids in fit]
             sets[name] = [replace(every[place], tokens=ids) for place, ids in fit]
             self.check(rows, tokens)
-            if config.environment is None:  # in an environment, rows with equal prompts may still differ
+            if not config.every_environment:  # in an environment, rows with equal prompts may still differ
                 line, share = overlap_line(what, self.prompts, rows, tokens)
                 if line:
                     (self.leaks.append if share > LEAKED else self.say)(line)
@@ -119,6 +124,7 @@ class DataFacts:
         config, data, limit = self.config, self.config.data, self.config.eval.of(name, "prompts")
         source, split, where = data.held_out[name], data.eval_split, data.eval_where
         loaded = load_rows(source, data, split=split, limit=limit, where=where, say=self.say)
+        loaded = in_environments(config, loaded, name)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
         judges = [] if config.task.reward else routes(config, rows, held_out=True)
         own: Any = {"teachers": judges, "respelled": respelled_prompts(config, self.facts, rows, judges)}
@@ -135,7 +141,7 @@ class DataFacts:
     @property
     def warnings(self) -> list[str]:
         task = self.config.task
-        if self.config.environment is not None:  # rows with equal prompts may still differ
+        if self.config.every_environment:  # rows with equal prompts may still differ
             return []
         compares = [each for each in task.reward if each == "math" or is_own(each)]
         graded = reward_warnings(self.prompts.rows, compares, task.timeout) if compares and not task.sandbox else []
@@ -174,6 +180,30 @@ class DataFacts:
         for model, most in contexts.items():
             check_fits(rows, tokens, max_tokens=self.config.sampler.max_tokens, context=most, model=model)
         check_ids(rows, tokens, student, self.facts.student.vocabulary)
+
+
+def in_environments(config: Config, rows: list[Row], source: str) -> list[Row]:
+    """Return the rows of a source with their environments: by their column `environment`, or else by the source."""
+    if not (known := config.environments):
+        return rows
+    for row in rows:
+        name = row.meta.get("environment")
+        if name is None and source not in known:
+            raise ConfigError(
+                f"{row.place}: has no column 'environment', which names its environment ({', '.join(known)}): add it, "
+                "or give its source this name in data.train or data.eval"
+            )
+        if name is not None and str(name) not in known:
+            raise ConfigError(f"{row.place}: environment = {str(name)!r} is none; {did_you_mean(str(name), known)}")
+    return [replace(row, environment=str(row.meta.get("environment") or source)) for row in rows]
+
+
+def check_used(config: Config, rows: Sequence[Row]) -> None:
+    if unused := sorted(config.environments.keys() - {row.environment for row in rows}):
+        raise ConfigError(
+            f"environments.{unused[0]}: no prompt uses it: name it in the column 'environment' of rows, or as a source "
+            "in data.train, or drop it"
+        )
 
 
 def order_of(config: Config, rows: Sequence[Row], names: Sequence[str]) -> Mixture:
@@ -318,7 +348,7 @@ def eval_prompts(
     tokenizer: Tokenizer,
     config: Config,
     *,
-    tools: Tools = None,
+    tools: Mapping[str, Tools] = MappingProxyType({}),
     tells: bool = False,
     teachers: Sequence[str] = (),
     respelled: Sequence[Ints | None] = (),

@@ -6,7 +6,7 @@ update the teacher scores prompts in the student's template and the same message
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -14,10 +14,9 @@ import numpy as np
 
 from slipstream.config.data import DataConfig
 from slipstream.data.prompts import Row
-from slipstream.data.tokenizers import Tokenizer, rendered
+from slipstream.data.tokenizers import Tokenizer, Tools, rendered
 from slipstream.errors import DataError
 from slipstream.pipeline.control.canary import text_of
-from slipstream.plan.environment import Tools
 from slipstream.protocols import Sampling
 from slipstream.records import Floats, Ints, Prompt, Rollout, TextScores
 
@@ -47,7 +46,12 @@ class TemplateProbe:
 
 
 def template_probe(
-    tokenizer: Tokenizer, prompts: Iterable[tuple[Row, Prompt]], data: DataConfig, tools: Tools, *, more: int
+    tokenizer: Tokenizer,
+    prompts: Iterable[tuple[Row, Prompt]],
+    data: DataConfig,
+    tools: Mapping[str, Tools],
+    *,
+    more: int,
 ) -> TemplateProbe | None:
     """Return the probe of a teacher with this tokenizer; None if it writes the prompts as the student does.
 

@@ -46,7 +46,7 @@ def shared_cores(config: Config) -> float | None:
 
 
 def check_measurable(made: Plan) -> None:
-    if made.config.environment is not None:
+    if made.config.every_environment:
         raise ConfigError("environment: the cost of its turns cannot be measured yet: give --costs")
     if len(made.config.teachers) > 1:
         raise ConfigError(f"{len(made.config.teachers)} teachers: their costs cannot be separated: give --costs")

@@ -86,7 +86,7 @@ def environment(outcome: dict[str, float], finish: str) -> dict[str, float]:
     """Return the rewards that the environment reported in `outcome`; raise Unusable if it has no `reward`."""
     if TOTAL_REWARD not in outcome:
         late = ", at the end of environment.seconds" if finish == "time" else ""
-        raise Unusable("error", f"has no reward: close() returned none, or the agent left none{late}")
+        raise Unusable("error", f"has no reward: step() and close() returned none, or the agent left none{late}")
     parts = {name.removeprefix("reward/"): value for name, value in outcome.items() if name.startswith("reward/")}
     return {TOTAL_REWARD: outcome[TOTAL_REWARD], **parts}
 

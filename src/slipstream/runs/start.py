@@ -223,7 +223,7 @@ class Start:
         """Run the training loop with display and signal handlers; at the end print a summary, or how to continue."""
         made, config = self.plan, self.plan.config
         modelled = made.engines.costs is not None
-        announce_gateway(made.engines.sampler.environment, log.path, self.say)
+        announce_gateway(made.engines.sampler.environments.get(""), log.path, self.say)
         run = Run(
             config,
             engines,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,14 +36,14 @@ from slipstream.engines.weights import identity_of
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Episodes
 from slipstream.environments.gateway.agent_processes import Programs
-from slipstream.environments.gateway.agents import Agents
+from slipstream.environments.gateway.agents import Agents, Players
 from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.pool import EnvironmentPool
+from slipstream.environments.several import SeveralEnvironments
 from slipstream.estimators.logprobs.tiles import Head
 from slipstream.objective.distillation import TeacherHead
 from slipstream.plan.engine_plans import (
     EnvironmentPlan,
-    GatewayPlan,
     GraderPlan,
     LearnerPlan,
     ModelPlan,
@@ -53,6 +53,9 @@ from slipstream.plan.engine_plans import (
 from slipstream.protocols import GradingSampler, Sampling, TeacherSampler
 from slipstream.records import Group, Handle, Prompt
 from slipstream.rewards.grading import PoolGrader
+
+if TYPE_CHECKING:
+    from slipstream.environments.gateway.server import Server
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class NativeKinds:
 
 NATIVE_KINDS = NativeKinds()
 Policy = NativeSampler | VllmSampler | ServerSampler | CompletionsSampler
-AnySampler = Policy | Episodes | Agents
+EpisodeSampler = Episodes | Agents | SeveralEnvironments
+AnySampler = Policy | EpisodeSampler
 EngineScorer = NativeScorer | HttpScorer | VllmScorer
 AnyScorer = EngineScorer | RespellingScorer
 
@@ -91,55 +95,56 @@ def build_model(plan: ModelPlan) -> LanguageModel:
 def build_sampler(
     plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
 ) -> AnySampler:
-    if plan.environment is None:
+    if not plan.environments:
         return build_policy(plan, tokenizer, kind)
-    if plan.environment.gateway is not None:
-        return build_agents(plan, plan.environment, plan.environment.gateway, tokenizer, kind)
-    assert plan.environment.wanted is not None
     with ExitStack() as stack:
-        pool = EnvironmentPool(
-            plan.environment.wanted, plan.environment.processes
-        )  # their processes start while models load
-        stack.callback(pool.close)
+        opened = {
+            name: stack.enter_context(closing(open_environment(each))) for name, each in plan.environments.items()
+        }
         policy = build_policy(plan, tokenizer, kind)
         stack.callback(policy.close)
         ends = stop_ids(tokenizer, generation_of(plan.model), plan.stop)
-        renderer = Renderer(tokenizer, stop_ids=ends, tools=pool.schemas(), **plan.environment.renderer)
+        by_name = {
+            name: build_episodes(each, opened[name], policy, tokenizer, ends)
+            for name, each in plan.environments.items()
+        }
         stack.pop_all()
-        return Episodes(policy, renderer, pool, plan.environment.limits)
+    return by_name[""] if "" in by_name else SeveralEnvironments(policy, by_name)
 
 
-def build_agents(
-    plan: SamplerPlan,
-    environment: EnvironmentPlan,
-    gateway: GatewayPlan,
-    tokenizer: Tokenizer,
-    kind: Callable[..., NativeSampler],
-) -> Agents:
-    """Build a gateway for external agents; bind the port first, so that an occupied port fails before models load."""
+def open_environment(plan: EnvironmentPlan) -> EnvironmentPool | Server:
+    """Start the processes of an environment, or bind the port of a gateway, so that both fail before models load."""
+    if (gateway := plan.gateway) is None:
+        assert plan.wanted is not None
+        return EnvironmentPool(plan.wanted, plan.processes)
     from slipstream.environments.gateway.server import Server  # needs an optional dependency
 
-    limits, agent = environment.limits, gateway.agent
-    times = {"seconds": limits.seconds, "step_seconds": limits.step_seconds}
-    with ExitStack() as stack:
-        external = ExternalAgents(gateway.token, limits.step_seconds / 2)
-        outside, walled = external if agent is None else None, agent is not None and agent.walled
-        server = Server(gateway.name, gateway.host, gateway.port, outside, walled=walled)
-        stack.callback(server.close)
-        policy = build_policy(plan, tokenizer, kind)
-        stack.callback(policy.close)
-        ends = stop_ids(tokenizer, generation_of(plan.model), plan.stop)
-        agents = Agents(
-            policy,
-            Renderer(tokenizer, stop_ids=ends, **environment.renderer),
-            external if agent is None else Programs(agent, socket=server.walled_at, **times),
-            server,
-            limits,
-            vocabulary=gateway.vocabulary,
-            at_once=gateway.at_once,
-        )
-        stack.pop_all()
-        return agents
+    agent = gateway.agent
+    external = ExternalAgents(gateway.token, plan.limits.step_seconds / 2) if agent is None else None
+    return Server(gateway.name, gateway.host, gateway.port, external, walled=agent is not None and agent.walled)
+
+
+def build_episodes(
+    plan: EnvironmentPlan,
+    opened: EnvironmentPool | Server,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    ends: Collection[int],
+) -> Episodes | Agents:
+    """Build the sampler of episodes in one environment, whose turns `policy` generates."""
+    limits, gateway = plan.limits, plan.gateway
+    if isinstance(opened, EnvironmentPool):
+        renderer = Renderer(tokenizer, stop_ids=ends, tools=opened.schemas(), **plan.renderer)
+        return Episodes(policy, renderer, opened, limits)
+    assert gateway is not None
+    players: Players | None = opened.guests
+    if gateway.agent is not None:
+        times = {"seconds": limits.seconds, "step_seconds": limits.step_seconds}
+        players = Programs(gateway.agent, socket=opened.walled_at, **times)
+    assert players is not None
+    renderer = Renderer(tokenizer, stop_ids=ends, **plan.renderer)
+    sizes = {"vocabulary": gateway.vocabulary, "at_once": gateway.at_once}
+    return Agents(policy, renderer, players, opened, limits, **sizes)
 
 
 def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler) -> Policy:
@@ -193,7 +198,7 @@ class SelfGrading(GradingSampler):
             sampling = build_sampler(sampler, tokenizer)
             stack.callback(sampling.close)
             super().__init__(sampling, grading)
-            self.policy: Any = sampling.policy if isinstance(sampling, Episodes | Agents) else sampling
+            self.policy: Any = sampling.policy if isinstance(sampling, EpisodeSampler) else sampling
             self.close = stack.pop_all().close
 
     async def offload(self) -> None:

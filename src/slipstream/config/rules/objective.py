@@ -18,7 +18,7 @@ def objective(c: Sections) -> Clashes:
     if not c.loss.weight and c.teachers and not (c.all_supervised and c.sft_asks_teachers):
         yield "loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight"
     for where, loss in (("loss", c.loss), ("sft.loss", c.sft.loss if c.sft is not None else None)):
-        if loss is not None and loss.tokens.startswith("tcod") and c.environment is None:
+        if loss is not None and loss.tokens.startswith("tcod") and not c.every_environment:
             given = f'{where}.tokens = "{loss.tokens}"'
             yield f'{given} weighs turns, and there is only one: add [environment], or write "first"'
     yield from problems(c.teachers, c.loss)
@@ -63,7 +63,7 @@ def teacher_alone(c: Sections, where: str, teacher: TeacherConfig) -> Clashes:
 
 def other_spelling(c: Sections, own: str) -> Clashes:
     """Yield what needs a teacher that knows the student's tokens."""
-    if c.environment is not None:
+    if c.every_environment:
         yield f"{own} is for responses of one turn: drop it, or [environment]"
     if c.sft_asks_teachers:
         yield f'{own} scores what the student drew: write sft.source = "data" and sft.loss.kind = "cross_entropy"'
@@ -86,6 +86,8 @@ def reference(c: Sections) -> Clashes:
 
 def rewards(c: Sections, policy: PolicyConfig) -> Clashes:
     names, weights = c.task.names, policy.reward_weights
+    if policy.advantage == "grpo_turn" and not c.every_environment:
+        yield 'policy.advantage = "grpo_turn" compares turns, and there is only one: add [environment], or write "grpo"'
     if policy.old == "average" and c.learner.dtype == "bfloat16":
         yield (
             'policy.old = "average" is kept in learner.dtype, and bfloat16 rounds small changes to 0: write '
@@ -148,7 +150,7 @@ def critic(c: Sections) -> Clashes:
     for name in ("gamma", "lam"):
         if (value := c.policy.advantage_options.get(name, 0.0)) > 1:
             yield f"policy.advantage_options of gae: {name} = {value:g} must be at most 1"
-    if c.environment is None and c.policy.advantage_options.get("by_turn"):
+    if not c.every_environment and c.policy.advantage_options.get("by_turn"):
         yield "policy.advantage_options.by_turn needs several turns: add [environment], or drop by_turn"
 
 

@@ -14,7 +14,7 @@ def offpolicy(c: Sections) -> Clashes:
         section: SupervisedConfig | MixConfig | None = getattr(c, name)
         if section is None:
             continue
-        if c.environment is not None:
+        if c.every_environment:
             yield f"[{name}] has responses of one turn, and [environment] makes episodes: drop one"
         if section.source == "teacher":
             yield from teachers_that_roll(c, name)
@@ -139,8 +139,9 @@ def teacher_replaces(c: Sections) -> Clashes:
         yield f"{where} needs exactly one teacher, and there are {len(c.teachers)}: drop it"
     if c.sampler.teacher_replaces and (names := [*c.sampler.truncation, *c.sampler.changed("keep_mask")]):
         yield f"{where}: the teacher may draw tokens outside of sampler.{names[0]}: drop one of them"
-    for name in ("policy", "freshness", "environment") if c.sampler.teacher_replaces else ("freshness",):
-        if getattr(c, name) is not None:
+    sections = ("policy", "environment", "environments") if c.sampler.teacher_replaces else ()
+    for name in ("freshness", *sections):
+        if getattr(c, name):
             yield f"{where} does not work with [{name}]: drop one of them"
     if c.sampler.teacher_replaces and c.correction.preset != "disabled":
         yield (

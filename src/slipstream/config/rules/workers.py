@@ -113,18 +113,22 @@ def server(c: Sections) -> Clashes:
 
 
 def environment(c: Sections) -> Clashes:
-    environment, limit = c.environment, c.sampler.max_tokens
-    if environment is None:
-        if "environment" in c.task.reward:
-            yield 'task.reward = "environment" is the reward of an environment: add [environment]'
-        return
-    if environment.gateway is not None and environment.gateway.listen is not None and c.sampler.replicas != 1:
-        yield "environment.gateway.listen is one port, of one sampler: drop sampler.replicas"
-    if environment.turn_tokens is not None and environment.turn_tokens >= limit:
-        yield (
-            f"environment.turn_tokens = {environment.turn_tokens} does nothing: sampler.max_tokens = {limit} "
-            "is for a whole episode; write less, or drop it"
-        )
+    if c.environment is not None and c.environments:
+        yield "[environment] and [environments] exclude each other: move [environment] to [environments.NAME]"
+    if not c.every_environment and "environment" in c.task.reward:
+        yield 'task.reward = "environment" is the reward of an environment: add [environment]'
+    for name, each in c.every_environment.items():
+        where, limit = f"environments.{name}" if name else "environment", c.sampler.max_tokens
+        if each.gateway is not None and each.gateway.listen is not None:
+            if name:
+                yield f"{where}.gateway.listen is for agents of one environment: write it as [environment.gateway]"
+            if c.sampler.replicas != 1:
+                yield f"{where}.gateway.listen is one port, of one sampler: drop sampler.replicas"
+        if each.turn_tokens is not None and each.turn_tokens >= limit:
+            yield (
+                f"{where}.turn_tokens = {each.turn_tokens} does nothing: sampler.max_tokens = {limit} "
+                "is for a whole episode; write less, or drop it"
+            )
 
 
 def clock(c: Sections) -> Clashes:
@@ -139,7 +143,7 @@ def clock(c: Sections) -> Clashes:
             )
     if c.task.model is not None or c.task.judge is not None:
         yield ('the rewards "model" and "judge" take real time: write runtime.clock = "real", or another task.reward')
-    if c.environment is not None and c.environment.gateway is not None:
+    if c.has_agents:
         yield ('agents on environment.gateway run in real time: write runtime.clock = "real", or drop the gateway')
 
 

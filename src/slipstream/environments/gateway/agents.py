@@ -207,12 +207,15 @@ class Agents:
         return session.stopped or "eos"
 
     def close(self) -> None:
+        self.close_environments()
+        self.policy.close()
+
+    def close_environments(self) -> None:
         for playing in self.playing.values():
             if not playing.task.done() and not playing.task.get_loop().is_closed():
                 playing.task.cancel()
         self.server.close()
         self.players.close()
-        self.policy.close()
 
 
 @dataclass(eq=False)

@@ -45,6 +45,7 @@ ADVANTAGES: dict[str, Estimator] = {
     for each in (
         Estimator("grpo"),
         Estimator("grpo_passk"),
+        Estimator("grpo_turn", by_token=True),
         Estimator("rloo"),
         Estimator("opo"),
         # the importance weights of the tokens are in these norms already

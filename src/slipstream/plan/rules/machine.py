@@ -34,9 +34,9 @@ def check_packages(config: Config, facts: Facts) -> None:
             check(facts.name_of(f"{where}.engine"))
     if (config.learner.lora is not None or facts.student.is_adapter) and not facts.has("peft"):
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
-    use = config.environment.integration if config.environment is not None else None
-    if use is not None and (fault := fault_of(use)):
-        raise ConfigError(f"environment.use = {use!r} {fault}")
+    for use in [each.integration for each in config.every_environment.values()]:
+        if use is not None and (fault := fault_of(use)):
+            raise ConfigError(f"environment.use = {use!r} {fault}")
     if config.has_agents and not facts.has("uvicorn"):
         raise ConfigError("environment.gateway needs uvicorn: pip install 'slipstream[gateway]'")
 
@@ -91,7 +91,7 @@ def check_processes(config: Config, facts: Facts) -> None:
     if runtime.kind == "inline":
         return
     graders = runtime.graders if config.task.reward else 0
-    environments = config.environment.processes if config.environment is not None else 0
+    environments = sum(each.processes for each in config.every_environment.values())
     beside = samplers * (graders + environments)
     needed = (engines + beside) * PROCESS
     if needed > facts.memory:

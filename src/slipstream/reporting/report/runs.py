@@ -24,7 +24,7 @@ Column = tuple[list[float], list[float]]
 """Updates, and the values of a metric at these updates."""
 HELD_OUT_MEASURES = {"accuracy", "kl"}
 """Metrics that an evaluation may have: accuracy by the first reward, or else the KL to the teacher."""
-OPTIONAL_SECTIONS = ("environment", "policy", "reference", "freshness")
+OPTIONAL_SECTIONS = ("environment", "environments", "policy", "reference", "freshness")
 """Config sections that have no effect unless they are written."""
 
 
@@ -152,4 +152,4 @@ def changed_settings(config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def in_use(config: Config) -> dict[str, str]:
-    return {f"[{name}]": "in use" for name in OPTIONAL_SECTIONS if getattr(config, name) is not None}
+    return {f"[{name}]": "in use" for name in OPTIONAL_SECTIONS if getattr(config, name)}
