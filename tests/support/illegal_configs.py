@@ -317,6 +317,17 @@ critic.weight=0.1
 {RL} policy.advantage=grpo_turn
 {RL} policy.advantage=gae policy.refill=2.0 critic.lr=0.01
 {RL} policy.advantage=gae critic.lr=0.01 environment.sandbox="none" environment.gateway.command=ls
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.weight=0.2
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.dtype=float16
+{RL} policy.advantage=gae critic.model=builtin:tool_teacher
+{RL} policy.advantage=gae critic.model=builtin:word_student
+{RL} policy.advantage=gae critic.model=builtin:pair_teacher
+{RL} policy.advantage=gae critic.model=no/such
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.lora.rank=1000
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.lora.targets=["nothing"]
+{RL} policy.advantage=gae critic.backbone_lr=0.01
+{RL} policy.advantage=gae critic.dtype=bfloat16
+{RL} policy.advantage=gae critic.lora.rank=2
 {BOTH} policy.advantage=gdpo
 {BOTH} policy.advantage=gdpo task.reward=["exact","math"] reference.weight=0.1 reference.into=reward
 {BOTH} policy.advantage=gdpo task.reward=["exact","math"] sampler.group=1
@@ -544,12 +555,14 @@ teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=re
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 loss.temperature=2.0
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 loss.reward_scale=1.25
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 teachers.main.ends=map
-teachers.main.spelling=own loss.m=1 teachers.main.context={{best}} teachers.main.relabel=stale task.reward=exact
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 teachers.main.relabel=stale
 teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.spelling=own
 teachers.main.spelling=own loss.m=1 teachers.main.context=./own.py:shown teachers.main.max_length=99
-teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.source=teacher
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=teacher
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.loss.kind=forward_kl
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=data
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged mix.source=data
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged loss.temperature=0.5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.fusion.alpha=0.5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.max_tokens=200
 teachers.main.engine=vllm teachers.main.ends=map

@@ -84,6 +84,8 @@ class SamplerPlan(SamplerSettings):
     """Teacher that the sampler asks at every token; None: the student draws alone."""
     ends_as: str = ""
     """Model whose end tokens end a response; empty: those of the sampler's own model."""
+    respelling: Respelling | None = None
+    """Spelling of a teacher's tokens, whose answers are spelled in those of the student; None: both have the same."""
     cache: str | None = None
     """Directory that stores the rollouts of supervised updates; None: they are not stored."""
 
@@ -127,6 +129,8 @@ class ScorerPlan(ScorerSettings):
 @dataclass(frozen=True, kw_only=True)
 class LearnerPlan(LearnerSettings):
     student: ModelPlan
+    critic: ModelPlan | None = None
+    """The critic's own model; None: it has none."""
     export_dtype: str
     width: int
     """Hidden size of the student; the learner estimates the cost of sequences from it."""

@@ -51,7 +51,7 @@ def engines_of(
     return EnginesPlan(
         learner=learner_of(config, method, one_ends, respellings or {}),
         sampler=sampler_of(config),
-        teacher_samplers=teacher_samplers_of(config),
+        teacher_samplers=teacher_samplers_of(config, respellings or {}),
         scorers={
             name: scorer_of(config, name, one_ends.get(name), (respellings or {}).get(name)) for name in config.teachers
         },
@@ -69,6 +69,14 @@ def student_of(config: Config, dtype: str) -> ModelPlan:
     device, max_length = config.runtime.device, config.sampler.max_length
     lora, seed = config.learner.lora, config.seed
     return ModelPlan(name=config.student, dtype=dtype, device=device, max_length=max_length, lora=lora, seed=seed)
+
+
+def critic_of(config: Config) -> ModelPlan | None:
+    """Return the critic's own model; None: it has none."""
+    critic = config.critic
+    if critic is None or critic.model is None:
+        return None
+    return replace(student_of(config, critic.dtype or config.learner.dtype), name=critic.model, lora=critic.lora)
 
 
 def sampler_of(config: Config) -> SamplerPlan:
@@ -98,7 +106,7 @@ def beside_sampler(config: Config) -> ModelPlan | None:
     return replace(teacher_of(config, name), max_length=config.sampler.max_length)
 
 
-def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
+def teacher_samplers_of(config: Config, respellings: Mapping[str, Respelling]) -> dict[str, SamplerPlan]:
     """Return a sampler for each teacher that generates responses; it has as many replicas as the teacher's scorers."""
     if "teacher" not in config.offpolicy_sources:
         return {}
@@ -110,7 +118,9 @@ def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
             replicas=at_first(teacher.replicas),
             teacher=None,
             router=False,
-            ends_as=config.student,
+            stop=config.sampler.stop if name not in respellings else (),
+            ends_as=config.student if name not in respellings else "",
+            respelling=respellings.get(name),
             cache=str(Path(config.sft.cache).absolute()) if config.sft is not None and config.sft.cache else None,
         )
         for name, teacher in config.teachers.items()
@@ -183,6 +193,7 @@ def learner_of(
     sending = constant if sends_hidden(config) else []
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
+        critic=critic_of(config),
         settings=config.learner,
         method=method,
         supervised=supervised_of(config),

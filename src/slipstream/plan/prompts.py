@@ -95,7 +95,7 @@ class DataFacts:
             shuffle=data.shuffle,
             teachers=teachers,
             sources=sources_of(config, rows, names, teachers),
-            respelled=respelled_prompts(config, self.facts, rows, teachers),
+            respelled=respelled_prompts(config, self.facts, rows, teachers, self.tools),
             tells=self.keeps_text,
             order=order_of(config, rows, names),
         )
@@ -127,8 +127,8 @@ class DataFacts:
         loaded = in_environments(config, loaded, name)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
         judges = [] if config.task.reward else routes(config, rows, held_out=True)
-        own: Any = {"teachers": judges, "respelled": respelled_prompts(config, self.facts, rows, judges)}
         tools, tells = self.tools, self.keeps_text
+        own: Any = {"teachers": judges, "respelled": respelled_prompts(config, self.facts, rows, judges, tools)}
         return rows, eval_prompts(rows, self.tokenizer, config, tools=tools, tells=tells, **own)
 
     @property
@@ -173,10 +173,12 @@ class DataFacts:
     def check(self, rows: Sequence[Row] | Sequence[Prompt], tokens: Sequence[Ints]) -> None:
         """Raise DataError for a prompt that with a response exceeds the student's context, or has unknown tokens."""
         student, context = self.config.student, sampler_context(self.config, self.facts)
-        critic, model = self.config.critic, student
-        if critic is not None and critic.bootstrap:  # it reads the end of a response, too
-            context, model = context - 1, f"{student}, less one for critic.bootstrap"
-        check_fits(rows, tokens, max_tokens=self.config.sampler.max_tokens, context=context, model=model)
+        contexts, critic = {student: context}, self.facts.critic or self.facts.student
+        if self.config.critic is not None and self.config.critic.bootstrap:  # it reads the end of a response, too
+            contexts[f"{critic.name}, less one for critic.bootstrap"] = critic.context - 1
+        contexts.setdefault(critic.name, critic.context)
+        for model, most in contexts.items():
+            check_fits(rows, tokens, max_tokens=self.config.sampler.max_tokens, context=most, model=model)
         check_ids(rows, tokens, student, self.facts.student.vocabulary)
 
 

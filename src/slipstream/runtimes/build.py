@@ -26,7 +26,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.quantisation import compute_rounded, quantise
 from slipstream.engines.record_files import RolloutCache
-from slipstream.engines.respelling import RespellingScorer
+from slipstream.engines.respelling import RespellingSampler, RespellingScorer
 from slipstream.engines.server.api import Served, ServerSettings
 from slipstream.engines.server.sampler import CompletionsSampler, ServerSampler
 from slipstream.engines.vllm.core import Settings
@@ -162,6 +162,7 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., Na
             lm = build_model(student)
             generation = generation_of(plan.ends_as) if plan.ends_as else lm.model.generation_config
             ends = stop_ids(tokenizer, generation, plan.stop)
+            ends |= set() if plan.respelling is None else {plan.respelling.end}
             teacher = None if plan.teacher is None else build_model(plan.teacher)
             return kind(lm, plan, stop_ids=ends, teacher=teacher)
 
@@ -172,19 +173,27 @@ class OwnTeacherSampler(TeacherSampler):
     def __init__(
         self, plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
     ) -> None:
-        policy = build_policy(plan, tokenizer, kind)
+        """Build the sampler; `tokenizer` is the student's."""
+        respelling = plan.respelling
+        own = tokenizer if respelling is None else load_tokenizer(respelling.tokenizer)
+        policy = build_policy(plan, own, kind)
         self.cache: RolloutCache | None = None
+        self.respelled: RespellingSampler | None = None
         super().__init__(policy)
         if plan.cache is not None:
             assert isinstance(policy, NativeSampler)
             lm = policy.lm
             settings = lm.model.config.to_json_string(use_diff=False)
-            own = (identity_of(lm.model), settings, lm.device.type, sorted(policy.stop_ids), slipstream.__version__)
-            self.cache = RolloutCache(super().generate, Path(plan.cache), repr(own))
+            known = (identity_of(lm.model), settings, lm.device.type, sorted(policy.stop_ids), slipstream.__version__)
+            self.cache = RolloutCache(super().generate, Path(plan.cache), repr(known))
+        self.draw = super().generate if self.cache is None else self.cache.generate
+        if respelling is not None:
+            spellings = Spelling(tokenizer), Spelling(own)
+            self.respelled = RespellingSampler(self.draw, plan.model, *spellings, respelling)
         self.close = policy.close
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        generate = super().generate if self.cache is None else self.cache.generate
+        generate = self.draw if self.respelled is None else self.respelled.generate
         return await generate(prompt, sampling, begun)
 
 
@@ -235,7 +244,9 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
     own = load_tokenizer(respelling.tokenizer)
     spellings = Spelling(tokenizer), Spelling(own)
     context = None if plan.context is None else TemplateContext(plan.context, own)
-    settings: dict[str, Any] = {"dense": plan.spec.cache == "hidden", "context": context}
+    writers = {name: Renderer(own, **each) for name, each in respelling.renderers.items()}
+    settings: dict[str, Any] = {"context": context, "writers": writers}
+    settings |= {"dense": plan.spec.cache == "hidden", "merges": plan.spec.merges}
     return RespellingScorer(build_engine_scorer(plan, own, kind), plan.name, *spellings, respelling, **settings)
 
 
@@ -264,15 +275,20 @@ def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Mee
     # load on the CPU: sharding moves layers to the device one by one, so it never holds more than a rank's share
     student = shared.get("student", partial(build_student, plan, "cpu"))
     heads = {name: shared.get(f"teacher {name}", partial(build_head, each)) for name, each in plan.teachers.items()}
+    critic = None if plan.critic is None else shared.get("critic", partial(build_model, on_cpu(plan.critic)))
     device = pick_device(plan.student.device)
     ranks = join(meeting, index, plan.settings.ranks, device=device, patience=plan.patience)
     shared.memory.clear()
-    return build_learner(plan, tokenizer, student, ranks, heads)
+    return build_learner(plan, tokenizer, student, ranks, heads, critic)
+
+
+def on_cpu(model: ModelPlan) -> ModelPlan:
+    return replace(model, device="cpu")
 
 
 def build_head(teacher: ModelPlan) -> Head:
     """Load a teacher on the CPU, because only its head is kept."""
-    return build_model(replace(teacher, device="cpu")).head
+    return build_model(on_cpu(teacher)).head
 
 
 class Meet:
@@ -291,11 +307,13 @@ def build_learner(
     student: LanguageModel | None = None,
     ranks: Ranks | None = None,
     loaded: Mapping[str, Head] | None = None,
+    critic: LanguageModel | None = None,
     *,
     kind: Callable[..., NativeLearner] = NativeLearner,
 ) -> NativeLearner:
-    """Build a learner; `loaded` are the heads of teachers that are in host memory already."""
+    """Build a learner; `loaded` are the heads of teachers that are in host memory already, as are given models."""
     student = student or build_student(plan)
+    critic = critic or (None if plan.critic is None else build_model(plan.critic))
     if plan.stop:  # so that the saved student stops there, too
         generation = student.model.generation_config
         generation.eos_token_id = sorted(stop_ids(tokenizer, generation, plan.stop))
@@ -308,4 +326,4 @@ def build_learner(
             sizes = student.vocab_size, head.weight.shape[0]
             layout_X = torch.from_numpy(shared_layout(*spellings, respelling.roles, sizes=sizes))
         heads[name] = TeacherHead(head.to(pick_device(teacher.device)), plan.one_ends.get(name), layout_X)
-    return kind(student, plan, ranks, tokenizer=tokenizer, heads=heads)
+    return kind(student, plan, ranks, tokenizer=tokenizer, heads=heads, critic=critic)

@@ -62,6 +62,7 @@ COMPLETED = (
     Rule(models.check_embeddings),
     Rule(models.check_layers),
     Rule(check_suite, "training files"),
+    Rule(models.check_critic, "training files"),
 )
 """Rules of the completed config."""
 WITH_LENGTHS = (Rule(models.check_selection, "training"),)
