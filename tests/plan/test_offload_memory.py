@@ -89,6 +89,33 @@ def test_the_old_policy_counts_as_often_as_its_weights_are_in_memory() -> None:
     learner.close()
 
 
+def test_a_critics_own_model_counts_with_what_it_is_trained_with() -> None:
+    """Two ranks: 2 bytes of each weight and gradient, 4 of the moments; its output head is stored and not trained."""
+    rewarded: Any = {
+        "task": {"reward": "math"},
+        "policy": {"advantage": "gae"},
+        "loss": {"weight": 0},
+        "teachers": {},
+    }
+    here = {"ranks": 2, "checkpointing": True}
+    alone = found(here, **rewarded, critic={"warmup": 1})["learner-1"].parts
+    model = {"model": "shapes:Qwen/Qwen3-8B", "dtype": "bfloat16"}
+    both, parameters = found(here, **rewarded, critic=model)["learner-1"].parts, 8_190_735_360
+    trained = parameters - 151_936 * 4096
+    assert both["critic's weights"] == parameters * 2 / 2
+    assert both["critic's gradients"] == trained * 2 / 2 and both["critic's moments"] == trained * 2 * 2 / 2
+    assert both["value head"] == 12 * 4097 and alone["value head"] == 12 * 2561
+    assert all(both[name] == alone[name] for name in ("weights", "gradients", "moments", "logits"))
+    wide = found(here, **rewarded, critic=model | {"dtype": "float32"})["learner-1"].parts
+    assert wide["~activations"] > both["~activations"] == alone["~activations"], "they make their passes in turn"
+    adapters = found(here, **rewarded, critic=model | {"lora": {"rank": 16}})["learner-1"].parts
+    # q, o, k and v, gate, up and down: inputs and outputs of each
+    rows = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12_288)
+    assert adapters["critic's moments"] == 36 * 16 * rows * 2 * 2 / 2
+    away = found(here | {"offload": ["optimizer"]}, **rewarded, critic=model)["learner-1"]
+    assert away.host["moments"] == alone["moments"] + both["critic's moments"]
+
+
 def copies_of(weight: Tensor) -> int:
     """Return how many tensors in memory have the values of this weight."""
     gc.collect()

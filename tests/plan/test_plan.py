@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 
 from slipstream.cli import main
 from slipstream.config.file import load
+from slipstream.config.schema import Config
 from slipstream.engines.http import client
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.plan.plan import plan
+from slipstream.models.resolve import model_path
+from slipstream.plan.plan import check_shapes, plan
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start as command
 from support.illegal_configs import BASE, BOTH, ILLEGAL, RL, SCHEMA
@@ -126,6 +128,7 @@ schedule.max_lag=2 schedule.on_old=restart
 {RL} task.reward=["math","exact"] policy.reward_weights={{exact=-0.1}}
 {RL} policy.advantage=remax
 {RL} policy.advantage=gae critic.warmup=1
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.dtype=bfloat16 critic.lora.rank=2
 {RL} policy.advantage=gae critic.clip=0.1 sampler.group=1 policy.advantage_options={{rho=1.0,c=1.0}}
 {RL} policy.advantage=remax sampler.group=1
 {RL} policy.advantage=optimal_token_baseline correction.preset=decoupled_token_is
@@ -277,6 +280,32 @@ def test_a_critic_that_reads_the_end_of_a_response_needs_one_more_position(confi
     with pytest.raises(SlipstreamError, match=f"context of {context - 1} of .*, less one for critic.bootstrap"):
         planned(context - prompt, "true")
     planned(context - prompt - 1, "true")
+
+
+def test_a_critics_own_model_reads_every_token_of_every_sequence(config: str) -> None:
+    """The longest prompt has 33 tokens, and responses 16."""
+    shutil.copytree(model_path("builtin:student"), "critic")
+    file = Path("critic/config.json")
+
+    def planned(bootstrap: str, check: Callable[[Config], Any] = plan, **changes: int) -> Any:
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        words = f"{RL} policy.advantage=gae critic.model=critic critic.bootstrap={bootstrap}".split()
+        return check(load(config, [(key, value) for key, _, value in (word.partition("=") for word in words)]))
+
+    assert planned("true").engines.learner.critic.name == "critic"
+    planned("false", max_position_embeddings=49)
+    with pytest.raises(SlipstreamError, match="context of 48 of critic, less one for critic.bootstrap"):
+        planned("true")
+    with pytest.raises(SlipstreamError, match="context of 48 of critic: shorten"):
+        planned("false", max_position_embeddings=48)
+    with pytest.raises(
+        SlipstreamError, match="critic: sequences of 17 tokens exceed the context of 16 of critic: lower"
+    ):
+        planned("false", check_shapes, max_position_embeddings=16)
+    with pytest.raises(
+        SlipstreamError, match="critic.model: critic has 9 embeddings, builtin:student has 39: it could"
+    ):
+        planned("false", check_shapes, vocab_size=9)
 
 
 @pytest.mark.parametrize(

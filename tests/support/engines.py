@@ -75,11 +75,12 @@ def native_learner(
     tokenizer: Any = None,
     teacher_heads: Mapping[str, TeacherHead] | None = None,
     ranks: Ranks | None = None,
+    critic: LanguageModel | None = None,
     kind: type[NativeLearner] = NativeLearner,
     **settings: Any,
 ) -> NativeLearner:
     plan = LearnerSettings(method=method, settings=config, updates=updates, **settings)
-    return kind(lm, plan, ranks, tokenizer=tokenizer, heads=teacher_heads)
+    return kind(lm, plan, ranks, tokenizer=tokenizer, heads=teacher_heads, critic=critic)
 
 
 def student_passes(

@@ -312,6 +312,17 @@ critic.weight=0.1
 {RL} policy.advantage=grpo_turn
 {RL} policy.advantage=gae policy.refill=2.0 critic.lr=0.01
 {RL} policy.advantage=gae critic.lr=0.01 environment.sandbox="none" environment.gateway.command=ls
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.weight=0.2
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.dtype=float16
+{RL} policy.advantage=gae critic.model=builtin:tool_teacher
+{RL} policy.advantage=gae critic.model=builtin:word_student
+{RL} policy.advantage=gae critic.model=builtin:pair_teacher
+{RL} policy.advantage=gae critic.model=no/such
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.lora.rank=1000
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.lora.targets=["nothing"]
+{RL} policy.advantage=gae critic.backbone_lr=0.01
+{RL} policy.advantage=gae critic.dtype=bfloat16
+{RL} policy.advantage=gae critic.lora.rank=2
 {BOTH} policy.advantage=gdpo
 {BOTH} policy.advantage=gdpo task.reward=["exact","math"] reference.weight=0.1 reference.into=reward
 {BOTH} policy.advantage=gdpo task.reward=["exact","math"] sampler.group=1

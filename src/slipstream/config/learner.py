@@ -19,15 +19,15 @@ class LoraConfig(Section):
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers with an adapter, such as ["q_proj", "v_proj"]. "all-linear": all except the head."""
 
-    def among(self, layers: Sequence[str]) -> list[str]:
-        """Return the linear layers that get an adapter. Raise a ConfigError for an unknown target."""
+    def among(self, layers: Sequence[str], where: str = "learner.lora") -> list[str]:
+        """Return the linear layers that get an adapter. Raise a ConfigError for an unknown target of `where`."""
         if self.targets == "all-linear":
             return list(layers)
         known = sorted({name.rpartition(".")[2] for name in layers})
         for target in self.targets:
             if target not in known:
                 hint = did_you_mean(target, known)
-                raise ConfigError(f"learner.lora.targets: {target!r} is no linear layer of the student; {hint}")
+                raise ConfigError(f"{where}.targets: {target!r} is no linear layer of this model; {hint}")
         return [name for name in layers if name.rpartition(".")[2] in self.targets]
 
 

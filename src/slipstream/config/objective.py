@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from slipstream.config.base import DRAWS, Section
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import PRESETS, CorrectionPreset, Threshold, Unit
 from slipstream.estimators.tables.policy import CENTRED, POLICY_LOSSES, Estimate, Mode
@@ -108,19 +109,42 @@ class PolicyConfig(Section):
 
 
 class CriticConfig(Section):
-    """Value head on the student's last hidden state: it predicts the reward to come, for policy.advantage = "gae"."""
+    """Value head on the last hidden state of the student or of another model, for policy.advantage = "gae"."""
 
+    model: str | None = None
+    """HF directory or hub name, or builtin:NAME: the critic's own model, with the student's tokenizer. The learner
+    trains it, and no gradient of the values reaches the student. None: the value head is on the student."""
     lr: float = Field(1e-4, gt=0, le=1)
-    """Learning rate of the value head, which has an AdamW of its own. The wider the student, the smaller it must be."""
+    """Learning rate of the value head, which has an AdamW of its own. The wider the model, the smaller it must be."""
+    backbone_lr: float = Field(1e-5, gt=0, le=1)
+    """Learning rate of the critic's own model, which has an AdamW of its own, too."""
+    dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    """Number format of the weights and gradients of the critic's own model. None uses learner.dtype."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters of the critic's own model instead of all its weights."""
     weight: float = Field(0.1, ge=0)
     """Weight of the value loss in the total loss, by which it also trains the student. 0 trains the head alone."""
     clip: float = Field(0.2, gt=0)
     """Largest change of a value in an update that lowers its loss (PPO's value clip). Write 1e9 for no bound."""
     warmup: int = Field(0, ge=0)
-    """Number of first updates that train the value head alone, before the student moves."""
+    """Number of first updates that train the critic alone, before the student moves."""
     bootstrap: bool = False
     """Add the value of the last state to the return of episodes that a limit has cut, such as sampler.max_tokens: for
     limits that are no part of the task (1712.00378). false: nothing comes after an episode but its rewards."""
+
+    @model_validator(mode="after")
+    def _check_model(self) -> CriticConfig:
+        if self.model is None and (own := self.changed("backbone_lr", "dtype", "lora")):
+            raise ValueError(f"{own[0]} is for the critic's own model: write model = DIRECTORY, too, or drop {own[0]}")
+        if self.model is not None and self.changed("weight"):
+            raise ValueError("weight is for values on the student, and model learns from nothing else: drop weight")
+        return self
+
+    def settings_of_model(self, learner: LearnerConfig) -> LearnerConfig:
+        """Return the settings that train the critic's own model: the learner's, except those about the student."""
+        own = {"lr": self.backbone_lr, "dtype": self.dtype or learner.dtype, "lora": self.lora}
+        student = {"router": "free", "router_aux": None, "dropout": False, "quantised": False, "perturbation": None}
+        return learner.model_copy(update=own | student)
 
 
 class ReferenceConfig(Section):

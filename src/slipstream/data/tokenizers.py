@@ -143,15 +143,21 @@ def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, 
             )
 
 
-def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tuple[str, str]) -> None:
+def check_same_vocabulary(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    *,
+    names: tuple[str, str],
+    other: str = "teacher",
+    hint: str = 'write teachers.NAME.spelling = "own" to compare them on bytes',
+) -> None:
     """Raise ModelError unless every token id has the same text in both tokenizers; numbers of embeddings may differ."""
     ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (student, teacher))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
             raise ModelError(
-                f"student {names[0]} and teacher {names[1]} have different tokenizers: id {index} is "
-                f"{ours.get(index)!r} in one and {theirs.get(index)!r} in the other; write teachers.NAME.spelling = "
-                '"own" to compare them on bytes'
+                f"student {names[0]} and {other} {names[1]} have different tokenizers: id {index} is "
+                f"{ours.get(index)!r} in one and {theirs.get(index)!r} in the other; {hint}"
             )
 
 

@@ -96,6 +96,8 @@ def with_shapes(config: Config) -> Config:
     """Return the config with `shapes:NAME` for every model on the hub whose config.json is part of this package."""
     local = {n: t for n, t in config.teachers.items() if t.base_url is None and config.model_of(t) == t.model}
     teachers = {name: {"model": without_weights(teacher.model)} for name, teacher in local.items()}
+    if config.critic is not None and config.critic.model is not None:
+        config = config.with_values(critic={"model": without_weights(config.critic.model)})
     return config.with_values(teachers, student=without_weights(config.student))
 
 

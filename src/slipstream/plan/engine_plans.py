@@ -129,6 +129,8 @@ class ScorerPlan(ScorerSettings):
 @dataclass(frozen=True, kw_only=True)
 class LearnerPlan(LearnerSettings):
     student: ModelPlan
+    critic: ModelPlan | None = None
+    """The critic's own model; None: it has none."""
     export_dtype: str
     width: int
     """Hidden size of the student; the learner estimates the cost of sequences from it."""

@@ -71,6 +71,14 @@ def student_of(config: Config, dtype: str) -> ModelPlan:
     return ModelPlan(name=config.student, dtype=dtype, device=device, max_length=max_length, lora=lora, seed=seed)
 
 
+def critic_of(config: Config) -> ModelPlan | None:
+    """Return the critic's own model; None: it has none."""
+    critic = config.critic
+    if critic is None or critic.model is None:
+        return None
+    return replace(student_of(config, critic.dtype or config.learner.dtype), name=critic.model, lora=critic.lora)
+
+
 def sampler_of(config: Config) -> SamplerPlan:
     sampler, drawn = config.sampler, rollout_sampling(config)
     return SamplerPlan(
@@ -185,6 +193,7 @@ def learner_of(
     sending = constant if sends_hidden(config) else []
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
+        critic=critic_of(config),
         settings=config.learner,
         method=method,
         supervised=supervised_of(config),

@@ -108,8 +108,11 @@ class Facts:
         options: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         local = {name: config.model_of(teacher) for name, teacher in config.teachers.items() if not teacher.base_url}
-        models = {model: ModelFacts(model) for model in (config.student, *local.values())}
+        critic = None if config.critic is None else config.critic.model
+        models = {model: ModelFacts(model) for model in (config.student, *local.values(), critic) if model is not None}
         self.student = models[config.student]
+        self.critic = None if critic is None else models[critic]
+        """Model of its own that the critic has; None: it has none."""
         self.teachers = {name: models[model] for name, model in local.items()}
         """Models of teachers without an endpoint, by the teacher's name."""
         self.tokenizers = self.teachers | {

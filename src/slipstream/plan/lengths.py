@@ -88,6 +88,8 @@ def possible_lengths(config: Config, facts: Facts, say: Callable[[str], object])
     if config.sampler.max_length is None:
         say(f"sequences count as {drawn} tokens, one of them of a prompt: sampler.max_length counts more")
     check_context("sampler", config.student, longest, sampler_context(config, facts))
+    if facts.critic is not None:
+        check_context("critic", facts.critic.name, longest, facts.critic.context)
     check_budget("learner", config.learner.token_budget, longest)
     scored = dict[str, int]()
     for name, model in facts.teachers.items():

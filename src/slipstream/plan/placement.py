@@ -29,7 +29,10 @@ ONE_GPU = "the one GPU"
 DRAW = 8
 """Bytes of one draw: a token sampled at a position, and its log-prob."""
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-PARKED = ("weights", "moments", "reference", "versions before", "weights of the teacher beside it")
+PARKED = (
+    *("weights", "moments", "reference", "versions before", "weights of the teacher beside it"),
+    *("critic's weights", "critic's moments"),
+)
 """Parts of an engine that are in host memory while others have their turn; it makes its other parts anew."""
 
 
@@ -46,6 +49,8 @@ class Shape:
     """Number of elements of the largest decoder layer."""
     head: int
     """Number of elements of the output head's weight, which may also be the embedding."""
+    backbone: int
+    """Number of elements of all weights except an output head that is no embedding."""
     width: int
     layers: int
     normed: int
@@ -114,6 +119,7 @@ def size(value: float) -> str:
 @cache
 def shape_of(model: str) -> Shape:
     from slipstream.engines.native.files import empty_model
+    from slipstream.engines.native.model import backbone_of
     from slipstream.engines.native.over_devices import layers_of, sizes_of
 
     config, empty = load_config(model), empty_model(model)
@@ -139,6 +145,7 @@ def shape_of(model: str) -> Shape:
         outside=parameters - sum(layers),
         layer=max(layers),
         head=empty.get_output_embeddings().weight.numel(),
+        backbone=sum(parameter.numel() for parameter in backbone_of(model, empty).parameters()),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
         normed=4 * text.hidden_size + 2 * norms * (queries + keys),
@@ -314,23 +321,32 @@ def memory(runtime: RuntimeConfig) -> tuple[float, float]:
     return (sum(gpus) if runtime.kind == "inline" else min(gpus)), sum(gpus)
 
 
-def adapted(student: str, lora: LoraConfig) -> dict[str, nn.Linear]:
-    """Return the linear layers of the student that get an adapter, by layer name."""
+def adapted(model_name: str, lora: LoraConfig, where: str = "learner.lora") -> dict[str, nn.Linear]:
+    """Return the linear layers of a model that get an adapter, by layer name; `where` is the section of the adapter."""
     from torch import nn
 
     from slipstream.engines.native.files import empty_model
 
-    model: Any = empty_model(student)
+    model: Any = empty_model(model_name)
     head = model.get_output_embeddings()
     named = model.named_modules()
     linear = {name: part for name, part in named if type(part) is nn.Linear and part is not head}
-    return {name: linear[name] for name in lora.among(list(linear))}
+    return {name: linear[name] for name in lora.among(list(linear), where)}
 
 
-def trained_of(plan: LearnerPlan) -> int:
-    """Return the number of trained parameters."""
+def critic_of(plan: LearnerPlan) -> LearnerPlan | None:
+    """Return the plan of a learner whose student is the critic's own model; None: it has none."""
+    if plan.critic is None or plan.method.critic is None:
+        return None
+    settings = plan.method.critic.settings_of_model(plan.settings)
+    return replace(plan, student=plan.critic, critic=None, settings=settings, cosine_limit=None)
+
+
+def trained_of(plan: LearnerPlan, *, head: bool = True) -> int:
+    """Return the number of trained parameters; `head`: an output head that is no embedding is trained, too."""
     if (lora := plan.settings.lora) is None:
-        return shape_of(plan.student.name).parameters
+        shape = shape_of(plan.student.name)
+        return shape.parameters if head else shape.backbone
     layers = adapted(plan.student.name, lora).values()  # an adapter has rank · (inputs + outputs) parameters
     return sum(lora.rank * (layer.in_features + layer.out_features) for layer in layers)
 
@@ -342,12 +358,34 @@ def quantised_of(model: str) -> int:
 
 def learner(plan: LearnerPlan) -> dict[str, float]:
     """Return the bytes that one rank needs on its device, by purpose."""
-    settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
-    trained = trained_of(plan)
+    settings, method, trained = plan.settings, plan.method, trained_of(plan)
     kept = trained if method.keeps_reference and not method.hosts_reference else 0
     # the model's own weights wait in a copy while a pass has others; the old policy is another version
     swaps = method.keeps_reference or method.keeps_old or bool(plan.snapshots or plan.follow)
     others = swaps + method.keeps_old
+    number = WIDTHS[settings.dtype] / settings.ranks
+    found = of_model(plan, trained) | {
+        "value head": 12.0 * (head_width(plan) + 1) if method.critic is not None else 0.0,  # float32, two moments
+        "reference": kept * number,
+        "versions before": others * trained * number,
+        "teachers' heads": sum(shape_of(each.name).head * WIDTHS[each.dtype] for each in plan.teachers.values()),
+        "logits": logits_bytes(plan),
+    }
+    if (critic := critic_of(plan)) is not None:
+        parts = of_model(critic, trained_of(critic, head=False))
+        found |= {f"critic's {name}": parts.pop(name) for name in ("weights", "gradients", "moments")}
+        found |= {name: max(found[name], value) for name, value in parts.items()}  # they make passes in turn
+    return found
+
+
+def head_width(plan: LearnerPlan) -> int:
+    """Return the number of weights of the value head, without its bias."""
+    return shape_of((plan.critic or plan.student).name).width
+
+
+def of_model(plan: LearnerPlan, trained: int) -> dict[str, float]:
+    """Return the bytes that one rank needs to train the student of a plan, by purpose; `trained`: its parameters."""
+    settings, shape = plan.settings, shape_of(plan.student.name)
     width, computed = WIDTHS[settings.dtype], WIDTHS[settings.compute_dtype or settings.dtype]
     rounded: float = quantised_of(plan.student.name) * computed if settings.quantised else 0
     per_token = stored_bytes(shape, width, computed)
@@ -365,13 +403,8 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
         "whole gradients": whole,
         "gradients": trained * number * (1 if plan.cosine_limit is None else 2),
         "moments": stepped * moment_bytes(plan),
-        "value head": 12.0 * (shape.width + 1) if method.critic is not None else 0.0,  # in float32, with two moments
-        "reference": kept * number,
-        "versions before": others * trained * number,
         "rounded weights": rounded,  # the backward pass needs them, whole on every rank
         "weights in 16 bits": rounded_by_autocast(plan),
-        "teachers' heads": sum(shape_of(each.name).head * WIDTHS[each.dtype] for each in plan.teachers.values()),
-        "logits": logits_bytes(plan),
         "~activations": activated - made_meanwhile(plan, activated),
     }
 
@@ -447,11 +480,15 @@ def moment_bytes(plan: LearnerPlan) -> float:
 
 def beside_learner(plan: LearnerPlan) -> dict[str, float]:
     """Return the bytes that one rank keeps in host memory, by purpose: copies of weights, and what is offloaded."""
-    settings, method, trained = plan.settings, plan.method, trained_of(plan)
+    settings, method, trained, critic = plan.settings, plan.method, trained_of(plan), critic_of(plan)
     copies = plan.snapshots + sum(1 + each.keep for each in plan.follow.values()) + method.hosts_reference
-    activations = pass_tokens(plan) * inputs_of(plan) if "activations" in settings.offload else 0
+    moments = trained * moment_bytes(plan)
+    if critic is not None:
+        moments += trained_of(critic, head=False) * moment_bytes(critic)
+    inputs = max(inputs_of(each) for each in (plan, critic) if each is not None)
+    activations = pass_tokens(plan) * inputs if "activations" in settings.offload else 0
     return {
-        "moments": trained * moment_bytes(plan) if "optimizer" in settings.offload else 0,
+        "moments": moments if "optimizer" in settings.offload else 0,
         "versions before": copies * trained * WIDTHS[settings.dtype] / settings.ranks,
         "~activations": activations,
     }

@@ -173,10 +173,12 @@ class DataFacts:
     def check(self, rows: Sequence[Row] | Sequence[Prompt], tokens: Sequence[Ints]) -> None:
         """Raise DataError for a prompt that with a response exceeds the student's context, or has unknown tokens."""
         student, context = self.config.student, sampler_context(self.config, self.facts)
-        critic, model = self.config.critic, student
-        if critic is not None and critic.bootstrap:  # it reads the end of a response, too
-            context, model = context - 1, f"{student}, less one for critic.bootstrap"
-        check_fits(rows, tokens, max_tokens=self.config.sampler.max_tokens, context=context, model=model)
+        contexts, critic = {student: context}, self.facts.critic or self.facts.student
+        if self.config.critic is not None and self.config.critic.bootstrap:  # it reads the end of a response, too
+            contexts[f"{critic.name}, less one for critic.bootstrap"] = critic.context - 1
+        contexts.setdefault(critic.name, critic.context)
+        for model, most in contexts.items():
+            check_fits(rows, tokens, max_tokens=self.config.sampler.max_tokens, context=most, model=model)
         check_ids(rows, tokens, student, self.facts.student.vocabulary)
 
 

@@ -273,15 +273,20 @@ def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Mee
     # load on the CPU: sharding moves layers to the device one by one, so it never holds more than a rank's share
     student = shared.get("student", partial(build_student, plan, "cpu"))
     heads = {name: shared.get(f"teacher {name}", partial(build_head, each)) for name, each in plan.teachers.items()}
+    critic = None if plan.critic is None else shared.get("critic", partial(build_model, on_cpu(plan.critic)))
     device = pick_device(plan.student.device)
     ranks = join(meeting, index, plan.settings.ranks, device=device, patience=plan.patience)
     shared.memory.clear()
-    return build_learner(plan, tokenizer, student, ranks, heads)
+    return build_learner(plan, tokenizer, student, ranks, heads, critic)
+
+
+def on_cpu(model: ModelPlan) -> ModelPlan:
+    return replace(model, device="cpu")
 
 
 def build_head(teacher: ModelPlan) -> Head:
     """Load a teacher on the CPU, because only its head is kept."""
-    return build_model(replace(teacher, device="cpu")).head
+    return build_model(on_cpu(teacher)).head
 
 
 class Meet:
@@ -300,11 +305,13 @@ def build_learner(
     student: LanguageModel | None = None,
     ranks: Ranks | None = None,
     loaded: Mapping[str, Head] | None = None,
+    critic: LanguageModel | None = None,
     *,
     kind: Callable[..., NativeLearner] = NativeLearner,
 ) -> NativeLearner:
-    """Build a learner; `loaded` are the heads of teachers that are in host memory already."""
+    """Build a learner; `loaded` are the heads of teachers that are in host memory already, as are given models."""
     student = student or build_student(plan)
+    critic = critic or (None if plan.critic is None else build_model(plan.critic))
     if plan.stop:  # so that the saved student stops there, too
         generation = student.model.generation_config
         generation.eos_token_id = sorted(stop_ids(tokenizer, generation, plan.stop))
@@ -317,4 +324,4 @@ def build_learner(
             sizes = student.vocab_size, head.weight.shape[0]
             layout_X = torch.from_numpy(shared_layout(*spellings, respelling.roles, sizes=sizes))
         heads[name] = TeacherHead(head.to(pick_device(teacher.device)), plan.one_ends.get(name), layout_X)
-    return kind(student, plan, ranks, tokenizer=tokenizer, heads=heads)
+    return kind(student, plan, ranks, tokenizer=tokenizer, heads=heads, critic=critic)

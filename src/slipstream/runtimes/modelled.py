@@ -149,5 +149,9 @@ class ModelledLearner(NativeLearner):
 
     @property
     def _tokens_passed(self) -> float:
-        """Return the tokens of all passes so far, as training tokens that take the same time."""
-        return self.passes.trained + FORWARD_COST * self.passes.read
+        """Return the tokens of all passes so far, as training tokens that take the same time.
+
+        Tokens of a critic's own model count as the student's.
+        """
+        every = {self.passes, self.passes if self.critic is None else self.critic.passes}
+        return sum(each.trained + FORWARD_COST * each.read for each in every)

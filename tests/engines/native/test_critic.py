@@ -1,4 +1,4 @@
-"""The value head of a critic on the student's last hidden state: its values, gradients, warm-up and checkpoints."""
+"""A critic on the student or on a model of its own: its values, gradients, warm-up and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config.learner import LearnerConfig
+from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import CriticConfig, PolicyConfig
 from slipstream.engines.native.learning.critic import ValueHead
 from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.model import with_adapters
 from slipstream.errors import RunDirError
 from slipstream.objective.columns import present
 from slipstream.objective.method import Method
@@ -43,8 +44,22 @@ def learner_of(critic: CriticConfig | None, *, seed: int | None = 5, **options: 
     return learner
 
 
+def learner_with_model(critic: CriticConfig, **options: Any) -> NativeLearner:
+    """A learner whose critic has a model of its own, of another architecture, and the value 0 for every state."""
+    assert critic.model is not None
+    config = LearnerConfig(lr=1e-3, dtype="float64", token_budget=60, **options)
+    student, own = wrap(make_model("qwen3", dtype=DTYPE)), wrap(make_model(critic.model, dtype=DTYPE, seed=3))
+    if critic.lora is not None:
+        own = with_adapters(own, critic.lora, seed=4)
+    return native_learner(student, method=method(critic), config=config, updates=9, critic=own)
+
+
+def critic_weights(learner: NativeLearner) -> torch.Tensor:
+    return weights_of(present(learner.critic).passes.lm.model)
+
+
 def head_of(learner: NativeLearner) -> ValueHead:
-    return present(learner.passes.critic)
+    return present(learner.critic).head
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +83,11 @@ async def update(learner: NativeLearner, batch: Batch, number: int) -> Metrics:
 
 
 def weights(learner: NativeLearner) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in learner.lm.model.parameters()])
+    return weights_of(learner.lm.model)
+
+
+def weights_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def hidden_of(model: Any, sample: Scored) -> torch.Tensor:
@@ -83,13 +102,13 @@ def test_values_are_those_of_the_states_and_of_the_end_that_a_limit_has_cut(batc
     learner, model = learner_of(CriticConfig(bootstrap=True)), make_model("qwen3", dtype=DTYPE)
     samples = [Scored(rollout=handle.body) for handle in batch.handles]
     assert {sample.rollout.finish for sample in samples} == {"eos", "length"}
-    values, ends = learner.passes.values(samples)
+    values, ends = present(learner.critic).values(samples)
     for sample, value_T, end in zip(samples, values, ends, strict=True):
         expected = head_of(learner)(hidden_of(model, sample)).detach()
         torch.testing.assert_close(value_T, expected[:-1])
         cut = sample.rollout.finish == "length"
         torch.testing.assert_close(end, expected[-1] if cut else torch.zeros((), dtype=DTYPE))
-    _, ends = learner_of(CriticConfig()).passes.values(samples)
+    _, ends = present(learner_of(CriticConfig()).critic).values(samples)
     assert not torch.stack(ends).any()
 
 
@@ -124,7 +143,7 @@ def test_advantages_are_rewards_above_the_values(batch: Batch) -> None:
     """λ = γ = 1 without bootstrapping: the reward minus V at every token."""
     options = {"lam": 1.0, "normalised": False}
     learner = learner_of(CriticConfig())
-    learner.phase = replace(learner.phase, method=method(CriticConfig(), **options))
+    learner.phase = learner.phase._replace(method=method(CriticConfig(), **options))
     learner.phases[0] = learner.phase
     run(accumulate(learner, batch, 1))
     for handle in batch.handles:
@@ -178,3 +197,105 @@ def test_values_of_a_constant_reward_are_learned(batch: Batch) -> None:
     for number in range(1, 21):
         losses.append(run(update(learner, sure, number))["critic/loss"])
     assert losses[-1] < 0.2 * losses[0]
+
+
+# --- a model of its own -----------------------------------------------------------------------------------------------
+
+OWN = CriticConfig(model="phi", lr=0.01, backbone_lr=3e-3, clip=1e9)
+"""phi has an output head that is no embedding."""
+
+
+def test_a_model_of_its_own_gets_the_gradient_of_the_value_loss_written_out(batch: Batch) -> None:
+    """Σ ½ (V − R)² / tokens, with values V that depend on the state."""
+    learner, model = learner_with_model(OWN), make_model("phi", dtype=DTYPE, seed=3)
+    head = head_of(learner)
+    with torch.no_grad():
+        head.weight[:-1] = torch.linspace(-0.1, 0.1, len(head.weight) - 1, dtype=DTYPE)
+    run(accumulate(learner, batch, 1))
+    tokens = sum(handle.header.trained_tokens for handle in batch.handles)
+    loss = torch.zeros((), dtype=DTYPE)
+    for handle in batch.handles:
+        columns = learner.now.constants[handle.header.number, handle.header.index].columns
+        value_T = head(hidden_of(model, Scored(rollout=handle.body)))[:-1]
+        torch.testing.assert_close(value_T.detach(), columns["values"])
+        loss = loss + 0.5 * (value_T - columns["returns"]).square().sum() / tokens
+    loss.backward()
+    pairs = zip(present(learner.critic).passes.lm.model.named_parameters(), model.parameters(), strict=True)
+    for (name, ours), theirs in pairs:
+        assert (ours.grad is None) == name.startswith("lm_head"), "the output head is not trained"
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=1e-6)
+
+
+def test_the_student_has_no_gradient_of_the_values_of_another_model(batch: Batch) -> None:
+    """With the value 0 for every state both critics give the same advantages."""
+    learner, apart = learner_with_model(OWN), learner_of(CriticConfig(weight=0.0), seed=None)
+    for each in (learner, apart):
+        run(accumulate(each, batch, 1))
+    for ours, theirs in zip(learner.lm.model.parameters(), apart.lm.model.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, present(theirs.grad))
+    norms = [run(each.step())["grad_norm"] for each in (learner, apart)]
+    assert norms[0] == norms[1] > 0 and torch.equal(weights(learner), weights(apart))
+
+
+def test_a_model_of_its_own_warms_up_before_the_student_moves(batch: Batch) -> None:
+    learner = learner_with_model(OWN.model_copy(update={"warmup": 1}), weight_decay=0.1)
+    student, critic = weights(learner), critic_weights(learner)
+    head_of(learner).weight.data += 0.1
+    assert run(update(learner, batch, 1))["grad_norm"] == 0 and torch.equal(weights(learner), student)
+    assert not torch.equal(critic_weights(learner), critic)
+    assert run(update(learner, batch, 2))["grad_norm"] > 0 and not torch.equal(weights(learner), student)
+
+
+@pytest.mark.parametrize(
+    "changes, options",
+    [
+        ({}, {"optimizer_dtype": "float32", "minibatches": 2}),
+        ({"lora": LoraConfig(rank=2)}, {"offload": ("optimizer",)}),
+    ],
+    ids=["all weights", "adapters, offloaded"],
+)
+def test_a_resumed_critic_of_its_own_model_is_the_same_to_the_bit(
+    batch: Batch, tmp_path: Path, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    critic = OWN.model_copy(update={"warmup": 1, **changes})
+    learner, other = learner_with_model(critic, **options), learner_with_model(critic, **options)
+    for number in (1, 2):
+        run(update(learner, batch, number))
+    assert not torch.equal(critic_weights(learner), critic_weights(other))
+    run(learner.save(tmp_path))
+    run(other.restore(tmp_path))
+    for number in (3, 4):
+        assert run(update(learner, batch, number)) == run(update(other, batch, number))
+    assert torch.equal(head_of(other).weight, head_of(learner).weight)
+    assert torch.equal(critic_weights(other), critic_weights(learner)) and torch.equal(weights(other), weights(learner))
+
+
+def test_a_checkpoint_of_another_critic_is_refused(batch: Batch, tmp_path: Path) -> None:
+    shared, own = learner_of(CriticConfig()), learner_with_model(OWN)
+    for name, learner, other in (("shared", shared, own), ("own", own, shared)):
+        (tmp_path / name).mkdir()
+        run(learner.save(tmp_path / name))
+        with pytest.raises(RunDirError, match="does not hold the values of this critic: write the critic.model it was"):
+            run(other.restore(tmp_path / name))
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["all weights", "adapters"])
+def test_a_model_of_its_own_learns_which_prompts_are_rewarded(batch: Batch, lora: LoraConfig | None) -> None:
+    """Answers to prompts with an even number are worth 1, others 0: the true value of every state is known."""
+    table = Batch(
+        tuple([h.with_header(rewards={"exact": 1.0 - h.header.number % 2}) for h in g] for g in batch.groups), 1
+    )
+    learner = learner_with_model(OWN.model_copy(update={"lora": lora, "warmup": 100}), clip_norm=1e9)
+    explained = [run(update(learner, table, number))["critic/explained_variance"] for number in range(1, 41)]
+    assert explained[0] == 0 and explained[-1] > 0.95
+    values, _ = present(learner.critic).values([Scored(rollout=handle.body) for handle in table.handles])
+    for handle, value_T in zip(table.handles, values, strict=True):
+        torch.testing.assert_close(value_T, torch.full_like(value_T, 1.0 - handle.header.number % 2), atol=0.25, rtol=0)
+
+
+def test_a_learner_that_waits_moves_the_model_of_its_critic_too() -> None:
+    learner = learner_with_model(OWN)
+    own = {id(each) for each in present(learner.critic).passes.lm.model.parameters()}
+    assert own <= {id(each) for each in learner.on_device()}

@@ -93,6 +93,7 @@ CRITIC = Method(
     critic=CriticConfig(weight=1.0),
     rewards={"right": 1.0},
 )
+OWN_CRITIC = replace(CRITIC, critic=CriticConfig(model="phi", lr=0.05, backbone_lr=0.01))
 BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), rewards={"right": 1.0})
 
 
@@ -134,7 +135,9 @@ class Spec:
         lm = wrap(make(self.model, dtype=getattr(torch, config.dtype)))
         if config.lora is not None:
             lm = with_adapters(lm, config.lora, seed=0)
-        given: Any = {"snapshots": 2, "follow": self.follow, "ranks": ranks}
+        own = self.method.critic is not None and self.method.critic.model
+        critic = wrap(make_model(own, dtype=getattr(torch, config.dtype), seed=1)) if own else None
+        given: Any = {"snapshots": 2, "follow": self.follow, "ranks": ranks, "critic": critic}
         given |= {"cosine_every": self.cosine_every, "cosine_limit": self.cosine_limit}
         return native_learner(lm, method=self.method, config=config, updates=20, kind=Watched, **given)
 
@@ -356,6 +359,7 @@ def trained(
         (Spec(method=FRESH, options={"minibatches": 2}), 3, False, (3,)),
         (Spec(method=REPLAYED), 3, True, (3,)),
         (Spec(method=CRITIC, options={"minibatches": 2}), 3, False, (2, 3)),
+        (Spec(model="qwen3", method=OWN_CRITIC, options={"minibatches": 2}), 3, True, (2, 3)),
         (Spec(cosine_every=1), 3, False, (3,)),
         (Spec(model="mixtral", options=ROUTED), 3, False, (3,)),
     ],
@@ -370,7 +374,13 @@ def trained(
             "steered",
             "energy",
         ),
-        *("by freshness, twice", "by freshness, replayed, in parts", "by values, twice", "ages", "experts"),
+        *(
+            "by freshness, twice",
+            "by freshness, replayed, in parts",
+            "by values, twice",
+            "by values of a model, twice, in parts",
+        ),
+        *("ages", "experts"),
     ],
 )
 def test_any_number_of_ranks_learns_the_same(
@@ -453,8 +463,9 @@ def test_every_rank_gets_the_same_metrics_and_the_sampler_the_same_weights(make:
         Spec(model="qwen3", options={"optimizer_dtype": "float32", "offload": ("optimizer",)}),
         Spec(model="qwen3", options={"lora": LoraConfig(rank=2)}),
         Spec(method=CRITIC),
+        Spec(model="qwen3", method=OWN_CRITIC, options={"offload": ("optimizer",)}),
     ],
-    ids=["plain", "tied, mixed, offloaded", "lora", "with values"],
+    ids=["plain", "tied, mixed, offloaded", "lora", "with values", "with values of a model"],
 )
 def test_what_some_ranks_saved_others_go_on_from(make: Any, tmp_path: Path, spec: Spec) -> None:
     work, more = batches(2), batches(1, first=3)

@@ -60,6 +60,7 @@ COMPLETED = (
     Rule(models.check_dropout),
     Rule(models.check_embeddings),
     Rule(models.check_layers),
+    Rule(models.check_critic, "training files"),
 )
 """Rules of the completed config."""
 WITH_LENGTHS = (Rule(models.check_selection, "training"),)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.config.engines import ENGINES
+from slipstream.config.learner import LoraConfig
 from slipstream.config.losses import DistillationLoss
 from slipstream.config.schema import Config
+from slipstream.data.tokenizers import check_same_vocabulary
 from slipstream.engines.native.config import check_there
 from slipstream.engines.sampling_options import centre_size
 from slipstream.errors import ConfigError, ModelError
@@ -94,7 +96,7 @@ def check_weights(config: Config, facts: Facts) -> None:
 
     native = {model for name, model in facts.teachers.items() if config.teachers[name].engine == "native"}
     for model in facts.models:
-        if model is facts.student or model in native:  # the learner always is native
+        if model in (facts.student, facts.critic) or model in native:  # the learner always is native
             check_stored_format(model.name)
     for model in facts.models:
         check_complete(model.name)
@@ -121,28 +123,40 @@ def check_base_precision(config: Config, facts: Facts) -> None:
 
 
 def check_adapters(config: Config, facts: Facts) -> None:
-    """Check that [learner.lora] fits the student, and that every model that is an adapter fits its base model."""
+    """Check that adapters fit the models that learn, and that every model that is an adapter fits its base model."""
     from slipstream.engines.native.adapters import check_base
     from slipstream.engines.native.files import empty_model
 
     for model in facts.models:
         if model.adapter is not None:
             check_base(model.adapter, empty_model(model.name))
-    student, lora = config.student, config.learner.lora
+    critic = config.critic
+    check_lora(facts.student, config.learner.lora, "learner.lora")
+    if critic is not None and facts.critic is not None:
+        if critic.lora is not None and facts.critic.is_adapter:
+            raise ConfigError(
+                f"critic.lora: {critic.model} is an adapter, which is merged before training: write its base model, or "
+                "drop critic.lora"
+            )
+        check_lora(facts.critic, critic.lora, "critic.lora")
+
+
+def check_lora(model: ModelFacts, lora: LoraConfig | None, where: str) -> None:
+    """Check that the adapters of a section fit a model, and the adapter that the model is."""
     if lora is None:
         return
-    layers, begun = adapted(student, lora), facts.student.adapter
+    layers, begun = adapted(model.name, lora, where), model.adapter
     if not layers:
-        raise ConfigError(f"learner.lora: {student} has no linear layers beside its head: drop [learner.lora]")
+        raise ConfigError(f"{where}: {model.name} has no linear layers beside its head: drop [{where}]")
     most = max(min(part.in_features, part.out_features) for part in layers.values())
     if lora.rank > most:
         raise ConfigError(
-            f"learner.lora.rank = {lora.rank} is more than the width of any of these layers of {student}: write {most} "
-            "or less, or drop [learner.lora] to train all weights"
+            f"{where}.rank = {lora.rank} is more than the width of any of these layers of {model.name}: write {most} "
+            f"or less, or drop [{where}] to train all weights"
         )
     if begun and (other := sorted(layers.keys() ^ begun.layers.keys())):
         raise ModelError(
-            f"{student}: has an adapter for some of the layers named {other[0].rpartition('.')[2]}, but none for "
+            f"{model.name}: has an adapter for some of the layers named {other[0].rpartition('.')[2]}, but none for "
             f"{other[0]}, which cannot be trained here: merge the adapter into its base model"
         )
 
@@ -200,7 +214,7 @@ def check_speculation(config: Config, facts: Facts) -> None:
     if config.sampler.speculation is None:
         return
     teachers = config.sampler.asks_teacher or "teacher" in config.offpolicy_sources
-    models = facts.models if teachers else (facts.student,)
+    models = (facts.student, *facts.teachers.values()) if teachers else (facts.student,)
     if model := next((model for model in models if model.is_recurrent), None):
         raise ConfigError(
             f"sampler.speculation: {model.name} has recurrent layers, whose states cannot forget a proposed token "
@@ -216,9 +230,18 @@ def check_dropout(config: Config, facts: Facts) -> None:
         raise ConfigError(f"learner.dropout does nothing: the config of {config.student} names none; drop it")
 
 
+def check_critic(config: Config, facts: Facts) -> None:
+    """Raise ModelError if the token ids of the critic's own model differ from the student's."""
+    if (critic := facts.critic) is not None:
+        names, hint = (config.student, critic.name), "write a critic.model with the student's tokenizer"
+        check_same_vocabulary(facts.student.tokenizer, critic.tokenizer, names=names, other="critic", hint=hint)
+
+
 def check_selection(config: Config, facts: Facts) -> None:
     """Raise ConfigError if sequences are so long that a sparse attention selects keys by scores with ties."""
     lengths = {"learner": (facts.student, config.sampler.max_length)}
+    if facts.critic is not None:
+        lengths["critic"] = facts.critic, config.sampler.max_length
     for name, model in facts.teachers.items():
         if config.teachers[name].engine == "native":
             lengths[f"teachers.{name}"] = model, config.teachers[name].max_length
@@ -233,7 +256,13 @@ def check_selection(config: Config, facts: Facts) -> None:
 
 
 def check_embeddings(config: Config, facts: Facts) -> None:
-    """Raise ModelError if a teacher has fewer embeddings than the student."""
+    """Raise ModelError if a teacher, or the critic's own model, has fewer embeddings than the student."""
+    if facts.critic is not None and facts.critic.vocabulary < facts.student.vocabulary:
+        ours, theirs = facts.student.vocabulary, facts.critic.vocabulary
+        raise ModelError(
+            f"critic.model: {facts.critic.name} has {theirs} embeddings, {config.student} has {ours}: it could not "
+            "read all tokens that the student may sample: write a model with the student's tokenizer"
+        )
     for name, teacher in facts.teachers.items():
         ours, theirs = facts.student.vocabulary, teacher.vocabulary
         if ours > theirs:

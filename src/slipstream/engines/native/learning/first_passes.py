@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.engines.native.learning.critic import Critic
 from slipstream.engines.native.learning.passes import Kind, Passes
-from slipstream.objective.columns import behavior_of
+from slipstream.objective.columns import behavior_of, present
 from slipstream.objective.method import Method
 from slipstream.objective.sample_weights import episode_of
 from slipstream.protocols import Metrics
@@ -33,9 +34,19 @@ class Distances:
 class FirstPasses:
     """Passes before the first gradient of some samples, made by all ranks; `version` is the learner's current one."""
 
-    def __init__(self, method: Method, passes: Passes, version: int, samples: Sequence[Scored], *, drift: bool) -> None:
+    def __init__(
+        self,
+        method: Method,
+        passes: Passes,
+        version: int,
+        samples: Sequence[Scored],
+        critic: Critic | None = None,
+        *,
+        drift: bool,
+    ) -> None:
         """Compute the distances that the method needs, and with `drift` those to the policies that drew the samples."""
         self.method, self.passes, self.ranks, self.version = method, passes, passes.ranks, version
+        self.critic = critic
         self.current: list[Tensor] | None = None
         """Log-probs of the samples under the current weights; None before they are needed."""
         self.distances = self._distances(samples, drift=drift)
@@ -70,7 +81,7 @@ class FirstPasses:
         return [kl_T.masked_fill(~known_T, torch.inf) for kl_T, known_T in both]
 
     def values(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
-        return self.passes.values(samples)
+        return present(self.critic).values(samples)
 
     def gradient_norms(self, samples: Sequence[Scored]) -> list[Tensor]:
         """Return the squared norm of the gradient of each episode's log-prob, by the trained weights."""

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from slipstream.config.learner import LearnerConfig
+from slipstream.engines.native.learning.critic import Critic
 from slipstream.engines.native.learning.first_passes import FirstPasses
 from slipstream.engines.native.learning.measurements import (
     Measurements,
@@ -64,18 +65,18 @@ from slipstream.records import ONE_COUNT, Batch, Counts, Group, Handle, Header, 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """The objective of a range of updates, and all that computes it."""
 
     method: Method
     objective: Objective
     judge: FreshnessWeights | None
+    critic: Critic | None
 
 
-def phase_of(method: Method, heads: TeacherHeads) -> Phase:
+def phase_of(method: Method, heads: TeacherHeads, critic: Critic | None) -> Phase:
     judge = FreshnessWeights(method.freshness) if method.freshness is not None else None
-    return Phase(method, Objective(method, heads), judge)
+    return Phase(method, Objective(method, heads), judge, None if method.critic is None else critic)
 
 
 @dataclass
@@ -120,8 +121,9 @@ class NativeLearner(Offloading):
         *,
         tokenizer: Any = None,
         heads: Mapping[str, TeacherHead] | None = None,
+        critic: LanguageModel | None = None,
     ) -> None:
-        """Prepare the model for training. `heads` are those of constant teachers that send hidden states."""
+        """Prepare the student, and a critic's own model. `heads` are those of constant teachers with hidden states."""
         self.lm, self.plan, self.ranks, self.tokenizer = lm, plan, ranks or Ranks(), tokenizer
         self.config: LearnerConfig = plan.settings
         self.thread = compute_thread("learner", plan.threads)
@@ -132,13 +134,15 @@ class NativeLearner(Offloading):
             perturbation = Perturbation(lm, noise, packed=self.config.packing, seed=plan.method.seed)
         self.weights = LearnerWeights(lm, plan, self.ranks, quantised=quantised)
         self.passes = Passes(student, self.weights.snapshots, plan, self.ranks)
+        values = plan.method.critic
+        self.critic = None if values is None else Critic(values, self.passes, plan, critic)
         trained = [parameter for parameter in lm.model.parameters() if parameter.requires_grad]
         self.steps = Steps(trained, self.config, self.ranks, perturbation)
         self.measurements = Measurements(self.ranks)
         self.heads = {(name, 0): each for name, each in (heads or {}).items()}
         """Heads of teachers that send hidden states: the constant ones, and those that this update reads."""
         methods = (plan.method, plan.supervised and plan.supervised.method)
-        self.phases = [phase_of(each, self.heads) for each in methods if each]
+        self.phases = [phase_of(each, self.heads, self.critic) for each in methods if each]
         """Phase after the supervised updates, then that of the supervised updates, if any."""
         self.phase = self.phases[0]
         self.stage = plan.supervised.updates if plan.supervised else 0
@@ -167,7 +171,8 @@ class NativeLearner(Offloading):
         return await self._run(self._weigh, [scored(handle) for handle in batch.handles])
 
     async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
-        return await self._run(self._compare, [scored(handle) for handle in batch.handles], teacher)
+        samples, temperature = [scored(handle) for handle in batch.handles], self.plan.method.loss.temperature
+        return await self._run(lambda: compared(self.passes, samples, teacher, temperature=temperature))
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
         return await self._run(lambda: self.weights.export(teacher, self.made))
@@ -185,7 +190,8 @@ class NativeLearner(Offloading):
         """Return weights, gradients, moments, snapshots and the teachers' heads, if they are on the device."""
         heads = chain.from_iterable(each.head.linear.parameters() for each in self.heads.values())
         snapshots = chain(*self.weights.snapshots.weights.values())
-        every = chain(self.lm.model.parameters(), self.steps.tensors(), snapshots, heads)
+        values = () if self.critic is None else self.critic.tensors()
+        every = chain(self.lm.model.parameters(), self.steps.tensors(), snapshots, heads, values)
         return [tensor for tensor in every if tensor.device == self.lm.device]
 
     def close(self) -> None:
@@ -200,8 +206,7 @@ class NativeLearner(Offloading):
     @property
     def warming(self) -> bool:
         """Return whether this update trains the critic alone."""
-        method, critic = self.phase.method, self.passes.critic
-        return method.critic is not None and present(critic).is_warming(self.now.number - self.stage)
+        return self.phase.critic is not None and self.phase.critic.is_warming(self.now.number - self.stage)
 
     def _prepare(self, batch: Batch) -> list[Counts]:
         if batch.update != self.now.number:
@@ -216,7 +221,7 @@ class NativeLearner(Offloading):
         old = self.config.router == "replay_old" and not self.supervising
         experts = self.passes.experts_of(samples, old=old, snapshot=old and self.plan.method.keeps_old)
         exact = self.config.exact_drift and not self.supervising
-        first = FirstPasses(method, self.passes, self.now.number - 1, own, drift=exact or method.replays)
+        first = FirstPasses(method, self.passes, self.now.number - 1, own, self.critic, drift=exact or method.replays)
         if exact:
             size = sum(self.ranks.gathered(len(samples)))
             self.measurements.notes.append((size, first.rollout_drift(own)))
@@ -277,17 +282,6 @@ class NativeLearner(Offloading):
         method = self.phase.method
         first = FirstPasses(method, self.passes, self.made, samples, drift=True) if method.replays else None
         return present(self.phase.judge).weigh(samples, self._drifted(samples, first), version=self.made)
-
-    def _compare(self, samples: Sequence[Scored], teacher: str) -> Metrics:
-        """Return metrics that compare recorded log-probs with the learner's, or with a following teacher's snapshot."""
-        if teacher:
-            seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
-            with unrounded(self.lm.model):  # teachers are not quantised
-                temperature = self.plan.method.loss.temperature
-                logp = self.passes.log_probs(seen, snapshot_of(teacher), temperature=temperature)
-            return against_teachers(samples, logp)
-        logp = self.passes.log_probs(samples)
-        return own_drift(samples, logp) | against_teachers(samples, logp)
 
     # --- gradients -------------------------------------------------------------------------------------------
 
@@ -359,6 +353,10 @@ class NativeLearner(Offloading):
                 merge_metrics(self.measurements.sums, routing.flips(rows, chosen))
             logp = over_tokens(logp_N, [sample.rollout for sample in chosen])
             self.measurements.seen += [Seen.of(*each) for each in zip(chosen, decided, logp, strict=True)]
+        if (critic := self.phase.critic) is not None:
+            loss, metrics = critic.accumulate(samples, constants, counts, scale=self.phase.objective.scale)
+            merge_metrics(self.measurements.sums, metrics)
+            total += loss
         return total
 
     def _loss(
@@ -381,9 +379,9 @@ class NativeLearner(Offloading):
         judged = () if self.phase.judge is None else self._judged(samples, draws)
         slope_N = self.now.slopes_of(samples)
         loss, metrics, logp_N = self.phase.objective(hidden_NH, head, samples, constants, counts, judged, slope_N)
-        if self.phase.method.critic is not None:
-            critic, update = present(self.passes.critic), self.now.number - self.stage
-            loss, metrics = critic.added_to((loss, metrics), hidden_NH, samples, constants, counts, update=update)
+        if (critic := self.phase.critic) is not None:
+            given = hidden_NH, samples, constants, counts
+            loss, metrics = critic.added_to((loss, metrics), *given, warming=self.warming)
         return loss, metrics, logp_N
 
     def _judged(self, samples: Sequence[Scored], draws: Callable[[], Sequence[Tensor]] = list) -> list[SampleWeight]:
@@ -393,7 +391,7 @@ class NativeLearner(Offloading):
     # --- steps -----------------------------------------------------------------------------------------------
 
     def _step(self, counts: Counts, factor: float) -> Metrics:
-        now, steps, method, judge = self.now, self.steps, self.phase.method, self.phase.judge
+        now, steps, (method, _, judge, critic) = self.now, self.steps, self.phase
         loss_scale = 1 / max(counts.n_sequences if method.over_sequences else counts.n_tokens, 1)
         if judge is not None and method.weighs_all:
             loss_scale /= judge.divisor(self.ranks.gathered(judge.totals(now.weighed)))
@@ -401,17 +399,18 @@ class NativeLearner(Offloading):
         compares = self.plan.cosine_limit is not None and self.made < now.number and not self.supervising
         norm, cosines = steps.norm(gradient_scale, limit=self.plan.cosine_limit if compares else None)
         self.measurements.cosines |= cosines
-        finite, scale = math.isfinite(norm), steps.scale
+        values_norm = 0.0 if critic is None else critic.norm(gradient_scale)
+        finite, scale = math.isfinite(norm) and math.isfinite(values_norm), steps.scale
         scaled = {"loss_scale": scale.value, "steps_skipped": float(not finite)} if scale.on else Metrics()
         if not finite:
             if not steps.scale.overflowed():
                 self._drop()
-                raise NonFiniteError(f"the gradient norm of update {now.number} is {norm}")
+                raise NonFiniteError(f"the gradient norm of update {now.number} is {norm + values_norm}")
             self.measurements.noise.sums, self.measurements.cosines, norm = {}, {}, 0.0
         if self.plan.method.keeps_old and self.made < now.number:
             self.weights.snapshots.blend(OLD, self.plan.method.old_decay)
-        if finite and method.critic is not None:
-            present(self.passes.critic).step(gradient_scale)
+        if finite and critic is not None:
+            critic.step(gradient_scale, values_norm)
         self.made, lr = now.number, factor * learning_rate(self.plan, now.number, self.stage)
         moved = steps.make(norm, lr, stores=compares)
         metrics = self.measurements.metrics(
@@ -430,8 +429,8 @@ class NativeLearner(Offloading):
     def _drop(self) -> None:
         """Drop gradients and measurements."""
         self.steps.drop_gradients()
-        if self.passes.critic is not None:
-            self.passes.critic.optimizer.zero_grad()
+        if self.critic is not None:
+            self.critic.drop_gradients()
         self.measurements.drop()
         self.now.weighed = []
 
@@ -444,7 +443,7 @@ class NativeLearner(Offloading):
         following = self.now.next_coefficients(self.plan.method)
         state = State(
             update=self.made,
-            critic={} if self.passes.critic is None else self.passes.critic.state(),
+            critic={} if self.critic is None or not optimizer else self.critic.state(),
             coefficients={name: getattr(following, name) for name in self.plan.method.adaptive},
             groups=groups,
             **self.steps.state(),
@@ -456,11 +455,22 @@ class NativeLearner(Offloading):
         state = restore(path, self.lm, self.steps.optimizer, self.ranks, lora=self.config.lora is not None)
         self.weights.restore(path, state)
         self.steps.restore(path, state)
-        if self.passes.critic is not None:
-            self.passes.critic.load(path, state.critic)
+        if self.critic is not None:
+            self.critic.restore(path, state)
         coefficients = saved_coefficients(path, state, self.plan.method, self.now.coefficients)
         self.now, self.made = Update(coefficients=coefficients), state.update
         return state.groups
+
+
+def compared(passes: Passes, samples: Sequence[Scored], teacher: str, *, temperature: float) -> Metrics:
+    """Return metrics that compare recorded log-probs with the learner's, or with a following teacher's snapshot."""
+    if teacher:
+        seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
+        with unrounded(passes.lm.model):  # teachers are not quantised
+            logp = passes.log_probs(seen, snapshot_of(teacher), temperature=temperature)
+        return against_teachers(samples, logp)
+    logp = passes.log_probs(samples)
+    return own_drift(samples, logp) | against_teachers(samples, logp)
 
 
 def own_drift(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.native.learning.critic import ValueHead, is_cut, with_end
 from slipstream.engines.native.learning.student import Student, deterministic
 from slipstream.engines.native.learning.weights import Snapshots, Version
 from slipstream.engines.native.packing import Item, MicroBatch, pack
@@ -41,15 +40,6 @@ class Passes:
         self.config, self.temperature, self.ranks = plan.settings, plan.method.temperature, ranks
         self.tokens = Counter[str]()
         """Token counts (see `tokens_of`) of all passes since the last call of `packing_metrics`."""
-        self.critic: ValueHead | None = None
-        """Value head of the critic; None without [critic]."""
-        if plan.method.critic is not None:
-            self.critic = ValueHead(
-                plan.method.critic,
-                student.width,
-                torch.empty(0, dtype=student.lm.head.weight.dtype, device=student.lm.device),
-                ranks,
-            )
         self.read = self.trained = 0
         """Tokens of all sequences that passed without and with a gradient, since the start."""
 
@@ -120,39 +110,28 @@ class Passes:
 
     def relative_entropies(self, samples: Sequence[Scored]) -> list[Tensor]:
         """Return the entropy [T] of the distribution over the vocabulary, divided by log V; 0 at masked tokens."""
-        entropies = self._per_sample(samples, partial(relative_entropy, temperature=self.temperature))
+        entropies = self.per_sample(samples, partial(relative_entropy, temperature=self.temperature))
         return over_tokens(torch.cat(entropies), [sample.rollout for sample in samples]) if entropies else []
 
     def _of_tokens(
         self, samples: Sequence[Scored], temperatures: Sequence[float], version: Version | None = None
     ) -> list[Tensor]:
         """Return for each sample the log-probs [T, temperatures] of its emitted tokens; 0 at masked tokens."""
-        logp = self._per_sample(samples, partial(at_tokens, temperatures=temperatures), version)
+        logp = self.per_sample(samples, partial(at_tokens, temperatures=temperatures), version)
         return over_tokens(torch.cat(logp), [sample.rollout for sample in samples]) if logp else []
 
     def log_probs_of_draws(
         self, samples: Sequence[Scored], version: Version | None = None, *, temperature: float
     ) -> list[Tensor]:
         """Return per sample log-probs [N, M] of all draws (ids sampled at one position); None: current weights."""
-        return self._per_sample(samples, partial(at_draws, temperature=temperature), version)
+        return self.per_sample(samples, partial(at_draws, temperature=temperature), version)
 
     def beside(self, samples: Sequence[Scored], kind: str) -> list[Tensor]:
         """Return log-probs at the sampling temperature: [N, M] of the "draws", or [N, K] of the "top_k"."""
         compute = {"draws": at_draws, "top_k": at_best}[kind]
-        return self._per_sample(samples, partial(compute, temperature=self.temperature))
+        return self.per_sample(samples, partial(compute, temperature=self.temperature))
 
-    def values(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the critic's values [T], and the value after each sample: 0 unless a limit has cut it."""
-        critic = present(self.critic)
-        values = self._per_sample(samples, lambda hidden_NH, head, chosen: critic(hidden_NH))
-        at = [i for i, sample in enumerate(samples) if is_cut(sample)] if critic.config.bootstrap else []
-        ends = self._per_sample([with_end(samples[i]) for i in at], lambda hidden_NH, head, chosen: critic(hidden_NH))
-        last = [torch.zeros((), dtype=torch.float64)] * len(samples)
-        for i, end_T in zip(at, ends, strict=True):
-            last[i] = end_T[-1]
-        return over_tokens(torch.cat(values), [sample.rollout for sample in samples]) if values else [], last
-
-    def _per_sample(
+    def per_sample(
         self,
         samples: Sequence[Scored],
         compute: Callable[[Tensor, Head, Sequence[Rollout]], Tensor],

@@ -48,7 +48,7 @@ class State(NamedTuple):
     perturbation: Mapping[str, Tensor]
     """Logarithms of the noise on the layers and their moments; empty without noise."""
     critic: Mapping[str, Tensor]
-    """Value head of the critic and its moments; empty without one."""
+    """Value head of the critic and its moments, and those of its own model; empty without one."""
     loss_scale: tuple[float, int] | None
     """Loss scale, and the number of steps since its last change; None if the run had none."""
     groups: Sequence[Group]
@@ -113,6 +113,19 @@ def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def load_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
+    """Give an optimizer the state that `moments_of` returned, on any number of ranks."""
+    parameters, moments = [p for group in optimizer.param_groups for p in group["params"]], Moments()
+    for key, value in saved.items():
+        index, _, name = key.partition(".")
+        like = parameters[int(index)]
+        # every tensor except the step count is sharded like its weight
+        own = slice_of(value, like) if value.shape == like.shape else value
+        moments.setdefault(int(index), {})[name] = own
+    # learning rate, betas and weight decay do not change
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
 def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> State:
     """Load a checkpoint written by any number of ranks and return its state; only the first rank gets the groups."""
     saved = json.loads((path / LEARNER_NUMBERS).read_text())
@@ -123,11 +136,7 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
             return {key.removeprefix(f"{name}/"): file.get_tensor(key) for key in keys}
 
         weights = part("adapters")  # adapter training leaves the base unchanged
-        moments: Moments = {}
-        for key, value in part("moments").items():
-            index, _, name = key.partition(".")
-            moments.setdefault(int(index), {})[name] = value
-        previous, perturbation, critic = part("previous"), part("perturbation"), part("critic")
+        moments, previous, perturbation, critic = map(part, ("moments", "previous", "perturbation", "critic"))
         versions = {version: part(f"version {version}") for version in saved["versions"]}
         moved = saved.get("teachers", {})
         teachers = {name: (version, part(f"teacher {name}")) for name, version in moved.items()}
@@ -139,13 +148,7 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     own = lm.model.state_dict()
     weights = {name: slice_of(weights[name], own[name]) for name in weights}
     lm.model.load_state_dict(weights, strict=not lora)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for i, moment in moments.items():
-        like = parameters[i]
-        # every tensor except the step count is sharded like its weight
-        moment |= {name: slice_of(value, like) for name, value in moment.items() if value.shape == like.shape}
-    # learning rate, betas and weight decay do not change
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    load_moments(optimizer, moments)
     groups = [] if ranks.index else read_groups(path)
     update, loss_scale = int(saved["update"]), saved.get("loss_scale")
     coefficients = {name: saved[name] for name in Coefficients._fields if saved.get(name) is not None}
