@@ -285,8 +285,15 @@ def continued(begun: Rollout, rest: Rollout) -> Rollout:
     return replace(begun, finish=rest.finish, **_ends(TOKENS + TRAINED, (begun, rest)), kept=_all_kept((begun, rest)))
 
 
-def lineage(prompt: Prompt, index: int, parts: Sequence[Rollout | Ints], **rest: Any) -> Rollout:
-    """Build an episode from responses, each sampled in one call, and the observed tokens between them."""
+def lineage(
+    prompt: Prompt, index: int, parts: Sequence[Rollout | Ints], *, says: Sequence[Any] = (), **rest: Any
+) -> Rollout:
+    """Build an episode from responses, each sampled in one call, and the observed tokens between them.
+
+    `says` are the entries of `Rollout.conversation`, which is recorded if a teacher reads it.
+    """
+    if says and prompt.respelled is not None:
+        rest["conversation"] = json.loads(json.dumps(says, default=str))
     said = [part for part in parts if isinstance(part, Rollout)]
     calls = count()
     turn = [np.full(len(part.tokens), next(calls)) if isinstance(part, Rollout) else -_ones(part) for part in parts]
@@ -342,25 +349,20 @@ def _all_kept(parts: Sequence[Rollout]) -> SamplingSupport | None:
     return SamplingSupport(np.concatenate([each.ids for each in kept]), np.concatenate([each.sizes for each in kept]))
 
 
-def as_conversation(prompt: Prompt, entries: Sequence[Any]) -> list[Any] | None:
-    """Return these entries of `Rollout.conversation` as JSON; None if no teacher reads them."""
-    return None if prompt.respelled is None else json.loads(json.dumps(entries, default=str))
-
-
 def turns_of(rollout: Rollout) -> list[tuple[bool, Ints]]:
     """Split a rollout into sampled turns and the observations between them: pairs of (True if sampled, tokens)."""
-    return [(bool(rollout.turn[start] >= 0), rollout.tokens[start:stop]) for start, stop in _turns(rollout)]
+    return [(bool(rollout.turn[start] >= 0), rollout.tokens[start:stop]) for start, stop in turn_places(rollout)]
 
 
 def parts_of(rollout: Rollout) -> list[Rollout | Ints]:
     """Invert `lineage`: return every response as its call returned it, and the observed tokens between them."""
     return [
         part_of(rollout, start, stop) if rollout.turn[start] >= 0 else rollout.tokens[start:stop]
-        for start, stop in _turns(rollout)
+        for start, stop in turn_places(rollout)
     ]
 
 
-def _turns(rollout: Rollout) -> Iterator[tuple[int, int]]:
+def turn_places(rollout: Rollout) -> Iterator[tuple[int, int]]:
     """Yield start and stop of every sampled turn and of the observations between them."""
     return pairwise([0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)])
 

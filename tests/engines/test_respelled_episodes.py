@@ -28,7 +28,6 @@ from slipstream.records import (
     Ints,
     Prompt,
     Rollout,
-    as_conversation,
     graded,
     header_of,
     lineage,
@@ -96,8 +95,7 @@ def episode(*turns: str, first: Sequence[Any] = (), results: Sequence[Any] | Non
     parts: list[Rollout | Ints] = [said(turns[0])]
     for turn, result in zip(turns[1:], results, strict=True):
         parts += [mine.extend(parts[-1].tokens, result or []), said(turn)]  # type: ignore[union-attr]
-    says = as_conversation(prompt, [{"added": first}, *results])
-    return lineage(prompt, 0, parts, finish="eos", conversation=says)
+    return lineage(prompt, 0, parts, finish="eos", says=[{"added": first}, *results])
 
 
 def score(engine: RespellingScorer, rollout: Rollout) -> tuple[Handle, Rollout]:

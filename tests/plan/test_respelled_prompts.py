@@ -119,13 +119,13 @@ def test_messages_are_rendered_by_the_teachers_template_and_ends_have_one_role()
     )
     facts = Facts(config)
     rows = [Row(id="row:0", prompt=[{"role": "user", "content": "What is 2 + 3?"}], ground_truth="5")]
-    (tokens,) = respelled_prompts(config, facts, rows, ["main"])
+    (tokens,) = respelled_prompts(config, facts, rows, ["main"], {})
     theirs = facts.tokenizers["main"].tokenizer
     assert tokens is not None
     text = theirs.decode(tokens)
     assert text.startswith("<|begin_of_text|>") and text.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
     ours = facts.student.tokenizer
     stops = [ours.convert_tokens_to_ids(end) for end in ("<|im_end|>", "<|endoftext|>")]
-    found = respelling_of(config, facts, "main", rows, stops=stops, limit=99)
+    found = respelling_of(config, facts, "main", rows, stops=stops, limit=99, tools={})
     assert {found.roles[stop] for stop in stops} == {theirs.convert_tokens_to_ids("<|eot_id|>")}
     assert np.all(np.array(list(found.roles.values())) < found.vocabulary)

@@ -337,8 +337,6 @@ class ULD(Divergence):
 
 
 class GOLD(Divergence):
-    merges: ClassVar[bool] = False
-
     kind: Literal["gold"] = "gold"
     """JSD on the tokens that student and teacher share, and the distance of the sorted probabilities of all others."""
     cache: Literal["hidden"] = "hidden"
@@ -355,15 +353,13 @@ class GOLD(Divergence):
             formula="divergence.shared_and_ranked",
             options={"beta": self.beta, "rest": self.rest},
             own_vocabulary=True,
-            merges=self.merges,
-            compares=self.merges,
+            merges=isinstance(self, GOLDMerged),
+            compares=isinstance(self, GOLDMerged),
             **self.clamps,
         )
 
 
 class GOLDMerged(GOLD):
-    merges = True
-
     kind: Literal["gold_merged"] = "gold_merged"  # type: ignore[assignment]
     """gold at all spans: those of several tokens count by the product of the tokens' probabilities."""
 

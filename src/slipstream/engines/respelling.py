@@ -1,28 +1,23 @@
 """Scorer and sampler for a teacher with another tokenizer, around a scorer of any engine and a native sampler.
 
-The scorer spells responses in the teacher's tokens, the sampler spells the teacher's answers in the student's tokens.
-
-The teacher reads its own prompt and its canonical spelling of the response's bytes. The log-probs of its tokens are
-summed over the spans between the byte boundaries that both spellings have. This is the log-prob of one spelling, and
-not of all spellings of the same bytes.
+The scorer spells responses in the teacher's tokens, the sampler spells the teacher's answers in the student's. The
+teacher reads its own prompt and its canonical spelling of the response's bytes. The log-probs of its tokens are summed
+over the spans between the byte boundaries that both spellings have. This is the log-prob of one spelling, and not of
+all spellings of the same bytes.
 
 In an episode each turn of the student is spelled by itself. All that it sees between its turns, such as results of
-tools, is written by the teacher's own chat template. Turns that follow something unknown are left out.
-
-Texts whose prompts are not respelled are in the teacher's tokens already. The checks before a run score such texts.
+tools, is written by the teacher's own chat template. Turns that follow something unknown are left out. Texts whose
+prompts are not respelled are in the teacher's tokens already. The checks before a run score such texts.
 
 Shapes: T tokens of the student, N trained tokens, Q tokens of the teacher, S spans.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +25,8 @@ from numpy.typing import NDArray
 from slipstream.data.spelling import Respelled, Spelling, respell
 from slipstream.data.teacher_context import TemplateContext
 from slipstream.engines.score_checks import Probed, failed, kl_of_known, probability, scored
-from slipstream.errors import DataError, NoContext
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.errors import DataError
 from slipstream.protocols import Draw, Respelling, Sampling
 from slipstream.records import (
     NOT_DRAWN,
@@ -51,21 +47,9 @@ from slipstream.records import (
     graded,
     header_of,
     one_turn,
+    turn_places,
     unfinished,
 )
-
-MAX_INLINE_TOKENS = 512
-"""Largest number of tokens of a group that are spelled on the event loop, which takes about a millisecond."""
-
-
-class TurnWriter(Protocol):
-    """Writer of messages in the teacher's chat template, with the teacher's tokens: a `Renderer`."""
-
-    def open(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> Ints: ...
-
-    def insert(self, prompt: Ints, messages: Sequence[Any]) -> Ints: ...
-
-    def extend(self, ids: Ints, messages: Sequence[Any]) -> Ints: ...
 
 
 class RespellingSampler:
@@ -85,26 +69,23 @@ class RespellingSampler:
         drawn = await self.draw(asked, sampling, begun)
         if unfinished(drawn):
             return drawn
-        found = [self._given(handle, sampling.max_tokens) for handle in drawn]
-        known = iter(given_group(prompt, [each for each in found if each is not None]))
-        return [
-            failed(handle, f"the student has no tokens for the answer of {self.name}", teacher=self.name)
-            if given is None
-            else replace_index(next(known), handle)
-            for handle, given in zip(drawn, found, strict=True)
-        ]
+        return [self._spelled(prompt, handle, sampling.max_tokens) for handle in drawn]
 
-    def _given(self, handle: Handle, longest: int) -> Given | None:
-        """Return an answer in the student's tokens, cut to the longest answer; None if it has none."""
-        rollout = graded(handle)
-        ids = rollout.tokens.tolist()
-        if rollout.finish == "eos":  # any end of the teacher is the student's
+    def _spelled(self, prompt: Prompt, handle: Handle, longest: int) -> Handle:
+        """Return an answer in the student's tokens, cut to the longest answer; it fails if it has none."""
+        drawn = graded(handle)
+        ids = drawn.tokens.tolist()
+        if drawn.finish == "eos":  # any end of the teacher is the student's
             ids[-1] = self.end
         found = respell(ids, self.teacher, self.student, self.roles)
+        if not len(found.tokens):
+            return failed(handle, f"the student has no tokens for the answer of {self.name}", teacher=self.name)
+        whole = drawn.finish == "eos" and len(found.tokens) <= longest and found.student_spans[-1] >= 0
         tokens = found.tokens[:longest]
-        whole = rollout.finish == "eos" and len(found.tokens) <= longest and found.student_spans[-1] >= 0
-        unknown = np.full(len(tokens), np.nan, np.float32)
-        return Given(tokens, unknown, "eos" if whole else "length") if len(tokens) else None
+        known = Given(tokens, np.full(len(tokens), np.nan, np.float32), "eos" if whole else "length")
+        (given,) = given_group(prompt, [known])
+        rollout = replace(given.body, index=drawn.index, episode=drawn.episode)
+        return Handle(header_of(rollout, cause=handle.header.cause), rollout)
 
 
 class Spelled(NamedTuple):
@@ -130,24 +111,16 @@ class RespellingScorer(Probed):
         dense: bool = False,
         merges: bool = False,
         context: TemplateContext | None = None,
-        writers: Mapping[str, TurnWriter] = MappingProxyType({}),
+        writers: Mapping[str, Renderer] = MappingProxyType({}),
     ) -> None:
-        """Wrap the `engine` that scores the teacher's tokens, with a copy of its `context`.
-
-        `writers` write what the student sees between the turns of an episode, by name of its environment.
-        """
+        """Wrap the `engine`, with a copy of its `context`. `writers` write the messages of each environment."""
         self.engine, self.name, self.respelling, self.writers = engine, name, respelling, writers
         self.student, self.teacher = student, teacher
         self.context, self.dense, self.merges = context, dense, merges
         """dense: the loss needs the teacher's hidden states. merges: those at the first token of every span."""
-        self.thread = ThreadPoolExecutor(1, "respelling")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
-
-    def close(self) -> None:
-        self.thread.shutdown()
-        self.engine.close()
 
     async def score(self, group: Group) -> list[Handle]:
         return await self._score(group)
@@ -161,7 +134,7 @@ class RespellingScorer(Probed):
         if all(rollout.prompt.respelled is None for rollout in rollouts):
             own: list[Handle] = await self.engine.score(group)
             return own
-        spelled = await self._spelled(group, rollouts)
+        spelled = [self._spell(handle) for handle in group]
         needed = [not isinstance(each, Handle) and (self.dense or each.is_scored) for each in spelled]
         asked = [
             with_tokens(handle, rollout, each)
@@ -176,17 +149,6 @@ class RespellingScorer(Probed):
             for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
         ]
 
-    async def _spelled(self, group: Group, rollouts: Sequence[Rollout]) -> list[Spelled | Handle]:
-        """Spell short texts at once, and others in a thread, so that they do not block the event loop."""
-
-        def spell() -> list[Spelled | Handle]:
-            return [self._spell(handle) for handle in group]
-
-        is_text = self.context is None and all(rollout.conversation is None for rollout in rollouts)
-        if is_text and sum(len(rollout.tokens) for rollout in rollouts) <= MAX_INLINE_TOKENS:
-            return spell()
-        return await asyncio.get_running_loop().run_in_executor(self.thread, spell)
-
     def _spell(self, handle: Handle) -> Spelled | Handle:
         """Return the prompt and the response in the teacher's tokens; a failed member if its template refuses them."""
         rollout = graded(handle)
@@ -198,26 +160,20 @@ class RespellingScorer(Probed):
                 return Spelled(own, nothing_of(rollout))
             room = self._room(rollout.prompt, seen, handle.header.attempts)
             return Spelled(seen, self._response(rollout, says, room))
-        except NoContext as error:
+        except DataError as error:
             return failed(handle, f"teacher {self.name} cannot read it: {error}", teacher=self.name)
 
     def _prompt(self, prompt: Prompt, says: Any) -> Ints | None:
         """Return what stands before an episode's first turn, in the teacher's chat template; None: it is unknown."""
-        match says:
-            case {"added": []}:
-                return prompt.respelled
-            case {"added": messages}:
-                return self._write(prompt, "insert", prompt.respelled, messages)
-            case {"rebuilt": messages, "tools": tools}:
-                return self._write(prompt, "open", messages, tools)
-        return None
-
-    def _write(self, prompt: Prompt, method: str, *given: Any) -> Ints:
-        try:
-            found: Ints = getattr(self.writers[prompt.environment], method)(*given)
-        except DataError as error:
-            raise NoContext(str(error)) from None
-        return found
+        if says is None:
+            return None
+        if says.get("added") == []:
+            return prompt.respelled
+        writer = self.writers[prompt.environment]
+        if "rebuilt" in says:
+            return writer.open(says["rebuilt"], says["tools"])
+        assert prompt.respelled is not None
+        return writer.insert(prompt.respelled, says["added"])
 
     def _response(self, rollout: Rollout, says: Sequence[Any] | None, room: int) -> Respelled:
         """Spell a text as a whole, or each turn of an episode by itself behind the messages before it."""
@@ -226,10 +182,12 @@ class RespellingScorer(Probed):
         found = nothing_of(rollout)
         for start, stop in turn_places(rollout):
             turn, seen_Q = int(rollout.turn[start]), found.tokens[:0]
+            if turn < 0:
+                continue
             if turn and says[turn] is None:
                 break
             if turn:
-                seen_Q = self._write(rollout.prompt, "extend", found.tokens, says[turn])
+                seen_Q = self.writers[rollout.prompt.environment].extend(found.tokens, says[turn])
             said = self._respell(rollout.tokens[start:stop], max(0, room - len(found.tokens) - len(seen_Q)))
             found = with_turn(found, start, seen_Q, said)
             if found.student_spans[stop - 1] in (UNWRITTEN, TOO_LONG):
@@ -274,22 +232,10 @@ class RespellingScorer(Probed):
         return scored(handle, teacher=self.name, checked=True, **scores)
 
 
-def replace_index(given: Handle, drawn: Handle) -> Handle:
-    """Return a known response with the place in the group, and the cause, of the one that was drawn."""
-    rollout = replace(given.body, index=drawn.header.index, episode=drawn.header.episode)
-    return Handle(replace(header_of(rollout), cause=drawn.header.cause), rollout)
-
-
 def nothing_of(rollout: Rollout) -> Respelled:
     """Return a spelling without tokens, in which all of the response is left out."""
     none = np.zeros(0, np.int32)
     return Respelled(none, none, np.full(len(rollout.tokens), UNWRITTEN, np.int32))
-
-
-def turn_places(rollout: Rollout) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of every turn of the student."""
-    edges = [0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)]
-    yield from ((start, stop) for start, stop in pairwise(edges) if rollout.turn[start] >= 0)
 
 
 def with_turn(before: Respelled, start: int, seen_Q: Ints, said: Respelled) -> Respelled:
@@ -347,10 +293,8 @@ def shared_logps(logq_Q: Floats, spans_Q: Ints, spans_N: Ints) -> Floats:
 
 def first_of_spans(spans_N: Ints) -> Ints:
     """Return the spans of the first token of each span; later tokens are UNPAIRED."""
-    firsts = np.unique(spans_N, return_index=True)[1]
-    later = np.ones(len(spans_N), np.bool_)
-    later[firsts] = False
-    return np.where(later & (spans_N >= 0), UNPAIRED, spans_N)
+    is_first = np.isin(np.arange(len(spans_N)), np.unique(spans_N, return_index=True)[1])
+    return np.where(is_first | (spans_N < 0), spans_N, UNPAIRED)
 
 
 def later_logps(drawn: tuple[Floats, Ints], scored: tuple[Floats, Ints], first_N: Ints) -> Floats:

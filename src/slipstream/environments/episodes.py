@@ -33,7 +33,6 @@ from slipstream.records import (
     Ints,
     Prompt,
     Rollout,
-    as_conversation,
     derive_seed,
     handed_over,
     header_of,
@@ -232,8 +231,7 @@ class Episode:
             "failures": float(self.failures),
             "branches": 1.0,
         }
-        rest: Any = {"finish": finish, "outcome": outcome, "turn_rewards": of_turns}
-        rest["conversation"] = as_conversation(self.prompt, self.conversation)
+        rest: Any = {"finish": finish, "outcome": outcome, "turn_rewards": of_turns, "says": self.conversation}
         return lineage(self.prompt, self.index, self.parts, **rest)
 
 

@@ -149,9 +149,9 @@ class Distillation:
         """Return the log-probs of the later tokens of spans; None if the loss compares no spans of several tokens."""
         if not self.spec.merges:
             return None
-        each = [sample.later_logp for sample in samples]
-        alone = [np.zeros((sample.rollout.trained_tokens, 2), np.float32) for sample in samples]
-        return joined([one if of is None else of for of, one in zip(each, alone, strict=True)], device, dtype)
+        none = [np.zeros((sample.rollout.trained_tokens, 2), np.float32) for sample in samples]
+        known = [sample.later_logp for sample in samples]
+        return joined([zeros if own is None else own for own, zeros in zip(known, none, strict=True)], device, dtype)
 
     def _logq(self, teacher: TeacherHead, hidden_CD: Tensor, dtype: torch.dtype, vocabulary: int) -> Tensor:
         logits_CV = teacher.head(hidden_CD).to(dtype) / self.temperature

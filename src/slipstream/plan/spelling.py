@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from slipstream.config.data import DataConfig
@@ -40,11 +39,7 @@ def model_with_tokenizer(config: Config, facts: Facts, name: str) -> ModelFacts:
 
 
 def respelled_prompts(
-    config: Config,
-    facts: Facts,
-    rows: Sequence[Row],
-    teachers: Sequence[str],
-    tools: Mapping[str, Tools] = MappingProxyType({}),
+    config: Config, facts: Facts, rows: Sequence[Row], teachers: Sequence[str], tools: Mapping[str, Tools]
 ) -> list[Ints | None]:
     """Return each row's prompt in the tokens of its teacher; None if the teacher has the student's tokenizer."""
     found: list[Ints | None] = [None] * len(rows)
@@ -73,7 +68,7 @@ def respelling_of(
     *,
     stops: Collection[int],
     limit: int,
-    tools: Mapping[str, Tools] = MappingProxyType({}),
+    tools: Mapping[str, Tools],
 ) -> Respelling:
     """Return how responses are spelled for a teacher; raise an error if its tokenizer cannot spell the data's texts.
 
@@ -104,11 +99,12 @@ def renderers_of(config: Config, tokenizer: Tokenizer, end: int, tools: Mapping[
     """Return the arguments of a teacher's `Renderer` for each environment; raise ModelError if its template fails."""
     args = readable(config.data, tokenizer).template_args
     ends = tuple(sorted({end, *filter(None, [tokenizer.eos_token_id])}))
-    found = dict[str, Any]()
-    for name, environment in config.every_environment.items():
-        found[name] = {"stop_ids": ends, "tools": list(tools.get(name) or ()), "template_args": args}
-        found[name]["format"] = environment.format
-        Renderer(tokenizer, **found[name])
+    found: dict[str, dict[str, Any]] = {
+        name: {"stop_ids": ends, "tools": tools.get(name) or [], "template_args": args, "format": environment.format}
+        for name, environment in config.every_environment.items()
+    }
+    for each in found.values():
+        Renderer(tokenizer, **each)
     return found
 
 

@@ -50,7 +50,7 @@ from slipstream.plan.engine_plans import (
     SamplerPlan,
     ScorerPlan,
 )
-from slipstream.protocols import GradingSampler, Sampling, TeacherSampler
+from slipstream.protocols import Draw, GradingSampler, Sampling, TeacherSampler
 from slipstream.records import Group, Handle, Prompt
 from slipstream.rewards.grading import PoolGrader
 
@@ -178,7 +178,6 @@ class OwnTeacherSampler(TeacherSampler):
         own = tokenizer if respelling is None else load_tokenizer(respelling.tokenizer)
         policy = build_policy(plan, own, kind)
         self.cache: RolloutCache | None = None
-        self.respelled: RespellingSampler | None = None
         super().__init__(policy)
         if plan.cache is not None:
             assert isinstance(policy, NativeSampler)
@@ -186,15 +185,14 @@ class OwnTeacherSampler(TeacherSampler):
             settings = lm.model.config.to_json_string(use_diff=False)
             known = (identity_of(lm.model), settings, lm.device.type, sorted(policy.stop_ids), slipstream.__version__)
             self.cache = RolloutCache(super().generate, Path(plan.cache), repr(known))
-        self.draw = super().generate if self.cache is None else self.cache.generate
+        self.draw: Draw = super().generate if self.cache is None else self.cache.generate
         if respelling is not None:
             spellings = Spelling(tokenizer), Spelling(own)
-            self.respelled = RespellingSampler(self.draw, plan.model, *spellings, respelling)
+            self.draw = RespellingSampler(self.draw, plan.model, *spellings, respelling).generate
         self.close = policy.close
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        generate = self.draw if self.respelled is None else self.respelled.generate
-        return await generate(prompt, sampling, begun)
+        return await self.draw(prompt, sampling, begun)
 
 
 class SelfGrading(GradingSampler):

@@ -28,19 +28,7 @@ from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.branches import Branch, History, Place, Tools, digest_of_ids, history_of, join
 from slipstream.errors import DataError
 from slipstream.protocols import Sampler, Sampling
-from slipstream.records import (
-    Finish,
-    Floats,
-    Handle,
-    Ints,
-    Prompt,
-    Rollout,
-    as_conversation,
-    derive_seed,
-    lineage,
-    part_of,
-    unfinished,
-)
+from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, part_of, unfinished
 
 MAX_INLINE_BYTES = 16 << 10
 """Maximum bytes that are parsed or tokenized on the event loop; PARSER_THREAD handles longer requests."""
@@ -230,12 +218,7 @@ class Session:
         return Branch(ids, seed, [{"added": []} if same else says]), ids[:0]
 
     async def _draw_turn(
-        self,
-        branch: Branch,
-        seen: Ints,
-        most: int | None,
-        stops: Sequence[str] = (),
-        messages: Sequence[Message] | None = None,
+        self, branch: Branch, seen: Ints, most: int | None, stops: Sequence[str] = (), says: Any = None
     ) -> tuple[int, Rollout]:
         """Sample one more turn of a branch; return its number and its rollout."""
         tokens = len(branch.ids) + len(seen)
@@ -262,7 +245,7 @@ class Session:
             branch.busy = False
         if stops:
             turn = part_of(turn, 0, self._end_of(turn.tokens, stops))
-        branch.add(seen, turn, number, messages)
+        branch.add(seen, turn, number, says)
         self.stopped = "length" if turn.finish == "length" and len(branch.ids) >= self.max_tokens else None
         return number, turn
 
@@ -344,7 +327,7 @@ class Session:
                 finish=finish,
                 branch=number,
                 outcome=outcome,
-                conversation=as_conversation(self.prompt, branch.conversation),
+                says=branch.conversation,
             )
             for number, branch in enumerate(sampled)
         ]
