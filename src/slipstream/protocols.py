@@ -127,6 +127,10 @@ class SampleFreshness:
     w: float
 
 
+Draw = Callable[[Prompt, Sampling, Group], Awaitable[list[Handle]]]
+"""Method `generate` of a sampler."""
+
+
 class Sampler(Protocol):
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         """Return the whole group: `sampling.group` responses, ordered by index.
@@ -205,9 +209,17 @@ class Respelling:
     vocabulary: int
     """Number of the teacher's token ids."""
     roles: Mapping[int, int]
-    """The teacher's token for each special token of the student that has a counterpart, such as an end token."""
+    """The teacher's token for each special token of the student that has a counterpart. The first is the end token."""
     limit: int
     """Largest number of the teacher's tokens of a prompt with its response; tokens beyond are left out."""
+    renderers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Arguments of the `Renderer` that writes the messages of an environment in the teacher's chat template, by name of
+    the environment; empty if responses are no episodes."""
+
+    @property
+    def end(self) -> int:
+        """Return the token with which the teacher ends an answer."""
+        return next(iter(self.roles.values()))
 
 
 class Context(Protocol):

@@ -11,6 +11,7 @@ the experts, L routers and X experts that each chooses for a token.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +32,7 @@ NOT_DRAWN = -1
 OPEN, UNWRITTEN, TOO_LONG, UNPAIRED = -1, -2, -3, -4
 """Numbers in place of a span, for tokens about which a teacher with another tokenizer says nothing: at the end of a
 response that was cut, from the first text that the teacher cannot write on, and beyond its context. UNPAIRED: in a span
-of several tokens, for a loss that compares distributions."""
+of several tokens, for a loss that compares distributions; if it merges spans, only tokens after the first of a span."""
 REPEATED_N = 4
 """Number of tokens of the n-grams whose repetition is measured."""
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -194,6 +195,10 @@ class Rollout:
     passes that a trained token depends on."""
     finish: Finish
     kept: SamplingSupport | None = None
+    conversation: list[Any] | None = None
+    """Messages in the tokens outside of the turns, as JSON, for a teacher that writes them in its own chat template.
+    Entry 0 is of the prompt: {"added": messages} after the row's prompt, or {"rebuilt": messages, "tools": tools} in
+    its place. Entry n holds the messages before turn n. None as an entry: unknown. None: the response is one text."""
     rewards: dict[str, float] = field(default_factory=dict)
     outcome: dict[str, float] = field(default_factory=dict)
     """Rewards and counts that an episode's environment reports (`reward`, `reward/NAME`); empty without environment."""
@@ -337,6 +342,11 @@ def _all_kept(parts: Sequence[Rollout]) -> SamplingSupport | None:
     return SamplingSupport(np.concatenate([each.ids for each in kept]), np.concatenate([each.sizes for each in kept]))
 
 
+def as_conversation(prompt: Prompt, entries: Sequence[Any]) -> list[Any] | None:
+    """Return these entries of `Rollout.conversation` as JSON; None if no teacher reads them."""
+    return None if prompt.respelled is None else json.loads(json.dumps(entries, default=str))
+
+
 def turns_of(rollout: Rollout) -> list[tuple[bool, Ints]]:
     """Split a rollout into sampled turns and the observations between them: pairs of (True if sampled, tokens)."""
     return [(bool(rollout.turn[start] >= 0), rollout.tokens[start:stop]) for start, stop in _turns(rollout)]
@@ -475,6 +485,9 @@ class Scored:
     """Number of the byte span of each trained token, [N], for a teacher with another tokenizer: a span is scored as a
     whole, and `teacher_logp` is an equal share of its log-prob. A negative number is the reason why the token is left
     out (OPEN and others); its `teacher_logp` is 0, except for UNPAIRED. None: the teacher scored single tokens."""
+    later_logp: Floats | None = None
+    """At the first token of each byte span, log-prob of its later tokens, [N, 2]: under the policy that drew them, and
+    under the teacher in its own tokens. 0 at other tokens. None: the loss compares no spans of several tokens."""
     weight: float = 1.0
     """Importance weight of a sample that was drawn from the store: `Header.weight`."""
 
@@ -543,6 +556,8 @@ class Scored:
             return fault
         if self.teacher_hidden is not None and not _rows_of(self.teacher_hidden, n):
             return f"teacher_hidden must be [{n}, D]"
+        if self.later_logp is not None and self.later_logp.shape != (n, 2):
+            return f"later_logp has shape {self.later_logp.shape}, not ({n}, 2)"
         return None
 
 
@@ -687,7 +702,8 @@ def unfinished(group: Group) -> bool:
 def graded(handle: Handle) -> Rollout:
     """Return the rollout of a handle with the rewards of its header; graders may write only to the header."""
     rollout: Rollout = handle.body.rollout if isinstance(handle.body, Scored) else handle.body
-    return replace(rollout, rewards=handle.header.rewards)
+    same = rollout.rewards == handle.header.rewards  # a copy is checked again, which takes longer than all else here
+    return rollout if same else replace(rollout, rewards=handle.header.rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -761,11 +777,12 @@ def repetition(tokens: Ints, n: int) -> float:
     return 1 - len(np.unique(keys)) / count
 
 
-def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
+def header_of(rollout: Rollout, *, teacher: str = "", known: Header | None = None, **more: Any) -> Header:
+    """Return the header of a rollout; `known` is an earlier one of the same tokens, `more` holds further fields."""
     trained = rollout.tokens[rollout.loss_mask]
     return Header(
-        repeated=repetition(trained, REPEATED_N),
-        distinct=len(np.unique(trained)) / max(len(trained), 1),
+        repeated=repetition(trained, REPEATED_N) if known is None else known.repeated,
+        distinct=len(np.unique(trained)) / max(len(trained), 1) if known is None else known.distinct,
         prompt=rollout.prompt.id,
         number=rollout.prompt.number,
         index=rollout.index,
@@ -773,7 +790,7 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         data_source=rollout.prompt.data_source,
         prompt_tokens=len(rollout.prompt.tokens),
         tokens=len(rollout.tokens),
-        versions=version_runs(rollout.versions, rollout.loss_mask),
+        versions=version_runs(rollout.versions, rollout.loss_mask) if known is None else known.versions,
         finish=rollout.finish,
         replaced=None if rollout.replaced is None else int(rollout.replaced.sum()),
         rewards=dict(rollout.rewards),
@@ -782,5 +799,5 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         prefix=0 if rollout.prompt.prefix is None else len(rollout.prompt.prefix),
         teacher=teacher or rollout.prompt.teacher,
         environment=rollout.prompt.environment,
-        nbytes=_nbytes(rollout),
+        **{"nbytes": _nbytes(rollout), **more},
     )

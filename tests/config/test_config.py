@@ -259,7 +259,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown kind": ({"loss": {"kind": "reverse_kl_m"}}, "loss.kind: did you mean 'reverse_kl_mc'?"),
     "kind of the wrong type": (
         {"loss": {"kind": 7.5}},
-        "loss.kind: known: abs, decoupled_ppo, eopd, forward_kl, gold, jsd, k1, k1+, k2, k3, k3+",
+        "loss.kind: known: abs, common_topk, decoupled_ppo, eopd, forward_kl, gold, gold_merged, jsd, k1, k1+, k2",
     ),
     "kind of a schedule": ({"schedule": {"kind": "asynch"}}, "schedule.kind: did you mean 'async'?"),
     "age of what is never old": (

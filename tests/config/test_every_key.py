@@ -102,6 +102,8 @@ WITH = {
     "sft.loss.token_options": "sft.updates=1 sft.loss.tokens=first",
     "loss.k:jsd": "loss.cache=teacher_topk",
     "loss.forward:eopd": "loss.threshold=0.0",
+    "loss.k:common_topk": "teachers.main.model=builtin:pair_teacher teachers.main.spelling=own",
+    "loss.rest:gold_merged": "teachers.main.model=builtin:pair_teacher teachers.main.spelling=own",
     "loss.rest:gold": "teachers.main.model=builtin:pair_teacher teachers.main.spelling=own",
     "loss.k:eopd": "loss.cache=teacher_topk",
     "sft.loss.k:jsd": "sft.updates=1 sft.loss.cache=teacher_topk",

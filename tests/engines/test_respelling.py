@@ -20,18 +20,19 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from slipstream.config.losses import GOLD, Cache
+from slipstream.config.losses import GOLD, Cache, CommonTopK, GOLDMerged
 from slipstream.data.spelling import Spelling, respell, shared_layout
 from slipstream.data.teacher_context import TemplateContext, context_of
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.model import split
 from slipstream.engines.record_files import read_groups, write_groups
-from slipstream.engines.respelling import RespellingScorer, shared_logps, trained_spans
+from slipstream.engines.respelling import RespellingSampler, RespellingScorer, shared_logps, trained_spans
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.metrics import spelling_metrics, trust_metrics
 from slipstream.objective.distillation import Distillation, TeacherHead
-from slipstream.protocols import Respelling
+from slipstream.protocols import Respelling, Sampling
 from slipstream.records import (
+    NOT_DRAWN,
     OPEN,
     TOO_LONG,
     UNPAIRED,
@@ -215,18 +216,24 @@ def test_a_beginning_is_spelled_in_another_way_once_more_text_follows() -> None:
 
 
 def scorer(
-    limit: int = 64, cache: Cache = "sampled", template: str | None = None
+    limit: int = 64,
+    cache: Cache = "sampled",
+    template: str | None = None,
+    *,
+    pair: tuple[Any, Any] | None = None,
+    merges: bool = False,
 ) -> tuple[RespellingScorer, LlamaForCausalLM]:
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     lm = LlamaForCausalLM(LlamaConfig(vocab_size=4, initializer_range=0.5, **shape)).eval()
-    student, teacher = letters("abc"), merging()
+    student, teacher = pair or (letters("abc"), merging())
     respelling = Respelling("merging", 4, {student.eos_token_id: teacher.eos_token_id}, limit)
     context = context_of(template, teacher, max_length=limit)
     assert context is None or isinstance(context, TemplateContext)
     engine = native_scorer(split("tiny", copy.deepcopy(lm)), cache=cache, context=context)
     spellings, dense = (Spelling(student), Spelling(teacher)), cache == "hidden"
-    return RespellingScorer(engine, "t", *spellings, respelling, dense=dense, context=context), lm
+    own = RespellingScorer(engine, "t", *spellings, respelling, dense=dense, merges=merges, context=context)
+    return own, lm
 
 
 def group(*tokens: list[int]) -> list[Handle]:
@@ -273,6 +280,25 @@ def test_a_response_is_cut_to_the_room_beside_a_context(template: str, limit: in
     engine.close()
 
 
+def test_scores_of_another_context_are_compared_span_by_span() -> None:
+    """The KL of two outcomes, the span's bytes and all others, by plain numbers; equal contexts move nothing."""
+    engine, _ = scorer(template="{prompt}{best}")
+    (rolled,) = group([0, 1, 1, 0, 1])  # ab b and the open span ab
+    first, second = (rolled.with_header(attempts=Attempts(best=best)) for best in ("b", "bba"))
+    (before,) = asyncio.run(engine.score([first]))
+    (now,) = asyncio.run(engine.relabel([replace(before, header=second.header)]))
+    expected = list[float]()
+    for places in ([0, 1], [2]):
+        q, p = (float(np.exp(each.body.teacher_logp[places].sum())) for each in (before, now))
+        expected += [(p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))) / len(places)] * len(places)
+    np.testing.assert_allclose(now.body.supervision_kl[:3], expected, rtol=1e-4)
+    assert min(expected) > 1e-6 and np.isnan(now.body.supervision_kl[3:]).all()
+    assert now.header.moved == pytest.approx(np.mean(expected), rel=1e-4) and now.header.aligned == 3 / 5
+    (same,) = asyncio.run(engine.relabel([now]))
+    assert same.header.moved == 0 and same.body.teacher_logp.tolist() == now.body.teacher_logp.tolist()
+    engine.close()
+
+
 def test_a_clamp_of_log_probs_leaves_tokens_that_the_teacher_lacks_without_probability() -> None:
     """The student has a b c <end>, the teacher b ab a <end>; without the c's −∞ both would share it, at e⁻²."""
     engine, lm = scorer(cache="hidden")
@@ -310,6 +336,71 @@ def test_hidden_states_belong_to_spans_of_one_token_each() -> None:
     assert handles[0].header.compared_tokens == 5
     assert not record.teacher_hidden[:2].any() and not handles[1].body.teacher_hidden.any()
     assert handles[1].body.scored_tokens.tolist() == [False]
+    engine.close()
+
+
+@pytest.mark.parametrize("merging_student", [False, True])
+def test_merged_spans_are_compared_as_golds_definition_says(merging_student: bool) -> None:
+    """P(y) is that of the first token, times those of the later tokens that were written; here by plain loops.
+
+    The response is a b b a <end>: a student of letters needs five tokens and the teacher four (ab b a <end>), or vice
+    versa. Shared are a, b and <end>.
+    """
+    pair = (merging(), letters("abc")) if merging_student else (letters("abc"), merging())
+    mine, theirs = ([1, 0, 2, 3], [0, 1, 1, 0, 3]) if merging_student else ([0, 1, 1, 0, 3], [1, 0, 2, 3])
+    spans = [([0], [0, 1]), ([1], [2]), ([2], [3]), ([3], [4])]
+    spans = spans if merging_student else [(theirs, mine) for mine, theirs in spans]
+    engine, lm = scorer(cache="hidden", pair=pair, merges=True)
+    (handle,) = asyncio.run(engine.score(group(mine)))
+    layout = torch.from_numpy(shared_layout(engine.student, engine.teacher, engine.respelling.roles, sizes=(4, 4)))
+    heads = {("t", 0): TeacherHead(split("tiny", lm).head, layout_X=layout)}
+    loss = GOLDMerged(rest=0.7, beta=0.3)
+    tokens_N = torch.tensor(mine)
+    _, on_rows = Distillation(loss, heads)([handle.body], [], tokens_N, torch.float64)
+    p_NV = torch.randn(len(mine), 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    found_N, _ = on_rows(p_NV.log(), slice(0, len(mine)))
+    with torch.no_grad():
+        q_QV = lm(torch.tensor([[2, 0, *theirs]])).logits[0, 1:].double().softmax(-1)
+    shared = [(2, 0), (0, 1), (3, 3)] if merging_student else [(0, 2), (1, 0), (3, 3)]
+    for ours, others in spans:
+        p_V = p_NV[ours[0]] * float(np.exp(-0.5)) ** (len(ours) - 1)  # the sampler recorded −0.5 for each token
+        q_V = q_QV[others[0]] * np.prod([float(q_QV[place, theirs[place]]) for place in others[1:]])
+        expected = 0.0
+        for a, b in shared:
+            p, q = float(p_V[a]), float(q_V[b])
+            m = 0.3 * q + 0.7 * p
+            expected += 0.3 * q * np.log(q / m) + 0.7 * p * np.log(p / m)
+        rest = [
+            sorted((float(x) for n, x in enumerate(x_V) if n not in used), reverse=True)
+            for x_V, used in ((p_V, {a for a, _ in shared}), (q_V, {b for _, b in shared}))
+        ]
+        expected += 0.7 * sum(abs(a - b) for a, b in zip(*rest, strict=True))
+        assert float(found_N[ours[0]]) == pytest.approx(expected, rel=1e-4)
+    later = [place for ours, _ in spans for place in ours[1:]]
+    assert np.flatnonzero(handle.body.byte_spans == UNPAIRED).tolist() == later
+    engine.close()
+
+
+def test_the_k_most_likely_shared_tokens_are_compared_and_all_others_are_one_bucket() -> None:
+    """The student has a b c <end>, the teacher b ab a <end>: with k = 2 of the three that both have, by plain loops."""
+    engine, lm = scorer(cache="hidden")
+    (handle,) = asyncio.run(engine.score(group([0, 1, 1, 0, 3])))
+    layout = torch.from_numpy(shared_layout(engine.student, engine.teacher, engine.respelling.roles, sizes=(4, 4)))
+    heads = {("t", 0): TeacherHead(split("tiny", lm).head, layout_X=layout)}
+    p_NV = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    with torch.no_grad():
+        q_QV = lm(torch.tensor([[2, 0, 1, 0, 2, 3]])).logits[0, 1:].double().softmax(-1)
+    for k, beta in ((2, 0.0), (2, 1.0), (9, 0.0)):  # of k = 9 there are three
+        loss = CommonTopK(k=k, beta=beta)
+        _, on_rows = Distillation(loss, heads)([handle.body], [], torch.zeros(5, dtype=torch.int64), torch.float64)
+        found_N, _ = on_rows(p_NV.log(), slice(0, 5))
+        for place, theirs in ((2, 1), (3, 2), (4, 3)):  # ab has no single token of the student
+            pairs = [(float(q_QV[theirs, b]), float(p_NV[place, a])) for a, b in ((0, 2), (1, 0), (3, 3))]
+            pairs = sorted(pairs, reverse=True)[:k]
+            pairs.append((1 - sum(q for q, _ in pairs), 1 - sum(p for _, p in pairs)))
+            forward = sum(q * np.log(q / p) for q, p in pairs)
+            reverse = sum(p * np.log(p / q) for q, p in pairs)
+            assert float(found_N[place]) == pytest.approx(reverse if beta else forward, rel=1e-4)
     engine.close()
 
 
@@ -358,3 +449,48 @@ def test_an_endpoint_gives_the_same_scores() -> None:
         assert len(fake.requests) == 3, "nothing of the last response can be written, so that nothing is sent"
     remote.close()
     native.close()
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drawn", "finish", "given", "ends"),
+    [
+        ([1, 0, 2, 3], "eos", [0, 1, 1, 0, 3], "eos"),  # ab b a <end>
+        ([1, 1, 1, 2, 3], "eos", [0, 1, 0, 1, 0, 1], "length"),  # longer than six letters
+        ([1, 0], "length", [0, 1, 1], "length"),
+        ([3], "eos", [3], "eos"),
+    ],
+)
+def test_answers_of_a_teacher_are_spelled_in_the_students_tokens(
+    drawn: list[int], finish: Any, given: list[int], ends: str
+) -> None:
+    """The student has a b c <end>, the teacher b ab a <end>."""
+    student, teacher = letters("abc"), merging()
+
+    async def draw(prompt: Prompt, sampling: Sampling, begun: Any = ()) -> list[Handle]:
+        assert prompt.tokens.tolist() == [2, 0] and prompt.respelled is None
+        answer = replace(rollout_of(drawn), prompt=prompt, finish=finish)
+        return [Handle(header_of(answer), answer)]
+
+    respelling = Respelling("merging", 4, {student.eos_token_id: teacher.eos_token_id}, 64)
+    sampler = RespellingSampler(draw, "t", Spelling(student), Spelling(teacher), respelling)
+    asked = replace(rollout_of([0]).prompt, source="teacher", supervised=True)
+    (found,) = asyncio.run(sampler.generate(asked, Sampling(max_tokens=6)))
+    assert found.body.tokens.tolist() == given and found.header.finish == ends
+    assert found.body.prompt.tokens.tolist() == [0, 1] and found.body.versions.tolist() == [NOT_DRAWN] * len(given)
+
+
+def test_an_answer_that_the_student_cannot_write_fails_and_a_released_one_waits() -> None:
+    student, teacher = letters("b"), merging()
+    answers = [replace(rollout_of([2, 3]), finish="eos"), replace(rollout_of([0]), finish="released")]
+    respelling = Respelling("merging", 4, {student.eos_token_id: teacher.eos_token_id}, 64)
+    for answer, finish in zip(answers, ("error", "released"), strict=True):
+
+        async def draw(prompt: Prompt, sampling: Sampling, begun: Any = (), answer: Rollout = answer) -> list[Handle]:
+            return [Handle(header_of(answer), answer)]
+
+        sampler = RespellingSampler(draw, "t", Spelling(student), Spelling(teacher), respelling)
+        (found,) = asyncio.run(sampler.generate(answer.prompt, Sampling(max_tokens=6)))
+        assert found.header.finish == finish

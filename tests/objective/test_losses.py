@@ -44,6 +44,7 @@ from support.loss_formulas import (
 from support.tiny_models import make_model, wrap
 
 OTHER_TOKENIZER = {"model": "builtin:pair_teacher", "spelling": "own"}
+OTHER = ("uld", "gold", "gold_merged", "common_topk")
 ROWS = [(kind, options) for kind, variants in CHOSEN.items() for options in variants]
 
 
@@ -187,6 +188,8 @@ def test_what_makes_no_sense_is_refused(kind: str, options: dict[str, Any], line
         {"kind": "eopd", "cache": "teacher_topk", "k": 8},
         {"kind": "uld"},
         {"kind": "gold", "rest": 0.5},
+        {"kind": "gold_merged"},
+        {"kind": "common_topk", "k": 8, "beta": 1.0},
     ],
     ids=lambda loss: loss["kind"],
 )
@@ -196,7 +199,7 @@ def test_train_runs_losses_with_unusual_inputs(loss: dict[str, Any], tmp_path: P
         "student": "builtin:student",
         "updates": 2,
         "output": str(tmp_path / "run"),
-        "teachers": {"main": OTHER_TOKENIZER if loss["kind"] in ("uld", "gold") else {"model": "builtin:teacher"}},
+        "teachers": {"main": OTHER_TOKENIZER if loss["kind"] in OTHER else {"model": "builtin:teacher"}},
         "sampler": {"max_tokens": 8, "group": 2},
         "learner": {"batch_size": 8, "minibatches": 2},
         "loss": loss,

@@ -25,6 +25,7 @@ from slipstream.runs import start as command
 from support.illegal_configs import BASE, BOTH, ILLEGAL, RL, SCHEMA
 
 STEPS = "learner.minibatches=2"
+OTHER = "teachers.main.model=builtin:pair_teacher teachers.main.spelling=own"
 
 LEGAL = f"""
 loss.kind=reverse_kl_mc
@@ -51,10 +52,13 @@ loss.kind=m2po loss.m=2 loss.budget=0.01
 loss.kind=m2po sampler.top_p=0.9 sampler.keep_mask=true
 loss.kind=decoupled_ppo sampler.min_p=0.1 sampler.keep_mask=true
 loss.kind=k1 loss.use=advantage sampler.top_k=5 sampler.keep_mask=true
-loss.kind=gold teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
-loss.kind=uld teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
-loss.kind=gold loss.temperature=0.7 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
-loss.kind=k1 loss.use=advantage teachers.main.model=builtin:pair_teacher teachers.main.spelling=own
+loss.kind=gold {OTHER}
+{OTHER} loss.m=1 teachers.main.context={{best}}{{prompt}} teachers.main.relabel=stale task.reward=exact
+loss.kind=gold_merged {OTHER}
+loss.kind=common_topk loss.k=8 loss.temperature=0.7 {OTHER}
+loss.kind=uld {OTHER}
+loss.kind=gold loss.temperature=0.7 {OTHER}
+loss.kind=k1 loss.use=advantage {OTHER}
 loss.kind=reverse_kl_topk loss.k=8
 loss.kind=reverse_kl_topk loss.k=8 loss.reweight=false
 loss.kind=reverse_kl_topk loss.k=8 loss.renormalise=false loss.tail=true

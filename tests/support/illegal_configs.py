@@ -550,12 +550,14 @@ teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=re
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 loss.temperature=2.0
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 loss.reward_scale=1.25
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 teachers.main.ends=map
-teachers.main.spelling=own loss.m=1 teachers.main.context={{best}} teachers.main.relabel=stale task.reward=exact
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 teachers.main.relabel=stale
 teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.spelling=own
 teachers.main.spelling=own loss.m=1 teachers.main.context=./own.py:shown teachers.main.max_length=99
-teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.source=teacher
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=teacher
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft.updates=1 sft.loss.kind=forward_kl
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=data
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged mix.source=data
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged loss.temperature=0.5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.fusion.alpha=0.5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.max_tokens=200
 teachers.main.engine=vllm teachers.main.ends=map

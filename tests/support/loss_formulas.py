@@ -38,6 +38,8 @@ CHOSEN: dict[str, list[dict[str, Any]]] = {
     "jsd": [{}, {"cache": "teacher_topk", "k": 5}],
     "uld": [{}],
     "gold": [{}, {"beta": 0.5, "rest": 2.0}],
+    "gold_merged": [{}],
+    "common_topk": [{"k": 5, "beta": 0.5}, {"k": 5}],
     "k1": [
         {"use": "advantage"},
         *({"use": "advantage", "policy": name} for name in ("cispo", "sapo", "dppo_tv", "aspo")),
@@ -205,6 +207,8 @@ FORMULAS: dict[str, Callable[[View, Mapping[str, Any]], Tensor]] = {
     "jsd": between,
     "uld": by_rank,
     "gold": lambda view, o: between(view, {}),
+    "gold_merged": lambda view, o: between(view, {}),
+    "common_topk": lambda view, o: between(view, o) if "beta" in o else on_teachers_best(view, {**o, "tail": True}),
     "cross_entropy": lambda view, o: nll_loss(view.now, view.draws[:, 0], reduction="none"),
     **{kind: on_the_emitted(kind) for kind in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
 }

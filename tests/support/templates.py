@@ -136,13 +136,14 @@ ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 ADDED += ["[/CALLS]", "[CALL]", "[/CALL]", "[SEP]", "[RESULTS]", "[/RESULTS]"]
 
 
-def backend() -> Tokenizer:
-    """Byte-level BPE; what is added is not all special, and some are blanks."""
+def backend(size: int = 420) -> Tokenizer:
+    """Byte-level BPE of `size` tokens; what is added is not all special, and some are blanks."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator(TEXT, trainer)
     inner.add_tokens([AddedToken("    ", normalized=False)])
     inner.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
     inner.add_tokens([AddedToken(text, normalized=False) for text in ADDED])

@@ -47,6 +47,9 @@ class LossSpec:
     choice: Mapping[str, Any] = field(default_factory=dict)
     own_vocabulary: bool = False
     """True if the formula compares distributions over two vocabularies, so that the teacher's tokenizer may differ."""
+    merges: bool = False
+    """True if spans of several tokens are compared, too: the later tokens of a span multiply the distributions at its
+    first token by their own probabilities."""
     compares: bool = False
     """True if the loss uses probabilities of the policy that sampled the tokens."""
     loss_max_clamp: float | None = None
@@ -187,7 +190,7 @@ class Divergence(DistillationLoss):
     @model_validator(mode="after")
     def _check_k(self) -> Self:
         k = getattr(self, "k", None)
-        if self.spec.cache == "hidden" and k is not None and self.changed("k"):
+        if self.spec.cache == "hidden" and "k" not in self.spec.options and k is not None and self.changed("k"):
             raise ValueError(f"k = {k} does nothing: the hidden cache is the whole distribution; drop k, or the cache")
         return self
 
@@ -334,6 +337,8 @@ class ULD(Divergence):
 
 
 class GOLD(Divergence):
+    merges: ClassVar[bool] = False
+
     kind: Literal["gold"] = "gold"
     """JSD on the tokens that student and teacher share, and the distance of the sorted probabilities of all others."""
     cache: Literal["hidden"] = "hidden"
@@ -350,7 +355,34 @@ class GOLD(Divergence):
             formula="divergence.shared_and_ranked",
             options={"beta": self.beta, "rest": self.rest},
             own_vocabulary=True,
+            merges=self.merges,
+            compares=self.merges,
             **self.clamps,
+        )
+
+
+class GOLDMerged(GOLD):
+    merges = True
+
+    kind: Literal["gold_merged"] = "gold_merged"  # type: ignore[assignment]
+    """gold at all spans: those of several tokens count by the product of the tokens' probabilities."""
+
+
+class CommonTopK(Divergence):
+    kind: Literal["common_topk"] = "common_topk"
+    """KL on the teacher's most likely tokens that the student has, too, with one bucket for all others."""
+    cache: Literal["hidden"] = "hidden"
+    """Scores from the teacher: the last hidden state, to which the learner applies the teacher's head."""
+    k: int = Field(32, ge=1)
+    """Number of tokens that are compared one by one."""
+    beta: float = Field(0.0, ge=0, le=1)
+    """Interpolation by a JSD between the two KL directions: 0 is forward KL, 1 is reverse KL."""
+
+    @property
+    def spec(self) -> LossSpec:
+        options = {"k": self.k, "beta": self.beta}
+        return LossSpec(
+            cache="hidden", formula="divergence.common_topk", options=options, own_vocabulary=True, **self.clamps
         )
 
 
@@ -420,7 +452,7 @@ class CrossEntropy(DistillationLoss):
 
 OnDraws = ReverseKLMC | DecoupledPPO | M2PO | KLEstimate
 LossConfig = Annotated[
-    OnDraws | ReverseKLTopK | ReverseKL | ForwardKL | MOPD | EOPD | JSD | ULD | GOLD,
+    OnDraws | ReverseKLTopK | ReverseKL | ForwardKL | MOPD | EOPD | JSD | ULD | GOLD | GOLDMerged | CommonTopK,
     Field(discriminator="kind"),
 ]
 SupervisedLoss = Annotated[CrossEntropy | ForwardKL | ReverseKL | JSD, Field(discriminator="kind")]

@@ -101,7 +101,7 @@ class TeacherConfig(Section):
     relabel: Literal["never", "stale", "always"] = "never"
     """Responses that are scored again just before the update. stale: responses for which the teacher's weights or the
     shown attempts changed. always: all; use this with a context written by a function. The KL between new and old
-    scores is measured too (for an endpoint, a lower bound)."""
+    scores is measured too (for an endpoint, and for spelling = "own", a lower bound)."""
     dtype: Dtype = "float32"
     """Number format of the teacher's weights and computations."""
     token_budget: int = Field(16384, ge=1)
@@ -200,10 +200,6 @@ class TeacherConfig(Section):
                 raise ValueError(
                     'ends = "map" does nothing with spelling = "own", which maps end tokens itself: drop it'
                 )
-            if self.relabel != "never":
-                raise ValueError(
-                    'relabel compares distributions over the student\'s tokens: drop it, or spelling = "own"'
-                )
             if self.own_context:
                 raise ValueError(
                     'spelling = "own" cuts responses to the room beside a context, and a function writes contexts of '
@@ -248,6 +244,8 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss) -> I
 def spelling_problems(where: str, loss: DistillationLoss) -> Iterator[str]:
     """Yield a message for each setting that needs more than the log-prob of a span of bytes from a teacher."""
     own = f'{where}.spelling = "own"'
+    if loss.spec.merges and loss.temperature != 1:
+        yield f"loss.temperature = {loss.temperature:g}: {own} scores whole spans at temperature 1 only: write 1"
     if loss.spec.own_vocabulary:
         return
     if loss.spec.cache != "sampled":

@@ -12,11 +12,12 @@ that are no UTF-8 are spelled by its tokens of single bytes.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, groupby, takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -56,11 +57,9 @@ class Spelling:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ModelError(f"{self.name}: no tokenizer.json there, by which its tokens have exact bytes")
-        tree = json.loads(backend.to_str())
-        unchanged = {name: unchanging(tree[name]) for name in ("normalizer", "pre_tokenizer")}
-        self.backend = type(backend).from_str(json.dumps(tree | unchanged | {"truncation": None, "padding": None}))
+        self.backend = exact_copy(backend)
         self.backend.encode_special_tokens = True  # a control token that a student spells in letters stays letters
-        self.bytes_of = bytes_of_tokens(tokenizer, self.backend)
+        self.bytes_of = bytes_of_tokens(tokenizer, backend)
         """Bytes of each token id; special tokens are absent."""
         self.token_of = {text: index for index, text in reversed(self.bytes_of.items())}
         """Token id for given bytes: of several, the first one in `bytes_of`."""
@@ -81,6 +80,10 @@ class Spelling:
 
     def spell(self, text: bytes) -> tuple[list[int], int]:
         """Return tokens for these bytes, and the number of bytes that they spell: less than all if one is unknown."""
+        with contextlib.suppress(UnicodeDecodeError):
+            whole = self._encode(text.decode()) if text else []
+            if self.joined(whole) == text:
+                return whole, len(text)
         ids, size = list[int](), 0
         for piece in pieces(text):
             found = self._encode(piece) if isinstance(piece, str) else self._bytewise(piece)
@@ -121,6 +124,21 @@ class Spelling:
                 return ids + (found if part in odd else [])
             ids += found
         return ids
+
+
+def exact_copy(backend: Any) -> Any:
+    """Return a copy that changes no text before it encodes it. Both have one model, whose copy would take seconds."""
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    tree: dict[str, Any] = {"version": "1.0", "added_tokens": [], "model": empty}
+    for name in ("normalizer", "pre_tokenizer"):
+        part = getattr(backend, name)
+        tree[name] = None if part is None else unchanging(json.loads(part.__getstate__()))
+    found = type(backend).from_str(json.dumps(tree))
+    found.model = backend.model
+    added = sorted(backend.get_added_tokens_decoder().items())
+    for special, tokens in groupby((token for _, token in added), lambda token: bool(token.special)):
+        (found.add_special_tokens if special else found.add_tokens)(list(tokens))
+    return found
 
 
 def unchanging(part: Any) -> Any:
@@ -185,10 +203,18 @@ def common_spans(one: Sequence[int], other: Sequence[int]) -> tuple[Ints, Ints]:
 
     A token without bytes belongs to the span of the bytes before it.
     """
-    ends_one, ends_other = np.cumsum(one, dtype=np.int64), np.cumsum(other, dtype=np.int64)
-    common = np.intersect1d(ends_one, ends_other)
-    found_one, found_other = np.searchsorted(common, ends_one), np.searchsorted(common, ends_other)
-    return np.where(found_one < len(common), found_one, OPEN), np.where(found_other < len(common), found_other, OPEN)
+    ends = [*accumulate(one)], [*accumulate(other)]
+    common = sorted({*ends[0]} & {*ends[1]})
+    return spans_by_end(ends[0], common), spans_by_end(ends[1], common)
+
+
+def spans_by_end(ends: Sequence[int], common: Sequence[int]) -> Ints:
+    found, span = list[int](), 0
+    for end in ends:
+        while span < len(common) and common[span] < end:
+            span += 1
+        found.append(span if span < len(common) else OPEN)
+    return np.array(found, np.int64)
 
 
 def shared_layout(
@@ -240,5 +266,6 @@ def respell(
     if reason == OPEN and not ended and len(student_spans):
         last = student_spans.max()
         student_spans[student_spans == last] = teacher_spans[teacher_spans == last] = OPEN
-    student_spans[student_spans < 0] = reason
+    if reason != OPEN:
+        student_spans[student_spans < 0] = reason
     return Respelled(np.array(tokens, np.int32), teacher_spans, student_spans)

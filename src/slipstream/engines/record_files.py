@@ -11,7 +11,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, load_file, save, save_file
 
 from slipstream.errors import RunDirError, first_line
-from slipstream.protocols import Quote, Sampling
+from slipstream.protocols import Draw, Quote, Sampling
 from slipstream.records import (
     Attempts,
     Group,
@@ -142,10 +142,6 @@ def header(found: dict[str, Any]) -> Header:
 STORED_ARRAYS = ("actions", "action_logp", "versions", "best_ids", "best_logp")
 """Arrays of a rollout that are stored; the others follow from them."""
 DIGEST_SIZE = hashlib.sha256().digest_size
-
-
-Draw = Callable[[Prompt, Sampling, Group], Awaitable[list[Handle]]]
-"""Method `generate` of a sampler."""
 
 
 class RolloutCache:

@@ -1,8 +1,13 @@
-"""Scorer for a teacher with another tokenizer: it spells responses in the teacher's tokens, for a scorer of any engine.
+"""Scorer and sampler for a teacher with another tokenizer, around a scorer of any engine and a native sampler.
+
+The scorer spells responses in the teacher's tokens, the sampler spells the teacher's answers in the student's tokens.
 
 The teacher reads its own prompt and its canonical spelling of the response's bytes. The log-probs of its tokens are
 summed over the spans between the byte boundaries that both spellings have. This is the log-prob of one spelling, and
 not of all spellings of the same bytes.
+
+In an episode each turn of the student is spelled by itself. All that it sees between its turns, such as results of
+tools, is written by the teacher's own chat template. Turns that follow something unknown are left out.
 
 Texts whose prompts are not respelled are in the teacher's tokens already. The checks before a run score such texts.
 
@@ -12,33 +17,105 @@ Shapes: T tokens of the student, N trained tokens, Q tokens of the teacher, S sp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.data.spelling import Respelled, Spelling, respell
 from slipstream.data.teacher_context import TemplateContext
-from slipstream.engines.score_checks import Probed, failed, scored
-from slipstream.protocols import Respelling
+from slipstream.engines.score_checks import Probed, failed, kl_of_known, probability, scored
+from slipstream.errors import DataError, NoContext
+from slipstream.protocols import Draw, Respelling, Sampling
 from slipstream.records import (
     NOT_DRAWN,
     OPEN,
+    TOO_LONG,
     UNPAIRED,
+    UNWRITTEN,
     Attempts,
     Floats,
+    Given,
     Group,
     Handle,
     Ints,
     Prompt,
     Rollout,
     Scored,
+    given_group,
     graded,
+    header_of,
     one_turn,
+    unfinished,
 )
+
+MAX_INLINE_TOKENS = 512
+"""Largest number of tokens of a group that are spelled on the event loop, which takes about a millisecond."""
+
+
+class TurnWriter(Protocol):
+    """Writer of messages in the teacher's chat template, with the teacher's tokens: a `Renderer`."""
+
+    def open(self, messages: Sequence[Any], tools: Sequence[Any] = ()) -> Ints: ...
+
+    def insert(self, prompt: Ints, messages: Sequence[Any]) -> Ints: ...
+
+    def extend(self, ids: Ints, messages: Sequence[Any]) -> Ints: ...
+
+
+class RespellingSampler:
+    """Sampler whose model draws in its own tokens, and whose answers are spelled in the student's tokens."""
+
+    def __init__(self, draw: Draw, name: str, student: Spelling, teacher: Spelling, respelling: Respelling) -> None:
+        """Wrap the method that draws."""
+        self.draw, self.name, self.student, self.teacher = draw, name, student, teacher
+        self.roles = {theirs: ours for ours, theirs in reversed([*respelling.roles.items()])}
+        """The student's token for each special token of the teacher; of several, the first one in `roles`."""
+        self.end = respelling.end
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        """Return answers in the student's tokens; an incomplete group stays in the teacher's until it is continued."""
+        assert prompt.respelled is not None
+        asked = replace(prompt, tokens=prompt.respelled, respelled=None)
+        drawn = await self.draw(asked, sampling, begun)
+        if unfinished(drawn):
+            return drawn
+        found = [self._given(handle, sampling.max_tokens) for handle in drawn]
+        known = iter(given_group(prompt, [each for each in found if each is not None]))
+        return [
+            failed(handle, f"the student has no tokens for the answer of {self.name}", teacher=self.name)
+            if given is None
+            else replace_index(next(known), handle)
+            for handle, given in zip(drawn, found, strict=True)
+        ]
+
+    def _given(self, handle: Handle, longest: int) -> Given | None:
+        """Return an answer in the student's tokens, cut to the longest answer; None if it has none."""
+        rollout = graded(handle)
+        ids = rollout.tokens.tolist()
+        if rollout.finish == "eos":  # any end of the teacher is the student's
+            ids[-1] = self.end
+        found = respell(ids, self.teacher, self.student, self.roles)
+        tokens = found.tokens[:longest]
+        whole = rollout.finish == "eos" and len(found.tokens) <= longest and found.student_spans[-1] >= 0
+        unknown = np.full(len(tokens), np.nan, np.float32)
+        return Given(tokens, unknown, "eos" if whole else "length") if len(tokens) else None
+
+
+class Spelled(NamedTuple):
+    """A prompt and a response in the teacher's tokens."""
+
+    prompt: Ints
+    response: Respelled
+
+    @property
+    def is_scored(self) -> bool:
+        return bool((self.response.teacher_spans >= 0).any())
 
 
 class RespellingScorer(Probed):
@@ -51,13 +128,18 @@ class RespellingScorer(Probed):
         respelling: Respelling,
         *,
         dense: bool = False,
+        merges: bool = False,
         context: TemplateContext | None = None,
+        writers: Mapping[str, TurnWriter] = MappingProxyType({}),
     ) -> None:
-        """Wrap the `engine` that scores the teacher's tokens, with a copy of its `context`."""
-        self.engine, self.name, self.respelling = engine, name, respelling
+        """Wrap the `engine` that scores the teacher's tokens, with a copy of its `context`.
+
+        `writers` write what the student sees between the turns of an episode, by name of its environment.
+        """
+        self.engine, self.name, self.respelling, self.writers = engine, name, respelling, writers
         self.student, self.teacher = student, teacher
-        self.context, self.dense = context, dense
-        """True if the loss needs the teacher's hidden states."""
+        self.context, self.dense, self.merges = context, dense, merges
+        """dense: the loss needs the teacher's hidden states. merges: those at the first token of every span."""
         self.thread = ThreadPoolExecutor(1, "respelling")
 
     def __getattr__(self, name: str) -> Any:
@@ -68,41 +150,110 @@ class RespellingScorer(Probed):
         self.engine.close()
 
     async def score(self, group: Group) -> list[Handle]:
+        return await self._score(group)
+
+    async def relabel(self, group: Group) -> list[Handle]:
+        return await self._score(group, again=True)
+
+    async def _score(self, group: Group, *, again: bool = False) -> list[Handle]:
+        """Score responses; if `again`, record how far the scores moved from those of the handles."""
         rollouts = [graded(handle) for handle in group]
         if all(rollout.prompt.respelled is None for rollout in rollouts):
             own: list[Handle] = await self.engine.score(group)
             return own
-        spell = asyncio.get_running_loop().run_in_executor
-        spelled = await spell(self.thread, lambda: [self._spell(handle) for handle in group])
-        needed = [self.dense or (found.teacher_spans >= 0).any() for found in spelled]
+        spelled = await self._spelled(group, rollouts)
+        needed = [not isinstance(each, Handle) and (self.dense or each.is_scored) for each in spelled]
         asked = [
-            with_tokens(handle, rollout, found.tokens)
-            for handle, rollout, found, needs in zip(group, rollouts, spelled, needed, strict=True)
-            if needs
+            with_tokens(handle, rollout, each)
+            for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
+            if needs and not isinstance(each, Handle)
         ]
         answers = iter(await self.engine.score(asked) if asked else ())
         return [
-            self._scored(handle, rollout, found, next(answers) if needs else None)
-            for handle, rollout, found, needs in zip(group, rollouts, spelled, needed, strict=True)
+            each
+            if isinstance(each, Handle)
+            else self._scored(handle, rollout, each, next(answers) if needs else None, again=again)
+            for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
         ]
 
-    def _spell(self, handle: Handle) -> Respelled:
+    async def _spelled(self, group: Group, rollouts: Sequence[Rollout]) -> list[Spelled | Handle]:
+        """Spell short texts at once, and others in a thread, so that they do not block the event loop."""
+
+        def spell() -> list[Spelled | Handle]:
+            return [self._spell(handle) for handle in group]
+
+        is_text = self.context is None and all(rollout.conversation is None for rollout in rollouts)
+        if is_text and sum(len(rollout.tokens) for rollout in rollouts) <= MAX_INLINE_TOKENS:
+            return spell()
+        return await asyncio.get_running_loop().run_in_executor(self.thread, spell)
+
+    def _spell(self, handle: Handle) -> Spelled | Handle:
+        """Return the prompt and the response in the teacher's tokens; a failed member if its template refuses them."""
         rollout = graded(handle)
-        ids: Sequence[int] = rollout.tokens.tolist()
-        room = self._room(rollout.prompt, handle.header.attempts)
+        own, says = rollout.prompt.respelled, rollout.conversation
+        assert own is not None
+        try:
+            seen = own if says is None else self._prompt(rollout.prompt, says[0])
+            if seen is None:
+                return Spelled(own, nothing_of(rollout))
+            room = self._room(rollout.prompt, seen, handle.header.attempts)
+            return Spelled(seen, self._response(rollout, says, room))
+        except NoContext as error:
+            return failed(handle, f"teacher {self.name} cannot read it: {error}", teacher=self.name)
+
+    def _prompt(self, prompt: Prompt, says: Any) -> Ints | None:
+        """Return what stands before an episode's first turn, in the teacher's chat template; None: it is unknown."""
+        match says:
+            case {"added": []}:
+                return prompt.respelled
+            case {"added": messages}:
+                return self._write(prompt, "insert", prompt.respelled, messages)
+            case {"rebuilt": messages, "tools": tools}:
+                return self._write(prompt, "open", messages, tools)
+        return None
+
+    def _write(self, prompt: Prompt, method: str, *given: Any) -> Ints:
+        try:
+            found: Ints = getattr(self.writers[prompt.environment], method)(*given)
+        except DataError as error:
+            raise NoContext(str(error)) from None
+        return found
+
+    def _response(self, rollout: Rollout, says: Sequence[Any] | None, room: int) -> Respelled:
+        """Spell a text as a whole, or each turn of an episode by itself behind the messages before it."""
+        if says is None:
+            return self._respell(rollout.tokens, room)
+        found = nothing_of(rollout)
+        for start, stop in turn_places(rollout):
+            turn, seen_Q = int(rollout.turn[start]), found.tokens[:0]
+            if turn and says[turn] is None:
+                break
+            if turn:
+                seen_Q = self._write(rollout.prompt, "extend", found.tokens, says[turn])
+            said = self._respell(rollout.tokens[start:stop], max(0, room - len(found.tokens) - len(seen_Q)))
+            found = with_turn(found, start, seen_Q, said)
+            if found.student_spans[stop - 1] in (UNWRITTEN, TOO_LONG):
+                found.student_spans[stop:] = found.student_spans[stop - 1]
+                break
+        return replace(found, tokens=found.tokens[:room], teacher_spans=found.teacher_spans[:room])
+
+    def _respell(self, tokens_T: Ints, room: int) -> Respelled:
+        ids: Sequence[int] = tokens_T.tolist()
         return respell(ids, self.student, self.teacher, self.respelling.roles, limit=room)
 
-    def _room(self, prompt: Prompt, attempts: Attempts | None) -> int:
+    def _room(self, prompt: Prompt, seen: Ints, attempts: Attempts | None) -> int:
         """Return the largest number of the teacher's tokens of a response, beside the prompt that the teacher sees."""
-        seen, times = prompt.respelled, 1
-        assert seen is not None
+        times = 1
         if self.context is not None:
             seen = self.context.before(replace(prompt, tokens=seen, respelled=None), attempts=attempts)
             times += self.context.template.count("{response}")
         return max(0, self.respelling.limit - len(seen)) // times
 
-    def _scored(self, handle: Handle, rollout: Rollout, found: Respelled, answer: Handle | None) -> Handle:
+    def _scored(
+        self, handle: Handle, rollout: Rollout, spelled: Spelled, answer: Handle | None, *, again: bool
+    ) -> Handle:
         """Return the student's response with its part of the teacher's answer; None: the teacher was not asked."""
+        found = spelled.response
         if answer is not None and answer.header.finish == "error":
             return failed(handle, answer.header.cause, teacher=self.name)
         body = None if answer is None else answer.body
@@ -110,18 +261,53 @@ class RespellingScorer(Probed):
         spans_N = trained_spans(found.student_spans, rollout)
         logq_N = shared_logps(logq_Q, found.teacher_spans, spans_N)
         scores: dict[str, Any] = {"teacher_action_logp": logq_N[:, None]}
+        moved: dict[str, Any] = {"supervision_kl": kl_of_spans(logq_N, spans_N, handle.body)} if again else {}
         if self.dense:
-            spans_N = paired_spans(spans_N, found.teacher_spans)
             assert isinstance(body, Scored) and body.teacher_hidden is not None
-            scores = {"teacher_hidden": hidden_of_pairs(body.teacher_hidden, found.teacher_spans, spans_N)}
-        return scored(handle, teacher=self.name, teacher_logp=logq_N, byte_spans=spans_N, **scores)
+            whole_N, scores = spans_N, {}
+            spans_N = first_of_spans(whole_N) if self.merges else paired_spans(whole_N, found.teacher_spans)
+            if self.merges:
+                drawn_N = rollout.logp[rollout.loss_mask]
+                scores["later_logp"] = later_logps((drawn_N, whole_N), (logq_Q, found.teacher_spans), spans_N)
+            scores["teacher_hidden"] = hidden_of_spans(body.teacher_hidden, found.teacher_spans, spans_N)
+        scores |= moved | {"teacher_logp": logq_N, "byte_spans": spans_N}
+        return scored(handle, teacher=self.name, checked=True, **scores)
 
 
-def with_tokens(handle: Handle, rollout: Rollout, tokens: Ints) -> Handle:
+def replace_index(given: Handle, drawn: Handle) -> Handle:
+    """Return a known response with the place in the group, and the cause, of the one that was drawn."""
+    rollout = replace(given.body, index=drawn.header.index, episode=drawn.header.episode)
+    return Handle(replace(header_of(rollout), cause=drawn.header.cause), rollout)
+
+
+def nothing_of(rollout: Rollout) -> Respelled:
+    """Return a spelling without tokens, in which all of the response is left out."""
+    none = np.zeros(0, np.int32)
+    return Respelled(none, none, np.full(len(rollout.tokens), UNWRITTEN, np.int32))
+
+
+def turn_places(rollout: Rollout) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of every turn of the student."""
+    edges = [0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)]
+    yield from ((start, stop) for start, stop in pairwise(edges) if rollout.turn[start] >= 0)
+
+
+def with_turn(before: Respelled, start: int, seen_Q: Ints, said: Respelled) -> Respelled:
+    """Add a turn, which begins at the student's token `start`, and the tokens that the teacher reads before it."""
+    first = 1 + int(before.teacher_spans.max(initial=-1))
+    theirs, ours = (np.where(of >= 0, of + first, of) for of in (said.teacher_spans, said.student_spans))
+    student_T = before.student_spans.copy()
+    student_T[start : start + len(ours)] = ours
+    tokens = np.concatenate([before.tokens, seen_Q, said.tokens]).astype(np.int32)
+    return Respelled(tokens, np.concatenate([before.teacher_spans, np.full(len(seen_Q), OPEN), theirs]), student_T)
+
+
+def with_tokens(handle: Handle, rollout: Rollout, spelled: Spelled) -> Handle:
     """Return the response in the teacher's tokens after its prompt; one token stands for a response without any."""
-    tokens = tokens if len(tokens) else np.zeros(1, np.int32)
-    assert rollout.prompt.respelled is not None
-    prompt = replace(rollout.prompt, tokens=rollout.prompt.respelled, respelled=None, prefix=None)
+    seen, tokens = spelled.prompt, spelled.response.tokens
+    if not spelled.is_scored:
+        seen, tokens = seen[:1], np.zeros(1, np.int32)
+    prompt = replace(rollout.prompt, tokens=seen, respelled=None, prefix=None)
     respelled = one_turn(
         prompt,
         rollout.index,
@@ -130,11 +316,13 @@ def with_tokens(handle: Handle, rollout: Rollout, tokens: Ints) -> Handle:
         versions=np.full(len(tokens), NOT_DRAWN, np.int32),
         finish=rollout.finish,
     )
-    return Handle(replace(handle.header, tokens=len(tokens), prompt_tokens=len(prompt.tokens)), respelled)
+    return Handle(handle.header, respelled)
 
 
 def trained_spans(spans_T: Ints, rollout: Rollout) -> Ints:
     """Return the spans of the trained tokens; a span with other tokens is left out, because only a part is trained."""
+    if rollout.loss_mask.all():
+        return spans_T.astype(np.int32)
     mixed = np.isin(spans_T, spans_T[~rollout.loss_mask]) & (spans_T >= 0)
     return np.where(mixed, OPEN, spans_T)[rollout.loss_mask].astype(np.int32)
 
@@ -149,18 +337,56 @@ def paired_spans(spans_N: Ints, spans_Q: Ints) -> Ints:
 
 def shared_logps(logq_Q: Floats, spans_Q: Ints, spans_N: Ints) -> Floats:
     """Return each token's equal share of the log-prob of its span; 0 for tokens that are left out."""
-    shares_N = np.zeros(len(spans_N), np.float32)
-    inside_Q, inside_N = spans_Q >= 0, spans_N >= 0
-    if inside_N.any():
-        sums_S = np.bincount(spans_Q[inside_Q], logq_Q[inside_Q].astype(np.float64))
-        counts_S = np.bincount(spans_N[inside_N], minlength=len(sums_S))
-        spans = spans_N[inside_N]
-        shares_N[inside_N] = sums_S[spans] / counts_S[spans]
+    places_Q, places_N = np.maximum(spans_Q, OPEN) + 1, np.maximum(spans_N, OPEN) + 1  # 0: outside of all spans
+    counts_S = np.bincount(places_N)
+    sums_S = np.bincount(places_Q, logq_Q, minlength=len(counts_S))
+    sums_S[:1] = 0
+    shares_N: Floats = (sums_S[places_N] / counts_S[places_N]).astype(np.float32)
     return shares_N
 
 
-def hidden_of_pairs(hidden_QD: NDArray[Any], spans_Q: Ints, spans_N: Ints) -> NDArray[Any]:
-    """Return the teacher's hidden states at the tokens of spans of one token each; 0 at other tokens."""
+def first_of_spans(spans_N: Ints) -> Ints:
+    """Return the spans of the first token of each span; later tokens are UNPAIRED."""
+    firsts = np.unique(spans_N, return_index=True)[1]
+    later = np.ones(len(spans_N), np.bool_)
+    later[firsts] = False
+    return np.where(later & (spans_N >= 0), UNPAIRED, spans_N)
+
+
+def later_logps(drawn: tuple[Floats, Ints], scored: tuple[Floats, Ints], first_N: Ints) -> Floats:
+    """Return at the first token of each span the log-probs of its later tokens, [N, 2], of student and teacher.
+
+    `drawn` and `scored` are the log-probs and spans of their tokens, `first_N` is of `first_of_spans`.
+    """
+    later_N2 = np.zeros((len(first_N), 2), np.float32)
+    inside_N = first_N >= 0
+    for side, (logp, spans) in enumerate((drawn, scored)):
+        after = (first_of_spans(spans) == UNPAIRED) & (spans >= 0)
+        size = 1 + int(max(first_N.max(initial=-1), spans.max(initial=-1)))
+        later_N2[inside_N, side] = np.bincount(spans[after], logp[after], minlength=size)[first_N[inside_N]]
+    return later_N2
+
+
+def kl_of_spans(logq_N: Floats, spans_N: Ints, before: Scored) -> Floats:
+    """Return each token's equal share of a lower bound of KL(new ‖ old) of its span; NaN for tokens without scores.
+
+    It is the KL of two outcomes: the bytes that were written, and all others.
+    """
+    assert before.teacher_logp is not None and before.byte_spans is not None
+    inside_N = (spans_N >= 0) & ((before.byte_spans >= 0) | (before.byte_spans == UNPAIRED))
+    spans, places, counts = np.unique(spans_N[inside_N], return_inverse=True, return_counts=True)
+    p_S1, q_S1 = (
+        probability(np.bincount(places, logq[inside_N], minlength=len(spans)).astype(np.float64))[:, None]
+        for logq in (logq_N, before.teacher_logp)
+    )
+    kl_N = np.full(len(spans_N), np.nan, np.float32)
+    kl_N[inside_N] = (kl_of_known(p_S1, q_S1) / counts)[places]
+    return kl_N
+
+
+def hidden_of_spans(hidden_QD: NDArray[Any], spans_Q: Ints, spans_N: Ints) -> NDArray[Any]:
+    """Return the teacher's hidden states at the first of its tokens in the span of each token; 0 at tokens left out."""
     hidden_ND = np.zeros((len(spans_N), hidden_QD.shape[1]), hidden_QD.dtype)
-    hidden_ND[spans_N >= 0] = hidden_QD[np.flatnonzero(np.isin(spans_Q, spans_N[spans_N >= 0]))]
+    spans, firsts = np.unique(spans_Q, return_index=True)
+    hidden_ND[spans_N >= 0] = hidden_QD[firsts[np.searchsorted(spans, spans_N[spans_N >= 0])]]
     return hidden_ND

@@ -25,6 +25,7 @@ from slipstream.records import (
     UNPAIRED,
     UNWRITTEN,
     Attempts,
+    Floats,
     Group,
     Handle,
     Ints,
@@ -43,23 +44,34 @@ TOLERANCE = 1e-3
 """Amount by which a log-prob may exceed 0, because servers round; such log-probs become 0."""
 MASS = 1 + 10 * TOLERANCE
 """Largest sum allowed for the probabilities of different tokens at one position."""
+MIN_PROBABILITY = 1e-12
+"""Lower bound for the probability of a token, or of all other tokens together, because answers are rounded."""
 Found = Mapping[str, NDArray[Any]]
 """Arrays that a teacher returns, by field name of `Scored`."""
 
 
 def scored(
-    handle: Handle, *, teacher: str, version: int = 0, seen: Ints | None = None, **found: NDArray[Any]
+    handle: Handle,
+    *,
+    teacher: str,
+    version: int = 0,
+    seen: Ints | None = None,
+    checked: bool = False,
+    **found: NDArray[Any],
 ) -> Handle:
     """Return a record of the response and its teacher's scores, or a failed member if the scores are invalid.
 
-    `seen` holds the tokens that the teacher saw before the response; None means the student's prompt.
+    `seen` holds the tokens that the teacher saw before the response; None means the student's prompt. `checked`: the
+    scores are sums of others that were checked.
     """
     rollout = graded(handle)
     context = None if seen is None or np.array_equal(seen, rollout.prompt.tokens) else seen
-    if problem := next(problems(rollout, found), ""):
+    if not checked and (problem := next(problems(rollout, found), "")):
         return failed(handle, f"teacher {teacher} gives {problem}", teacher=teacher)
     logps = {name: found[name] for name in IDS if name in found}
-    low_N = np.any([(columns(logp) < FLOOR).any(1) for logp in logps.values()], axis=0)
+    floored = 0
+    if any(logp.min(initial=0.0) < FLOOR for logp in logps.values()):
+        floored = int(np.any([(columns(logp) < FLOOR).any(1) for logp in logps.values()], axis=0).sum())
     bounded = {name: np.clip(logp, FLOOR, 0.0) for name, logp in logps.items()}
     body = Scored(
         rollout=rollout,
@@ -76,23 +88,23 @@ def scored(
         if rollout.prompt.source
         else float((gap_N if spans_N is None else gap_N[(spans_N >= 0) | (spans_N == UNPAIRED)]).sum())
     )
-    header = replace(
-        header_of(rollout, teacher=teacher),
-        teacher_version=version,
-        attempts=handle.header.attempts,
-        gap=gap,
-        floored=int(low_N.sum()),
-        nbytes=body.nbytes,
-        differs=rms_difference(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
-    )
+    changes: dict[str, Any] = {
+        "teacher_version": version,
+        "attempts": handle.header.attempts,
+        "gap": gap,
+        "floored": floored,
+        "nbytes": body.nbytes,
+        "differs": rms_difference(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
+    }
     if spans_N is not None:
-        out = tuple(int((spans_N == reason).sum()) for reason in (OPEN, UNWRITTEN, TOO_LONG, UNPAIRED))
-        header = replace(header, left_out=out, byte_spans=len(np.unique(spans_N[spans_N >= 0])))
+        spans = spans_N.tolist()
+        changes["left_out"] = tuple(map(spans.count, (OPEN, UNWRITTEN, TOO_LONG, UNPAIRED)))
+        changes["byte_spans"] = len({span for span in spans if span >= 0})
     if (kl_N := body.supervision_kl) is not None:
         known_N = kl_N[~np.isnan(kl_N)]
-        moved = float(known_N.mean()) if len(known_N) else 0.0
-        header = replace(header, moved=moved, aligned=len(known_N) / max(len(kl_N), 1))
-    return Handle(header, body)
+        changes["moved"] = float(known_N.mean()) if len(known_N) else 0.0
+        changes["aligned"] = len(known_N) / max(len(kl_N), 1)
+    return Handle(header_of(rollout, teacher=teacher, known=handle.header, **changes), body)
 
 
 class Probed:
@@ -174,6 +186,18 @@ def finite(array: NDArray[Any]) -> bool:
     if array.dtype == np.uint16:
         return not bool(((array & 0x7F80) == 0x7F80).any())
     return bool(np.isfinite(array).all())
+
+
+def probability(logp: Floats) -> Floats:
+    p: Floats = np.exp(logp.astype(np.float64).clip(FLOOR, 0))
+    return p
+
+
+def kl_of_known(p_NB: Floats, q_NB: Floats) -> Floats:
+    """Return a lower bound of KL(p ‖ q) from the probabilities of some outcomes; all others count as one."""
+    p_NB, q_NB = (np.concatenate([x, 1 - x.sum(1, keepdims=True)], 1).clip(MIN_PROBABILITY) for x in (p_NB, q_NB))
+    kl_N: Floats = (p_NB * np.log(p_NB / q_NB)).sum(1)
+    return kl_N.clip(0).astype(np.float32)
 
 
 def rms_difference(one: Scored, other: Scored) -> float:

@@ -33,6 +33,7 @@ from slipstream.records import (
     Ints,
     Prompt,
     Rollout,
+    as_conversation,
     derive_seed,
     handed_over,
     header_of,
@@ -171,6 +172,8 @@ class Episode:
     deadline: float = 0.0
     parts: list[Rollout | Ints] = field(default_factory=list)
     """Responses of the student's turns, and the observed tokens between turns, in order."""
+    conversation: list[Any] = field(default_factory=lambda: [{"added": []}])
+    """Messages of the first observation, and those before each later turn."""
     tokens: int = 0
     sampled: int = 0
     turns: int = 0
@@ -230,6 +233,7 @@ class Episode:
             "branches": 1.0,
         }
         rest: Any = {"finish": finish, "outcome": outcome, "turn_rewards": of_turns}
+        rest["conversation"] = as_conversation(self.prompt, self.conversation)
         return lineage(self.prompt, self.index, self.parts, **rest)
 
 
@@ -306,6 +310,7 @@ class Episodes:
             most = f"sampler.max_tokens = {episode.call.sampling.max_tokens}"
             raise EnvironmentFailed("error", f"start returned {episode.tokens} tokens, and the episode has {most}")
         episode.prompt = replace(episode.prompt, tokens=tokens)
+        episode.conversation = [{"added": first}]
 
     async def _turns(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Finish:
         known = list[Rollout | Ints]()
@@ -357,6 +362,7 @@ class Episodes:
                 if not np.array_equal(observed, tail):  # the new environment answers differently from the earlier one
                     known.clear()
             episode.add(tail)
+            episode.conversation.append(step.messages)
 
     async def _turn(self, episode: Episode, begun: Rollout | None) -> Rollout:
         if episode.call.released.done():

@@ -230,8 +230,9 @@ def shared_and_ranked(logp_NV: Tensor, logq_NX: Tensor, *, beta: float = 0.5, re
     Importance: not needed.
     Against: another tokenizer.
     Cost: as reverse_kl, and a sort of both distributions.
-    Use this loss with a teacher that has another tokenizer and shares many of the student's tokens. As in TRL's GOLD
-    the shared tokens are compared by probability; spans of several tokens are left out here, where GOLD merges them.
+    Use this loss with a teacher that has another tokenizer and shares many of the student's tokens. gold leaves out
+    spans of several tokens. gold_merged multiplies both distributions at the first token of a span by the
+    probabilities of its later tokens, as TRL's GOLD does. Departure: these are the recorded ones, without gradient.
     """
     if not 0 < beta < 1:
         raise ValueError(f"beta must be above 0 and below 1, got {beta}")
@@ -243,6 +244,23 @@ def shared_and_ranked(logp_NV: Tensor, logq_NX: Tensor, *, beta: float = 0.5, re
     each_NV = beta * q_NV * (logq_NV - logm_NV) + (1 - beta) * p_NV * (logp_NV - logm_NV)
     exact_N = each_NV.masked_fill(~shared_NV, 0.0).sum(-1)
     return exact_N + rest * _distance_by_rank(p_NV.masked_fill(shared_NV, 0.0), logq_NX[:, vocabulary:].exp())
+
+
+def common_topk(logp_NV: Tensor, logq_NX: Tensor, *, k: int, beta: float = 0.0) -> Tensor:
+    """Return the generalised JSD on the teacher's k most likely shared tokens, all other mass as one more bucket.
+
+    The columns of `logq_NX` are those of `shared_and_ranked`. β = 0 is the forward KL, β = 1 the reverse KL. If fewer
+    than k tokens are shared, all of these are compared.
+    Unit: shared support and tail.
+    Importance: not needed.
+    Against: another tokenizer.
+    Cost: as reverse_kl.
+    Use this loss with a teacher that has another tokenizer and shares most of its likely tokens with the student.
+    """
+    own_NV = logq_NX[:, : logp_NV.shape[1]]
+    logq_NK, ids_NK = own_NV.topk(min(k, own_NV.shape[1]), -1)
+    logp_NK = logp_NV.gather(1, ids_NK).masked_fill(logq_NK == -torch.inf, -torch.inf)
+    return jsd_topk(logp_NK, logq_NK, beta=beta)
 
 
 def _distance_by_rank(p_NV: Tensor, q_NW: Tensor) -> Tensor:

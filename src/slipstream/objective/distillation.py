@@ -126,6 +126,7 @@ class Distillation:
             places[teacher].append(np.arange(start, start := start + len(own_ND)))
         hidden_ND = {teacher: _on_device(np.concatenate(parts), device) for teacher, parts in hidden.items()}
         place_N = {teacher: np.concatenate(parts) for teacher, parts in places.items()}
+        later_N2 = self._later(samples, device, dtype)
 
         def on_vocabulary(logp_CV: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
             own, order = list[Tensor](), list[NDArray[Any]]()
@@ -138,9 +139,19 @@ class Distillation:
                 logq_CV = own[0]
                 if len(own) > 1:
                     logq_CV = torch.cat(widened(own))[torch.from_numpy(np.argsort(np.concatenate(order))).to(device)]
+            if later_N2 is not None:
+                logp_CV, logq_CV = logp_CV + later_N2[rows, :1], logq_CV + later_N2[rows, 1:]
             return self._loss({"student": logp_CV, "teacher": logq_CV})
 
         return on_vocabulary
+
+    def _later(self, samples: Sequence[Scored], device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """Return the log-probs of the later tokens of spans; None if the loss compares no spans of several tokens."""
+        if not self.spec.merges:
+            return None
+        each = [sample.later_logp for sample in samples]
+        alone = [np.zeros((sample.rollout.trained_tokens, 2), np.float32) for sample in samples]
+        return joined([one if of is None else of for of, one in zip(each, alone, strict=True)], device, dtype)
 
     def _logq(self, teacher: TeacherHead, hidden_CD: Tensor, dtype: torch.dtype, vocabulary: int) -> Tensor:
         logits_CV = teacher.head(hidden_CD).to(dtype) / self.temperature

@@ -84,6 +84,8 @@ class SamplerPlan(SamplerSettings):
     """Teacher that the sampler asks at every token; None: the student draws alone."""
     ends_as: str = ""
     """Model whose end tokens end a response; empty: those of the sampler's own model."""
+    respelling: Respelling | None = None
+    """Spelling of a teacher's tokens, whose answers are spelled in those of the student; None: both have the same."""
     cache: str | None = None
     """Directory that stores the rollouts of supervised updates; None: they are not stored."""
 

@@ -51,7 +51,7 @@ def engines_of(
     return EnginesPlan(
         learner=learner_of(config, method, one_ends, respellings or {}),
         sampler=sampler_of(config),
-        teacher_samplers=teacher_samplers_of(config),
+        teacher_samplers=teacher_samplers_of(config, respellings or {}),
         scorers={
             name: scorer_of(config, name, one_ends.get(name), (respellings or {}).get(name)) for name in config.teachers
         },
@@ -106,7 +106,7 @@ def beside_sampler(config: Config) -> ModelPlan | None:
     return replace(teacher_of(config, name), max_length=config.sampler.max_length)
 
 
-def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
+def teacher_samplers_of(config: Config, respellings: Mapping[str, Respelling]) -> dict[str, SamplerPlan]:
     """Return a sampler for each teacher that generates responses; it has as many replicas as the teacher's scorers."""
     if "teacher" not in config.offpolicy_sources:
         return {}
@@ -118,7 +118,9 @@ def teacher_samplers_of(config: Config) -> dict[str, SamplerPlan]:
             replicas=at_first(teacher.replicas),
             teacher=None,
             router=False,
-            ends_as=config.student,
+            stop=config.sampler.stop if name not in respellings else (),
+            ends_as=config.student if name not in respellings else "",
+            respelling=respellings.get(name),
             cache=str(Path(config.sft.cache).absolute()) if config.sft is not None and config.sft.cache else None,
         )
         for name, teacher in config.teachers.items()

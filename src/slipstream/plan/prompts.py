@@ -95,7 +95,7 @@ class DataFacts:
             shuffle=data.shuffle,
             teachers=teachers,
             sources=sources_of(config, rows, names, teachers),
-            respelled=respelled_prompts(config, self.facts, rows, teachers),
+            respelled=respelled_prompts(config, self.facts, rows, teachers, self.tools),
             tells=self.keeps_text,
             order=order_of(config, rows, names),
         )
@@ -127,8 +127,8 @@ class DataFacts:
         loaded = in_environments(config, loaded, name)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
         judges = [] if config.task.reward else routes(config, rows, held_out=True)
-        own: Any = {"teachers": judges, "respelled": respelled_prompts(config, self.facts, rows, judges)}
         tools, tells = self.tools, self.keeps_text
+        own: Any = {"teachers": judges, "respelled": respelled_prompts(config, self.facts, rows, judges, tools)}
         return rows, eval_prompts(rows, self.tokenizer, config, tools=tools, tells=tells, **own)
 
     @property

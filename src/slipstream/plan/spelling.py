@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from slipstream.config.data import DataConfig
 from slipstream.config.schema import Config
 from slipstream.data.prompts import Row
 from slipstream.data.spelling import Spelling
-from slipstream.data.tokenizers import Tokenizer, encode_rows
+from slipstream.data.tokenizers import Tokenizer, Tools, encode_rows
+from slipstream.environments.chat.renderer import Renderer
 from slipstream.errors import ConfigError, ModelError
 from slipstream.plan.ends import template_end
 from slipstream.plan.facts import Facts, ModelFacts
@@ -37,7 +39,13 @@ def model_with_tokenizer(config: Config, facts: Facts, name: str) -> ModelFacts:
     return model
 
 
-def respelled_prompts(config: Config, facts: Facts, rows: Sequence[Row], teachers: Sequence[str]) -> list[Ints | None]:
+def respelled_prompts(
+    config: Config,
+    facts: Facts,
+    rows: Sequence[Row],
+    teachers: Sequence[str],
+    tools: Mapping[str, Tools] = MappingProxyType({}),
+) -> list[Ints | None]:
     """Return each row's prompt in the tokens of its teacher; None if the teacher has the student's tokenizer."""
     found: list[Ints | None] = [None] * len(rows)
     for name, teacher in config.teachers.items():
@@ -45,7 +53,8 @@ def respelled_prompts(config: Config, facts: Facts, rows: Sequence[Row], teacher
         if teacher.spelling == "own" and places:
             tokenizer = model_with_tokenizer(config, facts, name).tokenizer
             data = readable(config.data, tokenizer)
-            for place, tokens in zip(places, encode_rows([rows[i] for i in places], tokenizer, data), strict=True):
+            own = encode_rows([rows[i] for i in places], tokenizer, data, tools)
+            for place, tokens in zip(places, own, strict=True):
                 found[place] = tokens
     return found
 
@@ -57,11 +66,18 @@ def readable(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
 
 
 def respelling_of(
-    config: Config, facts: Facts, name: str, rows: Sequence[Row], *, stops: Collection[int], limit: int
+    config: Config,
+    facts: Facts,
+    name: str,
+    rows: Sequence[Row],
+    *,
+    stops: Collection[int],
+    limit: int,
+    tools: Mapping[str, Tools] = MappingProxyType({}),
 ) -> Respelling:
     """Return how responses are spelled for a teacher; raise an error if its tokenizer cannot spell the data's texts.
 
-    `rows` are those of its prompts, `stops` the end tokens of the student.
+    `rows` are those of its prompts, `stops` the end tokens of the student, `tools` those of every environment.
     """
     where, model, ours = f"teachers.{name}", facts.tokenizers[name], facts.student.tokenizer
     theirs = model.tokenizer
@@ -80,7 +96,20 @@ def respelling_of(
     first = ours.eos_token_id if plain else template_end(ours, config.data.template_args)
     ordered = sorted(stops, key=lambda stop: (stop != first, stop))  # the first one has the probability of the end
     roles = {**dict.fromkeys(ordered, int(end)), **roles_of(ours, theirs), **dict.fromkeys(ordered, int(end))}
-    return Respelling(model.name, max(theirs.get_vocab().values()) + 1, roles, limit)
+    writers = renderers_of(config, theirs, int(end), tools)
+    return Respelling(model.name, max(theirs.get_vocab().values()) + 1, roles, limit, writers)
+
+
+def renderers_of(config: Config, tokenizer: Tokenizer, end: int, tools: Mapping[str, Tools]) -> dict[str, Any]:
+    """Return the arguments of a teacher's `Renderer` for each environment; raise ModelError if its template fails."""
+    args = readable(config.data, tokenizer).template_args
+    ends = tuple(sorted({end, *filter(None, [tokenizer.eos_token_id])}))
+    found = dict[str, Any]()
+    for name, environment in config.every_environment.items():
+        found[name] = {"stop_ids": ends, "tools": list(tools.get(name) or ()), "template_args": args}
+        found[name]["format"] = environment.format
+        Renderer(tokenizer, **found[name])
+    return found
 
 
 def texts_of(row: Row) -> list[str]:

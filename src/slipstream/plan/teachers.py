@@ -70,4 +70,6 @@ def respell_for(data: DataFacts, name: str, checked: CheckedTeachers) -> None:
         seen = prompts_seen_by(config, name, tokenizer, prompts)
         limit = max(len(tokens) for _, tokens in seen) + longest_answer(config, teacher)
     rows = [row for row, each in zip(prompts.rows, prompts.teachers, strict=True) if each == name]
-    checked.respellings[name] = respelling_of(config, facts, name, rows, stops=data.end_ids, limit=limit)
+    checked.respellings[name] = respelling_of(
+        config, facts, name, rows, stops=data.end_ids, limit=limit, tools=data.tools
+    )

@@ -26,7 +26,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.quantisation import compute_rounded, quantise
 from slipstream.engines.record_files import RolloutCache
-from slipstream.engines.respelling import RespellingScorer
+from slipstream.engines.respelling import RespellingSampler, RespellingScorer
 from slipstream.engines.server.api import Served, ServerSettings
 from slipstream.engines.server.sampler import CompletionsSampler, ServerSampler
 from slipstream.engines.vllm.core import Settings
@@ -162,6 +162,7 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., Na
             lm = build_model(student)
             generation = generation_of(plan.ends_as) if plan.ends_as else lm.model.generation_config
             ends = stop_ids(tokenizer, generation, plan.stop)
+            ends |= set() if plan.respelling is None else {plan.respelling.end}
             teacher = None if plan.teacher is None else build_model(plan.teacher)
             return kind(lm, plan, stop_ids=ends, teacher=teacher)
 
@@ -172,19 +173,27 @@ class OwnTeacherSampler(TeacherSampler):
     def __init__(
         self, plan: SamplerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeSampler] = NativeSampler
     ) -> None:
-        policy = build_policy(plan, tokenizer, kind)
+        """Build the sampler; `tokenizer` is the student's."""
+        respelling = plan.respelling
+        own = tokenizer if respelling is None else load_tokenizer(respelling.tokenizer)
+        policy = build_policy(plan, own, kind)
         self.cache: RolloutCache | None = None
+        self.respelled: RespellingSampler | None = None
         super().__init__(policy)
         if plan.cache is not None:
             assert isinstance(policy, NativeSampler)
             lm = policy.lm
             settings = lm.model.config.to_json_string(use_diff=False)
-            own = (identity_of(lm.model), settings, lm.device.type, sorted(policy.stop_ids), slipstream.__version__)
-            self.cache = RolloutCache(super().generate, Path(plan.cache), repr(own))
+            known = (identity_of(lm.model), settings, lm.device.type, sorted(policy.stop_ids), slipstream.__version__)
+            self.cache = RolloutCache(super().generate, Path(plan.cache), repr(known))
+        self.draw = super().generate if self.cache is None else self.cache.generate
+        if respelling is not None:
+            spellings = Spelling(tokenizer), Spelling(own)
+            self.respelled = RespellingSampler(self.draw, plan.model, *spellings, respelling)
         self.close = policy.close
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        generate = super().generate if self.cache is None else self.cache.generate
+        generate = self.draw if self.respelled is None else self.respelled.generate
         return await generate(prompt, sampling, begun)
 
 
@@ -235,7 +244,9 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
     own = load_tokenizer(respelling.tokenizer)
     spellings = Spelling(tokenizer), Spelling(own)
     context = None if plan.context is None else TemplateContext(plan.context, own)
-    settings: dict[str, Any] = {"dense": plan.spec.cache == "hidden", "context": context}
+    writers = {name: Renderer(own, **each) for name, each in respelling.renderers.items()}
+    settings: dict[str, Any] = {"context": context, "writers": writers}
+    settings |= {"dense": plan.spec.cache == "hidden", "merges": plan.spec.merges}
     return RespellingScorer(build_engine_scorer(plan, own, kind), plan.name, *spellings, respelling, **settings)
 
 

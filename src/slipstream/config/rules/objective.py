@@ -63,12 +63,14 @@ def teacher_alone(c: Sections, where: str, teacher: TeacherConfig) -> Clashes:
 
 def other_spelling(c: Sections, own: str) -> Clashes:
     """Yield what needs a teacher that knows the student's tokens."""
-    if c.every_environment:
-        yield f"{own} is for responses of one turn: drop it, or [environment]"
-    if c.sft_asks_teachers:
-        yield f'{own} scores what the student drew: write sft.source = "data" and sft.loss.kind = "cross_entropy"'
-    if c.mix is not None:
-        yield f"{own} scores responses that the student draws alone: drop it, or [mix]"
+    if c.sft is not None and c.sft.loss.kind != "cross_entropy":
+        yield f'{own} gives no probabilities of the student\'s tokens: write sft.loss.kind = "cross_entropy"'
+    known = c.mix is None or c.mix.source == "file" or c.mix.prefix is not None
+    if not known and (c.loss.spec.cache == "sampled" or c.loss.spec.merges):
+        yield (
+            f'loss.kind = "{c.loss.kind}" divides by log-probs of [mix] that are unknown, and {own} leaves few losses '
+            'without: write loss.kind = "gold", or mix.source = "file"'
+        )
 
 
 def reference(c: Sections) -> Clashes:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.engines.http.client import Client, Endpoint
-from slipstream.engines.score_checks import FLOOR, TOLERANCE, Probed, failed, scored
+from slipstream.engines.score_checks import TOLERANCE, Probed, failed, kl_of_known, probability, scored
 from slipstream.engines.settings import ScorerSettings
 from slipstream.errors import EndpointError, NoContext
 from slipstream.protocols import Context, SamePrompt
@@ -113,8 +113,6 @@ def _best(entries: dict[int, float], token: int, k: int, place: int) -> list[tup
 # --- scorer -----------------------------------------------------------------------------------------------------------
 
 
-MIN_PROBABILITY = 1e-12
-"""Lower bound for the probability of a token, or of all other tokens together, because answers are rounded."""
 ENTRY_BYTES = 256
 """Upper bound of the mean bytes per log-prob in an answer, including the token's id, rank and text."""
 
@@ -193,14 +191,7 @@ def kl_lower_bound(now: dict[str, Any], before: Scored) -> Floats:
         then_NK = (same_NKK * probability(before.teacher_topk_logp)[:, None, :]).sum(2)
         p_NB = np.concatenate([p_NB, probability(now["teacher_topk_logp"]) * both_NK], 1)
         q_NB = np.concatenate([q_NB, then_NK * both_NK], 1)
-    p_NB, q_NB = (np.concatenate([x, 1 - x.sum(1, keepdims=True)], 1).clip(MIN_PROBABILITY) for x in (p_NB, q_NB))
-    kl_N: Floats = (p_NB * np.log(p_NB / q_NB)).sum(1)
-    return kl_N.clip(0).astype(np.float32)
-
-
-def probability(logp: Floats) -> Floats:
-    p: Floats = np.exp(logp.astype(np.float64).clip(FLOOR, 0))
-    return p
+    return kl_of_known(p_NB, q_NB)
 
 
 async def log_probs(client: Client, model: str, sent: list[int], places: Ints, *, k: int) -> LogProbs:

@@ -24,6 +24,8 @@ class Branch:
     seed: int
     ids: Ints = field(init=False)
     """Prompt and all later tokens."""
+    conversation: list[Any] = field(default_factory=list)
+    """Messages of the prompt, and those before each later turn: `Rollout.conversation`."""
     parts: list[Rollout | Ints] = field(default_factory=list)
     sampled: int = 0
     busy: bool = False
@@ -32,7 +34,9 @@ class Branch:
     def __post_init__(self) -> None:
         self.ids = self.prompt
 
-    def add(self, seen: Ints, turn: Rollout, number: int) -> None:
+    def add(self, seen: Ints, turn: Rollout, number: int, messages: Sequence[Message] | None) -> None:
+        """Add a turn and what it sees: tokens and their messages, None if these are unknown."""
+        self.conversation += [messages] if self.parts else []
         self.parts += [seen, turn] if self.parts else [turn]
         self.ids = join(self.ids, seen, turn.tokens)
         self.sampled += len(turn.tokens)

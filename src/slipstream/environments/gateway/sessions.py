@@ -28,7 +28,19 @@ from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.branches import Branch, History, Place, Tools, digest_of_ids, history_of, join
 from slipstream.errors import DataError
 from slipstream.protocols import Sampler, Sampling
-from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, part_of, unfinished
+from slipstream.records import (
+    Finish,
+    Floats,
+    Handle,
+    Ints,
+    Prompt,
+    Rollout,
+    as_conversation,
+    derive_seed,
+    lineage,
+    part_of,
+    unfinished,
+)
 
 MAX_INLINE_BYTES = 16 << 10
 """Maximum bytes that are parsed or tokenized on the event loop; PARSER_THREAD handles longer requests."""
@@ -159,17 +171,19 @@ class Session:
             most_bytes = f"{self.max_tokens} tokens can hold: {self.max_bytes}"
             raise limit_refusal(self, f"this conversation has {size} bytes, more than {most_bytes}")
         place = self._place(history)
+        more: Sequence[Message] | None = None
+        rebuilt = {"rebuilt": messages, "tools": tools}
         try:
             if place is None:
-                branch, seen = self._branch(await in_parser_thread(size, self.renderer.open, messages, tools))
+                branch, seen = self._branch(await in_parser_thread(size, self.renderer.open, messages, tools), rebuilt)
             else:
                 more, size = messages[place.messages :], size - history.sizes[place.messages]
                 seen, branch = await in_parser_thread(size, self.renderer.extend, place.turn, more), place.branch
                 if branch.busy or place.length < len(branch.ids):
-                    branch, seen = self._open(join(branch.ids[: place.length], seen))
+                    branch, seen = self._open(join(branch.ids[: place.length], seen), rebuilt)
         except DataError as error:
             raise Refused(400, str(error), param="messages") from None
-        number, turn = await self._draw_turn(branch, seen, most, stops)
+        number, turn = await self._draw_turn(branch, seen, most, stops, more)
         answer = self._read(number, branch, turn, tools, stops)
         if answer.stop:
             return answer
@@ -196,24 +210,32 @@ class Session:
                 return None
         return None
 
-    def _branch(self, ids: Ints) -> tuple[Branch, Ints]:
-        """Return the longest branch with which these ids begin, or a new branch, and the ids after the branch."""
+    def _branch(self, ids: Ints, says: Any = None) -> tuple[Branch, Ints]:
+        """Return the longest branch with which these ids begin, or a new branch, and the ids after the branch.
+
+        `says` is what the ids say, as the first entry of `Rollout.conversation`; None if that is unknown.
+        """
         for branch in sorted(self.branches, key=lambda branch: -len(branch.ids)):
             known = len(branch.ids)
             if not branch.busy and branch.parts and np.array_equal(ids[:known], branch.ids):
                 return branch, ids[known:]
-        return self._open(ids)
+        return self._open(ids, says)
 
-    def _open(self, ids: Ints) -> tuple[Branch, Ints]:
+    def _open(self, ids: Ints, says: Any) -> tuple[Branch, Ints]:
         ids = np.asarray(ids, self.prompt.tokens.dtype)
         name, seed = digest_of_ids(ids), self.prompt.seed
-        earlier = self.opened[name]
-        if earlier or not np.array_equal(ids, self.prompt.tokens):
+        earlier, same = self.opened[name], np.array_equal(ids, self.prompt.tokens)
+        if earlier or not same:
             seed = derive_seed(self.prompt.seed, "branch", name.hex(), earlier)
-        return Branch(ids, seed), ids[:0]
+        return Branch(ids, seed, [{"added": []} if same else says]), ids[:0]
 
     async def _draw_turn(
-        self, branch: Branch, seen: Ints, most: int | None, stops: Sequence[str] = ()
+        self,
+        branch: Branch,
+        seen: Ints,
+        most: int | None,
+        stops: Sequence[str] = (),
+        messages: Sequence[Message] | None = None,
     ) -> tuple[int, Rollout]:
         """Sample one more turn of a branch; return its number and its rollout."""
         tokens = len(branch.ids) + len(seen)
@@ -240,7 +262,7 @@ class Session:
             branch.busy = False
         if stops:
             turn = part_of(turn, 0, self._end_of(turn.tokens, stops))
-        branch.add(seen, turn, number)
+        branch.add(seen, turn, number, messages)
         self.stopped = "length" if turn.finish == "length" and len(branch.ids) >= self.max_tokens else None
         return number, turn
 
@@ -322,6 +344,7 @@ class Session:
                 finish=finish,
                 branch=number,
                 outcome=outcome,
+                conversation=as_conversation(self.prompt, branch.conversation),
             )
             for number, branch in enumerate(sampled)
         ]

@@ -1,0 +1,73 @@
+"""Runs with a teacher of another tokenizer. Its twin has the student's tokenizer and gives every text the same scores.
+
+So a run with either must have the same losses, as long as every token is written alike.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slipstream.config.file import parse
+from slipstream.run_dir.writing import read_lines
+from slipstream.runs import start as launch
+from support.other_spelling import permuted
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHORT: dict[str, Any] = {
+    "updates": 2,
+    "learner": {"batch_size": 8, "lr": 1e-3},
+    "runtime": {"kind": "inline", "device": "cpu"},
+    "schedule": {"kind": "sync"},
+}
+EPISODES: dict[str, Any] = {
+    "student": "builtin:tool_student",
+    "data": {"train": "builtin:table", "limit": 40},
+    "environment": {"use": "table", "calls": 10, "turns": 12},
+    "sampler": {"max_tokens": 96, "group": 2},
+}
+ANSWERS: dict[str, Any] = {
+    "student": "builtin:student",
+    "data": {"train": "builtin:arithmetic", "limit": 40},
+    "sampler": {"max_tokens": 60, "group": 1},
+}
+
+
+def lines_of(tree: dict[str, Any], model: str, path: Path, **teacher: Any) -> list[dict[str, Any]]:
+    config = parse(SHORT | tree | {"teachers": {"main": {"model": model, **teacher}}, "output": str(path)}, say=str)
+    launch.train(config, Console(quiet=True), name="run")
+    return [line for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"]
+
+
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "episodes": (EPISODES | {"loss": {"m": 1}}, "builtin:tool_teacher", {}),
+    "answers of the data": (ANSWERS | {"loss": {"kind": "gold"}, "mix": {}}, "builtin:teacher", {}),
+    "begun answers": (ANSWERS | {"loss": {"m": 1}, "mix": {"prefix": 0.9, "share": 1.0}}, "builtin:teacher", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_has_the_losses_of_its_twin(name: str, tmp_path: Path) -> None:
+    tree, teacher, more = CASES[name]
+    other = permuted(teacher, tmp_path / "other")
+    ours = lines_of(tree, teacher, tmp_path / "ours", **more)
+    theirs = lines_of(tree, str(other), tmp_path / "theirs", spelling="own", **more)
+    for one, two in zip(ours, theirs, strict=True):
+        for key in ("distill/loss", "teacher/kl", "grad_norm"):
+            assert two[key] == pytest.approx(one[key], rel=1e-4), key
+        assert two["failed_samples"] == 0
+
+
+@pytest.mark.parametrize("section", [{"sft": {"source": "teacher", "updates": 1}}, {"mix": {"source": "teacher"}}])
+def test_answers_of_the_teacher_train_the_student(section: dict[str, Any], tmp_path: Path) -> None:
+    other = permuted("builtin:teacher", tmp_path / "other")
+    tree = ANSWERS | {"loss": {"kind": "gold"}} | section
+    lines = lines_of(tree, str(other), tmp_path / "run", spelling="own")
+    for line in lines:
+        assert line["grad_norm"] > 0 and line["failed_samples"] == 0
+    assert lines[0].get("off_policy/teacher", 1.0) > 0
+    if "sft" in section:  # a student that reads the ids of the teacher as its own would have a loss above 4
+        assert lines[0]["sft"] == 1 and lines[0]["distill/loss"] < 2
