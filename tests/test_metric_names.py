@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,10 +154,19 @@ class Failing(toy.ToySampler):
         return await super().generate(prompt, sampling, begun)
 
 
+class OneOfTwo(toy.ToyScorer):
+    """Scores the groups of its own prompts, and leaves their teacher's name."""
+
+    async def score(self, group: Group) -> list[Handle]:
+        name = group[0].header.teacher
+        return [Handle(dataclasses.replace(h.header, teacher=name), h.body) for h in await super().score(group)]
+
+
 def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old, environments, too, and
-    a sampler dies."""
-    tree = {**TREE, "updates": 20, "schedule": schedule, "task": {}}
+    """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old, environments of two
+    teachers, too, and a sampler dies."""
+    teachers = {name: {"model": "tiny"} for name in "ab"}
+    tree = {**TREE, "updates": 20, "schedule": schedule, "task": {}, "teachers": teachers}
     config, student = parse(tree), toy.random_table(TOY_VOCAB, seed=0)
     tokens = [np.array([1 + i % (TOY_VOCAB - 1)], np.int32) for i in range(8)]
 
@@ -170,14 +180,14 @@ def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 
     engines = Engines(
         samplers=(GradingSampler(in_worlds(Failing(student, seconds=0.5)), Overtaxed()),),
-        scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
+        scorers={name: (OneOfTwo(toy.random_table(TOY_VOCAB, seed=1)),) for name in teachers},
         learner=toy.ToyLearner(student, cost=lambda _: 0.1),
         close=lambda: None,
         replace=replace,
         traffic=lambda: dict.fromkeys(("rollouts", "scores", "weights", "coordinator"), 1),
     )
     rows = [Row(id=str(i), prompt="x", environment="ab"[i % 2]) for i in range(8)]
-    made = Prompts(rows, tokens, seed=0, shuffle=True)
+    made = Prompts(rows, tokens, seed=0, shuffle=True, teachers=["ab"[i // 2 % 2] for i in range(8)])
     with RunLog.create(config, path) as log:
         virtual.run(Run(config, engines, made, log, say=lambda _: None).train())
     return read_lines(path / "metrics.jsonl")

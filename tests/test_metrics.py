@@ -122,6 +122,19 @@ def test_samples_are_summed_and_averaged() -> None:
     assert (found["student/repeated"], found["student/distinct"]) == (0.5, 0.25)
 
 
+def test_tool_calls_are_counted_by_teacher_if_there_are_several() -> None:
+    """Branches of an episode count once: 3 and 1 calls of two episodes, and none of the third."""
+    outcomes = [(0, "a", 3.0), (0, "a", 3.0), (1, "a", 1.0), (2, "b", 0.0)]
+    headers = [
+        replace(header((0, 2), episode=episode), teacher=teacher, outcome={"turns": 2.0, "calls": calls})
+        for episode, teacher, calls in outcomes
+    ]
+    found = sample_metrics(headers)
+    assert (found["teacher/a/calls"], found["teacher/b/calls"]) == (2.0, 0.0)
+    assert found["episode/calls"] == pytest.approx(4 / 3)
+    assert "teacher/a/calls" not in sample_metrics(headers[:3])
+
+
 def test_an_episode_has_one_reward_however_many_branches_it_has() -> None:
     headers = [header((0, 2), rewards={"exact": 1.0})] * 3 + [header((0, 2), episode=1, rewards={"exact": 0.0})]
     assert sample_metrics(headers)["reward/exact"] == 0.5

@@ -217,6 +217,8 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
                "teachers", "Loss on teacher {}'s tokens", NATS),
         Metric("teacher/TEACHER/share", "this teacher's share of the trained tokens", "the share of its prompts",
                By.LOSS, "teachers", "Teacher {}'s share of tokens", SHARE),
+        Metric("teacher/TEACHER/calls", "tool calls per episode on this teacher's prompts", "–", By.HEADERS,
+               "teachers", "Tool calls on teacher {}'s prompts", "per episode"),
         Metric("teacher/TEACHER/version",
                "for a teacher that follows the student: the update whose weights its scorers were made from", "rises",
                By.LEDGER, "teachers", "Version of teacher {}", "update", exact=True),

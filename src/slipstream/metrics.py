@@ -124,6 +124,10 @@ def episode_metrics(headers: Sequence[Header]) -> Metrics:
         )
         for name, environments in sorted(reporting.items())
     }
+    teachers = sorted({header.teacher for header in episodes})
+    for name in teachers if len(teachers) > 1 else ():
+        its = (header.outcome.get("calls", 0.0) for header in episodes if header.teacher == name)
+        numbers[f"teacher/{name}/calls"] = fmean(its)
     return {
         **numbers,
         "episode/invalid": fmean(h.outcome.get("invalid", 0.0) > 0 for h in episodes),

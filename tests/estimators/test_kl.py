@@ -215,3 +215,30 @@ def test_adaptive_beta_refuses_what_could_turn_its_sign() -> None:
         adaptive_beta(beta=0.3, kl=0.0, samples=50, target=0.1, horizon=10)
     with pytest.raises(ValueError, match="target 0"):
         adaptive_beta(beta=0.3, kl=0.0, samples=50, target=0, horizon=1000)
+
+
+def test_weights_of_drawn_samples_multiply_the_kl_and_not_its_metric() -> None:
+    """k2 of ln 2 in both rows is ln²2 / 2; its derivative by log π is ln 2. Weights are 1 and ¼, over two tokens."""
+    logp = torch.zeros(2, 1, dtype=torch.float64, requires_grad=True)
+    ref, mask, ln2 = torch.full_like(logp, -math.log(2)), torch.ones_like(logp), math.log(2)
+    loss, metrics = kl_loss(logp, ref, mask, weights=torch.tensor([[1.0], [0.25]]))
+    assert loss.item() == pytest.approx(1.25 * ln2**2 / 2 / 2) and metrics["kl_loss"].item() == pytest.approx(
+        ln2**2 / 2
+    )
+    loss.backward()
+    assert logp.grad is not None and logp.grad.flatten().tolist() == pytest.approx([ln2 / 2, ln2 / 8])
+
+
+def test_a_draw_by_priority_with_its_weight_is_the_kl_of_all_samples_on_average() -> None:
+    """Sample i of three is drawn with probability p_i and weight 1 / (3 p_i): the expected gradient is their mean's."""
+    logp_B1 = torch.tensor([[-0.3], [-1.2], [-2.0]], dtype=torch.float64, requires_grad=True)
+    old_B1, ref_B1 = torch.tensor([[-0.5], [-1.0], [-1.1]]).double(), torch.tensor([[-0.9], [-0.2], [-1.5]]).double()
+    chances, mask_B1 = [0.6, 0.3, 0.1], torch.ones_like(logp_B1)
+    loss, _ = kl_loss(logp_B1, ref_B1, mask_B1, logp_old=old_B1)
+    (expected,) = torch.autograd.grad(loss, logp_B1)
+    found = torch.zeros_like(expected)
+    for i, chance in enumerate(chances):
+        drawn, weights = torch.eye(3, dtype=torch.float64)[:, [i]], torch.full_like(mask_B1, 1 / (3 * chance))
+        loss, _ = kl_loss(logp_B1, ref_B1, drawn, logp_old=old_B1, weights=weights, n_tokens=1)
+        found += chance * torch.autograd.grad(loss, logp_B1)[0]
+    torch.testing.assert_close(found, expected)

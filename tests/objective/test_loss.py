@@ -1076,11 +1076,12 @@ def test_a_stop_between_gradient_and_step_is_resumed_from_the_update_before(case
 
 
 @pytest.mark.parametrize(
-    "name", ["distillation apart and reference", "vanilla on rewards", "gspo, decoupled_token_icepop"]
+    "name", ["distillation apart and reference", "vanilla on rewards", "gspo, decoupled_token_icepop", "KL alone"]
 )
 def test_the_weight_of_a_stored_sample_multiplies_its_losses(case: Case, name: str) -> None:
-    """Gradients are linear in the weight; counts do not change."""
-    chosen = replace(METHODS[name], reference=None)
+    """Gradients are linear in the weight; counts and the measured KL do not change."""
+    alone = method(NOTHING, reference=ReferenceConfig(weight=0.5))
+    chosen = alone if name == "KL alone" else METHODS[name]
 
     def weighted(weight: float) -> Update:
         first, *rest = case.groups

@@ -13,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from slipstream.cli import main
 from slipstream.config.schedule import Async, Periodic, Replay, ReuseConfig, StepOff, Sync
 from slipstream.pipeline.admission import Admission, AdmissionState
 from slipstream.pipeline.groups import measured
@@ -317,6 +320,66 @@ def test_a_run_goes_on_with_its_store_to_the_bit(tmp_path: Path, schedule: Any, 
         parts = go(path, schedule, score=0.0, changes=changes)
         np.testing.assert_array_equal(parts.table.detach().numpy(), whole.table.detach().numpy())
         assert read_lines(path / "ledger.jsonl") == read_lines(tmp_path / "whole" / "ledger.jsonl")
+
+
+NATIVE = """
+student = "builtin:student"
+updates = 4
+output = "whole"
+[data]
+train = "builtin:arithmetic"
+limit = 24
+[sampler]
+max_tokens = 12
+group = 2
+[loss]
+weight = 0.0
+[policy]
+advantage = "gae"
+[critic]
+model = "builtin:student"
+backbone_lr = 1e-3
+[reference]
+weight = 0.1
+[task]
+reward = "exact"
+[learner]
+batch_size = 8
+lr = 1e-3
+[schedule]
+kind = "sync"
+[reuse]
+times = 2
+order = "freshness"
+alpha = 1.0
+half_life = 1.0
+[checkpoint]
+every = 2
+[log]
+trace = false
+[runtime]
+kind = "inline"
+device = "cpu"
+"""
+
+
+def test_native_engines_go_on_with_their_store_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of each later update is from the store, with importance weights; the critic has a model of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(NATIVE)
+    assert main(["train", "run.toml"]) == 0
+    shutil.copytree("whole", "parts")
+    shutil.rmtree("parts/final")
+    shutil.rmtree("parts/checkpoints/4")
+    assert json.loads(Path("parts/checkpoints/2/standing.json").read_text())["admission"]["stored"]
+    assert main(["resume", "parts"]) == 0
+    assert Path("parts/final/model.safetensors").read_bytes() == Path("whole/final/model.safetensors").read_bytes()
+    weights = [load_file(f"{run}/checkpoints/4/learner.safetensors") for run in ("whole", "parts")]
+    assert weights[0].keys() == weights[1].keys() and any("critic/model/" in name for name in weights[0])
+    assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
+    assert read_lines(Path("parts/ledger.jsonl")) == read_lines(Path("whole/ledger.jsonl"))
+    again = [line for line in read_lines(Path("whole/ledger.jsonl")) if len(line.get("uses", ())) > 1]
+    assert again and {line["update"] for line in read_lines(Path("parts/metrics.jsonl"))} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

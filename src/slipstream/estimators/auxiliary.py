@@ -9,12 +9,21 @@ Shapes: B rows, T positions, N tokens, E experts, X of which a router chooses fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.estimators.divergence import kl_estimate
-from slipstream.estimators.numerics import aggregate, bounded_exp, floored, same_rows, with_gradient, zeroed
+from slipstream.estimators.numerics import (
+    aggregate,
+    bounded_exp,
+    floored,
+    same_rows,
+    same_shape,
+    with_gradient,
+    zeroed,
+)
 from slipstream.estimators.tables.policy import Mode
 
 Metrics = dict[str, Tensor]
@@ -26,6 +35,7 @@ def kl_loss(
     mask_BT: Tensor,
     *,
     logp_old: Tensor | None = None,
+    weights: Tensor | None = None,
     kind: str | None = None,
     agg: Mode = "token-mean",
     n_tokens: float | None = None,
@@ -40,6 +50,8 @@ def kl_loss(
     gradient of r, so detached importance weights cannot replace it. The gradient is written out, because k3's value is
     clamped. A clamped value times the gradient of r would push away from the reference.
     `kind` selects another estimate. On-policy it has its own gradient; with `logp_old` only its value is used.
+    `weights` [B, T] multiply the term, and not the metric: those of samples that were drawn by priority (PER,
+    1511.05952), which the losses beside it have, too.
     Use this term if the reference should limit every token, whatever its advantage.
     """
     kind = kind or ("k2" if logp_old is None else "k3")
@@ -53,8 +65,12 @@ def kl_loss(
     if logp_old is not None:
         ratio_BT = bounded_exp(logp - old).detach()
         kl_BT = with_gradient(ratio_BT * kl_BT, by=ratio_BT * kl_estimate(logp, ref, kind="k2"))
-    loss = aggregate(kl_BT, mask_BT, agg, n_tokens=n_tokens, n_sequences=n_sequences, scale=scale)
-    return loss, {"kl_loss": loss.detach()}
+    counts: Any = {"n_tokens": n_tokens, "n_sequences": n_sequences, "scale": scale}
+    loss = whole = aggregate(kl_BT, mask_BT, agg, **counts)
+    if weights is not None:
+        same_shape(logp=logp_BT, weights=weights)
+        loss = aggregate(kl_BT * weights.detach(), mask_BT, agg, **counts)
+    return loss, {"kl_loss": whole.detach()}
 
 
 def kl_reward(

@@ -353,10 +353,10 @@ class Terms:
             factor_BT = cut(self.weight_B[self.sample_N])
             weights_BT = factor_BT if weights_BT is None else factor_BT * weights_BT
             centre_BT = None if centre_BT is None else factor_BT * centre_BT
-        if self.drawn_weight_N is not None:
-            factor_BT = cut(self.drawn_weight_N)
-            weights_BT = factor_BT if weights_BT is None else factor_BT * weights_BT
-            centre_BT = None if centre_BT is None else factor_BT * centre_BT
+        drawn_BT = None if self.drawn_weight_N is None else cut(self.drawn_weight_N)
+        if drawn_BT is not None:
+            weights_BT = drawn_BT if weights_BT is None else drawn_BT * weights_BT
+            centre_BT = None if centre_BT is None else drawn_BT * centre_BT
         if policy is not None:
             options: dict[str, Any] = dict(policy.options)
             if "variance" in self.method.adaptive:
@@ -387,6 +387,7 @@ class Terms:
                 taken["reference"],
                 mask_BT,
                 logp_old=taken["behavior"] if reference.importance else None,
+                weights=drawn_BT,
                 kind=reference.estimate,
                 n_tokens=counts.n_tokens,
             )
