@@ -127,7 +127,10 @@ class Spelling:
 
 
 def exact_copy(backend: Any) -> Any:
-    """Return a copy that changes no text before it encodes it. Both have one model, whose copy would take seconds."""
+    """Return a copy of a tokenizer that encodes every text as it is, without normalization and without a prefix.
+
+    The copy shares its model (the vocabulary and merges) with the original, because copying them would take seconds.
+    """
     empty = {"type": "BPE", "vocab": {}, "merges": []}
     tree: dict[str, Any] = {"version": "1.0", "added_tokens": [], "model": empty}
     for name in ("normalizer", "pre_tokenizer"):

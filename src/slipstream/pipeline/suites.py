@@ -40,7 +40,10 @@ class SuiteRuns:
         return self.settings is not None and update % self.settings.every == 0
 
     def start(self, checkpoint: Path) -> None:
-        """Begin to score a checkpoint, unless an earlier one is still being scored. Raise an earlier error."""
+        """Begin to score a checkpoint, unless an earlier one is still being scored.
+
+        Raise the exception of the previous evaluation, if it ended with one.
+        """
         if self.running is not None and self.running.done():
             self.running.result()
         if self.in_use:

@@ -410,7 +410,10 @@ def of_model(plan: LearnerPlan, trained: int) -> dict[str, float]:
 
 
 def made_meanwhile(plan: LearnerPlan, activated: float) -> float:
-    """Return the bytes of gradients for which a pass frees activations: 0 unless it is the only one of its step."""
+    """Return the bytes of gradients that take the place of activations which the backward pass has freed already.
+
+    They are 0 unless the pass is the only one of its step.
+    """
     settings, shape = plan.settings, shape_of(plan.student.name)
     if plan.step_tokens is None or plan.step_tokens > settings.token_budget:
         return 0  # gradients of an earlier pass are there when the next one has all its activations

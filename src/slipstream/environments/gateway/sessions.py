@@ -201,7 +201,7 @@ class Session:
     def _branch(self, ids: Ints, says: Any = None) -> tuple[Branch, Ints]:
         """Return the longest branch with which these ids begin, or a new branch, and the ids after the branch.
 
-        `says` is what the ids say, as the first entry of `Rollout.conversation`; None if that is unknown.
+        `says` holds the messages that the ids encode, as the first entry of `Rollout.conversation`; None: unknown.
         """
         for branch in sorted(self.branches, key=lambda branch: -len(branch.ids)):
             known = len(branch.ids)

@@ -132,7 +132,10 @@ class Critic:
         return update <= self.config.warmup
 
     def values(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the values [T] of samples, and the value after each: 0 unless a limit has cut it."""
+        """Return the values of each sample's tokens, [T], and the value after its last token.
+
+        The value after a sample is 0, unless a limit has cut the sample and `critic.bootstrap` is true.
+        """
         values = self._of_tokens(samples)
         at = [i for i, sample in enumerate(samples) if is_cut(sample)] if self.config.bootstrap else []
         last = [torch.zeros((), dtype=torch.float64)] * len(samples)
