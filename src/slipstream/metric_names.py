@@ -556,7 +556,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("spelling/too_long", "share of trained tokens beyond the teacher's longest sequence, in its own tokens",
                "0", By.SCORE_CHECKS),
         Metric("spelling/unpaired", "share of trained tokens in spans of several tokens, left out by losses that "
-               "compare distributions", "near 0", By.SCORE_CHECKS),
+               "compare distributions and merge no spans", "near 0", By.SCORE_CHECKS),
         Metric("spelling/span_tokens", "tokens of the student for each span of bytes that such a teacher scores",
                "near 1", By.SCORE_CHECKS),
         Metric("teacher/rechecked", "groups since the previous update that were scored twice", "–", By.LEDGER),

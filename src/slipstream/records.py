@@ -510,15 +510,18 @@ class Scored:
 
         With byte spans the difference from a token's log-prob must be the log-ratio of its whole span. So this is the
         span's log-prob under the teacher, less the log-probs of the span's other tokens under the policy that drew
-        them. A token that is left out has its own log-prob, so that the difference is 0.
+        them. A token that is left out has its own log-prob, so that the difference is 0. If spans are merged, so
+        has each token after the first of its span.
         """
         if self.byte_spans is None or self.teacher_logp is None:
             return self.teacher_action_logp
-        drawn_N, inside_N = self.rollout.logp[self.rollout.loss_mask], self.byte_spans >= 0
-        spans = self.byte_spans[inside_N]
-        ratios = np.bincount(spans, (self.teacher_logp - drawn_N)[inside_N].astype(np.float64))
+        drawn_N, spans_N, scored_N = self.rollout.logp[self.rollout.loss_mask], self.byte_spans, self.scored_tokens
+        if self.later_logp is not None:  # later tokens of a span follow its first one
+            spans_N = spans_N[np.maximum.accumulate(np.where(spans_N == UNPAIRED, 0, np.arange(len(spans_N))))]
+        inside_N = spans_N >= 0
+        ratios = np.bincount(spans_N[inside_N], (self.teacher_logp - drawn_N)[inside_N].astype(np.float64))
         compared_N = drawn_N.astype(np.float64)
-        compared_N[inside_N] += ratios[spans]
+        compared_N[scored_N] += ratios[spans_N[scored_N]]
         return compared_N[:, None].astype(np.float32)
 
     @property
@@ -647,7 +650,8 @@ class Header:
     """Number of trained tokens whose teacher log-prob was raised to the floor."""
     left_out: tuple[int, ...] | None = None
     """Number of trained tokens without a score of a teacher with another tokenizer, by reason: OPEN, UNWRITTEN,
-    TOO_LONG, UNPAIRED. None: the teacher has the student's tokenizer."""
+    TOO_LONG, UNPAIRED. No token is UNPAIRED here if the loss merges spans. None: the teacher has the student's
+    tokenizer."""
     byte_spans: int = 0
     """Number of byte spans that such a teacher scored."""
     repeated: float = 0.0

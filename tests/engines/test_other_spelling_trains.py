@@ -61,6 +61,16 @@ def test_a_run_has_the_losses_of_its_twin(name: str, tmp_path: Path) -> None:
         assert two["failed_samples"] == 0
 
 
+def test_answers_of_one_open_token_teach_nothing_and_end_no_run(tmp_path: Path) -> None:
+    """Every answer is one token without an end, so that its only span is open."""
+    other = permuted("builtin:teacher", tmp_path / "other")
+    tree = ANSWERS | {"loss": {"m": 1}, "sampler": {"max_tokens": 1}}
+    lines = lines_of(tree, str(other), tmp_path / "run", spelling="own")
+    assert len(lines) == 2
+    for line in lines:
+        assert line["spelling/open"] > 0 and line["failed_samples"] == 0
+
+
 @pytest.mark.parametrize("section", [{"sft": {"source": "teacher", "updates": 1}}, {"mix": {"source": "teacher"}}])
 def test_answers_of_the_teacher_train_the_student(section: dict[str, Any], tmp_path: Path) -> None:
     other = permuted("builtin:teacher", tmp_path / "other")

@@ -269,6 +269,26 @@ def test_what_is_left_out_is_counted_by_its_reason() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("merges", [None, False, True])
+def test_a_spelling_without_a_span_scores_nothing(merges: bool | None) -> None:
+    """The student merges a and b, the teacher writes letters: ab is a b. The last span is open, or has one b too many.
+
+    None: a loss of emitted tokens.
+    """
+    cache: Cache = "sampled" if merges is None else "hidden"
+    for limit, ids, left_out in ((64, [1], (1, 0, 0, 0)), (3, [1, 3], (0, 0, 2, 0))):
+        engine, _ = scorer(limit, cache, pair=(merging(), letters("abc")), merges=bool(merges))
+        (handle,) = asyncio.run(engine.score(group(ids)))
+        record, header = handle.body, handle.header
+        assert header.finish == "eos" and header.left_out == left_out and (header.byte_spans, header.gap) == (0, 0)
+        assert not record.teacher_logp.any() and not record.scored_tokens.any()
+        assert (record.compared_logp[:, 0] == record.rollout.logp).all()
+        assert merges is None or not record.teacher_hidden.any()
+        (again,) = asyncio.run(engine.relabel([handle]))
+        assert np.isnan(again.body.supervision_kl).all()
+        engine.close()
+
+
 @pytest.mark.parametrize(("template", "limit"), [("{prompt}bb", 5), ("{prompt}{response}", 5), ("{prompt}{best}", 6)])
 def test_a_response_is_cut_to_the_room_beside_a_context(template: str, limit: int) -> None:
     """The context is ab b b; or ab and the response again, so that each has half the room; or ab and b b b."""
@@ -378,7 +398,23 @@ def test_merged_spans_are_compared_as_golds_definition_says(merging_student: boo
         assert float(found_N[ours[0]]) == pytest.approx(expected, rel=1e-4)
     later = [place for ours, _ in spans for place in ours[1:]]
     assert np.flatnonzero(handle.body.byte_spans == UNPAIRED).tolist() == later
+    assert spelling_metrics([handle.header])["spelling/span_tokens"] == len(mine) / 4, "later tokens are in spans"
+    assert handle.header.left_out == (0, 0, 0, 0) and handle.header.compared_tokens == len(mine)
     engine.close()
+
+
+def test_the_gap_of_merged_spans_is_that_of_whole_spans_at_their_first_tokens() -> None:
+    """A span of three tokens: −0.5 − 0.125 − 0.125 + 6 = 5.25. One token: −1 + 1.5. The last token is left out."""
+    rollout = rollout_of([0, 1, 1, 2, 0], [-0.5, -0.125, -0.125, -1.0, -0.25])
+    logq_N = np.array([-2, -2, -2, -1.5, 0], np.float32)
+    later_N2 = np.array([[-0.25, -4], *[[0, 0]] * 4], np.float32)
+    spans_N = np.array([0, UNPAIRED, UNPAIRED, 1, OPEN], np.int32)
+    scored = Scored(rollout=rollout, teacher="t", teacher_logp=logq_N, byte_spans=spans_N, later_logp=later_N2)
+    assert scored.compared_logp is not None
+    assert (rollout.logp - scored.compared_logp[:, 0]).tolist() == [5.25, 0, 0, 0.5, 0]
+    alone = replace(scored, later_logp=None)
+    assert alone.compared_logp is not None
+    assert (rollout.logp - alone.compared_logp[:, 0]).tolist() == [1.5, 0, 0, 0.5, 0], "unmerged spans stay left out"
 
 
 def test_the_k_most_likely_shared_tokens_are_compared_and_all_others_are_one_bucket() -> None:

@@ -55,6 +55,7 @@ loss.kind=k1 loss.use=advantage sampler.top_k=5 sampler.keep_mask=true
 loss.kind=gold {OTHER}
 {OTHER} loss.m=1 teachers.main.context={{best}}{{prompt}} teachers.main.relabel=stale task.reward=exact
 loss.kind=gold_merged {OTHER}
+loss.kind=gold sampler.temperature=0.7 sampler.top_p=0.9 {OTHER}
 loss.kind=common_topk loss.k=8 loss.temperature=0.7 {OTHER}
 loss.kind=uld {OTHER}
 loss.kind=gold loss.temperature=0.7 {OTHER}

@@ -563,6 +563,10 @@ teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sft
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 mix.source=data
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged mix.source=data
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged loss.temperature=0.5
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged sampler.temperature=0.7
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged sampler.top_p=0.9
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=gold_merged sampler.min_p=0.1
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=k1 loss.use=advantage sampler.top_k=5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.fusion.alpha=0.5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.max_tokens=200
 teachers.main.engine=vllm teachers.main.ends=map

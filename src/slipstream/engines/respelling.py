@@ -215,7 +215,10 @@ class RespellingScorer(Probed):
         if answer is not None and answer.header.finish == "error":
             return failed(handle, answer.header.cause, teacher=self.name)
         body = None if answer is None else answer.body
-        logq_Q = body.teacher_logp if isinstance(body, Scored) and body.teacher_logp is not None else np.zeros(0)
+        logq_Q: Floats = np.zeros(len(found.teacher_spans))  # no scores of what stands for a response
+        if spelled.is_scored:
+            assert isinstance(body, Scored) and body.teacher_logp is not None
+            logq_Q = body.teacher_logp
         spans_N = trained_spans(found.student_spans, rollout)
         logq_N = shared_logps(logq_Q, found.teacher_spans, spans_N)
         scores: dict[str, Any] = {"teacher_action_logp": logq_N[:, None]}

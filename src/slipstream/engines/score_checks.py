@@ -98,7 +98,8 @@ def scored(
     }
     if spans_N is not None:
         spans = spans_N.tolist()
-        changes["left_out"] = tuple(map(spans.count, (OPEN, UNWRITTEN, TOO_LONG, UNPAIRED)))
+        unpaired = spans.count(UNPAIRED) if body.later_logp is None else 0  # else later tokens of scored spans
+        changes["left_out"] = (*map(spans.count, (OPEN, UNWRITTEN, TOO_LONG)), unpaired)
         changes["byte_spans"] = len({span for span in spans if span >= 0})
     if (kl_N := body.supervision_kl) is not None:
         known_N = kl_N[~np.isnan(kl_N)]

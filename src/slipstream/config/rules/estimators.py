@@ -143,7 +143,12 @@ def truncation(c: Sections) -> Clashes:
             f'{leaves}, and loss.kind = "{c.loss.kind}" compares the {c.loss.spec.k} best of it, which may '
             f'be left out: write {drop}, or loss.kind = "reverse_kl_mc" with keep_mask = true'
         )
-    if not sampler.keep_mask and (comparison := first_ratio_to_sampler(c)) is not None:
+    if c.loss.weight and c.loss.spec.merges:
+        yield (
+            f'{leaves}, and loss.kind = "{c.loss.kind}" multiplies its probabilities by those of whole distributions: '
+            f'write {drop}, or loss.kind = "gold"'
+        )
+    elif not sampler.keep_mask and (comparison := first_ratio_to_sampler(c)) is not None:
         holder, instead = comparison
         yield (
             f"{leaves}, and {holder} the ratio of a whole distribution to it, which is below 1 before anything is "
@@ -155,10 +160,11 @@ def first_ratio_to_sampler(c: Sections) -> tuple[str, str] | None:
     """Return the first part that compares with the sampling policy, and a setting to write instead; or None."""
     loss, policy, reference, preset = c.loss, c.policy, c.reference, c.correction.parts
     if loss.weight and loss.spec.compares:
+        other = "gold" if any(teacher.spelling == "own" for teacher in c.teachers.values()) else "forward_kl"
         without = (
             "loss.importance = false, or another loss.kind"
             if "importance" in type(loss).model_fields
-            else 'loss.kind = "forward_kl"'
+            else f'loss.kind = "{other}"'
         )
         return f'loss.kind = "{loss.kind}" weighs draws by', without
     if preset.is_level is not None or set(preset.rs or ()) - {"seq_max_kl"}:

@@ -71,6 +71,12 @@ def other_spelling(c: Sections, own: str) -> Clashes:
             f'loss.kind = "{c.loss.kind}" divides by log-probs of [mix] that are unknown, and {own} leaves few losses '
             'without: write loss.kind = "gold", or mix.source = "file"'
         )
+    if c.loss.spec.merges and c.sampler.temperature != 1:
+        yield (
+            f'sampler.temperature = {c.sampler.temperature:g}: loss.kind = "{c.loss.kind}" multiplies probabilities '
+            f"of the sampler by others, and {own} has those of temperature 1: write sampler.temperature = 1, or "
+            'loss.kind = "gold"'
+        )
 
 
 def reference(c: Sections) -> Clashes:
