@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.running import SuiteConfig
+from slipstream.config.running import EvalConfig, SuiteConfig
+from slipstream.config.schedule import Sync
 from slipstream.models.model_card import task_scores
 from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.pipeline.suites import SuiteRuns
 from slipstream.run_dir.writing import suite_lines, suite_scores
+from support.toy_runs import go
 
 SCORER = """
 import sys, time
@@ -149,6 +151,29 @@ def test_a_run_that_goes_on_scores_the_newest_checkpoint_that_is_due_and_has_no_
 
     (tmp_path / "eval.jsonl").write_text("".join(f'{{"suite": "sums", "update": {n}}}\n' for n in scored))
     asyncio.run(main(Scored(tmp_path)))
+
+
+@pytest.mark.parametrize(("slow", "begun"), [("4", ["4", "4", "8"]), ("8", ["4", "8", "8"]), ("", ["4", "8"])])
+def test_a_checkpoint_whose_scores_a_stop_has_cost_is_scored_once_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, begun: list[str]
+) -> None:
+    """The toy run ends after less than 60 virtual seconds, unless it waits for the scores of the `slow` update."""
+    found = list[str]()
+
+    async def score(_: SuiteRuns, checkpoint: Path) -> str:
+        found.append(checkpoint.name)
+        if found.count(slow) == 1 and checkpoint.name == slow:
+            await asyncio.sleep(1000.0)
+        with (tmp_path / "eval.jsonl").open("a") as file:
+            file.write(json.dumps({"suite": "sums", "update": int(checkpoint.name)}) + "\n")
+        return ""
+
+    monkeypatch.setattr(SuiteRuns, "_run_child", score)
+    sections = {"eval": EvalConfig(suite=SuiteConfig(tasks=("sums",), every=4))}
+    for stop in 20.0 if slow == "4" else 60.0, None:
+        if not (tmp_path / "final").exists():
+            go(tmp_path, Sync(), until=stop, sections=sections)
+    assert found == begun
 
 
 def test_without_tasks_nothing_is_scored(tmp_path: Path) -> None:
