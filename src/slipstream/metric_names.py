@@ -232,7 +232,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("teacher/TEACHER/tokens", "response tokens that this teacher scored", "–", By.HEADERS),
     ),
     "Task rewards": (
-        Metric("reward/REWARD", "mean reward over responses", "rises", By.HEADERS,
+        Metric("reward/REWARD", "mean reward over responses, in environments that have it", "rises", By.HEADERS,
                "rewards", "Reward {}", "mean over responses", label="{}"),
         Metric("policy/loss", "policy loss, before policy.weight", "–", By.POLICY),
         Metric("policy/reward", "mean of the reward from which the advantages are computed", "rises", By.CONSTANTS),

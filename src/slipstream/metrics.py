@@ -95,9 +95,23 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
     if own := drawn_by_student(headers):
         numbers["student/repeated"] = fmean(header.repeated for header in own)
         numbers["student/distinct"] = fmean(header.distinct for header in own)
-    for name in sorted({name for header in episodes for name in header.rewards}):
-        numbers[f"reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in episodes)
-    return numbers | episode_metrics(headers)
+    rewards = means_where_reported((header.environment, header.rewards) for header in episodes)
+    return numbers | {f"reward/{name}": mean for name, mean in rewards.items()} | episode_metrics(headers)
+
+
+def means_where_reported(found: Iterable[tuple[str, Mapping[str, float]]]) -> Metrics:
+    """Return means of named numbers over episodes, each with its environment.
+
+    A number counts in environments that report it, and is 0 for those of their episodes that do not.
+    """
+    episodes, reporting = list(found), dict[str, set[str]]()
+    for environment, numbers in episodes:
+        for name in numbers:
+            reporting.setdefault(name, set()).add(environment)
+    return {
+        name: fmean(numbers.get(name, 0.0) for environment, numbers in episodes if environment in environments)
+        for name, environments in sorted(reporting.items())
+    }
 
 
 EPISODE_COUNTS = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures", "branches", "crashed")
@@ -113,16 +127,11 @@ def episode_metrics(headers: Sequence[Header]) -> Metrics:
     if not episodes:
         return {}
     numbers = {f"episode/{name}": fmean(h.outcome.get(name, 0.0) for h in episodes) for name in EPISODE_COUNTS}
-    reporting: dict[str, set[str]] = {}
-    for header in episodes:
-        for name in header.outcome:
-            if name.startswith(OWN_COUNTS):
-                reporting.setdefault(name, set()).add(header.environment)
+    outcomes = means_where_reported((header.environment, header.outcome) for header in episodes)
     own = {
-        f"environment/{name.removeprefix(OWN_COUNTS)}": fmean(
-            header.outcome.get(name, 0.0) for header in episodes if header.environment in environments
-        )
-        for name, environments in sorted(reporting.items())
+        f"environment/{name.removeprefix(OWN_COUNTS)}": mean
+        for name, mean in outcomes.items()
+        if name.startswith(OWN_COUNTS)
     }
     teachers = sorted({header.teacher for header in episodes})
     for name in teachers if len(teachers) > 1 else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ def test_copies_have_the_same_prompt_and_the_same_answer() -> None:
     ]
     assert without_copies(given_rows[:3], tokens[:3], columns=False, say=said.append) == [0, 1, 2]
     assert said[-1] == "data.deduplicate: 0 of 3 rows of data.train are dropped"
+
+
+def test_a_row_in_another_environment_is_no_copy() -> None:
+    both = [replace(row, environment=name) for name in ("table", "doors") for row in rows("x", "x")]
+    assert without_copies(both, ids("x", "x", "x", "x"), columns=True, say=str) == [0, 2]
 
 
 # --- prompts that are too long ----------------------------------------------------------------------------------------

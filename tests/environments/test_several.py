@@ -139,6 +139,35 @@ def test_a_row_without_an_environment_or_the_reverse_is_refused(
         planned(data={"train": rows(tmp_path, *environments)})
 
 
+def test_an_environment_whose_prompts_are_all_too_long_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    asked = {"doors": "A?", "table": "A?" * 3000}
+    written = [
+        {"prompt": [{"role": "user", "content": text}], "answer": "x", "environment": name}
+        for name, text in asked.items()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in written))
+    with pytest.raises(
+        ConfigError, match="environments.table: no prompt uses it, or data.too_long leaves them all out"
+    ):
+        planned(data={"train": str(path), "too_long": "skip"})
+
+
+def test_parts_of_a_reward_are_means_over_the_environments_that_have_them() -> None:
+    def header(number: int, environment: str, **parts: float) -> Header:
+        rewards = {"environment": 1.0} | {f"environment/{name}": value for name, value in parts.items()}
+        return Header(
+            prompt="p", number=number, index=0, episode=0, data_source="", prompt_tokens=1, tokens=4,
+            versions=((0, 4),), finish="eos", rewards=rewards, environment=environment,
+        )  # fmt: skip
+
+    found = sample_metrics([header(0, "a", form=1.0), header(1, "a"), header(2, "b")])
+    assert {name: value for name, value in found.items() if name.startswith("reward/")} == {
+        "reward/environment": 1.0,
+        "reward/environment/form": 0.5,  # of the two episodes in a
+    }
+
+
 def test_what_is_measured_of_each_environment() -> None:
     def header(number: int, environment: str, turns: float, reward: float, **own: float) -> Header:
         outcome = {"turns": turns} | {f"own/{name}": value for name, value in own.items()}

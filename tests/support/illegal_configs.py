@@ -319,6 +319,8 @@ critic.weight=0.1
 {RL} policy.advantage=gae critic.lr=0.01 environment.sandbox="none" environment.gateway.command=ls
 {RL} policy.advantage=gae critic.model=builtin:teacher critic.weight=0.2
 {RL} policy.advantage=gae critic.model=builtin:teacher critic.dtype=float16
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.dtype=float64 learner.compute_dtype=bfloat16
+{RL} policy.advantage=gae critic.model=builtin:teacher critic.dtype=bfloat16 learner.compute_dtype=float16
 {RL} policy.advantage=gae critic.model=builtin:tool_teacher
 {RL} policy.advantage=gae critic.model=builtin:word_student
 {RL} policy.advantage=gae critic.model=builtin:pair_teacher

@@ -361,7 +361,7 @@ class GOLD(Divergence):
 
 class GOLDMerged(GOLD):
     kind: Literal["gold_merged"] = "gold_merged"  # type: ignore[assignment]
-    """gold at all spans: those of several tokens count by the product of the tokens' probabilities."""
+    """gold, also at spans of several tokens, by the product of their probabilities."""
 
 
 class CommonTopK(Divergence):

@@ -115,7 +115,7 @@ class CriticConfig(Section):
     """HF directory or hub name, or builtin:NAME: the critic's own model, with the student's tokenizer. The learner
     trains it, and no gradient of the values reaches the student. None: the value head is on the student."""
     lr: float = Field(1e-4, gt=0, le=1)
-    """Learning rate of the value head, which has an AdamW of its own. The wider the model, the smaller it must be."""
+    """Learning rate of the value head, which has an AdamW of its own. A wider model needs a smaller one."""
     backbone_lr: float = Field(1e-5, gt=0, le=1)
     """Learning rate of the critic's own model, which has an AdamW of its own, too."""
     dtype: Literal["float32", "bfloat16", "float64"] | None = None
@@ -137,7 +137,7 @@ class CriticConfig(Section):
         if self.model is None and (own := self.changed("backbone_lr", "dtype", "lora")):
             raise ValueError(f"{own[0]} is for the critic's own model: write model = DIRECTORY, too, or drop {own[0]}")
         if self.model is not None and self.changed("weight"):
-            raise ValueError("weight is for values on the student, and model learns from nothing else: drop weight")
+            raise ValueError("weight is for a value head on the student, and with model it does nothing: drop weight")
         return self
 
     def settings_of_model(self, learner: LearnerConfig) -> LearnerConfig:

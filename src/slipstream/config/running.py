@@ -19,7 +19,7 @@ class SuiteConfig(Section):
     tasks: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1)]
     """Names of tasks, as in `slipstream eval --suite`."""
     every: int = Field(ge=1)
-    """Number of updates between two checkpoints that are saved and scored; the last one is always scored, too."""
+    """Number of updates from one scored checkpoint to the next; the last checkpoint is always scored, too."""
     path: str | None = Field(None, min_length=1)
     """Directory with more tasks. None uses those of lm-evaluation-harness alone."""
     limit: int | None = Field(None, ge=1)
@@ -27,7 +27,7 @@ class SuiteConfig(Section):
     device: str = "auto"
     """Device that scores, which has room for one more copy of the student: auto, cpu, cuda or cuda:N."""
     seconds: float = Field(86400.0, gt=0)
-    """Time limit in seconds for the tasks of one checkpoint, which has no scores if they take longer."""
+    """Time limit in seconds for scoring one checkpoint. A checkpoint that takes longer gets no scores."""
 
 
 class EvalConfig(Section):

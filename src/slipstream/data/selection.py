@@ -24,9 +24,12 @@ Grams = np.ndarray[Any, np.dtype[np.uint64]]
 def without_copies(
     rows: Sequence[Row], tokens: Sequence[Ints], *, columns: bool, say: Callable[[str], object]
 ) -> list[int]:
-    """Return the places of rows whose prompt and answer no earlier row has; `columns`: compare other columns, too."""
+    """Return the places of rows whose prompt, answer and environment no earlier row has.
+
+    `columns`: compare other columns, too.
+    """
     keys = [
-        (ids.tobytes(), repr((row.ground_truth, row.meta if columns else None)))
+        (ids.tobytes(), repr((row.environment, row.ground_truth, row.meta if columns else None)))
         for row, ids in zip(rows, tokens, strict=True)
     ]
     first = {key: place for place, key in reversed(list(enumerate(keys)))}

@@ -119,7 +119,7 @@ class Run:
             keep=config.checkpoint.keep,
             proof=config.health.proof,
         )
-        self.suites = SuiteRuns(config.eval.suite, self.checkpoints.in_use, say)
+        self.suites = SuiteRuns(config.eval.suite, config.learner.dtype, self.checkpoints.in_use, say)
         files = log, self.checkpoints, self.suites
         self.ending = Ending(engines.learner, *files, self._state, self._now, patience, say)
         self.rate = 1.0
@@ -148,6 +148,8 @@ class Run:
         async with asyncio.TaskGroup() as tasks:
             pipeline = self.pipeline = self._connect(tasks)
             self.checkpoints.last = pipeline.trace.now()
+            earlier = [number for number in self.checkpoints.existing() if number < self.config.updates]
+            self.suites.resume(earlier, self.log.path)
             watchdog = tasks.create_task(pipeline.progress.watch(self.patience)) if self.patience else None
             await pipeline.publishing.begin()
             await pipeline.canaries.begin(self.admission.version)

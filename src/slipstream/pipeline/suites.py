@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.config.running import SuiteConfig
+from slipstream.errors import SandboxError, first_line
 from slipstream.processes import end_program, exit_text, start_program
+from slipstream.run_dir.writing import suite_lines
 
 CHILD = (
     "import sys; from slipstream.cli import main; from slipstream.processes import die_with_parent; "
@@ -28,16 +30,23 @@ class SuiteRuns:
     def __init__(
         self,
         settings: SuiteConfig | None,
+        dtype: str,
         in_use: set[int],
         say: Callable[[str], None],
         command: Sequence[str] = EVAL_COMMAND,
     ) -> None:
-        """Score checkpoints as `settings` say; None scores none. `in_use` gets the checkpoint that is being scored."""
-        self.settings, self.in_use, self.say, self.command = settings, in_use, say, command
+        """Score checkpoints in `dtype`, as `settings` say; None scores none. `in_use` gets the one being scored."""
+        self.settings, self.dtype, self.in_use, self.say, self.command = settings, dtype, in_use, say, command
         self.running: asyncio.Task[None] | None = None
 
     def due(self, update: int) -> bool:
         return self.settings is not None and update % self.settings.every == 0
+
+    def resume(self, updates: Sequence[int], run: Path) -> None:
+        """Score the newest checkpoint of a run that is due, if it has no scores: the run may have stopped meanwhile."""
+        due = [update for update in updates if update and self.due(update)]
+        if due and due[-1] not in {line.get("update") for line in suite_lines(run)}:
+            self.start(run / "checkpoints" / str(due[-1]))
 
     def start(self, checkpoint: Path) -> None:
         """Begin to score a checkpoint, unless an earlier one is still being scored.
@@ -60,13 +69,15 @@ class SuiteRuns:
         if self.settings is None:
             return
         if self.running is not None:
-            await self.running
+            await asyncio.wait([self.running])
         self.start(checkpoint)
         assert self.running is not None
-        await self.running
+        await asyncio.wait([self.running])  # a run that stops now leaves it to `stop`
+        self.running.result()
 
     async def stop(self) -> None:
         if self.running is not None and not self.running.done():
+            self.say(f"eval.suite has no scores of update {min(self.in_use)}: the run stops while it is being scored")
             self.running.cancel()
             await asyncio.wait([self.running])
             self.in_use.clear()
@@ -74,6 +85,8 @@ class SuiteRuns:
     async def _score(self, checkpoint: Path) -> None:
         try:
             failed = await self._run_child(checkpoint)
+        except (SandboxError, OSError) as error:
+            failed = first_line(error)
         finally:
             self.in_use.clear()
         if failed:
@@ -105,5 +118,5 @@ class SuiteRuns:
             *("--suite", *self.settings.tasks),
             *(() if path is None else ("--suite-path", path)),
             *(() if limit is None else ("--limit", str(limit))),
-            *("--device", self.settings.device, "--json"),
+            *("--dtype", self.dtype, "--device", self.settings.device, "--json"),
         ]

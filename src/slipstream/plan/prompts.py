@@ -68,7 +68,6 @@ class DataFacts:
             loaded = in_environments(config, loaded, name)
             rows += [replace(row, data_source=name) if name and row.data_source == "default" else row for row in loaded]
             names += [name] * len(loaded)
-        check_used(config, rows)
         graded_rows(rows, config.task.reward, config.task.sandbox, reward_settings(config))
         tokens = encode_rows(rows, self.tokenizer, data, self.tools)
         if isinstance(rows[0].prompt, str) and not data.chat and self.tokenizer.chat_template is not None:
@@ -84,6 +83,7 @@ class DataFacts:
             raise DataError(
                 f"{data.sources[missing[0]]}: no row is left of it (data.deduplicate, data.too_long): drop it"
             )
+        check_used(config, rows)
         self.check(rows, tokens)
         longest = max(map(len, tokens)) + config.sampler.max_tokens
         check_budget("learner", config.learner.token_budget, longest)
@@ -194,15 +194,15 @@ def in_environments(config: Config, rows: list[Row], source: str) -> list[Row]:
                 "or give its source this name in data.train or data.eval"
             )
         if name is not None and str(name) not in known:
-            raise ConfigError(f"{row.place}: environment = {str(name)!r} is none; {did_you_mean(str(name), known)}")
+            raise ConfigError(f"{row.place}: its column environment names {str(name)!r}, and there is no such section; {did_you_mean(str(name), known)}")
     return [replace(row, environment=str(row.meta.get("environment") or source)) for row in rows]
 
 
 def check_used(config: Config, rows: Sequence[Row]) -> None:
     if unused := sorted(config.environments.keys() - {row.environment for row in rows}):
         raise ConfigError(
-            f"environments.{unused[0]}: no prompt uses it: name it in the column 'environment' of rows, or as a source "
-            "in data.train, or drop it"
+            f"environments.{unused[0]}: no prompt uses it, or data.too_long leaves them all out: name it in the "
+            "column 'environment' of rows, or as a source in data.train, or drop it"
         )
 
 

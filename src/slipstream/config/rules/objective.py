@@ -68,8 +68,8 @@ def other_spelling(c: Sections, own: str) -> Clashes:
     known = c.mix is None or c.mix.source == "file" or c.mix.prefix is not None
     if not known and (c.loss.spec.cache == "sampled" or c.loss.spec.merges):
         yield (
-            f'loss.kind = "{c.loss.kind}" divides by log-probs of [mix] that are unknown, and {own} leaves few losses '
-            'without: write loss.kind = "gold", or mix.source = "file"'
+            f'with {own} loss.kind = "{c.loss.kind}" needs the log-probs of all responses, and those of [mix] are '
+            'unknown: write loss.kind = "gold", or mix.source = "file"'
         )
     if c.loss.spec.merges and c.sampler.temperature != 1:
         yield (
@@ -95,7 +95,10 @@ def reference(c: Sections) -> Clashes:
 def rewards(c: Sections, policy: PolicyConfig) -> Clashes:
     names, weights = c.task.names, policy.reward_weights
     if policy.advantage == "grpo_turn" and not c.every_environment:
-        yield 'policy.advantage = "grpo_turn" compares turns, and there is only one: add [environment], or write "grpo"'
+        yield (
+            'policy.advantage = "grpo_turn" compares turns of episodes, and a response without an environment is one '
+            'turn: add [environment], or write "grpo"'
+        )
     if policy.old == "average" and c.learner.dtype == "bfloat16":
         yield (
             'policy.old = "average" is kept in learner.dtype, and bfloat16 rounds small changes to 0: write '

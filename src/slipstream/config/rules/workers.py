@@ -63,12 +63,16 @@ def learner(c: Sections) -> Clashes:
             f"learner.ranks = {learner.ranks} is more than the {groups // learner.minibatches} groups of one step: "
             "some would have nothing to do; lower it, or raise learner.batch_size"
         )
-    wide, narrow = learner.dtype, learner.compute_dtype
-    if narrow not in (None, wide) and not (wide == "float32" and narrow in HALVES):
-        yield (
-            f'learner.compute_dtype = "{narrow}" does nothing over weights in {wide}: autocast makes products of '
-            f'float32 weights in bfloat16 or float16, and no others; drop it, or write learner.dtype = "{narrow}"'
-        )
+    narrow, weights = learner.compute_dtype, {"learner": learner.dtype}
+    if c.critic is not None and c.critic.dtype is not None:
+        weights["critic"] = c.critic.dtype
+    other = "float32" if narrow in HALVES else narrow
+    for where, wide in weights.items():
+        if narrow not in (None, wide) and not (wide == "float32" and narrow in HALVES):
+            yield (
+                f'learner.compute_dtype = "{narrow}" does nothing over weights in {wide}: autocast makes products of '
+                f'float32 weights in bfloat16 or float16, and no others; drop it, or write {where}.dtype = "{other}"'
+            )
     for name in ("dtype", "optimizer_dtype"):
         if getattr(learner, name) == "float16":
             yield (
