@@ -70,10 +70,27 @@ def test_turns_are_rewarded_at_their_ends_and_the_rest_is_at_the_end_of_the_epis
     assert found.tolist() == [[0, 1, 0, 0, 0, 0, 2], [0, 0.5, 0, 0, -1, 0, 1.5]]
 
 
-def test_a_turn_whose_last_token_is_rejected_ends_before_it_and_a_rejected_turn_leaves_its_reward_to_the_end() -> None:
-    cut = torch.tensor([1, 0, 0, 0, 0, 0, 1]).bool()
-    found = episodes([row(0, 3.0, [1.0, 0.5, 1.5], cut)])["rewards"]
-    assert found.tolist() == [[1, 0, 0, 0, 0, 0, 2]]
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ([1, 0, 0, 0, 0, 0, 1], [1.5, 0, 0, 0, 0, 0, 2.5]),  # turn 1 is rejected: its 0.5 is at the end of turn 0
+        ([0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 3.0, 0, 0]),  # nothing up to turn 0 is left, and its 1 is nobody's
+    ],
+)
+def test_the_reward_of_a_rejected_turn_is_at_the_last_token_before_it(kept: list[int], expected: list[float]) -> None:
+    """close() gave 1 beyond the turns, which is at the last token that is left."""
+    whole = episodes([row(0, 4.0, [1.0, 0.5, 1.5])])
+    assert whole.left(torch.tensor([kept]).bool())["rewards"].tolist() == [expected]
+
+
+def test_a_row_without_a_turn_is_not_compared_there() -> None:
+    """Turn 0 of the third episode is rejected: the others have rewards to go of 1 and 0, and a mean of 0.5."""
+    rows = [row(0, 1.0, [1.0]), row(1, 0.0, [0.0]), row(2, 9.0, [0.0, 9.0])]
+    mask = (TURNS >= 0).repeat(3, 1)
+    mask[2, :2] = False
+    found = episodes(rows).left(mask)["advantages"]
+    assert found[:, 0].tolist() == [0.5, -0.5, 0]
+    assert found[:, 3].tolist() == [-3, -3, 6]
 
 
 def test_the_reward_of_the_environment_has_its_weight_and_other_rewards_are_at_the_end() -> None:

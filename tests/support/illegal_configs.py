@@ -95,6 +95,7 @@ policy.drop_alike=true
 {BOTH} policy.drop_alike=true
 {RL} policy.drop_alike=true policy.advantage=remax
 {RL} policy.drop_alike=true reference.weight=0.1 reference.into=reward
+{RL} policy.drop_alike=true policy.advantage=grpo_turn environment.use=table task.reward=environment
 {RL} policy.loss=a3po policy.options={{lag=2.0}}
 {RL} policy.loss=a3po correction.preset=decoupled_token_is
 {RL} policy.loss=oapl policy.options={{beta=0.1}}

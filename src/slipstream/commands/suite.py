@@ -51,8 +51,8 @@ def has_messages(config: Config) -> bool:
     try:
         (row,) = load_rows(source, data, split=data.split, limit=1, where=data.where)
     except DataError as error:
-        why = "which says whether prompts of tasks go through the chat template"
-        raise ConfigError(f"{error}: write --data.chat or --no-data.chat in place of this data, {why}") from None
+        why = "a row of the run's data decides whether prompts of tasks go through the chat template"
+        raise ConfigError(f"{error}: {why}: write --data.chat or --no-data.chat") from None
     return not isinstance(row.prompt, str)
 
 

@@ -148,12 +148,14 @@ def grpo_turn(rows: Rows, *, turns: Tensor, norm: bool = True) -> Tensor:
     Baseline: the group's mean at the same turn, divided by its σ.
     Use this advantage if the environment rewards single turns, with several answers per prompt.
     """
-    found_BT = torch.zeros_like(rows.rewards)
-    for turn in torch.unique(turns[rows.mask]):
-        here_BT = rows.mask & (turns == turn)
-        at_turn = Rows(rows.rewards * (turns >= turn), here_BT, rows.group)
-        found_BT += at_turn.spread(at_turn.standard(at_turn.score) if norm else at_turn.above_mean(at_turn.score))
-    return found_BT
+    turns_BT = turns.masked_fill(~rows.mask, 0).long()
+    none_BK = rows.rewards.new_zeros(len(turns), 1 + int(turns_BT.max()))
+    to_go_BK = none_BK.scatter_add(1, turns_BT, rows.rewards).flip(-1).cumsum(-1).flip(-1)
+    has_BK = none_BK.scatter_add(1, turns_BT, rows.mask.to(none_BK.dtype)) > 0
+    group_BK = rows.group[:, None] * has_BK.shape[1] + torch.arange(has_BK.shape[1])
+    at_turns = Rows((to_go_BK * has_BK).reshape(-1, 1), has_BK.reshape(-1, 1), group_BK.flatten())
+    found = at_turns.standard(at_turns.score) if norm else at_turns.above_mean(at_turns.score)
+    return found.view_as(to_go_BK).gather(1, turns_BT) * rows.mask
 
 
 def rloo(rows: Rows) -> Tensor:

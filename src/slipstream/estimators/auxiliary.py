@@ -50,8 +50,8 @@ def kl_loss(
     gradient of r, so detached importance weights cannot replace it. The gradient is written out, because k3's value is
     clamped. A clamped value times the gradient of r would push away from the reference.
     `kind` selects another estimate. On-policy it has its own gradient; with `logp_old` only its value is used.
-    `weights` [B, T] multiply the term, and not the metric: those of samples that were drawn by priority (PER,
-    1511.05952), which the losses beside it have, too.
+    `weights` [B, T] are importance weights of samples that were drawn by priority (PER, 1511.05952). They multiply the
+    term, and not the metric.
     Use this term if the reference should limit every token, whatever its advantage.
     """
     kind = kind or ("k2" if logp_old is None else "k3")

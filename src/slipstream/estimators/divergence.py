@@ -232,7 +232,7 @@ def shared_and_ranked(logp_NV: Tensor, logq_NX: Tensor, *, beta: float = 0.5, re
     Cost: as reverse_kl, and a sort of both distributions.
     Use this loss with a teacher that has another tokenizer and shares many of the student's tokens. gold leaves out
     spans of several tokens. gold_merged multiplies both distributions at the first token of a span by the
-    probabilities of its later tokens, as TRL's GOLD does. Departure: these are the recorded ones, without gradient.
+    probabilities of its later tokens, as TRL's GOLD does. Departure: recorded ones, which have no gradient.
     """
     if not 0 < beta < 1:
         raise ValueError(f"beta must be above 0 and below 1, got {beta}")

@@ -271,17 +271,21 @@ def _joined(parts: Sequence[SampleInputs]) -> SampleInputs:
 
 
 def _rewards(episodes: Episodes) -> Tensor:
-    """Return the rewards of tokens, [B, T], whose sum is the reward of the row.
+    """Return the rewards of tokens, [B, T].
 
-    The environment's reward of a turn is at the turn's last token in the mask, and the rest at that of the row.
+    The environment's reward of a turn is at the last token in the mask up to the end of the turn. A reward before all
+    tokens in the mask is nobody's. The rest of the row's reward is at the last token of the row in the mask.
     """
     method, mask_BT = episodes.method, episodes.mask_BT
-    reference, rewards_BT = method.reference, torch.zeros(mask_BT.shape, dtype=torch.float64)
+    reference, rewards_BT, rest_B = method.reference, torch.zeros(mask_BT.shape, dtype=torch.float64), episodes.reward_B
     if method.rewards_turns:
-        flipped = (mask_BT != 0).flip(-1), episodes["turns"].flip(-1)
+        flipped = padded([row.mask_T for row in episodes.rows]).flip(-1), episodes["turns"].flip(-1)
         ends_BT = first_of_steps(*flipped, by_turn=True).flip(-1)
-        rewards_BT = method.rewards["environment"] * episodes["turn_rewards"].double() * ends_BT
-    rest_B = episodes.reward_B - rewards_BT.sum(-1)
+        at_ends_BT = method.rewards["environment"] * episodes["turn_rewards"].double() * ends_BT
+        rest_B = rest_B - at_ends_BT.sum(-1)
+        numbers_T = torch.arange(mask_BT.shape[1])
+        kept_BT = torch.where(mask_BT != 0, numbers_T, -1).cummax(-1).values
+        rewards_BT = rewards_BT.scatter_add(1, kept_BT.clamp(min=0), at_ends_BT * (kept_BT >= 0))
     for row, mask_T in enumerate(mask_BT):
         if mask_T.any():
             rewards_BT[row, int(mask_T.nonzero().max())] += rest_B[row]

@@ -201,8 +201,8 @@ def in_environments(config: Config, rows: list[Row], source: str) -> list[Row]:
 def check_used(config: Config, rows: Sequence[Row]) -> None:
     if unused := sorted(config.environments.keys() - {row.environment for row in rows}):
         raise ConfigError(
-            f"environments.{unused[0]}: no prompt uses it, or data.too_long leaves them all out: name it in the "
-            "column 'environment' of rows, or as a source in data.train, or drop it"
+            f"environments.{unused[0]}: no prompt uses it, or data.too_long leaves them all out: write its name in "
+            "the column 'environment' of rows, or as that of a source in data.train, or drop it"
         )
 
 

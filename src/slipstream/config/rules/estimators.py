@@ -71,7 +71,8 @@ def policy(c: Sections) -> Clashes:
         )
     if "norm_by_weights" in advantage.columns.values():
         yield from gradient_of_answers(c, f"policy.advantage = {policy.advantage!r}")
-    for name in policy.filters if not advantage.compares else ():
+    by_turn = advantage.by_token and "environment" in c.task.names  # turns may differ where sums are alike
+    for name in policy.filters if by_turn or not advantage.compares else ():
         yield (
             f"policy.{name} drops groups whose rewards are alike, and policy.advantage = {policy.advantage!r} learns "
             f'from these, too: write advantage = "grpo", or drop policy.{name}'

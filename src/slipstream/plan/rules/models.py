@@ -260,8 +260,8 @@ def check_embeddings(config: Config, facts: Facts) -> None:
     if facts.critic is not None and facts.critic.vocabulary < facts.student.vocabulary:
         ours, theirs = facts.student.vocabulary, facts.critic.vocabulary
         raise ModelError(
-            f"critic.model: {facts.critic.name} has {theirs} embeddings, {config.student} has {ours}: it could not "
-            "read all tokens that the student may sample: write a model with the student's tokenizer"
+            f"critic.model: {facts.critic.name} has {theirs} embeddings, {config.student} has {ours}: the critic "
+            "could not read all tokens that the student may sample: write a model with the student's tokenizer"
         )
     for name, teacher in facts.teachers.items():
         ours, theirs = facts.student.vocabulary, teacher.vocabulary
