@@ -94,6 +94,7 @@ def test_what_cannot_be_exported_is_refused(
     monkeypatch.delenv("LLAMA_CPP")
     assert "there is none on the PATH, and LLAMA_CPP is not set: clone" in refused(str(finished), *to)
     plain = train(parse(TREE | {"output": str(tmp_path / "run"), "learner": {"batch_size": 8}})).path
-    assert f"--adapter: {plain / 'final'} has no adapter, because the run trained none (learner.lora): drop it" in refused(
-        str(plain), *to, "--adapter"
+    assert (
+        f"--adapter: {plain / 'final'} has no adapter, because the run trained none (learner.lora): drop it"
+        in refused(str(plain), *to, "--adapter")
     )

@@ -61,7 +61,9 @@ def test_the_rows_of_the_run_say_whether_prompts_are_messages(tmp_path: Path) ->
     assert template_settings(config, {"chat": False}) == (False, None)
     gone = parse({**sections, "data": {"train": str(tmp_path / "gone.jsonl")}})
     assert template_settings(gone, {"chat": True}) == (True, None), "no row is read"
-    with pytest.raises(ConfigError, match=r"gone.jsonl.*: a row of the run's data decides .*: write --data.chat or --no-data.chat"):
+    with pytest.raises(
+        ConfigError, match=r"gone.jsonl.*: a row of the run's data decides .*: write --data.chat or --no-data.chat"
+    ):
         template_settings(gone, {})
 
 

@@ -127,7 +127,10 @@ def test_a_column_goes_before_the_name_of_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environments", "why"),
     [
-        (("doors", "tabel"), r"rows.jsonl:2: its column environment names 'tabel', and there is no such section; did you mean 'table'"),
+        (
+            ("doors", "tabel"),
+            r"rows.jsonl:2: its column environment names 'tabel', which is no section; did you mean 'table'",
+        ),
         (("doors", None), r"rows.jsonl:2: has no column 'environment'"),
         (("doors", "doors"), "environments.table: no prompt uses it"),
     ],

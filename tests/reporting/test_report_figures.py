@@ -21,6 +21,7 @@ from support.written_runs import write_run
 WORDS = {
     "N": "1", "LAGS": "2-3", "STAGE": "learn", "WORKER": "sampler", "TEACHER": "main", "REWARD": "exact",
     "CAUSE": "crash", "GUARD": "ess", "NAME": "steps", "MODE": "token_k1", "REASON": "too old", "ORIGIN": "data",
+    "ENVIRONMENT": "doors",
 }  # fmt: skip
 
 

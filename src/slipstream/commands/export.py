@@ -37,7 +37,9 @@ def export(directory: Path, file: Path, *, kind: str, adapter: bool) -> None:
     if adapter:
         model /= "adapter"
         if not model.is_dir():
-            raise ConfigError(f"--adapter: {subject.model} has no adapter, because the run trained none (learner.lora): drop it")
+            raise ConfigError(
+                f"--adapter: {subject.model} has no adapter, because the run trained none (learner.lora): drop it"
+            )
         options = ["--base", model_path(subject.config.student)]
     if file.exists():
         raise ConfigError(f"--gguf {file}: this file exists: name another, or remove it")

@@ -55,8 +55,8 @@ class DataFacts:
     @cached_property
     def tools(self) -> dict[str, Tools]:
         """Return the tools of every environment, by its name."""
-        every = environments_of(self.config)
-        return {name: tools_of(each, self.tokenizer, self.end_ids, self.say) for name, each in every.items()}
+        every, ends = environments_of(self.config), self.end_ids  # ends are tested without environments, too
+        return {name: tools_of(each, self.tokenizer, ends, self.say) for name, each in every.items()}
 
     @cached_property
     def prompts(self) -> Prompts:
@@ -194,7 +194,8 @@ def in_environments(config: Config, rows: list[Row], source: str) -> list[Row]:
                 "or give its source this name in data.train or data.eval"
             )
         if name is not None and str(name) not in known:
-            raise ConfigError(f"{row.place}: its column environment names {str(name)!r}, and there is no such section; {did_you_mean(str(name), known)}")
+            hint = did_you_mean(str(name), known)
+            raise ConfigError(f"{row.place}: its column environment names {str(name)!r}, which is no section; {hint}")
     return [replace(row, environment=str(row.meta.get("environment") or source)) for row in rows]
 
 

@@ -433,4 +433,4 @@ def test_a_card_repeats_base_and_license_of_the_students_own_card_and_says_how_t
     text = loading({"student": "", "learner": {}}, Path("final"))
     assert "\nvllm serve final --dtype bfloat16\n" in text
     assert "\npython -m sglang.launch_server --model-path final --dtype bfloat16\n" in text
-    assert "\npython convert_hf_to_gguf.py final --outfile student.gguf\nllama-server --model student.gguf\n" in text
+    assert "\nLLAMA_CPP=llama.cpp slipstream export . --gguf student.gguf\nllama-server --model student.gguf\n" in text
