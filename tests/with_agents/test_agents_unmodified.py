@@ -147,12 +147,16 @@ def test_mini_swe_agent_fixes_a_bug_in_our_sandbox_and_a_real_run_learns_from_it
 def test_a_student_that_babbles_ends_mini_swe_agent_and_every_call_is_learned_from_once(
     tmp_path: Path, models: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It forgets what was no call, so each is a branch of its own; after three it gives up."""
+    """It forgets what was no call, so each is a branch of its own; after three it gives up.
+
+    The agent's complaint depends on whether the answer was cut, so only the first prompts of both episodes are equal.
+    """
     environment = {**agent(repository), "turn_tokens": 16}
     sizes = {"sampler": {"group": 1}, "learner": {"batch_size": 1}}
     played = trained(monkeypatch, tmp_path, models, [ISSUE], environment, None, **sizes)
     assert len(played.rollouts) == 6 and {rollout.episode for rollout in played.rollouts} == {0}
-    assert len({rollout.prompt.tokens.tobytes() for rollout in played.rollouts}) == 3
+    prompts = [rollout.prompt.tokens.tobytes() for rollout in played.rollouts]
+    assert len(set(prompts[:3])) == len(set(prompts[3:])) == 3 and prompts[0] == prompts[3]
     for rollout in played.rollouts:
         assert rollout.loss_mask.all() and len(rollout.tokens) <= 16 and not rollout.turn.any()
         assert rollout.outcome["turns"] == rollout.outcome["branches"] == 3 and rollout.outcome["reward"] == 0.0

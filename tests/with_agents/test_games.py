@@ -143,7 +143,7 @@ def test_a_text_environment_of_ones_own_is_found_in_its_module(tmp_path: Path, m
     word = message["content"].removeprefix("Say ").removesuffix(".")
     start = given(first.meta, message["content"])
     assert played(spec, ["aa", word], start) == [["Not aa.", {"reward": 1.0}]]
-    assert played(spec, ["nothing"], start) == [["Played.close returned nan"]]
+    assert played(spec, ["nothing"], start) == [["Played.step returned nan for 'reward'"]]
 
 
 def test_a_move_outside_the_space_of_texts_is_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
