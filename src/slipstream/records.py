@@ -286,14 +286,14 @@ def continued(begun: Rollout, rest: Rollout) -> Rollout:
 
 
 def lineage(
-    prompt: Prompt, index: int, parts: Sequence[Rollout | Ints], *, says: Sequence[Any] = (), **rest: Any
+    prompt: Prompt, index: int, parts: Sequence[Rollout | Ints], *, conversation: Sequence[Any] = (), **rest: Any
 ) -> Rollout:
     """Build an episode from responses, each sampled in one call, and the observed tokens between them.
 
-    `says` are the entries of `Rollout.conversation`, which is recorded if a teacher reads it.
+    `conversation` is recorded in `Rollout.conversation` if a teacher reads it.
     """
-    if says and prompt.respelled is not None:
-        rest["conversation"] = json.loads(json.dumps(says, default=str))
+    if conversation and prompt.respelled is not None:
+        rest["conversation"] = json.loads(json.dumps(conversation, default=str))
     said = [part for part in parts if isinstance(part, Rollout)]
     calls = count()
     turn = [np.full(len(part.tokens), next(calls)) if isinstance(part, Rollout) else -_ones(part) for part in parts]

@@ -75,7 +75,7 @@ def scorer(limit: int = 4000) -> RespellingScorer:
     roles = dict(zip(*(each.convert_tokens_to_ids(SPECIAL) for each in (student, teacher)), strict=True))
     respelling = Respelling("other", len(teacher), roles, limit)
     return RespellingScorer(
-        Counting(), "t", Spelling(student), Spelling(teacher), respelling, writers={"": writer(teacher)}
+        Counting(), "t", Spelling(student), Spelling(teacher), respelling, renderers={"": writer(teacher)}
     )
 
 
@@ -95,7 +95,7 @@ def episode(*turns: str, first: Sequence[Any] = (), results: Sequence[Any] | Non
     parts: list[Rollout | Ints] = [said(turns[0])]
     for turn, result in zip(turns[1:], results, strict=True):
         parts += [mine.extend(parts[-1].tokens, result or []), said(turn)]  # type: ignore[union-attr]
-    return lineage(prompt, 0, parts, finish="eos", says=[{"added": first}, *results])
+    return lineage(prompt, 0, parts, finish="eos", conversation=[{"added": first}, *results])
 
 
 def score(engine: RespellingScorer, rollout: Rollout) -> tuple[Handle, Rollout]:

@@ -111,10 +111,10 @@ class RespellingScorer(Probed):
         dense: bool = False,
         merges: bool = False,
         context: TemplateContext | None = None,
-        writers: Mapping[str, Renderer] = MappingProxyType({}),
+        renderers: Mapping[str, Renderer] = MappingProxyType({}),
     ) -> None:
-        """Wrap the `engine`, with a copy of its `context`. `writers` write the messages of each environment."""
-        self.engine, self.name, self.respelling, self.writers = engine, name, respelling, writers
+        """Wrap the `engine`, with a copy of its `context`. `renderers` write the messages of each environment."""
+        self.engine, self.name, self.respelling, self.renderers = engine, name, respelling, renderers
         self.student, self.teacher = student, teacher
         self.context, self.dense, self.merges = context, dense, merges
         """dense: the loss needs the teacher's hidden states. merges: those at the first token of every span."""
@@ -152,42 +152,42 @@ class RespellingScorer(Probed):
     def _spell(self, handle: Handle) -> Spelled | Handle:
         """Return the prompt and the response in the teacher's tokens; a failed member if its template refuses them."""
         rollout = graded(handle)
-        own, says = rollout.prompt.respelled, rollout.conversation
+        own, conversation = rollout.prompt.respelled, rollout.conversation
         assert own is not None
         try:
-            seen = own if says is None else self._prompt(rollout.prompt, says[0])
+            seen = own if conversation is None else self._prompt(rollout.prompt, conversation[0])
             if seen is None:
                 return Spelled(own, nothing_of(rollout))
             room = self._room(rollout.prompt, seen, handle.header.attempts)
-            return Spelled(seen, self._response(rollout, says, room))
+            return Spelled(seen, self._response(rollout, conversation, room))
         except DataError as error:
             return failed(handle, f"teacher {self.name} cannot read it: {error}", teacher=self.name)
 
-    def _prompt(self, prompt: Prompt, says: Any) -> Ints | None:
+    def _prompt(self, prompt: Prompt, first: Any) -> Ints | None:
         """Return what stands before an episode's first turn, in the teacher's chat template; None: it is unknown."""
-        if says is None:
+        if first is None:
             return None
-        if says.get("added") == []:
+        if first.get("added") == []:
             return prompt.respelled
-        writer = self.writers[prompt.environment]
-        if "rebuilt" in says:
-            return writer.open(says["rebuilt"], says["tools"])
+        renderer = self.renderers[prompt.environment]
+        if "rebuilt" in first:
+            return renderer.open(first["rebuilt"], first["tools"])
         assert prompt.respelled is not None
-        return writer.insert(prompt.respelled, says["added"])
+        return renderer.insert(prompt.respelled, first["added"])
 
-    def _response(self, rollout: Rollout, says: Sequence[Any] | None, room: int) -> Respelled:
+    def _response(self, rollout: Rollout, conversation: Sequence[Any] | None, room: int) -> Respelled:
         """Spell a text as a whole, or each turn of an episode by itself behind the messages before it."""
-        if says is None:
+        if conversation is None:
             return self._respell(rollout.tokens, room)
         found = nothing_of(rollout)
         for start, stop in turn_places(rollout):
             turn, seen_Q = int(rollout.turn[start]), found.tokens[:0]
             if turn < 0:
                 continue
-            if turn and says[turn] is None:
+            if turn and conversation[turn] is None:
                 break
             if turn:
-                seen_Q = self.writers[rollout.prompt.environment].extend(found.tokens, says[turn])
+                seen_Q = self.renderers[rollout.prompt.environment].extend(found.tokens, conversation[turn])
             said = self._respell(rollout.tokens[start:stop], max(0, room - len(found.tokens) - len(seen_Q)))
             found = with_turn(found, start, seen_Q, said)
             if found.student_spans[stop - 1] in (UNWRITTEN, TOO_LONG):

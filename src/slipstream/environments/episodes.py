@@ -231,7 +231,7 @@ class Episode:
             "failures": float(self.failures),
             "branches": 1.0,
         }
-        rest: Any = {"finish": finish, "outcome": outcome, "turn_rewards": of_turns, "says": self.conversation}
+        rest: Any = {"finish": finish, "outcome": outcome, "turn_rewards": of_turns, "conversation": self.conversation}
         return lineage(self.prompt, self.index, self.parts, **rest)
 
 

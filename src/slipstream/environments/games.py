@@ -35,7 +35,7 @@ RANDOM = threading.Lock()
 class Game(Protocol):
     """Game of another package, which can be played again after a reset."""
 
-    earned: float | None
+    last_reward: float | None
     """Reward of the last move; None if the game rewards no single moves."""
 
     def __init__(self, name: str) -> None: ...
@@ -54,7 +54,7 @@ class Game(Protocol):
 
 
 class TextArenaGame:
-    earned: float | None = None
+    last_reward: float | None = None
 
     def __init__(self, name: str) -> None:
         import textarena
@@ -123,7 +123,7 @@ class GymnasiumGame:
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
             raise ConfigError(first_line(error)) from None
         self.spaces, self.total, self.invalid = spaces, 0.0, False
-        self.earned: float | None = None
+        self.last_reward: float | None = None
         self.is_rendered = not isinstance(self.env.observation_space, spaces.Text)
         if self.is_rendered and not shown:
             raise ConfigError(f"{name} shows {self.env.observation_space}, and a student reads text: use a Text space")
@@ -152,7 +152,7 @@ class GymnasiumGame:
 
     def act(self, move: str) -> tuple[str, bool]:
         action: Any = move.strip()
-        self.earned = 0.0
+        self.last_reward = 0.0
         if isinstance(self.env.action_space, self.spaces.Discrete):
             last = re.findall(r"-?\d+", move)[-1:]
             action = int(last[0]) if last and len(last[0].lstrip("-")) <= MAX_DIGITS else None
@@ -160,7 +160,7 @@ class GymnasiumGame:
             self.invalid = True
             return self.choices(self.env.action_space), False
         observation, reward, terminated, truncated, _ = self.env.step(action)
-        self.earned = float(reward)
+        self.last_reward = float(reward)
         self.total += float(reward)
         return self.text(observation), terminated or truncated
 
@@ -195,7 +195,7 @@ class Played:
         text, done = self.game.act(reply.text.rpartition(THOUGHT_END)[2])
         if done:
             _, self.metrics = self.game.end()
-        return Step(() if done else ({"role": "user", "content": text},), done, reward=self.game.earned)
+        return Step(() if done else ({"role": "user", "content": text},), done, reward=self.game.last_reward)
 
     def close(self) -> Any:
         reward, _ = self.game.end()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from typing import Protocol
 
 from slipstream.environments.episodes import Policy
@@ -32,6 +33,7 @@ class SeveralEnvironments:
         await asyncio.gather(*(each.release(numbers) for each in self.by_name.values()))
 
     def close(self) -> None:
-        for each in self.by_name.values():
-            each.close_environments()
-        self.policy.close()
+        with ExitStack() as stack:  # each is closed, also if another one raises an exception
+            stack.callback(self.policy.close)
+            for each in self.by_name.values():
+                stack.callback(each.close_environments)

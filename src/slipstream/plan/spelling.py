@@ -91,8 +91,8 @@ def respelling_of(
     first = ours.eos_token_id if plain else template_end(ours, config.data.template_args)
     ordered = sorted(stops, key=lambda stop: (stop != first, stop))  # the first one has the probability of the end
     roles = {**dict.fromkeys(ordered, int(end)), **roles_of(ours, theirs), **dict.fromkeys(ordered, int(end))}
-    writers = renderers_of(config, theirs, int(end), tools)
-    return Respelling(model.name, max(theirs.get_vocab().values()) + 1, roles, limit, writers)
+    renderers = renderers_of(config, theirs, int(end), tools)
+    return Respelling(model.name, max(theirs.get_vocab().values()) + 1, roles, limit, renderers)
 
 
 def renderers_of(config: Config, tokenizer: Tokenizer, end: int, tools: Mapping[str, Tools]) -> dict[str, Any]:

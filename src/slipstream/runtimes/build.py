@@ -242,8 +242,8 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
     own = load_tokenizer(respelling.tokenizer)
     spellings = Spelling(tokenizer), Spelling(own)
     context = None if plan.context is None else TemplateContext(plan.context, own)
-    writers = {name: Renderer(own, **each) for name, each in respelling.renderers.items()}
-    settings: dict[str, Any] = {"context": context, "writers": writers}
+    renderers = {name: Renderer(own, **each) for name, each in respelling.renderers.items()}
+    settings: dict[str, Any] = {"context": context, "renderers": renderers}
     settings |= {"dense": plan.spec.cache == "hidden", "merges": plan.spec.merges}
     return RespellingScorer(build_engine_scorer(plan, own, kind), plan.name, *spellings, respelling, **settings)
 

@@ -198,29 +198,29 @@ class Session:
                 return None
         return None
 
-    def _branch(self, ids: Ints, says: Any = None) -> tuple[Branch, Ints]:
+    def _branch(self, ids: Ints, first: Any = None) -> tuple[Branch, Ints]:
         """Return the longest branch with which these ids begin, or a new branch, and the ids after the branch.
 
-        `says` holds the messages that the ids encode, as the first entry of `Rollout.conversation`; None: unknown.
+        `first` holds the messages that the ids encode, as the first entry of `Rollout.conversation`; None: unknown.
         """
         for branch in sorted(self.branches, key=lambda branch: -len(branch.ids)):
             known = len(branch.ids)
             if not branch.busy and branch.parts and np.array_equal(ids[:known], branch.ids):
                 return branch, ids[known:]
-        return self._open(ids, says)
+        return self._open(ids, first)
 
-    def _open(self, ids: Ints, says: Any) -> tuple[Branch, Ints]:
+    def _open(self, ids: Ints, first: Any) -> tuple[Branch, Ints]:
         ids = np.asarray(ids, self.prompt.tokens.dtype)
         name, seed = digest_of_ids(ids), self.prompt.seed
         earlier, same = self.opened[name], np.array_equal(ids, self.prompt.tokens)
         if earlier or not same:
             seed = derive_seed(self.prompt.seed, "branch", name.hex(), earlier)
-        return Branch(ids, seed, [{"added": []} if same else says]), ids[:0]
+        return Branch(ids, seed, [{"added": []} if same else first]), ids[:0]
 
     async def _draw_turn(
-        self, branch: Branch, seen: Ints, most: int | None, stops: Sequence[str] = (), says: Any = None
+        self, branch: Branch, seen: Ints, most: int | None, stops: Sequence[str] = (), messages: Any = None
     ) -> tuple[int, Rollout]:
-        """Sample one more turn of a branch; return its number and its rollout."""
+        """Sample one more turn of a branch, after `messages`; return its number and its rollout."""
         tokens = len(branch.ids) + len(seen)
         room = self.max_tokens - tokens
         if self.begun >= self.limits.turns:
@@ -245,7 +245,7 @@ class Session:
             branch.busy = False
         if stops:
             turn = part_of(turn, 0, self._end_of(turn.tokens, stops))
-        branch.add(seen, turn, number, says)
+        branch.add(seen, turn, number, messages)
         self.stopped = "length" if turn.finish == "length" and len(branch.ids) >= self.max_tokens else None
         return number, turn
 
@@ -327,7 +327,7 @@ class Session:
                 finish=finish,
                 branch=number,
                 outcome=outcome,
-                says=branch.conversation,
+                conversation=branch.conversation,
             )
             for number, branch in enumerate(sampled)
         ]
