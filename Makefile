@@ -53,8 +53,8 @@ test-newest:
 test-vllm: .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300
 
-# Agents of others, unmodified, on the gateway (a minute, and three to install them)
-test-agents: .venv/ready .venv-agents/ready
+# Agents and environments of others, unmodified (three minutes, and five to install them)
+test-agents: .venv/ready .venv-agents/ready .venv-openenv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/with_agents --timeout 300
 
 # The documentation as a site in build/site, with search; a broken link ends the build
@@ -161,5 +161,10 @@ format: .venv/ready
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
+.venv-openenv/ready: requirements-openenv.txt Makefile
+	$(PYTHON) -m venv .venv-openenv
+	$(PIP) -r requirements-openenv.txt
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm .venv-agents .venv-lowest .venv-newer .venv-newest runs build dist src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-agents .venv-openenv .venv-lowest .venv-newer .venv-newest runs build dist src/*.egg-info

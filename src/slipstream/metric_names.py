@@ -464,7 +464,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("environments/ENVIRONMENT/episodes", "episodes of this environment that an update trained on", "–",
                By.HEADERS),
         Metric("environments/ENVIRONMENT/failed",
-               "share of the episodes of this environment since the last update that failed in every attempt", "0",
+               "share of the episodes of this environment since the last update that failed or have no reward", "0",
                By.LEDGER, "episodes", "Failed episodes in {}", SHARE, idle=0.0),
         Metric("environment/NAME", "number that the environment reports in its attribute `metrics`, mean over episodes",
                "–", "environments/forms.py",

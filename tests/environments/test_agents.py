@@ -31,13 +31,14 @@ from slipstream.environments.gateway.agent_processes import Agent, Programs, fil
 from slipstream.environments.gateway.agents import Agents
 from slipstream.environments.gateway.server import Server
 from slipstream.errors import ConfigError
+from slipstream.plan.checks import CheckFailed
 from slipstream.plan.engine_plans import EnvironmentPlan, GatewayPlan
 from slipstream.plan.environment import check_agent
 from slipstream.plan.plan import fast_checks
 from slipstream.protocols import GradingSampler, Sampling
 from slipstream.records import Handle, Prompt, handed_over, unfinished
 from slipstream.run_dir.writing import read_lines
-from slipstream.runs.start import announce_gateway
+from slipstream.runs.start import announce_gateways
 from support.gateways import VOCABULARY, Babble, post, renderer
 from support.sandboxes import NO_BUBBLEWRAP
 
@@ -443,20 +444,20 @@ def test_a_token_is_written_anew_for_its_owner_alone_and_through_no_link(tmp_pat
     other.write_text("of somebody else's")
     (tmp_path / "gateway.token").symlink_to(other)
     tokens = list[str]()
+    names = ("", "shop", "")
     for agent in (None, None, Agent(command=("ls",), workspace=None, verify=None)):
         port = GatewayPlan(agent=agent, at_once=1, host="::1", port=8008, name="student", vocabulary=7)
         limits = Limits(turns=1, calls=1, turn_tokens=None, seconds=1, step_seconds=1)
-        announce_gateway(
-            EnvironmentPlan(wanted=None, gateway=port, processes=1, limits=limits, renderer={}), tmp_path, said.append
-        )
+        made = EnvironmentPlan(wanted=None, gateway=port, processes=1, limits=limits, renderer={})
+        announce_gateways({names[len(tokens)]: made}, tmp_path, said.append)
         tokens.append(port.token)
         assert port.token not in repr(port)
     found = tmp_path / "gateway.token"
     assert found.read_text() == f"{tokens[1]}\n" and not found.is_symlink() and found.stat().st_mode & 0o777 == 0o600
     assert other.read_text() == "of somebody else's" and len(set(tokens)) == 3
     assert said == [
-        f"agents take episodes at http://[::1]:8008/sessions with the token {token}, which is also in {found}"
-        for token in tokens[:2]
+        f"agents take episodes{whose} at http://[::1]:8008/sessions with the token {token}, which is also in {found}"
+        for whose, token in zip(("", " of shop"), tokens, strict=False)
     ]
 
 
@@ -644,3 +645,45 @@ def test_a_run_learns_from_what_an_agent_did(tmp_path: Path, runtime: str) -> No
     assert all(line["episode/turns"] > 1 and line["reward/environment/told"] == 1 for line in lines)
     assert all(line["episode/failures"] == 0 and 0 < line["episode/observed"] < 1 for line in lines)
     assert any(line["grad_norm"] > 0 for line in lines)
+
+
+BELL = """
+class Bell:
+    def ring(self) -> str:
+        "Ring the bell."
+        return "ding"
+
+    def close(self) -> float:
+        return 0.5
+"""
+
+
+def beside_an_agent(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a run whose rows are answered by an agent and in another environment."""
+    tree = tomllib.loads(written(path).read_text())
+    tree["environments"] = {"agent": tree.pop("environment"), "other": environment}
+    tree["data"] = {"train": {"agent": "builtin:table", "other": "builtin:doors"}, "limit": 16}
+    return tree | {"learner": tree["learner"] | {"batch_size": 8}}
+
+
+def test_an_agent_is_one_of_several_environments_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "bell.py").write_text(BELL)
+    bell = {"use": f"{tmp_path}/bell.py:Bell", "turns": 3, "turn_tokens": 30}
+    slipstream.train(beside_an_agent(tmp_path, bell), quiet=True)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["environments/agent/reward/environment/told"] == 1
+        assert line["environments/other/reward/environment"] == 0.5
+        assert line["environments/agent/turns"] > 1 and 1 <= line["environments/other/turns"] <= 3
+        assert line["environments/agent/failed"] == line["environments/other/failed"] == 0
+
+
+def test_the_other_environment_of_a_run_with_agents_is_tested_before_it(tmp_path: Path) -> None:
+    """Doors has no reward of its own: all of its episodes would be dropped, and the agent would be trained alone."""
+    tree = beside_an_agent(tmp_path, {"use": "doors", "turns": 3, "turn_tokens": 30})
+    with pytest.raises(CheckFailed, match=r"none for \d of \d in environments.other: environment has no reward"):
+        slipstream.train(tree, quiet=True)
+    slipstream.train(tree, quiet=True, checks=False)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert lines[0]["environments/other/failed"] == 1 and lines[0]["environments/agent/failed"] == 0

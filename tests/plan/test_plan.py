@@ -304,7 +304,8 @@ def test_a_critics_own_model_reads_every_token_of_every_sequence(config: str) ->
     ):
         planned("false", check_shapes, max_position_embeddings=16)
     with pytest.raises(
-        SlipstreamError, match="critic.model: critic has 9 embeddings, builtin:student has 39: the critic could not read"
+        SlipstreamError,
+        match="critic.model: critic has 9 embeddings, builtin:student has 39: the critic could not read",
     ):
         planned("false", check_shapes, vocab_size=9)
 

@@ -96,7 +96,7 @@ LOADS_LATER = {
     "models": "huggingface_hub safetensors",
     "rewards": "math_verify reasoning_gym",
     "data": "transformers jinja2 pyarrow datasets reasoning_gym",
-    "environments": "transformers jinja2 mcp textarena gymnasium yaml",
+    "environments": "transformers jinja2 mcp textarena gymnasium yaml httpx2 websockets",
     "environments.tools": "jsonschema",
     "engines.native.config": "transformers",
     "plan": "torch lm_eval",

@@ -62,10 +62,10 @@ def doctor(config: Config, console: Console) -> bool:
             report([Finding("sandbox limits", True, text) for text in sandbox_notes(made.config)])
             report(memory_findings(made))
             with opened(with_large_step(made), launcher, console) as engines:
-                report(asyncio.run(check_engines(made, engines, first_prompts(made))))
+                report(asyncio.run(check_engines(made, engines, checks.first_prompts(made))))
             if self_taught := self_taught_plan(made):
                 with opened(self_taught, launcher, console) as engines:
-                    report(asyncio.run(check_self_taught(self_taught, engines, first_prompts(made))))
+                    report(asyncio.run(check_self_taught(self_taught, engines, checks.first_prompts(made))))
     except SlipstreamError as error:
         report([Finding("stopped", False, str(error))])
     failed = sum(not finding.ok for finding in found)
@@ -82,10 +82,6 @@ def with_large_step(made: Plan) -> Plan:
     learner = made.engines.learner
     settings = learner.settings.model_copy(update={"lr": LARGE_LR, "warmup": 0, "minibatches": 1, "epochs": 1})
     return replace(made, engines=replace(made.engines, learner=replace(learner, settings=settings)))
-
-
-def first_prompts(made: Plan) -> list[Prompt]:
-    return [made.prompts.at(number) for number in range(checks.PROMPTS)]
 
 
 async def check_engines(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:

@@ -46,7 +46,7 @@ from slipstream.records import Handle
 from slipstream.rewards.grading import PoolGrader
 from slipstream.run_dir.atomic_files import append
 from slipstream.run_dir.writing import EVALS, as_lines
-from slipstream.runs.start import announce_gateway
+from slipstream.runs.start import announce_gateways
 from slipstream.statistics import standard_error
 
 SETTINGS = {
@@ -188,7 +188,7 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
             console.print(line, markup=False, soft_wrap=True)
     from slipstream.runtimes.build import build_grader
 
-    announce_gateway(made.sampler.environments.get(""), None, note)
+    announce_gateways(made.sampler.environments, None, note)
     grader = build_grader(made.grader, made.tokenizer)
     try:
         with Watch(console) as watch:

@@ -15,7 +15,7 @@ from slipstream.commands.common import note
 from slipstream.errors import ConfigError, RunDirError, first_line
 from slipstream.plan.plan import Plan, plan
 from slipstream.records import Group, Handle, Rollout
-from slipstream.runs.start import announce_gateway
+from slipstream.runs.start import announce_gateways
 
 LINEAGE_ARRAYS = ("tokens", "loss_mask", "turn", "versions", "logp")
 
@@ -38,7 +38,7 @@ def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], o
     with file:
         sampler = SelfGrading(made.engines.sampler, made.engines.grader, made.tokenizer)
         try:
-            announce_gateway(environment, to.parent, say)
+            announce_gateways({"": environment}, to.parent, say)
             counts = asyncio.run(play(made, sampler, file, prompts or len(made.prompts.rows)))
         finally:
             sampler.close()

@@ -61,9 +61,9 @@ class EnvironmentConfig(Section):
     use: str | None = None
     """Environment: table, lookup or python, or a user class, "./file.py:Class" or "module:Class". The tools are the
     public methods of the class, or the class has step(reply). Or tools of an MCP server, "mcp:COMMAND" or "mcp:URL"
-    (mcp_shared: one server for each process). Or a game for one player, "textarena:NAME" or "gymnasium:NAME". Or a
-    taskset of verifiers, "verifiers:TASKSET+HARNESS", which stands for a gateway. Or a directory of tasks of Harbor or
-    Terminal-Bench, "tasks:PATH". None needs `gateway`."""
+    (mcp_shared: one server for each process). Or a game for one player, "textarena:NAME" or "gymnasium:NAME". Or the
+    sessions of an OpenEnv server, "openenv:URL". Or a taskset of verifiers, "verifiers:TASKSET+HARNESS", which stands
+    for a gateway. Or a directory of tasks of Harbor or Terminal-Bench, "tasks:PATH". None needs `gateway`."""
     gateway: GatewayConfig | None = None
     """Agent that uses the student through a chat API, instead of an environment in `use`."""
     turns: int = Field(10, ge=1)

@@ -26,6 +26,7 @@ INTEGRATIONS = {
     "reasoning_gym": Integration("reasoning_gym", rows="slipstream.data.reasoning_gym:rows"),
     "textarena": Integration("textarena", GAME_MODULE + "textarena_rows", GAME_MODULE + "kind_of"),
     "gymnasium": Integration("gymnasium", GAME_MODULE + "gymnasium_rows", GAME_MODULE + "kind_of"),
+    "openenv": Integration("websockets", GAME_MODULE + "openenv_rows", GAME_MODULE + "kind_of"),
     "verifiers": Integration(
         "verifiers", "slipstream.agents.verifiers:rows", agent="slipstream.agents.verifiers", has_splits=False
     ),

@@ -1,4 +1,4 @@
-"""Games of TextArena and text environments of Gymnasium: `textarena:NAME` and `gymnasium:NAME`, for one player.
+"""Games for one player: of TextArena (`textarena:NAME`), of Gymnasium (`gymnasium:NAME`), or of an OpenEnv server.
 
 As data, such a name has rows whose prompts are the texts of `reset` with different seeds. As an environment, it plays
 the game of a row again from its seed.
@@ -18,6 +18,7 @@ import numpy as np
 
 from slipstream.environments import Reply, Step
 from slipstream.environments.forms import Kind
+from slipstream.environments.openenv import OpenEnvGame
 from slipstream.errors import ConfigError, DataError, EnvironmentFailed, did_you_mean, first_line
 
 SEEDS = {"train": 0, "eval": 1_000_000_000}
@@ -168,7 +169,7 @@ class GymnasiumGame:
         return self.total, {"invalid_move": float(self.invalid)}
 
 
-GAMES: dict[str, type[Game]] = {"textarena": TextArenaGame, "gymnasium": GymnasiumGame}
+GAMES: dict[str, type[Game]] = {"textarena": TextArenaGame, "gymnasium": GymnasiumGame, "openenv": OpenEnvGame}
 
 
 class Played:
@@ -218,8 +219,11 @@ def checked(spec: str) -> Game:
     game = game_of(spec)
     try:
         game.reset(0)
+        game.end()
     except AssertionError as error:
         raise ConfigError(f"cannot be played by one player: {first_line(error)}") from None
+    except EnvironmentFailed as error:
+        raise ConfigError(str(error)) from None
     return game
 
 
@@ -232,9 +236,14 @@ def rows(name: str, split: str, count: int, *, prefix: str) -> Iterator[dict[str
         game = checked(spec)
     except ConfigError as error:
         raise DataError(str(error)) from None
-    for seed in range(SEEDS[split], SEEDS[split] + count):
-        prompt = [{"role": "user", "content": game.reset(seed)}]
-        yield {"id": f"{name}:{seed}", "prompt": prompt, "data_source": spec, "game": spec, "seed": seed}
+    try:
+        for seed in range(SEEDS[split], SEEDS[split] + count):
+            prompt = [{"role": "user", "content": game.reset(seed)}]
+            yield {"id": f"{name}:{seed}", "prompt": prompt, "data_source": spec, "game": spec, "seed": seed}
+    except EnvironmentFailed as error:
+        raise DataError(str(error)) from None
+    finally:
+        game.end()
 
 
 def textarena_rows(name: str, split: str, count: int) -> Iterator[dict[str, Any]]:
@@ -243,3 +252,7 @@ def textarena_rows(name: str, split: str, count: int) -> Iterator[dict[str, Any]
 
 def gymnasium_rows(name: str, split: str, count: int) -> Iterator[dict[str, Any]]:
     return rows(name, split, count, prefix="gymnasium")
+
+
+def openenv_rows(name: str, split: str, count: int) -> Iterator[dict[str, Any]]:
+    return rows(name, split, count, prefix="openenv")

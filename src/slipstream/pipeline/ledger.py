@@ -156,6 +156,7 @@ class Ledger:
             if header.ungraded.cause not in self.unrewarded:
                 say(f"an answer to {header.prompt} has no reward and is dropped: {header.ungraded.text}")
             self.unrewarded[header.ungraded.cause] += 1
+            self.failed_in[header.environment] += 1
             self.causes.setdefault(number, []).append(header.ungraded.text)
 
     def count_unscored(self, group: Group, say: Callable[[str], None]) -> None:

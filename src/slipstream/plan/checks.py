@@ -36,6 +36,8 @@ COARSE_PEARSON, TREND = 0.97, 0.05
 COARSE = "16 bits round this student coarsely: use importance weights (docs/learner.md), or float32"
 PROMPTS, TOKENS = 8, 32
 """Number of prompts per round of sampling, and maximum tokens of an answer."""
+SEARCHED = 200
+"""Number of prompts among which the first prompt of every environment is searched."""
 FAR_AWAY = 2.0
 """Mean reverse KL per token, in nats, from which on the finding says that the student writes other text."""
 CHANCE = 3.0
@@ -76,6 +78,22 @@ class Limits:
         )
 
 
+def first_prompts(plan: Plan) -> list[Prompt]:
+    """Return the first prompts of a run, and the first of every environment."""
+    prompts = [plan.prompts.at(number) for number in range(PROMPTS)]
+    missing = plan.engines.sampler.environments.keys() - {prompt.environment for prompt in prompts}
+    for prompt in map(plan.prompts.at, range(PROMPTS, SEARCHED if missing else PROMPTS)):
+        if prompt.environment in missing:
+            prompts.append(prompt)
+            missing.discard(prompt.environment)
+    return prompts
+
+
+def agents_of(plan: Plan) -> set[str]:
+    """Return the names of the environments whose episodes are those of external agents."""
+    return {name for name, each in plan.engines.sampler.environments.items() if each.gateway is not None}
+
+
 async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
     """Run the start checks of `train`: sampler against learner, teachers, end tokens, and rewards."""
     await publish(engines)
@@ -88,7 +106,9 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
     failed, groups = failure_findings(groups), without_failed(groups)
     if any(each.fatal for each in failed):
         return failed
-    returned = [reward_finding(groups)] if plan.engines.grader.rewards and not plan.config.has_agents else []
+    agents = agents_of(plan)
+    rewarded = [group for group in groups if group[0].header.environment not in agents]
+    returned = [reward_finding(rewarded)] if plan.engines.grader.rewards and rewarded else []
     groups = await scored(engines, groups)
     headers = [handle.header for group in groups for handle in group]
     if furthest := long_prompt(plan, prompts):
@@ -164,12 +184,15 @@ async def sample_groups(
 
     Short answers use no agents.
     """
-    alone, samplers = tokens == TOKENS and plan.config.has_agents, engines.samplers
+    agents, samplers = agents_of(plan) if tokens == TOKENS else set(), engines.samplers
     whole: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "keep_mask": False}
     whole |= {"teacher_replaces": 0, "fusion": 0.0}
     limit = min(tokens, plan.sampling.max_tokens)
-    sampling = replace(plan.sampling, max_tokens=limit, group=group, alone=alone, **whole)
-    calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]
+    sampling = replace(plan.sampling, max_tokens=limit, group=group, **whole)
+    calls = [
+        samplers[i % len(samplers)].generate(prompt, replace(sampling, alone=prompt.environment in agents))
+        for i, prompt in enumerate(prompts)
+    ]
     return list(await asyncio.gather(*calls))
 
 
@@ -260,10 +283,14 @@ def reward_finding(groups: Sequence[Group]) -> Finding:
         f"{name} " + " ".join(f"{header.rewards[name]:.3g}" for header in headers if name in header.rewards)
         for name in names
     ]
-    why = Counter(header.ungraded.text for header in headers if header.ungraded is not None)
-    detail += [f"none for {count} of {len(headers)}: {each}" for each, count in why.items()]
+    why = Counter((header.environment, header.ungraded.text) for header in headers if header.ungraded is not None)
+    for (environment, each), count in why.items():
+        of = f" in environments.{environment}" if environment else ""
+        detail.append(f"none for {count} of {len(headers)}{of}: {each}")
+    graded = {header.environment for header in headers if header.ungraded is None}
+    fatal = any(header.environment not in graded for header in headers)
     fix = "such answers are dropped; see docs/rewards.md" if why else ""
-    return Finding("rewards of a few short answers", not why, "; ".join(detail), fix, fatal=why.total() == len(headers))
+    return Finding("rewards of a few short answers", not why, "; ".join(detail), fix, fatal=fatal)
 
 
 def mismatch_cause(numbers: Metrics, rounding: Rounding = "exact") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -26,21 +27,22 @@ from slipstream.sandbox import sandbox_of
 
 def environments_of(config: Config) -> dict[str, EnvironmentPlan]:
     """Return the plan of every environment by its name, which is "" for a single one."""
-    return {name: environment_of(config, each) for name, each in config.every_environment.items()}
+    token = secrets.token_urlsafe(32)
+    return {name: environment_of(config, each, token) for name, each in config.every_environment.items()}
 
 
-def environment_of(config: Config, environment: EnvironmentConfig) -> EnvironmentPlan:
+def environment_of(config: Config, environment: EnvironmentConfig, token: str) -> EnvironmentPlan:
     use, gateway, sandbox = environment.use, environment.gateway, environment.sandbox
     return EnvironmentPlan(
         wanted=None if use is None else EnvironmentSettings(use, sandbox, environment.observation),
-        gateway=None if gateway is None else gateway_of(config, gateway, walled=sandbox == "bubblewrap"),
+        gateway=None if gateway is None else gateway_of(config, gateway, token, walled=sandbox == "bubblewrap"),
         processes=environment.processes,
         limits=Limits(**{each.name: getattr(environment, each.name) for each in fields(Limits)}),
         renderer={"format": environment.format, "template_args": config.data.template_args},
     )
 
 
-def gateway_of(config: Config, gateway: GatewayConfig, *, walled: bool) -> GatewayPlan:
+def gateway_of(config: Config, gateway: GatewayConfig, token: str, *, walled: bool) -> GatewayPlan:
     host, _, port = (gateway.listen or "127.0.0.1:0").rpartition(":")
     return GatewayPlan(
         agent=None if gateway.command is None else agent_of(gateway, walled),
@@ -49,6 +51,7 @@ def gateway_of(config: Config, gateway: GatewayConfig, *, walled: bool) -> Gatew
         port=int(port),
         name=config.student,
         vocabulary=vocabulary_of(config.student),
+        token=token,
     )
 
 

@@ -24,7 +24,7 @@ from slipstream.pipeline.checkpoint import BEGINNING, Checkpoint, Checkpoints, R
 from slipstream.pipeline.ending import with_timeout
 from slipstream.pipeline.failures import Restarts
 from slipstream.pipeline.run import Run, admission_of, choice_of
-from slipstream.plan.checks import PROMPTS, raise_fatal, start_checks
+from slipstream.plan.checks import first_prompts, raise_fatal, start_checks
 from slipstream.plan.engine_plans import EnvironmentPlan
 from slipstream.plan.plan import Plan, fast_checks, plan, plan_with_texts
 from slipstream.plan.rules.machine import check_sizes
@@ -119,7 +119,7 @@ def planned_on(console: Console, config: Config, launcher: Home, *, checks: bool
 
 def run_start_checks(made: Plan, engines: Engines, console: Console) -> None:
     """Test the engines on a few prompts, before any file is written; raise if training could not work."""
-    prompts = [made.prompts.at(number) for number in range(PROMPTS)]
+    prompts = first_prompts(made)
     with waiting(console, "testing the engines on a few prompts"):
         findings = asyncio.run(start_checks(made, engines, prompts, version=0))
     raise_fatal(findings)
@@ -223,7 +223,7 @@ class Start:
         """Run the training loop with display and signal handlers; at the end print a summary, or how to continue."""
         made, config = self.plan, self.plan.config
         modelled = made.engines.costs is not None
-        announce_gateway(made.engines.sampler.environments.get(""), log.path, self.say)
+        announce_gateways(made.engines.sampler.environments, log.path, self.say)
         run = Run(
             config,
             engines,
@@ -327,21 +327,25 @@ def open_engines(made: Plan, launcher: Home, console: Console) -> Engines:
                 return open_here(made.engines, made.tokenizer, say=say)
 
 
-def announce_gateway(environment: EnvironmentPlan | None, directory: Path | None, say: Callable[[str], object]) -> None:
-    """Print address and access token of the gateway for agents started elsewhere; write the token to a file, too."""
-    if environment is None or environment.gateway is None or environment.gateway.agent is not None:
-        return
-    port, token = environment.gateway, environment.gateway.token
-    host = f"[{port.host}]" if ":" in port.host else port.host
-    text = f"agents take episodes at http://{host}:{port.port}/sessions with the token {token}"
-    if directory is not None:
-        file = directory / TOKEN
-        file.unlink(missing_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            opened.write(f"{token}\n")
-        text = f"{text}, which is also in {file}"
-    say(text)
+def announce_gateways(
+    environments: Mapping[str, EnvironmentPlan], directory: Path | None, say: Callable[[str], object]
+) -> None:
+    """Print address and access token of gateways for agents started elsewhere; write the token to a file, too."""
+    for name, environment in environments.items():
+        if environment.gateway is None or environment.gateway.agent is not None:
+            continue
+        port, token = environment.gateway, environment.gateway.token
+        host = f"[{port.host}]" if ":" in port.host else port.host
+        whose = f" of {name}" if name else ""
+        text = f"agents take episodes{whose} at http://{host}:{port.port}/sessions with the token {token}"
+        if directory is not None:
+            file = directory / TOKEN
+            file.unlink(missing_ok=True)
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+                opened.write(f"{token}\n")
+            text = f"{text}, which is also in {file}"
+        say(text)
 
 
 @contextmanager
