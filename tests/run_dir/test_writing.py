@@ -223,6 +223,8 @@ class Told:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.id = self.run_id = "the run"
+        self.info = self
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **given: Any) -> Told:
@@ -255,6 +257,30 @@ def test_every_other_tracker_is_told_samples_in_its_own_way(
         (name, args or ({"samples": told},), given) if name == "log" else (name, args, given)
         for name, args, given in TEXTS[tracker]
     ]
+
+
+CONTINUED: dict[str, tuple[str, dict[str, Any]]] = {
+    "wandb": ("init", {"id": "the run", "resume": "allow"}),
+    "trackio": ("init", {"name": "run", "resume": "allow"}),
+    "mlflow": ("start_run", {"run_id": "the run"}),
+}
+"""Calls by which trackers continue a run whose identity they gave before."""
+
+
+@pytest.mark.parametrize("tracker", CONTINUED)
+def test_a_resumed_run_continues_its_run_of_a_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
+) -> None:
+    told, (name, options) = Told(), CONTINUED[tracker]
+    monkeypatch.setitem(sys.modules, tracker, told)
+    monkeypatch.setattr("slipstream.run_dir.trackers.importlib.util.find_spec", lambda name: name)
+    config = config_of(log={"to": [tracker]})
+    with RunLog.create(config, tmp_path / "run") as log:
+        mark = log.mark()
+    with RunLog.reopen(config, tmp_path / "run", mark):
+        pass
+    first, second = [given for each, _, given in told.calls if each == name]
+    assert not options.items() <= first.items() and options.items() <= second.items()
 
 
 def test_tensorboard_holds_what_was_logged(tmp_path: Path) -> None:
@@ -325,7 +351,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra_before_anything
 def test_a_tracker_that_refuses_to_start_leaves_no_run_and_nobody_elses_files_are_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(config: Config, path: Path) -> Sink:
+    def refuse(config: Config, path: Path, known: str | None) -> Sink:
         raise PermissionError("no key")
 
     (tmp_path / "notes.txt").write_text("mine")

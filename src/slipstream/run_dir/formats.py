@@ -31,7 +31,13 @@ SUSPECT = ".suspect"
 LARGEST = 1 << 53
 """Limit of integers that are exact as floats."""
 FILE_SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "meta.json": {"config": {}, "prompts?": ("", None), "packages?": {"*": ("", None)}, "command?": [""]},
+    "meta.json": {
+        "config": {},
+        "prompts?": ("", None),
+        "packages?": {"*": ("", None)},
+        "command?": [""],
+        "trackers?": {"*": ""},
+    },
     "metrics.jsonl": {"kind": "train|eval", "update": 0, "set?": "", "*": inf},
     "metrics.jsonl train": {"time?": 0.0, "tokens?": 0.0, "samples?": 0.0, "lag/max?": 0.0},
     "metrics.jsonl eval": {"accuracy?": 0.0, "samples?": 0.0},

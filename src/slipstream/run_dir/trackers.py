@@ -41,16 +41,21 @@ def check_trackers(names: Iterable[Tracker]) -> None:
             raise ConfigError(f"log.to = [{name!r}] needs {name}: pip install 'slipstream[{name}]'")
 
 
-def start_trackers(config: Config, path: Path) -> list[Sink]:
-    sinks: list[Sink] = []
+def start_trackers(config: Config, path: Path, known: Mapping[str, str]) -> tuple[list[Sink], dict[str, str]]:
+    """Start the trackers of a config; those that have a run in `known` continue it. Return these runs, too."""
+    sinks, runs = list[Sink](), dict[str, str]()
     for name in config.log.to:
         try:
-            sinks.append(SINKS[name](config, path))
-        except Exception as error:  # a tracker may raise anything: no key, no server
-            raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}") from None
+            sink = SINKS[name](config, path, known.get(name))
+        except Exception as error:  # a tracker may raise anything: no key, no server, no such run
+            again = f"; it should continue its run {known[name]}" if name in known else ""
+            raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}{again}") from None
+        sinks.append(sink)
+        if isinstance(sink, Wandb | MLflow):
+            runs[name] = sink.identity
     if config.log.listen is not None:
         sinks.append(Prometheus(config, path))
-    return sinks
+    return sinks, runs
 
 
 ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
@@ -75,7 +80,7 @@ def table_of(quotes: Quotes) -> list[list[str]]:
 class TensorBoard:
     every = TEXTS
 
-    def __init__(self, config: Config, path: Path) -> None:
+    def __init__(self, config: Config, path: Path, known: str | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(path / "tensorboard"))
@@ -97,16 +102,20 @@ class TensorBoard:
 
 class Wandb:
     every = TEXTS
+    identity: str
+    """Name by which the tracker finds this run again."""
 
-    def __init__(self, config: Config, path: Path) -> None:
+    def __init__(self, config: Config, path: Path, known: str | None = None) -> None:
         import wandb
 
-        self.start(wandb, config, path, dir=str(path))
+        continued = {} if known is None else {"id": known, "resume": "allow"}
+        self.start(wandb, config, path.name, dir=str(path), **continued)
+        self.identity = str(self.run.id)
 
-    def start(self, library: Any, config: Config, path: Path, **options: str) -> None:
+    def start(self, library: Any, config: Config, name: str, **options: str) -> None:
         self.library = library
         settings = config.model_dump(mode="json")
-        self.run = library.init(project=config.log.project, name=path.name, config=settings, **options)
+        self.run = library.init(project=config.log.project, name=name, config=settings, **options)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.run.log(dict(numbers), step=step)
@@ -121,18 +130,21 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """A tracker with the interface of wandb."""
+    """A tracker with the interface of wandb, which finds runs by their names."""
 
-    def __init__(self, config: Config, path: Path) -> None:
+    def __init__(self, config: Config, path: Path, known: str | None = None) -> None:
         import trackio
 
-        self.start(trackio, config, path)
+        self.identity = known or path.name
+        self.start(trackio, config, self.identity, resume="never" if known is None else "allow")
 
 
 class MLflow:
     every = TEXTS
+    identity: str
+    """Name by which the tracker finds this run again."""
 
-    def __init__(self, config: Config, path: Path) -> None:
+    def __init__(self, config: Config, path: Path, known: str | None = None) -> None:
         import mlflow
 
         self.mlflow = mlflow
@@ -141,7 +153,8 @@ class MLflow:
             if mlflow.get_experiment_by_name(config.log.project) is None:
                 mlflow.create_experiment(config.log.project, (path.resolve() / "mlflow").as_uri())
         mlflow.set_experiment(config.log.project)
-        mlflow.start_run(run_name=path.name)
+        run = mlflow.start_run(run_id=known) if known else mlflow.start_run(run_name=path.name)
+        self.identity = str(run.info.run_id)
         mlflow.log_text(to_toml(config), "config.toml")
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -213,7 +226,7 @@ class _MetricsPage(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-SINKS: dict[Tracker, Callable[[Config, Path], Sink]] = {
+SINKS: dict[Tracker, Callable[[Config, Path, str | None], Sink]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": MLflow,

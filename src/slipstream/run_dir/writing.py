@@ -90,9 +90,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             write_atomic(path / "config.toml", to_toml(config))
-            write_meta(path, machine() | begun_with(config, prompts))
+            write_meta(path, meta := machine() | begun_with(config, prompts))
         try:
-            sinks = start_trackers(config, path)
+            sinks = started_trackers(config, path, meta)
         except ConfigError:
             for name in ("config.toml", META):  # the directory may contain files of the user
                 (path / name).unlink()
@@ -110,8 +110,9 @@ class RunLog(AbstractContextManager["RunLog"]):
                 shutil.rmtree(earlier, ignore_errors=True)
                 (path / "final").rename(earlier)
             write_atomic(path / "config.toml", to_toml(config))
-            write_meta(path, meta | begun_with(config, prompts))  # last, so that a killed `resume` can be repeated
-        sinks = start_trackers(config, path)
+            meta |= begun_with(config, prompts)
+            write_meta(path, meta)  # last, so that a killed `resume` can be repeated
+        sinks = started_trackers(config, path, meta)
         return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace, mark=mark)
 
     def mark(self, *, time: float = 0.0) -> LogPosition:
@@ -226,6 +227,16 @@ def as_lines(entries: Iterable[Mapping[str, Any]]) -> str:
 
 def begun_with(config: Config, prompts: str | None) -> dict[str, Any]:
     return {"config": config.model_dump(mode="json", exclude_none=True), "prompts": prompts}
+
+
+def started_trackers(config: Config, path: Path, meta: dict[str, Any]) -> list[Sink]:
+    """Start the trackers, and write into meta.json by which names they find this run again."""
+    known = meta.get("trackers", {})
+    sinks, runs = start_trackers(config, path, known)
+    if runs.items() - known.items():
+        with writing(path):
+            write_meta(path, meta | {"trackers": known | runs})
+    return sinks
 
 
 def write_meta(path: Path, meta: Mapping[str, Any]) -> None:
