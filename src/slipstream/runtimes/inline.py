@@ -3,13 +3,11 @@
 Each engine has its own thread. If stages never overlap and operations are parallel, all engines share one thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, nullcontext
-from functools import partial, wraps
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -32,8 +30,6 @@ from slipstream.runtimes.build import (
 )
 from slipstream.runtimes.modelled import on_modelled_time
 from slipstream.runtimes.time_share import TimeShare
-
-Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 
 def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:
@@ -88,49 +84,31 @@ def sharing_time() -> NativeKinds:
         for engine in engines:
             engine.thread.submit(engine.move_to_host).result()
 
+    def in_turn(kind: Callable[..., Any], *methods: str) -> Callable[..., Any]:
+        """Return a function that builds an engine, whose `methods` wait for the engine's turn first."""
+
+        def build(*args: Any, **given: Any) -> Any:
+            engine = kind(*args, **given)
+            engines.append(engine)
+            for name in methods:
+                setattr(engine, name, waiting(partial(share.turn, engine), getattr(engine, name)))
+            return engine
+
+        return build
+
     return NativeKinds(
-        sampler=partial(SharedSampler, share),
-        scorer=partial(SharedScorer, share),
-        learner=partial(SharedLearner, share),
+        sampler=in_turn(NativeSampler, "generate", "publish"),
+        scorer=in_turn(NativeScorer, "publish", "_call"),
+        learner=in_turn(NativeLearner, "_run"),
         built=offload_all,
     )
 
 
-def in_turn(method: Method) -> Method:
-    """Return a method of an engine that waits for the engine's turn first."""
+def waiting(
+    turn: Callable[[], AbstractAsyncContextManager[None]], method: Callable[..., Awaitable[Any]]
+) -> Callable[..., Awaitable[Any]]:
+    async def wrapped(*args: Any, **options: Any) -> Any:
+        async with turn():
+            return await method(*args, **options)
 
-    @wraps(method)
-    async def wrapped(self: Any, *args: Any, **options: Any) -> Any:
-        async with self.share.turn(self):
-            return await method(self, *args, **options)
-
-    return wrapped  # type: ignore[return-value]
-
-
-class SharedSampler(NativeSampler):
-    def __init__(self, share: TimeShare, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
-        self.share = share
-        share.holders.append(self)
-
-    generate = in_turn(NativeSampler.generate)
-    publish = in_turn(NativeSampler.publish)
-
-
-class SharedScorer(NativeScorer):
-    def __init__(self, share: TimeShare, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
-        self.share = share
-        share.holders.append(self)
-
-    publish = in_turn(NativeScorer.publish)
-    _call = in_turn(NativeScorer._call)
-
-
-class SharedLearner(NativeLearner):
-    def __init__(self, share: TimeShare, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
-        self.share = share
-        share.holders.append(self)
-
-    _run = in_turn(NativeLearner._run)
+    return wrapped
