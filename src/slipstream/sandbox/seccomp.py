@@ -12,37 +12,29 @@ import struct
 
 from slipstream.errors import SandboxError
 
+MACHINES = ("x86_64", "aarch64")
 REFUSED_CALLS = {
-    "x86_64": {
-        "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "msgget": 68, "semget": 64,
-        "add_key": 248, "request_key": 249, "keyctl": 250, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
-        "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "ptrace": 101,
-        "process_vm_readv": 310, "process_vm_writev": 311, "mount": 165, "umount2": 166, "pivot_root": 155,
-        "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
-        "mount_setattr": 442, "setns": 308, "unshare": 272, "syslog": 103, "kexec_load": 246, "kexec_file_load": 320,
-        "init_module": 175, "finit_module": 313, "delete_module": 176, "open_by_handle_at": 304, "swapon": 167,
-        "reboot": 169,
-    },
-    "aarch64": {
-        "memfd_create": 279, "memfd_secret": 447, "shmget": 194, "msgget": 186, "semget": 190,
-        "add_key": 217, "request_key": 218, "keyctl": 219, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282,
-        "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "ptrace": 117,
-        "process_vm_readv": 270, "process_vm_writev": 271, "mount": 40, "umount2": 39, "pivot_root": 41,
-        "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
-        "mount_setattr": 442, "setns": 268, "unshare": 97, "syslog": 116, "kexec_load": 104, "kexec_file_load": 294,
-        "init_module": 105, "finit_module": 273, "delete_module": 106, "open_by_handle_at": 265, "swapon": 224,
-        "reboot": 142,
-    },
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431),
+    "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "setns": (308, 268), "unshare": (272, 97),
+    "syslog": (103, 116), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "open_by_handle_at": (304, 265), "swapon": (167, 224),
+    "reboot": (169, 142),
 }  # fmt: skip
-ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Numbers of refused system calls, in the order of `MACHINES`."""
+ARCHITECTURE = (0xC000003E, 0xC00000B7)
 CLONE3 = 435
 """Number of system call clone3, whose arguments a filter cannot read. If clone3 is refused, libraries use `clone`."""
-SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
+SOCKETS = ((41, 53), (198, 199))
 """Numbers of the system calls socket and socketpair."""
-PRCTL = {"x86_64": 157, "aarch64": 167}
+PRCTL = (157, 167)
 SET_PDEATHSIG = 1
 """Option of prctl that would let a program survive its parent."""
-SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
+SETSOCKOPT = (54, 208)
 SOL_SOCKET, SO_SNDBUF = 1, 7
 """Option for the send buffer's size. The filter skips it, so that the number of sockets bounds their memory."""
 SOCKET_FAMILIES = (1, 2, 10)
@@ -58,19 +50,20 @@ ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
 def program(machine: str) -> bytes:
     """Return the filter for bubblewrap's option --seccomp. `machine` is the output of `uname -m`."""
-    if machine not in REFUSED_CALLS:
+    if machine not in MACHINES:
         raise SandboxError(
             f"bubblewrap: there is no filter for {machine}: run code on x86_64 or aarch64, or on a server by its URL"
         )
-    code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE[machine]), _fail(errno.EPERM), (LOAD, 0, 0, NUMBER)]
+    at = MACHINES.index(machine)
+    code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE[at]), _fail(errno.EPERM), (LOAD, 0, 0, NUMBER)]
     code += [(AT_LEAST, 0, 1, X32), _fail(errno.ENOSYS), (EQUAL, 0, 1, CLONE3), _fail(errno.ENOSYS)]
-    for number in REFUSED_CALLS[machine].values():
-        code += [(EQUAL, 0, 1, number), _fail(errno.EPERM)]
-    code += [(EQUAL, 0, 4, PRCTL[machine]), (LOAD, 0, 0, ARGUMENT), (EQUAL, 0, 1, SET_PDEATHSIG), _fail(errno.EPERM)]
+    for numbers in REFUSED_CALLS.values():
+        code += [(EQUAL, 0, 1, numbers[at]), _fail(errno.EPERM)]
+    code += [(EQUAL, 0, 4, PRCTL[at]), (LOAD, 0, 0, ARGUMENT), (EQUAL, 0, 1, SET_PDEATHSIG), _fail(errno.EPERM)]
     code += [(LOAD, 0, 0, NUMBER)]
-    code += [(EQUAL, 0, 6, SETSOCKOPT[machine]), (LOAD, 0, 0, SECOND), (EQUAL, 0, 3, SOL_SOCKET), (LOAD, 0, 0, THIRD)]
+    code += [(EQUAL, 0, 6, SETSOCKOPT[at]), (LOAD, 0, 0, SECOND), (EQUAL, 0, 3, SOL_SOCKET), (LOAD, 0, 0, THIRD)]
     code += [(EQUAL, 0, 1, SO_SNDBUF), _fail(0), (LOAD, 0, 0, NUMBER)]
-    first, second = SOCKETS[machine]
+    first, second = SOCKETS[at]
     code += [(EQUAL, 2, 0, first), (EQUAL, 1, 0, second), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, ARGUMENT)]
     for family in SOCKET_FAMILIES:
         code += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
