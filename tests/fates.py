@@ -42,7 +42,6 @@ from slipstream.runtimes.workers import (
     RemoteScorer,
     WorkerManager,
     WorkerSpec,
-    wait_until_started,
 )
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.simulation.timed_engines import SleepLearner, SleepSampler, SleepScorer
@@ -271,7 +270,7 @@ async def opened(life: Life) -> Any:
     try:
         manager.specs = {born(spec): spec for spec in life.specs()}
         for worker, spec in manager.specs.items():
-            await wait_until_started(worker, spec)
+            await manager.wait_until_started(worker, spec)
         learner, *others = manager.specs
         yield Engines(
             samplers=tuple(worker for worker in others if isinstance(worker, RemoteSampler)),

@@ -121,7 +121,10 @@ def load_rows(
     layout = with_configured_paths(layout_of([fields for _, fields in first]), data)
     rows = [_row(where, fields, layout, data) for where, fields in chain(first, found)]
     if not rows:
-        raise DataError(f"{source}: no rows" + chosen.reason)
+        seen = "; ".join(chosen.seen.values())
+        raise DataError(
+            f"{source}: no rows{f' with the values of data.where or data.eval_where: {seen}' if seen else ''}"
+        )
     if not makes_rows(source):
         say(f"{source}: {layout}")
     if where:
@@ -149,13 +152,6 @@ class Filter:
                 self.dropped += 1
                 return False
         return True
-
-    @property
-    def reason(self) -> str:
-        """Return the reason why no row is left; empty if none was left out."""
-        return (
-            f" with the values of data.where or data.eval_where: {'; '.join(self.seen.values())}" if self.seen else ""
-        )
 
 
 def built_in_row(task: str, split: str, index: int) -> Row:

@@ -52,13 +52,10 @@ def fitting(
     """Return place and tokens of the prompts of at most `limit` tokens; longer ones are cut or left out (`how`)."""
     long = [place for place, ids in enumerate(tokens) if len(ids) > limit]
     if long:
-        first, done = (
-            rows[long[0]],
-            {"skip": "left out", "cut_left": "cut on the left", "cut_right": "cut on the right"},
-        )
+        done = {"skip": "left out", "cut_left": "cut on the left", "cut_right": "cut on the right"}[how]
         say(
             f"data.too_long: {len(long)} of {len(rows)} prompts of {what} have more than {limit} tokens and are "
-            f"{done[how]}, {first.place or first.id} first"
+            f"{done}, {rows[long[0]].place or rows[long[0]].id} first"
         )
     if how == "skip":
         found = [(place, ids) for place, ids in enumerate(tokens) if len(ids) <= limit]

@@ -83,15 +83,12 @@ def scored(
     )
     drawn_N, spans_N = rollout.logp[rollout.loss_mask].astype(np.float64), body.byte_spans
     gap_N = drawn_N - bounded["teacher_logp"]
-    gap = (
-        0.0
-        if rollout.prompt.source
-        else float((gap_N if spans_N is None else gap_N[(spans_N >= 0) | (spans_N == UNPAIRED)]).sum())
-    )
+    if spans_N is not None:
+        gap_N = gap_N[(spans_N >= 0) | (spans_N == UNPAIRED)]
     changes: dict[str, Any] = {
         "teacher_version": version,
         "attempts": handle.header.attempts,
-        "gap": gap,
+        "gap": 0.0 if rollout.prompt.source else float(gap_N.sum()),
         "floored": floored,
         "nbytes": body.nbytes,
         "differs": rms_difference(handle.body, body) if isinstance(handle.body, Scored) else 0.0,

@@ -27,15 +27,11 @@ def directory_of(file: str) -> str:
         raise ModelError(f"{file}: reading a GGUF file needs gguf: pip install 'slipstream[gguf]'")
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    folder = cache_folder() / f"{path.stem}-{key}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "slipstream" / "gguf" / f"{path.stem}-{key}"
     if not folder.is_dir():
         _convert_in_child(file, path, folder)
     return str(folder)
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "slipstream" / "gguf"
 
 
 def _convert_in_child(file: str, path: Path, folder: Path) -> None:

@@ -349,14 +349,11 @@ class Terms:
         tokens_N = self.columns_N | {"behavior": self.behavior_N}
         taken = {name: cut(value_N.masked_fill(~self.others_N, 0)) for name, value_N in tokens_N.items()}
         mask_BT, weights_BT = cut(self.others_N), taken.get("weights")
-        if self.method.weighs_policy:
-            factor_BT = cut(self.weight_B[self.sample_N])
+        drawn_BT = None if self.drawn_weight_N is None else cut(self.drawn_weight_N)
+        fresh_BT = cut(self.weight_B[self.sample_N]) if self.method.weighs_policy else None
+        for factor_BT in (each for each in (fresh_BT, drawn_BT) if each is not None):
             weights_BT = factor_BT if weights_BT is None else factor_BT * weights_BT
             centre_BT = None if centre_BT is None else factor_BT * centre_BT
-        drawn_BT = None if self.drawn_weight_N is None else cut(self.drawn_weight_N)
-        if drawn_BT is not None:
-            weights_BT = drawn_BT if weights_BT is None else drawn_BT * weights_BT
-            centre_BT = None if centre_BT is None else drawn_BT * centre_BT
         if policy is not None:
             options: dict[str, Any] = dict(policy.options)
             if "variance" in self.method.adaptive:

@@ -149,7 +149,7 @@ class TextMaker:
 
     def _reference(self) -> tuple[str | None, str]:
         """Return the teacher's model if its weights are here and small enough; else None, and the reason."""
-        from slipstream.engines.native.files import shapes_in, weights_of
+        from slipstream.engines.native.files import headers_in, weights_of
 
         name = self.scorer.here or getattr(self.scorer.runs, "model", "")
         if self.settings.follow is not None:
@@ -158,7 +158,7 @@ class TextMaker:
             return None, "a function writes its context"
         if not self.scorer.here and not Path(name).is_dir():
             return None, f"{name} is no directory of this machine"
-        shapes = [shape for file in weights_of(name) for shape in shapes_in(name, file).values()]
+        shapes = [shape for file in weights_of(name) for shape, _ in headers_in(name, file).values()]
         needed, most = 4 * sum(map(prod, shapes)), min(LARGEST, SHARE * host_memory())
         if not needed:
             return None, "its weights are not here"

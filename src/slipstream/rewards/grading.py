@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -205,14 +205,11 @@ class PoolGrader:
         answers = [self._answer(handle.body) for handle in group]
         asked = [(answer.prompt if (asked := h.body.prompt.asked) is None else asked, answer)
                  for h, answer in zip(group, answers, strict=True)]  # fmt: skip
-        calls = [each.grades(asked) for each in self.model_graders]
+        calls: list[Awaitable[list[Grades]]] = [each.grades(asked) for each in self.model_graders]
         if self.rewards:
-            calls.insert(0, self._in_processes(answers))
+            calls.insert(0, asyncio.get_running_loop().run_in_executor(self.threads, self._grades, answers))
         found = zip(*await asyncio.gather(*calls), strict=True)
         return [with_grades(handle, merge_grades(parts)) for handle, parts in zip(group, found, strict=True)]
-
-    async def _in_processes(self, answers: Sequence[Answer]) -> list[Grades]:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, self._grades, answers)
 
     def _answer(self, rollout: Rollout) -> Answer:
         prompt = rollout.prompt

@@ -198,7 +198,7 @@ class WorkerManager:
 
     async def _all_started(self, where: Sequence[Any], say: Say, still: Say) -> None:
         starting = {
-            asyncio.create_task(self._started(worker, spec, *(where if spec.meets else []))): spec.name
+            asyncio.create_task(self.wait_until_started(worker, spec, *(where if spec.meets else []))): spec.name
             for worker, spec in self.specs.items()
         }
         while starting:
@@ -217,21 +217,25 @@ class WorkerManager:
         other = self.start_worker(spec)
         if isinstance(worker, Vacancy):
             worker.coming = other
-        await self._started(other, spec)
+        await self.wait_until_started(other, spec)
         self.past += worker.traffic
         del self.specs[worker]
         self.specs[other] = spec
         return other
 
-    async def _started(self, worker: RemoteWorker, spec: WorkerSpec, *args: Any) -> None:
+    async def wait_until_started(self, worker: RemoteWorker, spec: WorkerSpec, *args: Any) -> None:
         """Wait until a worker has built its engine, in the turn of its party if it shares devices."""
-        if (party := self.parties.get(spec.party)) is None:
-            await wait_until_started(worker, spec, *args)
-            return
-        worker.turn = party.turn
-        async with party.turn():
-            await wait_until_started(worker, spec, *args)
-        party.workers.append(worker)
+        party = self.parties.get(spec.party)
+        if party is not None:
+            worker.turn = party.turn
+        async with worker.turn():
+            try:
+                await worker.link.start(worker, spec.build, *args)
+            except BaseException:
+                worker.end("it could not start")
+                raise
+        if party is not None:
+            party.workers.append(worker)
 
     def free(self) -> dict[str, float]:
         """Return the free resources: those that are neither used by workers nor needed by vacancies."""
@@ -260,15 +264,6 @@ class WorkerManager:
             await worker.link.leave(worker)
         self.past += worker.traffic
         self.release(self.specs.pop(worker))
-
-
-async def wait_until_started(worker: RemoteWorker, spec: WorkerSpec, *args: Any) -> RemoteWorker:
-    try:
-        await worker.link.start(worker, spec.build, *args)
-    except BaseException:
-        worker.end("it could not start")
-        raise
-    return worker
 
 
 def shorten(names: Sequence[str]) -> str:

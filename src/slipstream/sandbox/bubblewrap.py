@@ -208,16 +208,8 @@ class KeeperSession(Session):
             [
                 *(sandbox.bwrap, "--unshare-user", "--uid", NOBODY_ID, "--gid", NOBODY_ID, "--die-with-parent"),
                 *("--dev-bind", "/", "/", "--perms", "0755", "--size", size, "--tmpfs", "/tmp"),
-                *(
-                    "--perms",
-                    "0755",
-                    "--dir",
-                    SESSION_DIRECTORIES[WORK],
-                    "--perms",
-                    "1777",
-                    "--dir",
-                    SESSION_DIRECTORIES["/tmp"],
-                ),
+                *("--perms", "0755", "--dir", SESSION_DIRECTORIES[WORK]),
+                *("--perms", "1777", "--dir", SESSION_DIRECTORIES["/tmp"]),
                 *("/bin/sh", "-c", "echo; exec sleep infinity"),
             ],
             user=user,

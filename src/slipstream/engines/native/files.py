@@ -59,7 +59,7 @@ def is_local(name: str) -> bool:
 
 def check_complete(name: str) -> None:
     """Raise a ModelError if a weight is missing or has a wrong size; skip hub models that are not downloaded yet."""
-    shapes = {key: shape for file in weights_of(name) for key, shape in shapes_in(name, file).items()}
+    shapes = {key: shape for file in weights_of(name) for key, (shape, _) in headers_in(name, file).items()}
     if not shapes:
         return
     model = empty_model(name)
@@ -116,27 +116,21 @@ def empty_model(name: str) -> PreTrainedModel:
         raise ModelError(f"{name}: cannot build a causal LM from its config.json: {first_line(error)}") from None
 
 
-def shapes_in(name: str, file: Path) -> dict[str, Shape]:
+def headers_in(name: str, file: Path) -> dict[str, tuple[Shape, bool]]:
+    """Return the shape of each weight in a file, and whether it is stored in bfloat16."""
     if file.suffix != ".safetensors":
-        return {key: tuple(tensor.shape) for key, tensor in unpickled(name, file)}
+        return {key: (tuple(each.shape), each.dtype == torch.bfloat16) for key, each in unpickled(name, file)}
     try:
         with safe_open(file, framework="pt") as opened:
-            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118 (no dict)
+            parts = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (no dict)
+            return {key: (tuple(part.get_shape()), part.get_dtype() == "BF16") for key, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{name}: {file.name} is damaged: {first_line(error)}") from None
 
 
 def only_bfloat16(name: str) -> bool:
     """Return True if the files of a model store all weights in bfloat16, or are not downloaded yet."""
-    for file in weights_of(name):
-        if file.suffix != ".safetensors":
-            if any(tensor.dtype != torch.bfloat16 for _, tensor in unpickled(name, file)):
-                return False
-            continue
-        with safe_open(file, framework="pt") as opened:
-            if any(opened.get_slice(key).get_dtype() != "BF16" for key in opened.keys()):  # noqa: SIM118 (no dict)
-                return False
-    return True
+    return all(narrow for file in weights_of(name) for _, narrow in headers_in(name, file).values())
 
 
 def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:

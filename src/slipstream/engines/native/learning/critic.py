@@ -37,7 +37,7 @@ from slipstream.records import Counts, Scored, one_turn
 CLIP_NORM = 1.0
 """Largest norm of the head's gradient."""
 CUT = ("length", "turns", "time")
-"""Reasons for an end that a limit has caused."""
+"""Reasons for an end that a limit has caused, so that rewards might have come later."""
 WEIGHTS, MOMENTS = "model/", "moments/"
 """Beginnings of the names of tensors of the critic's own model in a checkpoint."""
 
@@ -127,17 +127,13 @@ class Critic:
         """Return the trained weights of the critic's own model."""
         return {name: each for name, each in self.passes.lm.model.named_parameters() if each.requires_grad}
 
-    def is_warming(self, update: int) -> bool:
-        """Return whether this update, counted from the first with rewards, trains the critic alone."""
-        return update <= self.config.warmup
-
     def values(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the values of each sample's tokens, [T], and the value after its last token.
 
         The value after a sample is 0, unless a limit has cut the sample and `critic.bootstrap` is true.
         """
         values = self._of_tokens(samples)
-        at = [i for i, sample in enumerate(samples) if is_cut(sample)] if self.config.bootstrap else []
+        at = [i for i, sample in enumerate(samples) if sample.rollout.finish in CUT] if self.config.bootstrap else []
         last = [torch.zeros((), dtype=torch.float64)] * len(samples)
         for i, end_T in zip(at, self._of_tokens([with_end(samples[i]) for i in at]), strict=True):
             last[i] = end_T[-1]
@@ -235,11 +231,6 @@ def freeze_head(lm: LanguageModel) -> None:
     shared = {id(each) for each in lm.backbone.parameters()}
     for each in lm.head.linear.parameters():
         each.requires_grad_(id(each) in shared and each.requires_grad)
-
-
-def is_cut(sample: Scored) -> bool:
-    """Return whether a limit has cut an episode, so that rewards might have come later."""
-    return sample.rollout.finish in CUT
 
 
 def with_end(sample: Scored) -> Scored:

@@ -206,7 +206,7 @@ class NativeLearner(Offloading):
     @property
     def warming(self) -> bool:
         """Return whether this update trains the critic alone."""
-        return self.phase.critic is not None and self.phase.critic.is_warming(self.now.number - self.stage)
+        return self.phase.critic is not None and self.now.number - self.stage <= self.phase.critic.config.warmup
 
     def _prepare(self, batch: Batch) -> list[Counts]:
         if batch.update != self.now.number:
@@ -305,7 +305,8 @@ class NativeLearner(Offloading):
         loss_of_all = sum(self.ranks.gathered(total.item() + ahead))
         if not math.isfinite(loss_of_all):
             self._drop()
-            raise infinite_loss(now.number, loss_of_all, scaled=self.steps.scale.on)
+            advice = "; learner.compute_dtype = 'float16' overflows above 65504: write 'bfloat16'"
+            raise NonFiniteError(f"the loss of update {now.number} is {loss_of_all}{advice * self.steps.scale.on}")
         return [judge.judged[key].weighed for key in keys] if judge is not None else []
 
     def _ahead(self, keys: Sequence[Key], counts: Counts) -> float:
@@ -478,11 +479,6 @@ def own_drift(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
     own = [Seen.of(sample, unrejected(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
     version = max(int(v) for sample in samples for v in sample.rollout.versions[sample.rollout.loss_mask])
     return drift_metrics(own, version=version) | sharpness(own)
-
-
-def infinite_loss(update: int, loss: float, *, scaled: bool) -> NonFiniteError:
-    advice = "; learner.compute_dtype = 'float16' overflows above 65504: write 'bfloat16'"
-    return NonFiniteError(f"the loss of update {update} is {loss}{advice if scaled else ''}")
 
 
 def saved_coefficients(path: Path, state: State, method: Method, first: Coefficients) -> Coefficients:

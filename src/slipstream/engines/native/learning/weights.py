@@ -69,10 +69,6 @@ class Snapshots:
         pairs = zip(self.trained.items(), self.weights[version], strict=True)
         return {name: part_of(tensor, own) for (name, own), tensor in pairs}
 
-    def shards(self, version: Version) -> dict[str, Tensor]:
-        """Return this rank's shards of a snapshot, where they are stored."""
-        return dict(zip(self.trained, self.weights[version], strict=True))
-
     @torch.no_grad()
     def copy_layer(self, version: Version, layer: nn.Linear) -> nn.Linear:
         """Return an unsharded copy of a layer with the weights of a snapshot; all ranks must call this."""
@@ -171,7 +167,7 @@ class LearnerWeights:
         version, unsent = self.followed[teacher], self.unsent[teacher]
         if unsent and (oldest := unsent.pop(0)) in self.earlier[teacher]:
             version, name = oldest, snapshot_of(teacher, oldest)
-        return follower.dtype, version, self.snapshots.shards(name)
+        return follower.dtype, version, dict(zip(self.snapshots.trained, self.snapshots.weights[name], strict=True))
 
     def _store_earlier(self, teacher: str) -> None:
         """Store the weights of a teacher that is about to move, and delete the oldest if there are too many."""
