@@ -219,9 +219,6 @@ def restored(stored: bytes, prompt: Prompt) -> list[Handle]:
     return group
 
 
-# --- lines of samples -------------------------------------------------------------------------------------------------
-
-
 Decode = Callable[[Sequence[int]], str]
 
 

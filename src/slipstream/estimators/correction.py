@@ -164,9 +164,6 @@ def turn_sum(x_BT: Tensor, turns_BT: Tensor | None) -> Tensor:
     return sums.gather(-1, ids_BT)
 
 
-# --- rollout correction -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Correction:
     weights: Tensor | None

@@ -429,9 +429,6 @@ COLUMNS: dict[str, Column] = SAMPLE_COLUMNS | {
 """All columns, by the names under which losses, advantages and corrections take them."""
 
 
-# --- helpers ----------------------------------------------------------------------------------------------------------
-
-
 def padded(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 

@@ -268,9 +268,6 @@ def rewards_of(returned: Any) -> dict[str, float]:
     )
 
 
-# --- one response -----------------------------------------------------------------------------------------------------
-
-
 class OutOfTime(BaseException):
     """Timeout of a reward. The base is BaseException, since verifiers such as math-verify catch every Exception."""
 
@@ -300,9 +297,6 @@ def grade(rewards: Sequence[Reward], answer: Any, timeout: float) -> Grades:
 
 def _out_of_time(*_: object) -> None:
     raise OutOfTime
-
-
-# --- rewards by name --------------------------------------------------------------------------------------------------
 
 
 def is_own(spec: str) -> bool:

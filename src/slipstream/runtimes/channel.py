@@ -41,8 +41,6 @@ class Channel:
         self.parts = self._parts()
         self.part = next(self.parts)
 
-    # --- with an event loop ----------------------------------------------------------------------------------
-
     def attach(self, lost: Callable[[], None]) -> None:
         """Attach to the running event loop; `lost` is called when the other end is closed."""
         self.detach()
@@ -65,8 +63,6 @@ class Channel:
     def _writable(self) -> None:
         if self.write() and self.loop is not None:
             self.loop.remove_writer(self.socket)
-
-    # --- messages --------------------------------------------------------------------------------------------
 
     def send(self, value: Any, memories: Sequence[Mapped] = ()) -> None:
         """Queue a message and send what the socket accepts. If pickling raises, nothing is sent."""
@@ -126,8 +122,6 @@ class Channel:
         yield memoryview(head)
         value, kinds = pickle.loads(head)
         self.on_message(value, [kind(self.descriptors.popleft(), size) for kind, size in kinds])
-
-    # --- the end ---------------------------------------------------------------------------------------------
 
     def close_writing(self) -> None:
         """Close this end for writing: the other end reads all that was sent, then end of file."""

@@ -73,9 +73,6 @@ def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str]
     )
 
 
-# --- engines that take turns ------------------------------------------------------------------------------------------
-
-
 def sharing_time() -> NativeKinds:
     share, engines = TimeShare(), list[Offloading]()
     share.holders = engines  # type: ignore[assignment]  # every engine is a holder

@@ -77,8 +77,6 @@ class RankedLearner(Proxy, Learner):
             parts[self.homes[number_of(group)]].append(group)
         return [replace(batch, groups=tuple(groups)) for groups in parts]
 
-    # --- calls to all ranks ----------------------------------------------------------------------------------
-
     async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
         if self.last is not None and not self.last.done():
             await asyncio.wait([self.last])

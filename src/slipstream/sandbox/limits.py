@@ -145,9 +145,6 @@ async def _watch(pid: int, over: Callable[[int], Status | None]) -> Status:
             return status
 
 
-# --- measurements ----------------------------------------------------------------------------------------------------
-
-
 def memory(pids: Iterable[int], most: int) -> int:
     """Return the memory of processes in bytes, without mapped files. Above `most`, count shared memory only once."""
     pids = list(pids)

@@ -232,9 +232,6 @@ def retry_after(header: str | None) -> float:
         return 0.0
 
 
-# --- circuit breaker --------------------------------------------------------------------------------------------------
-
-
 OUTAGE_FAILURES = 5
 """Number of failures in a row that counts as an outage."""
 PROBE_PAUSES = (1.0, 30.0)

@@ -110,9 +110,6 @@ def _best(entries: dict[int, float], token: int, k: int, place: int) -> list[tup
     return best
 
 
-# --- scorer -----------------------------------------------------------------------------------------------------------
-
-
 ENTRY_BYTES = 256
 """Upper bound of the mean bytes per log-prob in an answer, including the token's id, rank and text."""
 

@@ -286,9 +286,6 @@ class Pinned:
         )
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
-
-
 def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> LanguageModel:
     """Add an adapter to each target layer and freeze the base; if `lm.name` is an adapter, start from its weights."""
     try:

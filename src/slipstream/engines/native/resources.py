@@ -42,9 +42,6 @@ def one_thread(threads: int) -> Iterator[None]:
         SHARED_THREAD.reset(token)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 HOST = torch.device("cpu")
 
 

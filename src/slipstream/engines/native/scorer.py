@@ -104,8 +104,6 @@ class NativeScorer(Probed, Offloading):
         self.thread.shutdown()
         self.context.close()
 
-    # --- calls together --------------------------------------------------------------------------------------
-
     async def _call(self, group: Group, *, again: bool) -> list[Handle]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[Handle]] = loop.create_future()
@@ -152,8 +150,6 @@ class NativeScorer(Probed, Offloading):
                 call.answer.set_result(answers[: len(call.group)])
             answers = answers[len(call.group) :]
 
-    # --- weights ---------------------------------------------------------------------------------------------
-
     def _load(self, weights: WeightsRef) -> Loaded:
         began = time.perf_counter()
         load_weights(self.lm.model, weights)
@@ -174,8 +170,6 @@ class NativeScorer(Probed, Offloading):
         finally:
             if version != self.version:
                 load_weights(self.lm.model, self.stored[self.version])
-
-    # --- scores ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()  # in inference mode FlexAttention would be compiled again
     def _score(self, handles: Sequence[Handle], again: bool = False) -> list[Handle]:

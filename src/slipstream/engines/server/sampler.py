@@ -114,8 +114,6 @@ class ServerSampler(RequestSampler):
         """Run work of the copy on its thread."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, work, *given)
 
-    # --- generating ------------------------------------------------------------------------------------------
-
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         check_length(prompt, sampling, self.copy.max_length)
         if sampling.draws > 1 or sampling.best or sampling.keep_mask:
@@ -183,8 +181,6 @@ class ServerSampler(RequestSampler):
 
     async def _abort(self, names: Collection[str]) -> None:
         await self.api.abort(names)
-
-    # --- publishing ------------------------------------------------------------------------------------------
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         called = time.perf_counter()
@@ -322,9 +318,6 @@ def rollout_of(prompt: Prompt, index: int, drawn: Drawn, version: int, *, greedy
         versions=np.full(len(tokens_T), version, np.int32),
         finish=FINISHES[drawn.finish],
     )
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 class CompletionsSampler(RequestSampler):

@@ -100,8 +100,6 @@ class VllmSampler(RequestSampler):
     def close(self) -> None:
         self.core.close()
 
-    # --- generating ------------------------------------------------------------------------------------------
-
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         check_length(prompt, sampling, self.core.context)
         if sampling.draws > self.draws or sampling.best > self.best:
@@ -178,8 +176,6 @@ class VllmSampler(RequestSampler):
 
     def _kept(self, sampling: Sampling) -> int:
         return self.kept if sampling.keep_mask else 0
-
-    # --- publishing ------------------------------------------------------------------------------------------
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         # checked first, because vLLM only warns of missing weights and crashes on a wrong shape

@@ -166,9 +166,6 @@ def cosine(fresh: Sequence[Tensor | None], both: Sequence[Tensor | None], ranks:
     return {"gradient/cosine": dot / math.sqrt(of_one * of_other)} if of_one and of_other else {}
 
 
-# --- drift ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """Data of one sample at the time of its loss: tensors over its T tokens."""

@@ -140,8 +140,6 @@ class LearnerWeights:
             heads[teacher, version] = replace(self.lm.head, linear=linear.to(dtype))
         return heads
 
-    # --- export ----------------------------------------------------------------------------------------------
-
     def export(self, teacher: str, made: int) -> tuple[WeightsRef, Fingerprint]:
         """Return the student's weights after update `made`, or those of a following teacher, which is moved if due."""
         if teacher:
@@ -182,8 +180,6 @@ class LearnerWeights:
         """Return an exported weight, with the codes and scales that samplers make of it."""
         kind = present(self.plan.quantisation)
         return (weight, *quantised(weight, kind)) if name in self.quantised else (weight,)
-
-    # --- checkpoints -----------------------------------------------------------------------------------------
 
     def state(self, drew: Collection[int], scored: Collection[int]) -> dict[str, Any]:
         """Return the fields of a checkpoint's `State` about weights, by field.

@@ -97,9 +97,6 @@ def real_moves(moves: Sequence[Move]) -> list[Move]:
     return [move for move in moves if move.source != move.target]
 
 
-# --- admission --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Arrivals:
     """Requests that start now. Slot order: members that earlier calls began, new members, cached prefixes."""

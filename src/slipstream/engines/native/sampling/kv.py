@@ -85,8 +85,6 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    # --- keys and values -------------------------------------------------------------------------------------
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; return all keys and all values of the layer, [S, J, L, D]."""
         step = self.slots.step
@@ -120,8 +118,6 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
-
-    # --- states ----------------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
         """Set up the states for a step: none for new sequences; for running ones, views that the model may update."""
