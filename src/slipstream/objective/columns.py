@@ -90,7 +90,7 @@ def _by_version(policies: Any, samples: Sequence[Scored]) -> dict[str, list[Tens
 
 
 def _values(policies: Any, samples: Sequence[Scored]) -> dict[str, list[Tensor]]:
-    values, ends = policies.values(samples)
+    values, ends = policies.critic.values(samples)
     return {"values": values, "bootstrap": ends}
 
 
@@ -110,7 +110,7 @@ SAMPLE_COLUMNS: dict[str, Column] = {
     "gap": Column("tokens", _gap),
     "sum_pi_squared": Column("tokens", _squares),
     "current": Column("tokens", lambda policies, samples: policies.log_probs(samples)),
-    "entropy": Column("tokens", lambda policies, samples: policies.relative_entropies(samples)),
+    "entropy": Column("tokens", lambda policies, samples: policies.passes.relative_entropies(samples)),
     "gradient_norm": Column("episode", lambda policies, samples: policies.gradient_norms(samples)),
     "values": Column("tokens", _values),
     "bootstrap": Column("episode", _values),
@@ -123,7 +123,7 @@ SAMPLE_COLUMNS: dict[str, Column] = {
     "teacher_draws": Column("draws", of_records(lambda s: present(s.compared_logp).astype(np.float64))),
     "reference_draws": Column("draws", lambda policies, samples: policies.log_probs_of_draws(samples, REFERENCE)),
     "rollout_kl": Column("tokens", lambda policies, samples: policies.kl_from_rollout(samples)),
-    "current_beside": Column("draws", lambda policies, samples: policies.log_probs_for_centre(samples)),
+    "current_beside": Column("draws", lambda policies, samples: policies.passes.beside(samples, policies.centre)),
     "behavior_best": Column("draws", of_records(lambda s: present(s.rollout.best_logp).astype(np.float64))),
 }
 """Columns of samples, in the order in which they are measured."""

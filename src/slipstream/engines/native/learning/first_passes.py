@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.engines.native.learning.critic import Critic
 from slipstream.engines.native.learning.passes import Kind, Passes
-from slipstream.objective.columns import behavior_of, present
+from slipstream.objective.columns import behavior_of
 from slipstream.objective.method import Method
 from slipstream.objective.sample_weights import episode_of
 from slipstream.protocols import Metrics
@@ -46,7 +46,7 @@ class FirstPasses:
     ) -> None:
         """Compute the distances that the method needs, and with `drift` those to the policies that drew the samples."""
         self.method, self.passes, self.ranks, self.version = method, passes, passes.ranks, version
-        self.critic = critic
+        self.critic, self.centre = critic, method.policy and method.policy.centre
         self.current: list[Tensor] | None = None
         """Log-probs of the samples under the current weights; None before they are needed."""
         self.distances = self._distances(samples, drift=drift)
@@ -67,21 +67,10 @@ class FirstPasses:
         """Return log-probs [N, M] of all draws, at the temperature of the distillation loss."""
         return self.passes.log_probs_of_draws(samples, version, temperature=self.method.loss.temperature)
 
-    def log_probs_for_centre(self, samples: Sequence[Scored]) -> list[Tensor]:
-        """Return log-probs of the tokens from which score centering is computed, at the sampling temperature."""
-        assert self.method.policy is not None and self.method.policy.centre is not None
-        return self.passes.beside(samples, self.method.policy.centre)
-
-    def relative_entropies(self, samples: Sequence[Scored]) -> list[Tensor]:
-        return self.passes.relative_entropies(samples)
-
     def kl_from_rollout(self, samples: Sequence[Scored]) -> list[Tensor]:
         """Return KL(sampling policy ‖ current learner) [T]; infinite if the sampling weights are not stored."""
         both = zip(self.distances.kl["forward"], self.distances.known, strict=True)
         return [kl_T.masked_fill(~known_T, torch.inf) for kl_T, known_T in both]
-
-    def values(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
-        return present(self.critic).values(samples)
 
     def gradient_norms(self, samples: Sequence[Scored]) -> list[Tensor]:
         """Return the squared norm of the gradient of each episode's log-prob, by the trained weights."""
