@@ -36,7 +36,8 @@ def rows(name: str, split: str, count: int) -> Iterator[dict[str, Any]]:
         which, place = order.place(number)
         task, own = tasks[which], sets[which]
         entry = own[place % len(own)][place]
-        meta: dict[str, Any] = {"task": task.name, "question": entry["question"], "metadata": stored(entry["metadata"])}
+        metadata = repr(plain(entry["metadata"]))
+        meta: dict[str, Any] = {"task": task.name, "question": entry["question"], "metadata": metadata}
         level = {"level": task.levels[place % len(own)]} if task.levels else {}
         where = f"{task.name}:{split}:{place}"
         yield {"id": where, "prompt": entry["question"], "answer": entry["answer"], "data_source": task.name,
@@ -74,12 +75,8 @@ def set_of(task: Task, level: int | None, seed: int, count: int) -> Any:
     return DATASETS[task.name][0](curriculum.generate_configuration({"seed": seed, "size": count}))
 
 
-def stored(value: Any) -> str:
-    """Write metadata as a literal of Python, in which objects of the package's own classes become text."""
-    return repr(plain(value))
-
-
 def plain(value: Any) -> Any:
+    """Return metadata that Python can read from its repr: objects of the package's own classes become text."""
     match value:
         case dict():
             return {plain(key): plain(each) for key, each in value.items()}

@@ -212,12 +212,8 @@ def common_spans(one: Sequence[int], other: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def spans_by_end(ends: Sequence[int], common: Sequence[int]) -> Ints:
-    found, span = list[int](), 0
-    for end in ends:
-        while span < len(common) and common[span] < end:
-            span += 1
-        found.append(span if span < len(common) else OPEN)
-    return np.array(found, np.int64)
+    spans = np.searchsorted(common, ends)
+    return np.where(spans < len(common), spans, OPEN)
 
 
 def shared_layout(

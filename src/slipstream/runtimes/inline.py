@@ -88,7 +88,7 @@ def sharing_time() -> NativeKinds:
             engine = kind(*args, **given)
             engines.append(engine)
             for name in methods:
-                setattr(engine, name, waiting(partial(share.turn, engine), getattr(engine, name)))
+                setattr(engine, name, with_turn(partial(share.turn, engine), getattr(engine, name)))
             return engine
 
         return build
@@ -101,7 +101,7 @@ def sharing_time() -> NativeKinds:
     )
 
 
-def waiting(
+def with_turn(
     turn: Callable[[], AbstractAsyncContextManager[None]], method: Callable[..., Awaitable[Any]]
 ) -> Callable[..., Awaitable[Any]]:
     async def wrapped(*args: Any, **options: Any) -> Any:

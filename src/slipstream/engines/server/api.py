@@ -31,6 +31,7 @@ NO_BYTES = hashlib.sha256().hexdigest()
 """Checksum of an empty tensor."""
 NO_FIELD = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 """Errors of a parser whose answer lacks a field."""
+Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,17 @@ class Api(ABC):
         """Return the checksums of each tensor's shards, by `REPLICA:NAME`; empty if the server has none."""
         return {}
 
-    async def do(self, path: str, body: dict[str, Any] | None = None, *, bare: bool = False) -> Any:
+    async def do(self, path: str, body: Body | None = None, *, bare: bool = False) -> Any:
         return await self.control.ask("POST", path, body, bare=bare)
 
     @abstractmethod
-    def request(
-        self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int
-    ) -> dict[str, Any]: ...
+    def request(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Body: ...
 
     @abstractmethod
     def read(self, answer: Any) -> Drawn: ...
 
     @abstractmethod
-    def probe(self, tokens: list[int]) -> dict[str, Any]: ...
+    def probe(self, tokens: list[int]) -> Body: ...
 
     @abstractmethod
     def rows(self, answer: Any) -> list[dict[int, Any]]: ...
@@ -150,9 +149,7 @@ class VllmApi(Api):
     path = "/inference/v1/generate"
     begin = "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 
-    def request(
-        self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int
-    ) -> dict[str, Any]:
+    def request(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Body:
         options = {each: getattr(sampling, each) for each in ("max_tokens", "temperature", "top_p", "top_k", "min_p")}
         options |= {"seed": seed, "stop_token_ids": list(ends), "ignore_eos": True, "logprobs": 0, "detokenize": False}
         return {"request_id": name, "token_ids": prompt, "sampling_params": options}
@@ -166,7 +163,7 @@ class VllmApi(Api):
         label = spans[0]["version"] if spans else ""
         return Drawn(tokens, rows, answer["usage"]["completion_tokens"], choice["finish_reason"], label)
 
-    def probe(self, tokens: list[int]) -> dict[str, Any]:
+    def probe(self, tokens: list[int]) -> Body:
         return {"token_ids": tokens, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}}
 
     def rows(self, answer: Any) -> list[dict[int, Any]]:
@@ -207,9 +204,7 @@ class SglangApi(Api):
     path = "/generate"
     begin = "start an SGLang with /pause_generation and weight_version (0.5.4 or newer)"
 
-    def request(
-        self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int
-    ) -> dict[str, Any]:
+    def request(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Body:
         options = {each: getattr(sampling, each) for each in ("temperature", "top_p", "min_p")}
         options |= {"max_new_tokens": sampling.max_tokens, "top_k": sampling.top_k or -1, "stop_token_ids": list(ends)}
         options |= {"no_stop_trim": True, "skip_special_tokens": False}
@@ -221,7 +216,7 @@ class SglangApi(Api):
         label = info["weight_version"] if tokens else ""
         return Drawn(tokens, rows, info["completion_tokens"], info["finish_reason"]["type"], label)
 
-    def probe(self, tokens: list[int]) -> dict[str, Any]:
+    def probe(self, tokens: list[int]) -> Body:
         options = {"max_new_tokens": 1, "temperature": 1.0}
         return {"input_ids": tokens, "sampling_params": options, "return_logprob": True, "logprob_start_len": 0}
 
