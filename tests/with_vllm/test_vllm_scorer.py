@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from slipstream.config.file import parse
+from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
 from slipstream.engines.native.config import load_config
 from slipstream.engines.native.model import load_model
@@ -132,6 +133,24 @@ def test_a_run_with_a_teacher_in_vllm(tmp_path: Path) -> None:
     config = config.model_copy(update={"output": str(tmp_path / "run")})
     path = train(config, Console(file=io.StringIO()), name="vllm")
     assert [line["update"] for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"] == [1, 2]
+
+
+def test_a_teacher_with_another_tokenizer_scores_as_the_native_engine_does(tmp_path: Path) -> None:
+    """The first update has the same responses with both engines, so that its scores are comparable."""
+    first = dict[str, dict[str, float]]()
+    for engine in ("native", "vllm"):
+        config = config_of(kind="k1", use="advantage")
+        teacher = config.teachers["main"].model_copy(
+            update={"model": "builtin:pair_teacher", "spelling": "own", "engine": engine}
+        )
+        run = {"teachers": {"main": teacher}, "output": str(tmp_path / engine), "schedule": Sync(kind="sync")}
+        path = train(config.model_copy(update=run), Console(file=io.StringIO()), name=engine)
+        first[engine] = next(line for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train")
+    native, vllm = first["native"], first["vllm"]
+    for name in ("tokens", "spelling/open", "spelling/span_tokens"):
+        assert native[name] == vllm[name], name
+    for name in ("loss", "teacher/kl", "grad_norm"):
+        assert vllm[name] == pytest.approx(native[name], rel=1e-3), name
 
 
 def test_arguments_of_a_teacher_do_not_come_to_nothing() -> None:
