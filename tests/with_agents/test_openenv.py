@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("packages")
 SERVERS = """
 import random, sys, threading
 import uvicorn
+from pydantic import BaseModel
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
 
@@ -33,9 +34,14 @@ class Count(Action):
     count: int
 
 
+class Box(BaseModel):
+    colour: str
+
+
 class Order(Action):
     item: str
     number: int = 1
+    box: Box | None = None
 
 
 class Said(Observation):
@@ -163,6 +169,7 @@ def test_an_action_with_several_fields_is_a_json_object_of_the_schema(servers: l
     assert first == '{"items": ["cup", "pen"]}' and schema.startswith(
         'Answer with a JSON object of this schema: {"item"'
     )
+    assert '"$defs": {"Box": ' in schema
     for move in ("a cup", "{item: cup}", '{"item": 3}', '{"item": "cup", "colour": "red"}', "} {"):
         assert game.act(move) == (schema, False)
     assert game.act('I take {"item": "cup", "number": 2}.') == ('{"items": ["cup", "cup"], "note": "sold"}', False)

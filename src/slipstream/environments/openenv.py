@@ -33,8 +33,9 @@ class OpenEnvGame:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.schema = action_schema(self.url)
-        self.fields = {name: field for name, field in self.schema["properties"].items() if name not in BASE_FIELDS}
+        schema = action_schema(self.url)
+        properties, self.types = schema.get("properties", {}), schema.get("$defs", {})
+        self.fields = {name: field for name, field in properties.items() if name not in BASE_FIELDS}
         self.socket: Any = None
         self.total, self.invalid = 0.0, False
 
@@ -54,7 +55,8 @@ class OpenEnvGame:
     def choices(self) -> str:
         if self.only_type == "integer":
             return "Answer with an integer."
-        return f"Answer with a JSON object of this schema: {json.dumps(self.fields, ensure_ascii=False)}"
+        shown = self.fields | ({"$defs": self.types} if self.types else {})
+        return f"Answer with a JSON object of this schema: {json.dumps(shown, ensure_ascii=False)}"
 
     def action_of(self, move: str) -> dict[str, Any]:
         """Return the action that a move stands for; raise InvalidMove if it stands for none."""
