@@ -53,7 +53,7 @@ test-newest:
 test-vllm: .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300
 
-# Agents and environments of others, unmodified (three minutes, and five to install them)
+# Agents and environments of others, unmodified (10 minutes, and 5 to install them)
 test-agents: .venv/ready .venv-agents/ready .venv-openenv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/with_agents --timeout 300
 

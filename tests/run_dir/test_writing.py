@@ -259,6 +259,10 @@ def test_every_other_tracker_is_told_samples_in_its_own_way(
     ]
 
 
+def refuse(config: Config, path: Path, known: str | None) -> Sink:
+    raise PermissionError("no key")
+
+
 CONTINUED: dict[str, tuple[str, dict[str, Any]]] = {
     "wandb": ("init", {"id": "the run", "resume": "allow"}),
     "trackio": ("init", {"name": "run", "resume": "allow"}),
@@ -279,6 +283,9 @@ def test_a_resumed_run_continues_its_run_of_a_tracker(
         mark = log.mark()
     with RunLog.reopen(config, tmp_path / "run", mark):
         pass
+    monkeypatch.setitem(SINKS, tracker, refuse)
+    with pytest.raises(ConfigError, match=r"no key; to begin a new run there instead of .*run, remove it from .*meta"):
+        RunLog.reopen(config, tmp_path / "run", mark)
     first, second = [given for each, _, given in told.calls if each == name]
     assert not options.items() <= first.items() and options.items() <= second.items()
 
@@ -351,9 +358,6 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra_before_anything
 def test_a_tracker_that_refuses_to_start_leaves_no_run_and_nobody_elses_files_are_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(config: Config, path: Path, known: str | None) -> Sink:
-        raise PermissionError("no key")
-
     (tmp_path / "notes.txt").write_text("mine")
     monkeypatch.setitem(SINKS, "tensorboard", refuse)
     config = parse({"student": "s", "teachers": {"main": {"model": "t"}}, "log": {"to": "tensorboard"}})

@@ -181,6 +181,11 @@ def test_a_server_that_fails_or_is_full_or_not_there_is_one_line(servers: list[s
     game.reset(1)
     with pytest.raises(EnvironmentFailed, match="^the server refused step: out of colours$"):
         game.act("crash")
+    game.reset(1)
+    game.socket.close()
+    with pytest.raises(EnvironmentFailed, match="^the server was lost in step: "):
+        game.act("red")
+    assert game.reset(1).startswith("Which colour")
     held = checked(servers[3])
     held.reset(1)
     with pytest.raises(ConfigError, match=r"the server refused reset: .*: let it serve as many sessions as episodes"):

@@ -121,10 +121,8 @@ def load_rows(
     layout = with_configured_paths(layout_of([fields for _, fields in first]), data)
     rows = [_row(where, fields, layout, data) for where, fields in chain(first, found)]
     if not rows:
-        seen = "; ".join(chosen.seen.values())
-        raise DataError(
-            f"{source}: no rows{f' with the values of data.where or data.eval_where: {seen}' if seen else ''}"
-        )
+        why = f" with the values of data.where or data.eval_where: {'; '.join(chosen.seen.values())}"
+        raise DataError(f"{source}: no rows" + (why if chosen.seen else ""))
     if not makes_rows(source):
         say(f"{source}: {layout}")
     if where:

@@ -18,13 +18,11 @@ import numpy as np
 
 from slipstream.environments import Reply, Step
 from slipstream.environments.forms import Kind
-from slipstream.environments.openenv import OpenEnvGame
+from slipstream.environments.openenv import OpenEnvGame, last_integer
 from slipstream.errors import ConfigError, DataError, EnvironmentFailed, did_you_mean, first_line
 
 SEEDS = {"train": 0, "eval": 1_000_000_000}
 """Seed of the first row of each split; row i has this seed plus i."""
-MAX_DIGITS = 18
-"""Largest number of digits of a move that is a number, so that it fits into 64 bits."""
 THOUGHT_END = "</think>"
 """Text after which a reply is a move; what is before is the student's reasoning."""
 COLOURED = re.compile("\x1b\\[[\\d;]+m(.*?)\x1b\\[0m")
@@ -155,8 +153,7 @@ class GymnasiumGame:
         action: Any = move.strip()
         self.last_reward = 0.0
         if isinstance(self.env.action_space, self.spaces.Discrete):
-            last = re.findall(r"-?\d+", move)[-1:]
-            action = int(last[0]) if last and len(last[0].lstrip("-")) <= MAX_DIGITS else None
+            action = last_integer(move)
         if action is None or not self.env.action_space.contains(action):
             self.invalid = True
             return self.choices(self.env.action_space), False

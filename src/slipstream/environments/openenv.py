@@ -19,11 +19,17 @@ LARGEST_MESSAGE = 2**24
 BASE_FIELDS = ("metadata", "done", "reward")
 """Fields of every action or observation, which are not for the student."""
 MAX_DIGITS = 18
-"""Largest number of digits of an integer, so that it fits into 64 bits."""
+"""Largest number of digits of a move that is a number, so that it fits into 64 bits."""
 
 
 class InvalidMove(Exception):
     """The move stands for no action, or the server refuses the action as invalid."""
+
+
+def last_integer(move: str) -> int | None:
+    """Return the last integer of a move; None if it has none, or too many digits."""
+    numbers = re.findall(r"-?\d+", move)
+    return int(numbers[-1]) if numbers and len(numbers[-1].lstrip("-")) <= MAX_DIGITS else None
 
 
 class OpenEnvGame:
@@ -63,10 +69,9 @@ class OpenEnvGame:
         if self.only_type == "string":
             return {next(iter(self.fields)): move.strip()}
         if self.only_type == "integer":
-            numbers = re.findall(r"-?\d+", move)
-            if not numbers or len(numbers[-1].lstrip("-")) > MAX_DIGITS:
+            if (number := last_integer(move)) is None:
                 raise InvalidMove
-            return {next(iter(self.fields)): int(numbers[-1])}
+            return {next(iter(self.fields)): number}
         try:
             action = json.loads(move[move.index("{") : move.rindex("}") + 1])
         except (ValueError, RecursionError):  # no braces, or no JSON between them

@@ -48,8 +48,10 @@ def start_trackers(config: Config, path: Path, known: Mapping[str, str]) -> tupl
         try:
             sink = SINKS[name](config, path, known.get(name))
         except Exception as error:  # a tracker may raise anything: no key, no server, no such run
-            again = f"; it should continue its run {known[name]}" if name in known else ""
-            raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}{again}") from None
+            why = f"log.to = [{name!r}] cannot start: {first_line(error)}"
+            if name in known:
+                why += f"; to begin a new run there instead of {known[name]}, remove it from {path / 'meta.json'}"
+            raise ConfigError(why) from None
         sinks.append(sink)
         if isinstance(sink, Wandb | MLflow):
             runs[name] = sink.identity

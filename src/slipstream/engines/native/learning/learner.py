@@ -305,8 +305,10 @@ class NativeLearner(Offloading):
         loss_of_all = sum(self.ranks.gathered(total.item() + ahead))
         if not math.isfinite(loss_of_all):
             self._drop()
-            advice = "; learner.compute_dtype = 'float16' overflows above 65504: write 'bfloat16'"
-            raise NonFiniteError(f"the loss of update {now.number} is {loss_of_all}{advice * self.steps.scale.on}")
+            advice = ""
+            if self.steps.scale.on:
+                advice = "; learner.compute_dtype = 'float16' overflows above 65504: write 'bfloat16'"
+            raise NonFiniteError(f"the loss of update {now.number} is {loss_of_all}{advice}")
         return [judge.judged[key].weighed for key in keys] if judge is not None else []
 
     def _ahead(self, keys: Sequence[Key], counts: Counts) -> float:
