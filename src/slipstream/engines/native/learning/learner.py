@@ -112,6 +112,10 @@ class Update:
         return torch.cat([self.slopes.get(key_of_sample(s), n) for s, n in zip(samples, nan, strict=True)])
 
 
+OVERFLOW = "; learner.compute_dtype = 'float16' overflows above 65504: write 'bfloat16'"
+"""Text after the error of an infinite loss, if losses are scaled for float16."""
+
+
 class NativeLearner(Offloading):
     def __init__(
         self,
@@ -305,9 +309,7 @@ class NativeLearner(Offloading):
         loss_of_all = sum(self.ranks.gathered(total.item() + ahead))
         if not math.isfinite(loss_of_all):
             self._drop()
-            advice = ""
-            if self.steps.scale.on:
-                advice = "; learner.compute_dtype = 'float16' overflows above 65504: write 'bfloat16'"
+            advice = OVERFLOW if self.steps.scale.on else ""
             raise NonFiniteError(f"the loss of update {now.number} is {loss_of_all}{advice}")
         return [judge.judged[key].weighed for key in keys] if judge is not None else []
 
