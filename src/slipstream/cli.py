@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with stoppable(received):
             words, changes = split_overrides(sys.argv[1:] if argv is None else argv)
-            return run(parser().parse_args(words, argparse.Namespace(overrides=changes)))
+            return run(parser(words).parse_args(words, argparse.Namespace(overrides=changes)))
     except SlipstreamError as error:
         note(" ".join(["error:", *str(error).splitlines()]))
         return 2
@@ -90,14 +90,16 @@ def stoppable(received: list[int]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Parser of all commands, or, at a tenth of the cost, of the one that the first word names."""
+    named = [COMMANDS_BY_NAME[word] for word in words[:1] if word in COMMANDS_BY_NAME]
     top = Parser(
         prog="slipstream",
         description="On-policy distillation: train a student on its own rollouts, scored token by token by a teacher.",
     )
     top.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
+    for command in named or COMMANDS:
         settings = {"epilog": OVERRIDES if command.takes else None, **command.settings}
         add_options(commands.add_parser(command.name, help=command.help, **settings), command.options)
     return top

@@ -445,7 +445,7 @@ def test_rewards_within_bounds_are_what_they_are() -> None:
 
 
 def test_what_an_agent_without_a_sandbox_leaves_behind_ends_with_it(place: Place) -> None:
-    mark = f"43.{os.getpid()}"
+    mark = f"3600.{os.getpid()}"  # an hour, in which it holds the agent's outputs open
     left = f"import subprocess; subprocess.Popen(['sleep', '{mark}'], start_new_session=True)"
     judge = """
         import glob, os, sys

@@ -182,11 +182,10 @@ class Program:
 
     async def wait_for_end(self) -> str:
         assert self.process is not None
-        code = await self.process.wait()
+        await processes.wait_for_exit(self.process)
         await self.end()
-        if code == 0:
-            return ""
-        return f"{processes.exit_text(code)}{self._last_line()}"
+        code = self.process.returncode
+        return f"{processes.exit_text(code)}{self._last_line()}" if code else ""
 
     def _last_line(self) -> str:
         for output in reversed(self.output):
@@ -200,7 +199,7 @@ class Program:
         processes.kill_program(self.process)
         if self.walls is None:
             processes.kill_at_home(self.home)
-        await self.process.wait()
+        await processes.wait_for_exit(self.process)
         if self.reading:
             await asyncio.wait(self.reading, timeout=DRAIN_TIMEOUT)
             for task in self.reading:
