@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -295,6 +295,7 @@ def _within(name: str, section: str) -> bool:
     return f"{name}.".startswith(section.removesuffix("*").rstrip(".") + ".")
 
 
+@cache
 def installed_version(package: str) -> str | None:
     try:
         return version(package)
