@@ -1,9 +1,10 @@
 """Cost of a teacher with another tokenizer: bytes of responses scored per CPU second, with and without re-spelling.
 
     python benchmarks/respelling.py [--groups 64] [--tokenizers build/tokenizers/qwen3 build/tokenizers/llama3_1]
+    python benchmarks/respelling.py --model build/real/student --groups 16 --rounds 5
 
 The same model scores the same responses twice: in the student's tokens, and through the re-spelling of these tokens to
-the same tokens. The difference is the cost of re-spelling alone. With `--tokenizers`, the last line says how many bytes
+the same tokens. The difference is the cost of re-spelling alone, for a small model or a real one (`make real`). With `--tokenizers`, the last line says how many bytes
 per CPU second it re-spells from the first tokenizer to the second (`make tokenizers` fetches both).
 """
 
@@ -66,12 +67,13 @@ def bytes_per_second(scorers: Sequence[tuple[Any, list[list[Handle]]]], rounds: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="builtin:teacher")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tokenizers", nargs=2, default=[])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    tokenizer, lm = load_tokenizer("builtin:teacher"), load_model("builtin:teacher", dtype="float32", device="cpu")
+    tokenizer, lm = load_tokenizer(args.model), load_model(args.model, dtype="float32", device="cpu")
     settings = ScorerSettings(spec=LossSpec(cache="sampled", formula=""), vocabulary=lm.vocab_size)
     direct = NativeScorer(lm, settings)
     end = tokenizer.eos_token_id
