@@ -4,8 +4,9 @@
     python benchmarks/respelling.py --model build/real/student --groups 16 --rounds 5
 
 The same model scores the same responses twice: in the student's tokens, and through the re-spelling of these tokens to
-the same tokens. The difference is the cost of re-spelling alone, for a small model or a real one (`make real`). With `--tokenizers`, the last line says how many bytes
-per CPU second it re-spells from the first tokenizer to the second (`make tokenizers` fetches both).
+the same tokens. The difference is the cost of re-spelling alone, for a small model or a real one (`make real`). With
+`--tokenizers`, the last line says how many bytes per CPU second it re-spells from the first tokenizer to the second
+(`make tokenizers` fetches both).
 """
 
 from __future__ import annotations
