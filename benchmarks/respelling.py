@@ -1,7 +1,7 @@
 """Cost of a teacher with another tokenizer: bytes of responses scored per CPU second, with and without re-spelling.
 
     python benchmarks/respelling.py [--groups 64] [--tokenizers build/tokenizers/qwen3 build/tokenizers/llama3_1]
-    python benchmarks/respelling.py --model build/real/student --groups 16 --rounds 5
+    python benchmarks/respelling.py --model build/real/student --groups 16 --rounds 3
 
 The same model scores the same responses twice: in the student's tokens, and through the re-spelling of these tokens to
 the same tokens. The difference is the cost of re-spelling alone, for a small model or a real one (`make real`). With

@@ -85,14 +85,10 @@ def start_engines_quickly(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def make_start_checks_small() -> Iterator[None]:
-    """Read a few hundred problems where a config sets no limit, and let teachers say little before a run.
-
-    Each plan reads all problems, and each run asks its teacher for an answer.
-    """
+def make_built_in_tasks_small() -> Iterator[None]:
+    """Read a few hundred problems where a config sets no limit, since each plan reads them all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.data.prompts.BUILT_IN_ROWS", 400)
-        patch.setattr("slipstream.plan.known_texts.OWN_WORDS", 6)
         yield
 
 

@@ -91,7 +91,7 @@ def stoppable(received: list[int]) -> Iterator[None]:
 
 
 def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Parser of all commands, or, at a tenth of the cost, of the one that the first word names."""
+    """Return the parser of the command that the first word names, or of all commands, which takes longer to build."""
     named = [COMMANDS_BY_NAME[word] for word in words[:1] if word in COMMANDS_BY_NAME]
     top = Parser(
         prog="slipstream",

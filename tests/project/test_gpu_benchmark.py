@@ -48,10 +48,10 @@ def test_a_stage_that_fails_keeps_its_figures_and_is_wrong(tmp_path: Path) -> No
 
 def test_a_stage_that_is_cut_off_keeps_its_figures_and_is_not_wrong(tmp_path: Path) -> None:
     code = f"import time; print({json.dumps(FIGURE)!r}, flush=True); time.sleep(600)"
-    figures = iter(gpu.figures_of("s", [sys.executable, "-c", code], 6.0, tmp_path / "s.log"))
+    figures = iter(gpu.figures_of("s", [sys.executable, "-c", code], 10.0, tmp_path / "s.log"))
     assert next(figures) == FIGURE
     (rest,) = figures
-    assert not rest["wrong"] and rest["what"] == "cut off at its limit of 6 s"
+    assert not rest["wrong"] and rest["what"] == "cut off at its limit of 10 s"
 
 
 def test_time_that_a_stage_leaves_goes_to_those_after_it() -> None:
