@@ -76,10 +76,10 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer, lm = load_tokenizer(args.model), load_model(args.model, dtype="float32", device="cpu")
     settings = ScorerSettings(spec=LossSpec(cache="sampled", formula=""), vocabulary=lm.vocab_size)
-    direct = NativeScorer(lm, settings)
+    direct, loss = NativeScorer(lm, settings), settings.spec
     end = tokenizer.eos_token_id
     same = Respelling("", lm.vocab_size, {end: end}, 160)
-    respelling = RespellingScorer(direct, "teacher", Spelling(tokenizer), Spelling(tokenizer), same)
+    respelling = RespellingScorer(direct, "teacher", Spelling(tokenizer), Spelling(tokenizer), same, loss=loss)
     groups = groups_of(tokenizer, args.groups)
     plain = [[replace_prompt(handle) for handle in group] for group in groups]
     one, other = bytes_per_second([(direct, plain), (respelling, groups)], args.rounds)

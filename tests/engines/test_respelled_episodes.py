@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.config.losses import LossSpec
 from slipstream.data.spelling import Spelling
 from slipstream.engines.respelling import RespellingScorer
 from slipstream.engines.score_checks import scored
@@ -74,9 +75,8 @@ def scorer(limit: int = 4000) -> RespellingScorer:
     student, teacher = tokenizers()
     roles = dict(zip(*(each.convert_tokens_to_ids(SPECIAL) for each in (student, teacher)), strict=True))
     respelling = Respelling("other", len(teacher), roles, limit)
-    return RespellingScorer(
-        Counting(), "t", Spelling(student), Spelling(teacher), respelling, renderers={"": writer(teacher)}
-    )
+    loss, spellings = LossSpec(cache="sampled", formula=""), (Spelling(student), Spelling(teacher))
+    return RespellingScorer(Counting(), "t", *spellings, respelling, loss=loss, renderers={"": writer(teacher)})
 
 
 def said(text: str) -> Rollout:

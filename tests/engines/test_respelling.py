@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from slipstream.config.losses import GOLD, Cache, CommonTopK, GOLDMerged
+from slipstream.config.losses import GOLD, Cache, CommonTopK, GOLDMerged, LossSpec
 from slipstream.data.spelling import Spelling, respell, shared_layout
 from slipstream.data.teacher_context import TemplateContext, context_of
 from slipstream.engines.http.client import Endpoint
@@ -231,8 +231,8 @@ def scorer(
     context = context_of(template, teacher, max_length=limit)
     assert context is None or isinstance(context, TemplateContext)
     engine = native_scorer(split("tiny", copy.deepcopy(lm)), cache=cache, context=context)
-    spellings, dense = (Spelling(student), Spelling(teacher)), cache == "hidden"
-    own = RespellingScorer(engine, "t", *spellings, respelling, dense=dense, merges=merges, context=context)
+    spellings, loss = (Spelling(student), Spelling(teacher)), LossSpec(cache=cache, formula="", merges=merges)
+    own = RespellingScorer(engine, "t", *spellings, respelling, loss=loss, context=context)
     return own, lm
 
 
@@ -475,7 +475,8 @@ def test_an_endpoint_gives_the_same_scores() -> None:
 
     with FakeEndpoint(scores) as fake:
         endpoint = Endpoint(teacher="t", url=fake.url, model=fake.name, key=None, concurrency=2, timeout=30.0)
-        remote = RespellingScorer(http_scorer(endpoint), "t", native.student, native.teacher, native.respelling)
+        spellings, loss = (native.student, native.teacher), native.losses[False]
+        remote = RespellingScorer(http_scorer(endpoint), "t", *spellings, native.respelling, loss=loss)
         texts = group([0, 1, 1, 0, 3], [0, 1, 0, 1], [1, 2, 1, 3], [2])
         found, expected = asyncio.run(remote.score(texts)), asyncio.run(native.score(texts))
         for one, other in zip(found, expected, strict=True):

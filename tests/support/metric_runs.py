@@ -127,7 +127,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     if any(each.spelling == "own" for each in config.teachers.values()):
         spelling, respelling = Spelling(letters()), Respelling("letters", VOCAB, {EOS: EOS}, 64)
         for name, (own,) in list(scorers.items()):
-            scorers[name] = (RespellingScorer(own, name, spelling, spelling, respelling),)
+            scorers[name] = (RespellingScorer(own, name, spelling, spelling, respelling, loss=config.loss.spec),)
     drawing = [native_sampler(wrap(teacher), slots=8, stop_ids={EOS})] if "teacher" in config.offpolicy_sources else []
     engines = Engines(
         samplers=(GradingSampler(sampler, EveryOther()),),

@@ -20,7 +20,9 @@ import httpx2
 import numpy as np
 import pytest
 from pydantic import SecretStr
+from rich.console import Console
 
+from slipstream.config.file import parse
 from slipstream.engines.http.check import Requirements, check
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.model import load_model
@@ -30,7 +32,10 @@ from slipstream.errors import ConfigError
 from slipstream.models.resolve import model_path
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt
+from slipstream.run_dir.writing import read_lines
+from slipstream.runs.start import train
 from support.engines import http_scorer, native_sampler, native_scorer
+from support.other_spelling import permuted
 
 PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if find_spec("vllm") else None)
 pytestmark = [
@@ -139,6 +144,34 @@ def test_what_vllm_refuses_is_told_with_what_to_write(
     wanted = Requirements(**{name: getattr(NEED, name) for name in ("tokens", "highest", "max_length", "k")} | need)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(check(endpoint(server, **changes), wanted))
+
+
+def test_a_student_with_another_tokenizer_learns_the_same_from_vllm_as_from_the_model_here(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_THE_TEST", KEY)
+    student = str(permuted("builtin:student", tmp_path / "student"))
+    there = {"model": "teacher", "base_url": server, "tokenizer": "builtin:teacher", "api_key_env": "KEY_OF_THE_TEST"}
+    first = []
+    for name, teacher in {"here": {"model": "builtin:teacher"}, "remote": there}.items():
+        tree: dict[str, Any] = {
+            "student": student,
+            "updates": 1,
+            "data": {"train": "builtin:arithmetic", "limit": 40},
+            "teachers": {"main": {**teacher, "spelling": "own"}},
+            "sampler": {"max_tokens": 40},
+            "learner": {"batch_size": 8},
+            "runtime": {"kind": "inline", "device": "cpu"},
+            "schedule": {"kind": "sync"},
+            "output": str(tmp_path / name),
+        }
+        path = train(parse(tree, say=str), Console(quiet=True), name=name)
+        first.append(next(line for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"))
+    here, remote = first
+    for name in ("tokens", "spelling/open", "spelling/unwritten", "spelling/span_tokens"):
+        assert remote[name] == here[name], name
+    for name in ("loss", "teacher/kl", "grad_norm"):
+        assert remote[name] == pytest.approx(here[name], rel=1e-3), name
 
 
 def test_an_evaluation_gets_the_answers_of_the_model(server: str) -> None:

@@ -451,7 +451,9 @@ LossConfig = Annotated[
     OnDraws | ReverseKLTopK | ReverseKL | ForwardKL | MOPD | EOPD | JSD | ULD | GOLD | GOLDMerged | CommonTopK,
     Field(discriminator="kind"),
 ]
-SupervisedLoss = Annotated[CrossEntropy | ForwardKL | ReverseKL | JSD, Field(discriminator="kind")]
+SupervisedLoss = Annotated[
+    CrossEntropy | ForwardKL | ReverseKL | JSD | ULD | GOLD | CommonTopK, Field(discriminator="kind")
+]
 """Losses that need no draws of the student. Cross-entropy on its own rollouts would only confirm what it drew."""
 DISTILLATION_LOSSES: dict[str, type[DistillationLoss]] = {
     kind: row for row in (*get_args(get_args(LossConfig)[0]), CrossEntropy) for kind in row.kinds()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.config.losses import LossSpec
 from slipstream.data.spelling import Respelled, Spelling, respell
 from slipstream.data.teacher_context import TemplateContext
 from slipstream.engines.score_checks import Probed, failed, kl_of_known, probability, scored
@@ -108,16 +109,19 @@ class RespellingScorer(Probed):
         teacher: Spelling,
         respelling: Respelling,
         *,
-        dense: bool = False,
-        merges: bool = False,
+        loss: LossSpec,
+        supervised: LossSpec | None = None,
         context: TemplateContext | None = None,
         renderers: Mapping[str, Renderer] = MappingProxyType({}),
     ) -> None:
-        """Wrap the `engine`, with a copy of its `context`. `renderers` write the messages of each environment."""
+        """Wrap the `engine`, with a copy of its `context`. `renderers` write the messages of each environment.
+
+        `supervised` is the loss of the supervised updates; None: the same.
+        """
         self.engine, self.name, self.respelling, self.renderers = engine, name, respelling, renderers
         self.student, self.teacher = student, teacher
-        self.context, self.dense, self.merges = context, dense, merges
-        """dense: the loss needs the teacher's hidden states. merges: those at the first token of every span."""
+        self.context, self.losses = context, {False: loss, True: supervised or loss}
+        """Losses that need the scores, by whether a response is for a supervised update."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -134,8 +138,9 @@ class RespellingScorer(Probed):
         if all(rollout.prompt.respelled is None for rollout in rollouts):
             own: list[Handle] = await self.engine.score(group)
             return own
-        spelled = [self._spell(handle) for handle in group]
-        needed = [not isinstance(each, Handle) and (self.dense or each.is_scored) for each in spelled]
+        spelled, loss = [self._spell(handle) for handle in group], self.losses[rollouts[0].prompt.supervised]
+        dense = loss.cache == "hidden"
+        needed = [not isinstance(each, Handle) and (dense or each.is_scored) for each in spelled]
         asked = [
             with_tokens(handle, rollout, each)
             for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
@@ -145,7 +150,7 @@ class RespellingScorer(Probed):
         return [
             each
             if isinstance(each, Handle)
-            else self._scored(handle, rollout, each, next(answers) if needs else None, again=again)
+            else self._scored(handle, rollout, each, next(answers) if needs else None, loss, again=again)
             for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
         ]
 
@@ -208,7 +213,7 @@ class RespellingScorer(Probed):
         return max(0, self.respelling.limit - len(seen)) // times
 
     def _scored(
-        self, handle: Handle, rollout: Rollout, spelled: Spelled, answer: Handle | None, *, again: bool
+        self, handle: Handle, rollout: Rollout, spelled: Spelled, answer: Handle | None, loss: LossSpec, *, again: bool
     ) -> Handle:
         """Return the student's response with its part of the teacher's answer; None: the teacher was not asked."""
         found = spelled.response
@@ -223,11 +228,11 @@ class RespellingScorer(Probed):
         logq_N = shared_logps(logq_Q, found.teacher_spans, spans_N)
         scores: dict[str, Any] = {"teacher_action_logp": logq_N[:, None]}
         moved: dict[str, Any] = {"supervision_kl": kl_of_spans(logq_N, spans_N, handle.body)} if again else {}
-        if self.dense:
+        if loss.cache == "hidden":
             assert isinstance(body, Scored) and body.teacher_hidden is not None
             whole_N, scores = spans_N, {}
-            spans_N = first_of_spans(whole_N) if self.merges else paired_spans(whole_N, found.teacher_spans)
-            if self.merges:
+            spans_N = first_of_spans(whole_N) if loss.merges else paired_spans(whole_N, found.teacher_spans)
+            if loss.merges:
                 drawn_N = rollout.logp[rollout.loss_mask]
                 scores["later_logp"] = later_logps((drawn_N, whole_N), (logq_Q, found.teacher_spans), spans_N)
             scores["teacher_hidden"] = hidden_of_spans(body.teacher_hidden, found.teacher_spans, spans_N)

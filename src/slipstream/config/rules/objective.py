@@ -63,8 +63,8 @@ def teacher_alone(c: Sections, where: str, teacher: TeacherConfig) -> Clashes:
 
 def other_spelling(c: Sections, own: str) -> Clashes:
     """Yield what needs a teacher that knows the student's tokens."""
-    if c.sft is not None and c.sft.loss.kind != "cross_entropy":
-        yield f'{own} gives no probabilities of the student\'s tokens: write sft.loss.kind = "cross_entropy"'
+    if c.sft is not None and c.sft.loss.kind != "cross_entropy" and not c.sft.loss.spec.own_vocabulary:
+        yield f'{own} gives no probabilities of the student\'s tokens: write sft.loss.kind = "gold" or "cross_entropy"'
     known = c.mix is None or c.mix.source == "file" or c.mix.prefix is not None
     if not known and (c.loss.spec.cache == "sampled" or c.loss.spec.merges):
         yield (
