@@ -1,4 +1,4 @@
-# Slipstream in a container; the page docs/clusters.md says how to use it. This file has never been built.
+# Slipstream in a container; the page docs/clusters.md says how to use it. The GPU image has never been built.
 #   docker build --build-arg DEVICE=cpu --build-arg TORCH_INDEX=URL -t slipstream:cpu .
 #   docker build --build-arg DEVICE=gpu -t slipstream:gpu .
 ARG BASE=python:3.11-slim-bookworm

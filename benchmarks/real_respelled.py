@@ -3,10 +3,10 @@
     make real
     python benchmarks/real_respelled.py [--student build/real/student] [--updates 24] [--batch 8]
 
-The copy has the same weights. Its token ids are in another order, and its tokenizer lacks the newest merges, so that some
-words need more tokens. Both runs learn half from own answers and half from the teacher's. The plain run minimises the
-forward KL over the whole vocabulary, the other one `common_topk` with `spelling = "own"`. Then both students are measured
-in the student's tokens, with the teacher itself.
+The copy has the same weights. Its token ids are in another order, and its tokenizer lacks the newest merges, so that
+some words need more tokens. Both runs learn half from own answers and half from the teacher's. The plain run minimises
+the forward KL over the whole vocabulary, the other one `common_topk` with `spelling = "own"`. Then both students are
+measured in the student's tokens, with the teacher itself.
 """
 
 from __future__ import annotations
