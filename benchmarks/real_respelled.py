@@ -59,6 +59,7 @@ def main() -> None:
         command += ["--data.train", str(args.parts / "train.jsonl"), "--mix.source", "teacher", "--mix.share", "0.5"]
         command += ["--sampler.temperature", "0.7", "--learner.lr", "4e-4", "--learner.decay", "cosine"]
         command += ["--learner.batch_size", str(args.batch), "--updates", str(args.updates), "--checkpoint.every", "0"]
+        command += ["--runtime.kind", "inline", "--runtime.threads", "2"]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
         saved.append({"arm": name, "path": str(place / "final")})
     for _ in measured(saved, teacher, args.parts / "held_out.jsonl"):
