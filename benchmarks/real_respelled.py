@@ -3,10 +3,11 @@
     make real
     python benchmarks/real_respelled.py [--student build/real/student] [--updates 24] [--batch 8]
 
-The copy has the same weights. Its token ids are in another order, and its tokenizer lacks the newest merges, so that
-some words need more tokens. Both runs learn half from own answers and half from the teacher's. The plain run minimises
-the forward KL over the whole vocabulary, the other one `common_topk` with `spelling = "own"`. Then both students are
-measured in the student's tokens, with the teacher itself.
+The copy has the same weights. Its token ids are in another order, and its tokenizer lacks the last 5,000 merges of its
+list, the rarest ones, so that some words need more tokens. Both runs learn half from own answers and half from the
+teacher's. The losses differ as little as they can: the forward KL over the whole vocabulary for the teacher itself, and
+for the copy `common_topk` (the forward KL on its 64 most likely tokens, with one bucket for all others). Then both
+students are measured in their own tokens, with the teacher itself. The results are lines of JSON in `--output`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from slipstream.engines.native.model import load_model
 from slipstream.models.resolve import model_path
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def main() -> None:
@@ -40,12 +40,12 @@ def main() -> None:
     parser.add_argument("--parts", type=Path, default=ROOT / "build/real")
     parser.add_argument("--student", default=str(ROOT / "build/real/student"))
     parser.add_argument("--output", type=Path, default=ROOT / "build/real_respelled")
-    parser.add_argument("--merges", type=int, default=5000, help="merges that the copy lacks")
+    parser.add_argument("--merges", type=int, default=5000, help="number of merges that the copy lacks")
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--batch", type=int, default=8)
     args = parser.parse_args()
     teacher, copy = model_path(str(args.parts / "teacher.gguf")), args.output / "teacher"
-    respell(teacher, args.merges, copy)
+    write_copy(teacher, args.merges, copy)
     arms = {
         "plain": [teacher, "--loss.kind", "forward_kl", "--loss.cache", "hidden"],
         "re-spelled": [str(copy), "--teachers.main.spelling", "own", "--loss.kind", "common_topk", "--loss.k", "64"],
@@ -62,27 +62,27 @@ def main() -> None:
         command += ["--runtime.kind", "inline", "--runtime.threads", "2"]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
         saved.append({"arm": name, "path": str(place / "final")})
-    for _ in measured(saved, teacher, args.parts / "held_out.jsonl"):
-        pass
+    lines = list(measured(saved, teacher, args.parts / "held_out.jsonl"))
+    (args.output / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
 
-def respell(model: str, merges: int, target: Path) -> None:
-    """Write the model with its token ids in another order and without its newest merges, and say so."""
+def write_copy(model: str, merges: int, target: Path) -> None:
+    """Write the model with its token ids in another order and without its last merges; print its size."""
     lm, tokenizer = load_model(model, dtype="float32", device="cpu").model, load_tokenizer(model)
+    if not lm.config.tie_word_embeddings:
+        raise SystemExit(f"{model}: its head has weights of its own, which this benchmark does not reorder")
     tokenizer.save_pretrained(target)
     file = target / "tokenizer.json"
     saved: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    kept, known = saved["model"]["merges"][:-merges], saved["model"]["vocab"]
-    made = {one + other for one, other in kept}
-    lost = {one + other for one, other in saved["model"]["merges"][-merges:]} - made
-    order = np.random.default_rng(0).permutation([number for text, number in known.items() if text not in lost])
-    renamed = {int(old): new for new, old in enumerate(order)}
-    saved["model"] |= {
-        "merges": kept,
-        "vocab": {text: renamed[number] for text, number in known.items() if number in renamed},
-    }
+    ids, every = saved["model"]["vocab"], saved["model"]["merges"]
+    kept = every[: len(every) - merges]
+    lost = {one + other for one, other in every[len(kept) :]} - {one + other for one, other in kept}
+    order = np.random.default_rng(0).permutation([number for text, number in ids.items() if text not in lost])
+    new_ids = {int(old): new for new, old in enumerate(order)}
+    vocabulary = {text: new_ids[number] for text, number in ids.items() if number in new_ids}
+    saved["model"] |= {"merges": kept, "vocab": vocabulary}
     for special in saved["added_tokens"]:
-        special["id"] = renamed[special["id"]]
+        special["id"] = new_ids[special["id"]]
     saved["added_tokens"].sort(key=lambda special: special["id"])
     file.write_text(json.dumps(saved), "utf-8")
     weight = lm.get_input_embeddings().weight.detach()[torch.from_numpy(order)]
@@ -91,12 +91,12 @@ def respell(model: str, merges: int, target: Path) -> None:
     lm.config.vocab_size = len(weight)
     lm.tie_weights()
     for config in (lm.config, lm.generation_config):
-        for key in IDS:
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if (old := getattr(config, key, None)) is not None:
-                setattr(config, key, renamed[old])
+                setattr(config, key, new_ids[old])
     lm.save_pretrained(target)
     lm.generation_config.save_pretrained(target)
-    print(f"{target}: {len(weight):,} of {len(known):,} tokens, in another order")
+    print(f"{target}: {len(weight):,} of {len(ids):,} tokens, in another order")
 
 
 if __name__ == "__main__":

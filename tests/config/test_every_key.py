@@ -107,6 +107,7 @@ WITH = {
     "loss.rest:gold": "teachers.main.model=builtin:pair_teacher teachers.main.spelling=own",
     "loss.k:eopd": "loss.cache=teacher_topk",
     "sft.loss.k:jsd": "sft.updates=1 sft.loss.cache=teacher_topk",
+    "sft.loss.rest:gold": "sft.updates=1 loss.m=1 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own",
     "sft.cache": "sft.source=teacher sft.updates=1",
     "sft.path": "sft.source=file sft.path=given.jsonl sft.updates=1",
     "sft.": "sft.updates=1",

@@ -45,8 +45,18 @@ def lines_of(tree: dict[str, Any], model: str, path: Path, **teacher: Any) -> li
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "episodes": (EPISODES | {"loss": {"m": 1}}, "builtin:tool_teacher", {}),
     "answers of the data": (ANSWERS | {"loss": {"kind": "gold"}, "mix": {}}, "builtin:teacher", {}),
-    "supervised on distributions, then on spans": (
+    "supervised on distributions, then on the log-probs of spans": (
         ANSWERS | {"loss": {"m": 1}, "sft": {"updates": 1, "loss": {"kind": "gold"}}},
+        "builtin:teacher",
+        {},
+    ),
+    "supervised on one span each, then on merged spans": (
+        ANSWERS | {"loss": {"kind": "gold_merged"}, "sft": {"updates": 1, "loss": {"kind": "uld"}}},
+        "builtin:teacher",
+        {},
+    ),
+    "supervised alone": (
+        ANSWERS | {"loss": {"weight": 0}, "sft": {"updates": 2, "loss": {"kind": "common_topk"}}},
         "builtin:teacher",
         {},
     ),
@@ -61,6 +71,7 @@ def test_a_run_has_the_losses_of_its_twin(name: str, tmp_path: Path) -> None:
     ours = lines_of(tree, teacher, tmp_path / "ours", **more)
     theirs = lines_of(tree, str(other), tmp_path / "theirs", spelling="own", **more)
     for one, two in zip(ours, theirs, strict=True):
+        assert one.get("sft") == (None if "sft" not in tree else float(one["update"] <= tree["sft"]["updates"]))
         measured = () if one.get("sft") else ("teacher/kl",)
         for key in ("distill/loss", "grad_norm", *measured):
             assert two[key] == pytest.approx(one[key], rel=1e-4), key

@@ -104,6 +104,10 @@ def test_hidden_states_need_the_teachers_head_at_every_rank_and_the_records_host
             {"loss": {"kind": "forward_kl"}, "sft": {"updates": 1, "loss": {"kind": "reverse_kl"}}},
             'write sft.loss.kind = "forward_kl", or lower',
         ),
+        (
+            {"loss": {"m": 1}, "sft": {"updates": 1, "loss": {"kind": "gold"}}},
+            'write sft.loss.kind = "cross_entropy", or lower',
+        ),
         ({"loss": {"kind": "forward_kl"}}, ""),
     ],
 )

@@ -58,6 +58,8 @@ loss.kind=gold_merged {OTHER}
 loss.kind=gold sampler.temperature=0.7 sampler.top_p=0.9 {OTHER}
 loss.kind=common_topk loss.k=8 loss.temperature=0.7 {OTHER}
 loss.kind=uld {OTHER}
+loss.m=1 sft.updates=1 sft.loss.kind=gold {OTHER}
+loss.kind=gold_merged sft.updates=1 sft.loss.kind=uld {OTHER}
 loss.kind=gold loss.temperature=0.7 {OTHER}
 loss.kind=k1 loss.use=advantage {OTHER}
 loss.kind=reverse_kl_topk loss.k=8

@@ -111,7 +111,7 @@ def _replace_verl_names(tree: dict[str, Any]) -> dict[str, Any]:
 def _set_endpoint_defaults(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
     """Return a copy in which unset loss options get values that such teachers support."""
     teachers, loss = tree.get("teachers"), tree.get("loss")
-    if not isinstance(teachers, dict) or not isinstance(loss, dict):
+    if not isinstance(teachers, dict) or not isinstance(loss, dict) or loss.get("weight") == 0:
         return tree
     if own := [name for name, t in teachers.items() if isinstance(t, dict) and t.get("spelling") == "own"]:
         changes = spelling_defaults(loss)

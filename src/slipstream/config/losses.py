@@ -470,7 +470,8 @@ def without_hidden_states(loss: DistillationLoss, name: str = "loss") -> str:
     """Return what to write for a loss like this one that caches no hidden states; `name` is its section."""
     if "teacher_topk" in caches(type(loss)):
         return f'{name}.cache = "teacher_topk"'
-    return f'{name}.kind = "{"reverse_kl_mc" if name == "loss" else "forward_kl"}"'
+    supervised = "cross_entropy" if loss.spec.own_vocabulary else "forward_kl"
+    return f'{name}.kind = "{"reverse_kl_mc" if name == "loss" else supervised}"'
 
 
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "forward_kl_topk": "forward_kl"}

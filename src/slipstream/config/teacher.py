@@ -224,8 +224,8 @@ def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
     return {name if teacher.key is None else teacher.key: name for name, teacher in teachers.items()}
 
 
-def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss) -> Iterator[str]:
-    """Yield a message for each conflict among these teachers, or between a teacher and the loss."""
+def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss | None) -> Iterator[str]:
+    """Yield a message for each conflict among these teachers, or between a teacher and the loss, if there is one."""
     last_with_key = routed_by(teachers)
     for name, teacher in teachers.items():
         key = name if teacher.key is None else teacher.key
@@ -234,6 +234,8 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: DistillationLoss) -> I
                 f"teachers.{name} and teachers.{other} both have key = {key!r}: each prompt has one teacher, give "
                 "one of them another key"
             )
+    if loss is None:
+        return
     for name, teacher in teachers.items():
         if teacher.spelling == "own":
             yield from spelling_problems(f"teachers.{name}", loss)

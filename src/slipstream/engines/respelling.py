@@ -116,12 +116,14 @@ class RespellingScorer(Probed):
     ) -> None:
         """Wrap the `engine`, with a copy of its `context`. `renderers` write the messages of each environment.
 
-        `supervised` is the loss of the supervised updates; None: the same.
+        `supervised` is the loss of supervised updates; None if it needs no scores.
         """
         self.engine, self.name, self.respelling, self.renderers = engine, name, respelling, renderers
         self.student, self.teacher = student, teacher
-        self.context, self.losses = context, {False: loss, True: supervised or loss}
+        self.context, self.losses = context, {False: loss}
         """Losses that need the scores, by whether a response is for a supervised update."""
+        if supervised is not None:
+            self.losses[True] = supervised
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)

@@ -243,9 +243,9 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., Nat
     spellings = Spelling(tokenizer), Spelling(own)
     context = None if plan.context is None else TemplateContext(plan.context, own)
     renderers = {name: Renderer(own, **each) for name, each in respelling.renderers.items()}
-    engine, losses = build_engine_scorer(plan, own, kind), {"loss": plan.spec, "supervised": plan.supervised}
-    settings: dict[str, Any] = {"context": context, "renderers": renderers}
-    return RespellingScorer(engine, plan.name, *spellings, respelling, **losses, **settings)
+    settings: dict[str, Any] = {"context": context, "renderers": renderers, "supervised": plan.supervised}
+    engine = build_engine_scorer(plan, own, kind)
+    return RespellingScorer(engine, plan.name, *spellings, respelling, loss=plan.spec, **settings)
 
 
 def build_engine_scorer(plan: ScorerPlan, tokenizer: Tokenizer, kind: Callable[..., NativeScorer]) -> EngineScorer:

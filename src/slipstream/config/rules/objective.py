@@ -21,11 +21,11 @@ def objective(c: Sections) -> Clashes:
         if loss is not None and loss.tokens.startswith("tcod") and not c.every_environment:
             given = f'{where}.tokens = "{loss.tokens}"'
             yield f'{given} weighs turns, and there is only one: add [environment], or write "first"'
-    yield from problems(c.teachers, c.loss)
+    yield from problems(c.teachers, c.loss if c.loss.weight else None)
     for name, teacher in c.teachers.items():
         yield from teacher_alone(c, f"teachers.{name}", teacher)
         if teacher.spelling == "own":
-            yield from other_spelling(c, f'teachers.{name}.spelling = "own"')
+            yield from other_spelling(c, f'teachers.{name}.spelling = "own"', teacher)
     if not c.loss.weight and c.policy is None and not c.all_supervised:
         yield "loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards"
     if c.policy is not None and not c.task.reward:
@@ -61,10 +61,12 @@ def teacher_alone(c: Sections, where: str, teacher: TeacherConfig) -> Clashes:
         )
 
 
-def other_spelling(c: Sections, own: str) -> Clashes:
+def other_spelling(c: Sections, own: str, teacher: TeacherConfig) -> Clashes:
     """Yield what needs a teacher that knows the student's tokens."""
     if c.sft is not None and c.sft.loss.kind != "cross_entropy" and not c.sft.loss.spec.own_vocabulary:
-        yield f'{own} gives no probabilities of the student\'s tokens: write sft.loss.kind = "gold" or "cross_entropy"'
+        native = teacher.base_url is None and teacher.engine == "native"
+        kinds = '"gold" or "cross_entropy"' if native else '"cross_entropy"'
+        yield f"{own} gives no probabilities of the student's tokens: write sft.loss.kind = {kinds}"
     known = c.mix is None or c.mix.source == "file" or c.mix.prefix is not None
     if not known and (c.loss.spec.cache == "sampled" or c.loss.spec.merges):
         yield (
