@@ -78,6 +78,14 @@ def test_a_run_has_the_losses_of_its_twin(name: str, tmp_path: Path) -> None:
         assert two["failed_samples"] == 0
 
 
+@pytest.mark.parametrize("loss", [{"m": 1}, {"kind": "gold"}, {"kind": "uld"}, {"kind": "common_topk"}], ids=str)
+def test_the_teacher_may_have_fewer_tokens_than_the_student(loss: dict[str, Any], tmp_path: Path) -> None:
+    """The student writes two digits as one token, the teacher each digit: 139 tokens and 39."""
+    tree = ANSWERS | {"student": "builtin:pair_teacher", "loss": loss}
+    for line in lines_of(tree, "builtin:teacher", tmp_path / "run", spelling="own"):
+        assert line["grad_norm"] > 0 and line["failed_samples"] == 0 and line["spelling/unwritten"] == 0
+
+
 def test_answers_of_one_open_token_teach_nothing_and_end_no_run(tmp_path: Path) -> None:
     """Every answer is one token without an end, so that its only span is open."""
     other = permuted("builtin:teacher", tmp_path / "other")

@@ -256,7 +256,7 @@ def check_selection(config: Config, facts: Facts) -> None:
 
 
 def check_embeddings(config: Config, facts: Facts) -> None:
-    """Raise ModelError if a teacher, or the critic's own model, has fewer embeddings than the student."""
+    """Raise ModelError if a teacher that reads the student's tokens, or the critic's own model, has fewer embeddings."""
     if facts.critic is not None and facts.critic.vocabulary < facts.student.vocabulary:
         ours, theirs = facts.student.vocabulary, facts.critic.vocabulary
         raise ModelError(
@@ -265,7 +265,7 @@ def check_embeddings(config: Config, facts: Facts) -> None:
         )
     for name, teacher in facts.teachers.items():
         ours, theirs = facts.student.vocabulary, teacher.vocabulary
-        if ours > theirs:
+        if ours > theirs and config.teachers[name].spelling == "same":
             raise ModelError(
                 f"teachers.{name}: {teacher.name} has {theirs} embeddings, {config.student} has {ours}: the teacher "
                 "could not score all tokens that the student may sample"
