@@ -256,7 +256,7 @@ def check_selection(config: Config, facts: Facts) -> None:
 
 
 def check_embeddings(config: Config, facts: Facts) -> None:
-    """Raise ModelError if a teacher that reads the student's tokens, or the critic's own model, has fewer embeddings."""
+    """Raise ModelError if the critic's model, or a teacher that reads the student's tokens, has fewer embeddings."""
     if facts.critic is not None and facts.critic.vocabulary < facts.student.vocabulary:
         ours, theirs = facts.student.vocabulary, facts.critic.vocabulary
         raise ModelError(
