@@ -1,7 +1,8 @@
 """A real student taught by its own teacher, and by a copy of this teacher with another vocabulary.
 
-    make real
-    python benchmarks/real_respelled.py [--student build/real/student] [--updates 24] [--batch 8]
+    make build/real/teacher.gguf build/real/train.jsonl
+    python tools/leave_out_layers.py build/real/teacher.gguf build/six --layers 9 12 15 18 21 24
+    python benchmarks/real_respelled.py --student build/six [--updates 24] [--batch 8]
 
 The copy has the same weights. Its token ids are in another order, and its tokenizer lacks the last 5,000 merges of its
 list, the rarest ones, so that some words need more tokens. Both runs learn half from own answers and half from the
@@ -38,7 +39,7 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", type=Path, default=ROOT / "build/real")
-    parser.add_argument("--student", default=str(ROOT / "build/real/student"))
+    parser.add_argument("--student", required=True)
     parser.add_argument("--output", type=Path, default=ROOT / "build/real_respelled")
     parser.add_argument("--merges", type=int, default=5000, help="number of merges that the copy lacks")
     parser.add_argument("--updates", type=int, default=24)

@@ -20,7 +20,7 @@ from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.trace import Track
 from slipstream.protocols import Fingerprint, Learner, Loaded, Mode, MovingScorer, Sampler, WeightsRef
 
-E = TypeVar("E", Sampler, MovingScorer)
+Moving = TypeVar("Moving", Sampler, MovingScorer)
 
 
 async def load(sampler: Sampler, name: str, weights: WeightsRef, expected: Fingerprint, *, mode: Mode) -> Loaded:
@@ -46,7 +46,7 @@ def with_fingerprint(loaded: Loaded, expected: Fingerprint, name: str, version: 
     return loaded
 
 
-class Newest(Pool[E]):
+class Newest(Pool[Moving]):
     """A pool whose workers all run the newest weights, including workers that start later."""
 
     newest: tuple[WeightsRef, Fingerprint] | None = None
@@ -65,7 +65,7 @@ class Newest(Pool[E]):
             self.newest = weights, expected
         results: list[Loaded] = []
 
-        async def publish_to(worker: Worker[E]) -> None:
+        async def publish_to(worker: Worker[Moving]) -> None:
             try:
                 # a draining engine continues to work until no request runs; other modes pause all requests
                 worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
@@ -85,10 +85,10 @@ class Newest(Pool[E]):
                 tasks.create_task(publish_to(worker))
         return results
 
-    async def load(self, worker: Worker[E], weights: WeightsRef, expected: Fingerprint, mode: Mode) -> Loaded:
+    async def load(self, worker: Worker[Moving], weights: WeightsRef, expected: Fingerprint, mode: Mode) -> Loaded:
         raise NotImplementedError
 
-    async def prepare(self, worker: Worker[E]) -> None:
+    async def prepare(self, worker: Worker[Moving]) -> None:
         """Load the newest weights into a new worker; repeat this if newer weights were published during the load."""
         loaded = None
         while self.newest is not loaded:

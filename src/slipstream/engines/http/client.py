@@ -38,7 +38,7 @@ import slipstream
 from slipstream.errors import ConfigError, EndpointError, first_line
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
+Caught = TypeVar("Caught", bound=Exception)
 REQUEST_PAUSES = (0.25, 1.0, 4.0)
 """Mean seconds before each retry of a request; the actual pause is random."""
 ENDPOINT_CONNECT_TIMEOUT = 10.0
@@ -189,8 +189,8 @@ class Client:
 async def retried(
     work: Callable[[], Awaitable[T]],
     pauses: Sequence[float],
-    kind: type[E],
-    again: Callable[[E], bool],
+    kind: type[Caught],
+    again: Callable[[Caught], bool],
     *,
     spread: float = 0.0,
 ) -> T:
