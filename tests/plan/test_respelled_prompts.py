@@ -69,6 +69,14 @@ def test_a_context_that_a_function_writes_is_refused() -> None:
         parse(with_teacher(context="./own.py:shown", max_length=99))
 
 
+@pytest.mark.parametrize(
+    ("engine", "kinds"), [("native", '"gold" or "cross_entropy"'), ("vllm", '"cross_entropy"')], ids=["native", "vllm"]
+)
+def test_a_supervised_loss_is_refused_with_those_that_the_engine_can_score(engine: str, kinds: str) -> None:
+    with pytest.raises(ConfigError, match=f"write sft.loss.kind = {kinds}$"):
+        parse(with_teacher(engine=engine) | {"sft": {"updates": 1, "loss": {"kind": "forward_kl"}}})
+
+
 def test_a_context_that_is_too_short_in_the_teachers_tokens_is_refused(tmp_path: Path) -> None:
     short = tmp_path / "short"
     shutil.copytree(model_path("builtin:pair_teacher"), short)
