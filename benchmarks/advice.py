@@ -153,8 +153,9 @@ class Shaken(Around):
         import torch
 
         loaded, generator = await self.inner.publish(weights, mode), torch.Generator().manual_seed(0)
-        for weight in self.inner.sampler.lm.model.parameters():
-            weight.data += 0.2 * weight.data.std() * torch.randn(weight.shape, generator=generator)
+        with torch.no_grad():
+            for weight in self.inner.sampler.lm.model.parameters():
+                weight += 0.2 * weight.std() * torch.randn(weight.shape, generator=generator)
         return loaded
 
 
@@ -172,11 +173,14 @@ class Stuck(Around):
     """Says that it loaded what was published, and keeps its first weights."""
 
     async def publish(self, weights: Any, mode: Any) -> Any:
+        import torch
+
         model = self.inner.sampler.lm.model
         before = [weight.detach().clone() for weight in model.parameters()]
         loaded = await self.inner.publish(weights, mode)
-        for weight, old in zip(model.parameters(), before, strict=True):
-            weight.data.copy_(old)
+        with torch.no_grad():
+            for weight, old in zip(model.parameters(), before, strict=True):
+                weight.copy_(old)
         return loaded
 
 

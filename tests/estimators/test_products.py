@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from slipstream.estimators import products
-from slipstream.estimators.products import FastLinear, add_product, linear, multiply_into, use_fast_layers
+from slipstream.estimators.products import (
+    FastLinear,
+    add_product,
+    forget_packed,
+    linear,
+    multiply_into,
+    pack_layers,
+    use_fast_layers,
+)
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -77,3 +85,47 @@ def test_layers_keep_names_weights_and_copies() -> None:
     assert [type(each) for each in model] == [FastLinear, nn.ReLU, FastLinear]
     assert list(model.state_dict()) == names
     torch.testing.assert_close(copy.deepcopy(model)(x), expected)
+
+
+@pytest.mark.usefixtures("by_onednn")
+def test_packed_layers_follow_every_change_of_their_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 7), nn.Linear(7, 5, bias=False))
+    plain, x, names = copy.deepcopy(model), torch.randn(3, 12), list(model.state_dict())
+    pack_layers(model)
+    assert list(model.state_dict()) == names
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), plain(x))
+        assert model[0].packed[0].is_mkldnn
+        for each in (model, plain):
+            each[0].weight.mul_(2)
+        torch.testing.assert_close(model(x), plain(x))
+        for each in (model, plain):
+            each[0].weight.detach().numpy()[:] = 3.0  # torch does not know of this change
+        forget_packed(model)
+        torch.testing.assert_close(model(x), plain(x))
+        for each in (model, plain):
+            each[1].weight.data = torch.ones(5, 7)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.usefixtures("by_onednn")
+def test_packed_layers_have_gradients() -> None:
+    layer = nn.Linear(12, 7)
+    expected, x = copy.deepcopy(layer), torch.randn(3, 12)
+    pack_layers(layer)
+    with torch.no_grad():
+        layer(x)
+    for each in (layer, expected):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected.weight.grad)
+
+
+def test_gradients_of_the_head_are_products_in_bfloat16_under_autocast() -> None:
+    """They are rounded as those of the layers below, and added up in float32."""
+    torch.manual_seed(0)
+    left, right, total = torch.randn(40, 30), torch.randn(30, 20), torch.ones(40, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        add_product(total, left, right)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, 1 + (left.bfloat16() @ right.bfloat16()).float())

@@ -67,7 +67,7 @@ def test_the_estimate_is_near_what_a_pass_stores(models: dict[str, str], name: s
     if name == "experts":
         lm.model.set_experts_implementation("eager")
     found = stored(lm, half=dtype != compute_dtype)
-    expected = stored_bytes(shape_of(models[name]), WIDTHS[dtype], WIDTHS[compute_dtype])
+    expected = stored_bytes(shape_of(models[name]), WIDTHS[dtype], WIDTHS[compute_dtype], cpu=True)
     assert found / 1.21 < expected < found * 1.2
 
 
@@ -85,7 +85,7 @@ def test_a_pass_has_no_more_tokens_than_a_step() -> None:
 
 def test_the_only_pass_of_a_step_frees_activations_while_it_makes_gradients() -> None:
     shape = shape_of("builtin:student")
-    per_token = shape.layers * stored_bytes(shape, 4, 4)
+    per_token = shape.layers * stored_bytes(shape, 4, 4, cpu=True)
     gradients = 4 * (shape.parameters - shape.outside)
     assert learner(planned())["~activations"] == 800 * per_token - gradients
     assert learner(planned(token_budget=799))["~activations"] == 799 * per_token

@@ -24,6 +24,7 @@ from slipstream.engines.checksums import checksum, raw
 from slipstream.engines.quantisation import quantised_weights
 from slipstream.engines.shared_memory import empty
 from slipstream.errors import ModelError
+from slipstream.estimators.products import forget_packed
 from slipstream.protocols import Fingerprint, TensorSpec, WeightsRef
 
 OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2", "experts"}
@@ -202,6 +203,7 @@ def load_weights(model: nn.Module, weights: WeightsRef) -> None:
             layer.load(tensor_of(spec, weights))
         else:
             _load(own[spec.name], spec, weights)
+    forget_packed(model)
 
 
 def _load(target: Tensor, spec: TensorSpec, weights: WeightsRef) -> None:

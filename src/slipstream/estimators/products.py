@@ -1,8 +1,11 @@
-"""Float32 matrix products by oneDNN, on processors where MKL leaves much of the machine unused.
+"""Matrix products by oneDNN on CPUs: float32 where MKL leaves much of the machine unused, and packed weights.
 
 MKL uses AVX-512 on Intel's processors only, and packs both matrices for every product. oneDNN uses AVX-512 on all
 processors. So it multiplies large matrices about twice as fast on other processors. The choice depends on the processor
 and the size of the weight, and not on a measured time: a repeated run must round alike.
+
+A product with few rows takes most of its time to bring the weight into oneDNN's layout. A sampler, which multiplies by
+the same weights many times, keeps them in this layout.
 
 Shapes: I input features, O output features; `x` is […, I].
 """
@@ -19,19 +22,27 @@ from torch.autograd.function import once_differentiable
 
 MIN_WEIGHT_SIZE = 100_000
 """Minimum number of elements of a weight; for smaller ones both libraries are equally fast."""
+PRIVATE = "_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported"
+"""Functions of oneDNN that are private in torch, so that another version may lack them."""
 CPU_INFO = Path("/proc/cpuinfo")
 PRODUCT_COLUMNS = 8192
 """Number of columns of a large product that are computed at a time: memory for more would be new pages every time."""
+PACKED_ROWS = 8
+"""Number of rows for which oneDNN chooses the layout of packed weights; it serves products of any number of rows."""
+
+
+@cache
+def uses_avx512() -> bool:
+    """Return True if oneDNN is part of this torch and uses AVX-512 on this processor."""
+    if not torch._C._has_mkldnn or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    return all(hasattr(torch.ops.mkldnn, name) for name in PRIVATE)
 
 
 @cache
 def prefers_onednn() -> bool:
     """Return True if this processor has AVX-512 and is not Intel's."""
-    if not torch._C._has_mkldnn or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # a private function, which another torch may lack
-        return False
-    return CPU_INFO.exists() and "GenuineIntel" not in CPU_INFO.read_text()
+    return uses_avx512() and CPU_INFO.exists() and "GenuineIntel" not in CPU_INFO.read_text()
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
@@ -88,6 +99,53 @@ def use_fast_layers(model: nn.Module) -> None:
             module.__class__ = FastLinear
 
 
+class PackedLinear(FastLinear):
+    """A linear layer that keeps a copy of its weight in oneDNN's layout, for passes without gradient."""
+
+    packed: tuple[Tensor, tuple[int, int]] | None = None
+    """The copy, made by the first pass after a change, and which weight it is of: its address and its version."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not is_packed(x, self.weight):
+            return linear(x, self.weight, self.bias)
+        current = self.weight.data_ptr(), self.weight._version
+        if self.packed is None or self.packed[1] != current:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_ROWS), current
+        return by_onednn(x, self.packed[0], self.bias)
+
+
+def is_packed(x: Tensor, weight: Tensor) -> bool:
+    """Return True if a product with this weight uses a packed one."""
+    if x.dtype != weight.dtype or weight.numel() < MIN_WEIGHT_SIZE or not x.numel():
+        return False
+    return x.device.type == "cpu" and packs(weight.dtype) and not torch.is_autocast_enabled("cpu")
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Return True if packed weights of this dtype save time on this processor."""
+    if dtype == torch.bfloat16:
+        return uses_avx512() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 and prefers_onednn()
+
+
+PLAIN = (nn.Linear, FastLinear, PackedLinear)
+"""Types of layers that compute x · weightᵀ + bias."""
+
+
+def pack_layers(model: nn.Module) -> None:
+    """Let the linear layers of a model keep packed weights."""
+    for module in model.modules():
+        if type(module) in (nn.Linear, FastLinear):
+            module.__class__ = PackedLinear
+
+
+def forget_packed(model: nn.Module) -> None:
+    """Drop packed weights, after the weights were written by another library or before they move."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.packed = None
+
+
 def multiply_into(out_CW: Tensor, left_CI: Tensor, right_WI: Tensor) -> None:
     """Write left · rightᵀ to `out`."""
     if not is_faster(left_CI, right_WI):
@@ -102,8 +160,11 @@ def multiply_into(out_CW: Tensor, left_CI: Tensor, right_WI: Tensor) -> None:
 def add_product(into_CW: Tensor, left_CI: Tensor, right_IW: Tensor) -> None:
     """Add left · right to `into`, in at least float32: a sum of many products in low precision would lose small parts.
 
-    On CPUs each single product is rounded to bfloat16, in which they multiply several times as fast.
+    On CPUs each single product is rounded to bfloat16, in which they multiply several times as fast, also under
+    autocast to bfloat16.
     """
+    if left_CI.device.type == "cpu" and torch.is_autocast_enabled("cpu") and left_CI.dtype == torch.float32:
+        left_CI, right_IW = (each.to(torch.get_autocast_dtype("cpu")) for each in (left_CI, right_IW))
     if is_faster(left_CI, right_IW) or (left_CI.dtype == torch.bfloat16 and left_CI.device.type == "cpu"):
         for into_PW, left_PI in zip(
             torch.split(into_CW, PRODUCT_COLUMNS), torch.split(left_CI, PRODUCT_COLUMNS), strict=True

@@ -23,8 +23,8 @@ def directory_of(file: str) -> str:
     path = Path(file).expanduser().absolute()
     if not path.is_file():
         raise ModelError(f"{file}: no such file")
-    if find_spec("gguf") is None:
-        raise ModelError(f"{file}: reading a GGUF file needs gguf: pip install 'slipstream[gguf]'")
+    if absent := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
+        raise ModelError(f"{file}: reading a GGUF file needs {' and '.join(absent)}: pip install 'slipstream[gguf]'")
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

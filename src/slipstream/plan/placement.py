@@ -57,6 +57,10 @@ class Shape:
     """Number of elements that the norms of a layer store of one token for the backward pass."""
     multiplied: int
     """Number of elements that attention and perceptron of a layer store of one token for the backward pass."""
+    attended: int
+    """Number of those that attention in 16 bits stores in float32 on a CPU, whose backward pass is faster so."""
+    packed: int
+    """Number of elements of the linear layers' weights that a sampler on a CPU packs."""
     cache: int
     """Number of elements that one token adds to the key and value caches of all layers."""
     context: int
@@ -118,9 +122,12 @@ def size(value: float) -> str:
 
 @cache
 def shape_of(model: str) -> Shape:
+    from torch import nn
+
     from slipstream.engines.native.files import empty_model
     from slipstream.engines.native.model import backbone_of
     from slipstream.engines.native.over_devices import layers_of, sizes_of
+    from slipstream.estimators.products import MIN_WEIGHT_SIZE
 
     config, empty = load_config(model), empty_model(model)
     text = config.get_text_config()
@@ -151,6 +158,12 @@ def shape_of(model: str) -> Shape:
         normed=4 * text.hidden_size + 2 * norms * (queries + keys),
         # queries, output of attention, its copy; keys, values, copies of both
         multiplied=3 * queries + 4 * keys + of_perceptron(text),
+        attended=3 * queries + 4 * keys,
+        packed=sum(
+            part.weight.numel()
+            for part in empty.modules()
+            if isinstance(part, nn.Linear) and part.weight.numel() >= MIN_WEIGHT_SIZE
+        ),
         cache=len(cached) * per_layer + len(indexers) * (getattr(text, "index_head_dim", None) or 0),
         context=context_length(config),
     )
@@ -181,14 +194,15 @@ def inner_width(text: Any) -> int:
     return int(inner or 4 * text.hidden_size)
 
 
-def stored_bytes(shape: Shape, width: int, computed: int) -> int:
+def stored_bytes(shape: Shape, width: int, computed: int, *, cpu: bool) -> int:
     """Return the bytes of activations that one layer stores of one token, for weights and products of these widths.
 
     Norms compute in at least float32: half of what they store is that wide, the other half as wide as the weights.
     Their outputs are stored once, or rounded by autocast for each of five products.
     """
     copies = 5 if computed < width else 2
-    return (max(width, 4) + width) // 2 * shape.normed + computed * (copies * shape.width + shape.multiplied)
+    wider = max(4 - computed, 0) * shape.attended if cpu else 0
+    return (max(width, 4) + width) // 2 * shape.normed + computed * (copies * shape.width + shape.multiplied) + wider
 
 
 def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
@@ -220,7 +234,8 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
         copy = {} if gpu else sampler(rolls)
         found += [Need(name, f"at {rolls.runs.endpoint.url}", copy) for name in names("sampler", rolls.replicas)]
     else:
-        found += [need(name, sampler(rolls), rolls.runs) for name in names("sampler", rolls.replicas)]
+        parts = sampler(rolls) | ({} if gpu else packed(rolls.runs))
+        found += [need(name, parts, rolls.runs) for name in names("sampler", rolls.replicas)]
     for name, runs in plan.teacher_samplers.items():
         found += [Need(each, where, sampler(runs)) for each in names(f"sampler-{name}", runs.replicas)]
     for name, scorer in plan.scorers.items():
@@ -388,7 +403,7 @@ def of_model(plan: LearnerPlan, trained: int) -> dict[str, float]:
     settings, shape = plan.settings, shape_of(plan.student.name)
     width, computed = WIDTHS[settings.dtype], WIDTHS[settings.compute_dtype or settings.dtype]
     rounded: float = quantised_of(plan.student.name) * computed if settings.quantised else 0
-    per_token = stored_bytes(shape, width, computed)
+    per_token = stored_bytes(shape, width, computed, cpu=on_cpu(plan))
     activations = per_token * shape.layers
     if settings.checkpointing:  # keep the inputs of all layers, and the activations of one layer
         activations = per_token + inputs_of(plan) * ("activations" not in settings.offload)
@@ -423,16 +438,20 @@ def made_meanwhile(plan: LearnerPlan, activated: float) -> float:
 
 def logits_bytes(plan: LearnerPlan) -> float:
     """Return the bytes of the logits that a GPU has at a time; on CPUs they are few (estimators/logprobs)."""
-    import torch
-
     from slipstream.estimators.logprobs import HELD
 
-    device = plan.student.device
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    if on_cpu(plan):
         return 0
     # a loss over the vocabulary has about twelve float32 tensors of a quarter of this size
     width = 12 if plan.teachers else WIDTHS[plan.settings.compute_dtype or plan.settings.dtype]
     return HELD["cuda"] * width
+
+
+def on_cpu(plan: LearnerPlan) -> bool:
+    import torch
+
+    device = plan.student.device
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
 
 
 def pass_tokens(plan: LearnerPlan) -> int:
@@ -505,6 +524,17 @@ def share_of(runs: ModelPlan | Settings, devices: int) -> float:
 
     outside, layers = shape_of(runs.name).sizes
     return fullest(outside, layers, devices) / (outside + sum(layers))
+
+
+def packed(runs: ModelPlan | Settings | Served) -> dict[str, float]:
+    """Return the bytes of the second copy of its large weights that a native sampler on this CPU multiplies by."""
+    import torch
+
+    from slipstream.estimators.products import packs
+
+    if not isinstance(runs, ModelPlan) or runs.quantisation is not None or not packs(getattr(torch, runs.dtype)):
+        return {}
+    return {"packed weights": shape_of(runs.name).packed * WIDTHS[runs.dtype]}
 
 
 def sampler(plan: SamplerPlan) -> dict[str, float]:

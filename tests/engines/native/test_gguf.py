@@ -120,3 +120,10 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, cache: Path) -> 
     assert list(cache.iterdir()) == []
     with pytest.raises(ModelError, match=r"none\.gguf: no such file$"):
         model_path(str(tmp_path / "none.gguf"))
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setattr("slipstream.models.gguf.find_spec", lambda name: None if name == "accelerate" else object())
+    with pytest.raises(ModelError, match=r"needs accelerate: pip install 'slipstream\[gguf\]'"):
+        model_path(str(tmp_path / "a.gguf"))

@@ -22,6 +22,7 @@ from slipstream.engines.native.sampling.requests import Row
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ModelError, NonFiniteError
+from slipstream.estimators import products
 from slipstream.protocols import Loaded, Mode, Sampling
 from slipstream.records import Handle, Prompt, Rollout
 from support.engines import native_sampler
@@ -268,6 +269,33 @@ def test_keep_mode_is_exact_at_every_token_boundary(name: str, apart: int | None
             np.testing.assert_array_equal(rollout.actions[:kept], before.actions[:kept])
             np.testing.assert_array_equal(rollout.action_logp[:kept], before.action_logp[:kept])
             assert_exact_in_every_segment(rollout, models)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3-window"])
+def test_packed_weights_are_those_that_the_record_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(products, "MIN_WEIGHT_SIZE", 1)
+    models = [make_model(name, seed=seed) for seed in range(2)]
+    expected = [make_model(name, seed=seed) for seed in range(2)]
+    prompts = make_prompts(4)
+
+    async def work(sampler: NativeSampler) -> list[Rollout]:
+        found = []
+        for version in (0, 1, 0):
+            await sampler.publish(export_weights(models[version], "float32", version=version), "keep")
+            groups = await asyncio.gather(*[sampler.generate(prompt, SAMPLING) for prompt in prompts])
+            found += [handle.body for group in groups for handle in group]
+            assert sampler.lm.head.linear.packed is not None
+            await sampler.offload()
+            assert sampler.lm.head.linear.packed is None  # it would stay in the memory that others need
+            await sampler.reload()
+        return found
+
+    for rollout in with_sampler(make_model(name, seed=2), work):
+        (version,) = set(rollout.versions.tolist())
+        full = full_forward(expected[version], rollout, SAMPLING).gather(1, torch.from_numpy(rollout.actions).long())
+        np.testing.assert_allclose(rollout.action_logp, full.numpy(), atol=1e-4)
 
 
 def test_a_rebuild_reads_the_prompt_of_a_group_once() -> None:

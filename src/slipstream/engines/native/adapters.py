@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from slipstream.engines.native.files import check_numbers
 from slipstream.engines.quantisation import RoundedLinear
 from slipstream.errors import ModelError, first_line
-from slipstream.estimators.products import FastLinear
+from slipstream.estimators.products import PLAIN
 from slipstream.models.adapters import CONFIG, PREFIX, WEIGHTS, Adapter
 from slipstream.models.resolve import model_path
 
@@ -63,9 +63,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers, rounded or not, that can have an adapter: no other layer uses their weight."""
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     shared = getattr(embeddings, "weight", None)
-    linear = {
-        name: part for name, part in model.named_modules() if type(part) in (nn.Linear, FastLinear, RoundedLinear)
-    }
+    linear = {name: part for name, part in model.named_modules() if type(part) in (*PLAIN, RoundedLinear)}
     uses = Counter(id(part.weight) for part in linear.values())
     return {n: part for n, part in linear.items() if part.weight is not shared and uses[id(part.weight)] == 1}
 

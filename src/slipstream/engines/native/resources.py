@@ -4,6 +4,9 @@ PyTorch starts CPU threads for each thread that computes in parallel. OpenMP put
 as soon as all of them together outnumber the CPUs, and waking them can cost more than the operation. So engines that
 never work at once share one thread.
 
+Memory that was freed and allocated again has new pages, which the system zeroes at the first access. On virtual
+machines this can take longer than the work on the memory. So an engine's process keeps what it frees.
+
 An engine has two memory spaces: the device for its tensors while it works, and host memory while it waits. On a CPU
 both are host memory. The same code moves the values, so that tests need no GPU.
 """
@@ -11,11 +14,12 @@ both are host memory. The same code moves the values, so that tests need no GPU.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -26,10 +30,25 @@ from slipstream.engines.weights import local
 SHARED_THREAD: ContextVar[ThreadPoolExecutor | None] = ContextVar("thread", default=None)
 """Thread of the engines that are built in this context; None: each engine has its own."""
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+"""Options of glibc's `mallopt`: its malloc.h has the numbers."""
+KEPT = 2**30
+
 
 def compute_thread(name: str, threads: int) -> ThreadPoolExecutor:
     """Return an executor with one thread, on which operations use this number of CPU threads."""
+    keep_freed_memory()
     return SHARED_THREAD.get() or ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(threads,))
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let glibc reuse the memory of tensors of up to `KEPT` bytes, instead of returning it to the system."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, KEPT)
+        set_option(M_TRIM_THRESHOLD, 2**31 - 1)
+        set_option(M_ARENA_MAX, 1)
 
 
 @contextmanager

@@ -270,8 +270,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     check_arguments(module, attention_mask, rest)
     rows, reach = CURRENT_ROWS.get().on(query_RHLD.device), reach_of(module, sliding_window)
-    # under autocast, rotary embeddings leave queries and keys in float32
-    query_RHLD, key_RJLD = query_RHLD.to(value_RJLD.dtype), key_RJLD.to(value_RJLD.dtype)
+    dtype = value_RJLD.dtype
+    # under autocast, rotary embeddings leave queries and keys in float32; a CPU's backward pass in 16 bits is slower
+    wide = dtype if query_RHLD.is_cuda else torch.promote_types(dtype, torch.float32)
+    query_RHLD, key_RJLD, value_RJLD = query_RHLD.to(wide), key_RJLD.to(wide), value_RJLD.to(wide)
     if query_RHLD.is_cuda:
         if dropout:
             raise ModelError("packed rows on CUDA do not support attention dropout: write learner.dropout = false")
@@ -280,8 +282,9 @@ def attend(
         return by_flex(query_RHLD, key_RJLD, value_RJLD, rows, reach, scaling, softcap, s_aux), None
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
     sinks = None if s_aux is None else s_aux.view(1, -1, 1, 1)
-    blocks = rows.blocked(reach, value_RJLD.dtype)
-    return _by_blocks(query_RHLD, key_RJLD, value_RJLD, blocks, sinks=sinks, **options), None
+    with torch.autocast(query_RHLD.device.type, enabled=False):
+        blocks = rows.blocked(reach, wide)
+        return _by_blocks(query_RHLD, key_RJLD, value_RJLD, blocks, sinks=sinks, **options).to(dtype), None
 
 
 def is_compiled(tensor: Tensor) -> bool:

@@ -78,7 +78,10 @@ class Head:
     def __call__(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return logits by the given or the head's own weights. Scaled or capped logits are in at least float32."""
         own = self.inputs(hidden)
-        x = linear(*own) if weight is None else linear(own[0], weight, bias)
+        if weight is not None:
+            x = linear(own[0], weight, bias)
+        else:
+            x = self.linear.forward(own[0]) if own[1] is self.weight else linear(*own)
         if self.scale == 1.0 and self.cap is None:
             return x
         return Bend(1.0, self.scale, self.cap).logits(x.to(wide(x)))

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding, rms_norm
 
 from slipstream.engines.native.attention import Reach
 from slipstream.engines.native.model import LanguageModel, has_windows
 from slipstream.engines.native.sampling import kv
-from slipstream.estimators.products import FastLinear, linear
+from slipstream.estimators.products import PLAIN
 
 DIRECT_BACKBONES = {"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"}
 """Backbones whose layers consist of exactly these operations."""
@@ -44,7 +44,7 @@ class Direct:
             attention, mlp = layer.self_attn, layer.mlp
             h_TH = self._norm(x_TH, layer.input_layernorm.weight)
             parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-            query, key, value = (_apply(part, h_TH).view(len(h_TH), -1, self.head_dim) for part in parts)
+            query, key, value = (part.forward(h_TH).view(len(h_TH), -1, self.head_dim) for part in parts)
             qk = torch.cat([query, key], 1)
             if hasattr(attention, "q_norm"):
                 weights = torch.stack([attention.q_norm.weight, attention.k_norm.weight])
@@ -53,9 +53,9 @@ class Direct:
             query_TND, key_TJD = torch.split(qk, [self.n, self.j], 1)
             keys, values = step.update(key_TJD.transpose(0, 1)[None], value.transpose(0, 1)[None], index)
             out_TND = kv.attend_blocks(step, Reach(), query_TND, keys, values, scaling=self.scaling)
-            x_TH = x_TH + _apply(attention.o_proj, out_TND.flatten(1))
+            x_TH = x_TH + attention.o_proj.forward(out_TND.flatten(1))
             h_TH = self._norm(x_TH, layer.post_attention_layernorm.weight)
-            x_TH = x_TH + _apply(mlp.down_proj, self.act(_apply(mlp.gate_proj, h_TH)) * _apply(mlp.up_proj, h_TH))
+            x_TH = x_TH + mlp.down_proj.forward(self.act(mlp.gate_proj.forward(h_TH)) * mlp.up_proj.forward(h_TH))
         return self._norm(x_TH, self.backbone.norm.weight)
 
     def _norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -86,8 +86,4 @@ def is_direct(lm: LanguageModel) -> bool:
         return False
     linears = [module for name, module in lm.backbone.named_modules() if name.endswith("_proj")]
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in lm.backbone.modules())
-    return not hooked and all(type(module) in (nn.Linear, FastLinear) for module in linears)
-
-
-def _apply(layer: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, layer.weight, layer.bias)
+    return not hooked and all(type(module) in PLAIN for module in linears)

@@ -49,6 +49,7 @@ from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.request_sampler import check_length
 from slipstream.engines.settings import SamplerSettings
 from slipstream.engines.weights import fingerprint_of_loaded, load_weights
+from slipstream.estimators.products import forget_packed, pack_layers
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Finish, Group, Handle, Ints, Prompt, Rollout
 
@@ -59,11 +60,10 @@ class NativeSampler(Offloading):
     ) -> None:
         """Prepare a model; `teacher`, with its own cache, takes part in draws if `Sampling` says so."""
         self.routers = routers_of(lm, field="learner.router") if plan.router else None
-        prove(lm)
-        self.teacher = None
-        if teacher is not None:
-            prove(teacher)
-            self.teacher = Decoder(teacher, plan.slots)
+        for each in (lm,) if teacher is None else (lm, teacher):
+            pack_layers(each.model)
+            prove(each)
+        self.teacher = None if teacher is None else Decoder(teacher, plan.slots)
         self.drafting = None if plan.speculation is None else Drafting(plan.speculation)
         self.rebuilds = plan.on_publish == "rebuild"
         self.lm, self.count, self.version = lm, plan.slots, 0
@@ -159,6 +159,7 @@ class NativeSampler(Offloading):
         self.tape = Tape(self.count, self.lm.device, self.tape.dtype)
         for decoder in self.decoders:
             decoder.slots = Slots(self.count, decoder.lm.model.config)
+            forget_packed(decoder.lm.model)
         return chain.from_iterable(decoder.lm.model.parameters() for decoder in self.decoders)
 
     def _work(self) -> None:
