@@ -209,6 +209,22 @@ def test_gradients_of_low_precision_weights_are_summed_in_float32(fused: bool) -
     assert (found.double() - expected).abs().max() < 2**-7 * expected.abs().max()
 
 
+def test_autocast_rounds_the_products_of_gradients_and_nothing_else() -> None:
+    hidden, weight, _, ids = make(torch.float32)
+    found = dict[bool, list[Tensor]]()
+    for narrow in (False, True):
+        own = [each.detach().clone().requires_grad_() for each in (hidden, weight)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            loss, _ = fused_loss(*own, ids, lambda logp, rows: (logp.square().sum(), {}), chunk=4 * V)
+        loss.backward()
+        found[narrow] = [loss.detach(), *(each.grad for each in own)]
+    (exact, *wide), (same, *narrow) = found[False], found[True]
+    assert exact == same
+    for one, other in zip(wide, narrow, strict=True):
+        assert other.dtype == torch.float32
+        assert 0 < (other - one).norm() / one.norm() < 0.01
+
+
 def test_a_bias_of_minus_infinity_is_probability_zero() -> None:
     """Tokens beyond the vocabulary, as padded vocabularies have them."""
     hidden, weight, _, ids = make()

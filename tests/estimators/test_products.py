@@ -119,13 +119,3 @@ def test_packed_layers_have_gradients() -> None:
     for each in (layer, expected):
         each(x).square().sum().backward()
     torch.testing.assert_close(layer.weight.grad, expected.weight.grad)
-
-
-def test_gradients_of_the_head_are_products_in_bfloat16_under_autocast() -> None:
-    """They are rounded as those of the layers below, and added up in float32."""
-    torch.manual_seed(0)
-    left, right, total = torch.randn(40, 30), torch.randn(30, 20), torch.ones(40, 20)
-    with torch.autocast("cpu", torch.bfloat16):
-        add_product(total, left, right)
-    assert total.dtype == torch.float32
-    torch.testing.assert_close(total, 1 + (left.bfloat16() @ right.bfloat16()).float())

@@ -160,11 +160,8 @@ def multiply_into(out_CW: Tensor, left_CI: Tensor, right_WI: Tensor) -> None:
 def add_product(into_CW: Tensor, left_CI: Tensor, right_IW: Tensor) -> None:
     """Add left · right to `into`, in at least float32: a sum of many products in low precision would lose small parts.
 
-    On CPUs each single product is rounded to bfloat16, in which they multiply several times as fast, also under
-    autocast to bfloat16.
+    On CPUs each single product is rounded to bfloat16, in which they multiply several times as fast.
     """
-    if left_CI.device.type == "cpu" and torch.is_autocast_enabled("cpu") and left_CI.dtype == torch.float32:
-        left_CI, right_IW = (each.to(torch.get_autocast_dtype("cpu")) for each in (left_CI, right_IW))
     if is_faster(left_CI, right_IW) or (left_CI.dtype == torch.bfloat16 and left_CI.device.type == "cpu"):
         for into_PW, left_PI in zip(
             torch.split(into_CW, PRODUCT_COLUMNS), torch.split(left_CI, PRODUCT_COLUMNS), strict=True

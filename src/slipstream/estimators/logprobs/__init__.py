@@ -212,6 +212,10 @@ class _Grads:
             return torch.zeros_like(like, dtype=wide(like))
 
         self.inputs = (hidden_NH, weight_VH, bias)
+        narrow = hidden_NH.dtype
+        if narrow == torch.float32 and hidden_NH.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+            narrow = torch.get_autocast_dtype("cpu")  # products of gradients are rounded as those of the layers below
+        self.factors = hidden_NH.to(narrow), weight_VH.to(narrow)
         self.hidden = zeros(hidden_NH) if needs[0] else None
         self.weight = zeros(weight_VH) if needs[1] else None
         self.bias = zeros(bias) if bias is not None and needs[2] else None
@@ -219,10 +223,12 @@ class _Grads:
     def add(self, rows: slice, columns: slice, grad_CW: Tensor) -> None:
         if self.bias is not None:
             self.bias[columns] += grad_CW.sum(0, dtype=self.bias.dtype)
+        hidden_NH, weight_VH = self.factors
+        grad_CW = grad_CW.to(hidden_NH.dtype)
         if self.hidden is not None:
-            add_product(self.hidden[rows], grad_CW, self.inputs[1][columns])
+            add_product(self.hidden[rows], grad_CW, weight_VH[columns])
         if self.weight is not None:
-            add_product(self.weight[columns], grad_CW.T, self.inputs[0][rows])
+            add_product(self.weight[columns], grad_CW.T, hidden_NH[rows])
 
     def done(self) -> tuple[Tensor | None, ...]:
         gradients = (self.hidden, self.weight, self.bias)
