@@ -753,6 +753,9 @@ def test_in_16_bits_limits_of_samplers_follow_from_the_start(
 @pytest.mark.parametrize(
     "rounding, kls, asked, trusted",
     [
+        ("half", [0.0, 0.0, 0.0, 0.0, {"exact/k3_kl": 0.0}], 5, True),  # all of it is the learner's own rounding
+        ("half", [0.0, 0.0, 0.0, 0.0, *[{"exact/k3_kl": 0.1}] * 4], 8, False),
+        ("half", [0.0, 0.0, 0.0, 0.0, *[{"exact/ppl_ratio": 2.0}] * 4], 8, False),
         ("half", [0.01, 0.02, 0.01, 0.01, 0.04], 5, True),  # four times at the start, and once later
         ("half", [0.01, 0.02, 0.01, 0.01, 0.3, 0.01], 6, True),  # one token had the KL: the next answer decides
         ("half", [0.01, 0.02, 0.01, 0.01, 0.3, 0.3, 0.2, 0.3], 8, False),
@@ -761,7 +764,7 @@ def test_in_16_bits_limits_of_samplers_follow_from_the_start(
     ],
 )
 def test_a_single_answer_in_16_bits_does_not_accuse_a_sampler(
-    rounding: Any, kls: list[float], asked: int, trusted: bool, monkeypatch: pytest.MonkeyPatch
+    rounding: Any, kls: list[Any], asked: int, trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, said, waiting, seeds = Prompt(id="p", number=-1, tokens=np.array([2], np.int32), seed=5), [], [*kls], []
 
@@ -775,7 +778,9 @@ def test_a_single_answer_in_16_bits_does_not_accuse_a_sampler(
 
     class Comparing:
         async def compare(self, batch: Batch, teacher: str = "") -> dict[str, float]:
-            return {"drift/k3_kl": waiting.pop(0), "drift/ppl_ratio": 1.0}
+            if isinstance(found := waiting.pop(0), dict):
+                return {"drift/k3_kl": 1.0, "drift/ppl_ratio": 1.0} | found
+            return {"drift/k3_kl": found, "drift/ppl_ratio": 1.0}
 
     worker: Any = SimpleNamespace(engine=Drawing(), since={}, name="sampler", good=0, unproven=True)
     parts: Any = {"groups": None, "pools": [], "teachers": [], "samplers": SimpleNamespace(workers=[worker])}

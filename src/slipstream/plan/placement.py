@@ -234,10 +234,11 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
         copy = {} if gpu else sampler(rolls)
         found += [Need(name, f"at {rolls.runs.endpoint.url}", copy) for name in names("sampler", rolls.replicas)]
     else:
-        parts = sampler(rolls) | ({} if gpu else packed(rolls.runs))
+        parts = sampler(rolls) | ({} if gpu else packed(rolls))
         found += [need(name, parts, rolls.runs) for name in names("sampler", rolls.replicas)]
     for name, runs in plan.teacher_samplers.items():
-        found += [Need(each, where, sampler(runs)) for each in names(f"sampler-{name}", runs.replicas)]
+        parts = sampler(runs) | ({} if gpu else packed(runs))
+        found += [Need(each, where, parts) for each in names(f"sampler-{name}", runs.replicas)]
     for name, scorer in plan.scorers.items():
         if isinstance(scorer.runs, Endpoint):
             found.append(Need(f"teacher {name}", f"at {scorer.runs.url}"))
@@ -526,15 +527,15 @@ def share_of(runs: ModelPlan | Settings, devices: int) -> float:
     return fullest(outside, layers, devices) / (outside + sum(layers))
 
 
-def packed(runs: ModelPlan | Settings | Served) -> dict[str, float]:
-    """Return the bytes of the second copy of its large weights that a native sampler on this CPU multiplies by."""
+def packed(plan: SamplerPlan) -> dict[str, float]:
+    """Return the bytes of the second copies of large weights that a native sampler on this CPU multiplies by."""
     import torch
 
     from slipstream.estimators.products import packs
 
-    if not isinstance(runs, ModelPlan) or runs.quantisation is not None or not packs(getattr(torch, runs.dtype)):
-        return {}
-    return {"packed weights": shape_of(runs.name).packed * WIDTHS[runs.dtype]}
+    found = [each for each in (plan.runs, plan.teacher) if isinstance(each, ModelPlan) and each.quantisation is None]
+    copies = [shape_of(e.name).packed * WIDTHS[e.dtype] for e in found if packs(getattr(torch, e.dtype))]
+    return {"packed weights": sum(copies)}
 
 
 def sampler(plan: SamplerPlan) -> dict[str, float]:

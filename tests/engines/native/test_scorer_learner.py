@@ -292,6 +292,21 @@ async def update(learner: NativeLearner, batch: Batch, number: int = 1) -> dict[
     return await learner.step()
 
 
+def test_a_comparison_also_tells_what_is_left_without_the_learners_own_rounding() -> None:
+    batch, whole, rounded = make_batch(), make_learner(), make_learner(compute_dtype="bfloat16")
+
+    async def work() -> list[dict[str, float]]:
+        return [await learner.compare(batch) for learner in (whole, rounded, rounded)]
+
+    exact, first, again = asyncio.run(work())
+    assert not {name for name in exact if name.startswith("exact/")}, "it would be the same"
+    for found in (first, again):
+        assert found["exact/k3_kl"] == pytest.approx(exact["drift/k3_kl"], rel=1e-3, abs=1e-9)
+        assert found["exact/ppl_ratio"] == pytest.approx(exact["drift/ppl_ratio"], rel=1e-5)
+        assert found["drift/k3_kl"] > 10 * found["exact/k3_kl"]
+    assert first == again, "the precision of later passes is that of the config"
+
+
 def test_scale_multiplies_the_gradient_before_clipping() -> None:
     """Accumulating with unit counts and scaling once is dividing by the counts."""
     batch, whole, scaled = make_batch(), make_learner(), make_learner()

@@ -32,7 +32,8 @@ SHARED_THREAD: ContextVar[ThreadPoolExecutor | None] = ContextVar("thread", defa
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Options of glibc's `mallopt`: its malloc.h has the numbers."""
-KEPT = 2**30
+KEPT, ALL = 2**30, 2**31 - 1
+"""Bytes of the largest tensor whose memory is kept, and the largest number of bytes that `mallopt` takes."""
 
 
 def compute_thread(name: str, threads: int) -> ThreadPoolExecutor:
@@ -43,11 +44,11 @@ def compute_thread(name: str, threads: int) -> ThreadPoolExecutor:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let glibc reuse the memory of tensors of up to `KEPT` bytes, instead of returning it to the system."""
+    """Let glibc reuse the memory of tensors, instead of returning it to the system."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do not have it
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, KEPT)
-        set_option(M_TRIM_THRESHOLD, 2**31 - 1)
+        set_option(M_TRIM_THRESHOLD, ALL)
         set_option(M_ARENA_MAX, 1)
 
 

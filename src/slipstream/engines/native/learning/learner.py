@@ -468,14 +468,21 @@ class NativeLearner(Offloading):
 
 
 def compared(passes: Passes, samples: Sequence[Scored], teacher: str, *, temperature: float) -> Metrics:
-    """Return metrics that compare recorded log-probs with the learner's, or with a following teacher's snapshot."""
+    """Return metrics that compare recorded log-probs with the learner's, or with a following teacher's snapshot.
+
+    `exact/…` are those without the rounding of the learner's own products, if these have fewer bits than its weights.
+    """
     if teacher:
         seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
         with unrounded(passes.lm.model):  # teachers are not quantised
             logp = passes.log_probs(seen, snapshot_of(teacher), temperature=temperature)
         return against_teachers(samples, logp)
-    logp = passes.log_probs(samples)
-    return own_drift(samples, logp) | against_teachers(samples, logp)
+    logp, exact = passes.log_probs(samples), Metrics()
+    if passes.rounds:
+        with passes.unrounded():
+            drift = own_drift(samples, passes.log_probs(samples))
+        exact = {f"exact/{name}": drift[f"drift/{name}"] for name in ("k3_kl", "ppl_ratio")}
+    return own_drift(samples, logp) | against_teachers(samples, logp) | exact
 
 
 def own_drift(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -40,6 +40,8 @@ class Passes:
         self.config, self.temperature, self.ranks = plan.settings, plan.method.temperature, ranks
         self.tokens = Counter[str]()
         """Token counts (see `tokens_of`) of all passes since the last call of `packing_metrics`."""
+        self.rounds = plan.settings.compute_dtype not in (None, plan.settings.dtype)
+        """True: matrix products have fewer bits than the weights."""
         self.read = self.trained = 0
         """Tokens of all sequences that passed without and with a gradient, since the start."""
 
@@ -81,12 +83,20 @@ class Passes:
         return metrics
 
     def precision(self) -> AbstractContextManager[Any]:
-        config = self.config
-        if config.compute_dtype in (None, config.dtype):
+        if not self.rounds:
             return nullcontext()
         # sharded weights are freed after use; autocast's cached copies of them would stay
-        cached = self.ranks.size == 1
-        return torch.autocast(self.lm.device.type, dtype=getattr(torch, config.compute_dtype), cache_enabled=cached)
+        cached, dtype = self.ranks.size == 1, getattr(torch, str(self.config.compute_dtype))
+        return torch.autocast(self.lm.device.type, dtype=dtype, cache_enabled=cached)
+
+    @contextmanager
+    def unrounded(self) -> Iterator[None]:
+        """Compute in the precision of the weights in this context."""
+        self.rounds, before = False, self.rounds
+        try:
+            yield
+        finally:
+            self.rounds = before
 
     def log_probs(
         self, samples: Sequence[Scored], version: Version | None = None, *, temperature: float | None = None
