@@ -8,7 +8,8 @@ Planted: runs of the built-in models with one thing wrong each, by a setting, or
 real one and does what it is called. They begin without checks, which would refuse some of them. Healthy: twenty runs
 of other seeds, losses and schedules. One run at a time, a minute each on two cores; those that are in DIR already are
 read, and not made again. `--real`: the same with a real model and its student after the supervised start, both
-of `make real`. Of finished studies it is told what is said of their runs, which no rule was made by.
+of `make real`; `python benchmarks/honest.py --runs 0` makes the student without fifteen layers. Of finished studies it
+is told what is said of their runs, which no rule was made by.
 """
 
 from __future__ import annotations
@@ -309,8 +310,8 @@ REAL_PLANTED: dict[str, Plant] = {
     "steps of the wrong sign, sync": Plant("wrong direction", {**schedule("sync"), "updates": 24}, learner(Ascending)),
     "lr 1e-2, sync": Plant("step too large", {**at(1e-2), **schedule("sync")}),
     "teacher sees Q{prompt}A": Plant("wrong template", {**seen("Q{prompt}A", REAL), **LESS}),
-    "student without a supervised start": Plant(
-        "student too far", {"student": "build/real/student", **at(5e-4), **schedule("sync"), "updates": 24}
+    "student without fifteen layers": Plant(
+        "student too far", {"student": "build/real/ruined", **at(5e-4), **schedule("sync"), "updates": 24}
     ),
     "scoring 3 s slower": Plant("slow teacher", LESS, scorers(lambda each: Slow(each, 3.0))),
     "rollouts 3 s slower": Plant("slow sampler", LESS, samplers(lambda each: Slow(each, 3.0))),

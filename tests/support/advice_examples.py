@@ -170,6 +170,7 @@ def engines(**values: Value) -> dict[str, Value]:
 
 HALF = {"sampler": {"dtype": "bfloat16"}}
 GETS_WORSE: dict[str, Value] = {"teacher/kl": rising(0.4, 0.8), "reward/exact": 0.3}
+RUINED: dict[str, Value] = {"student/entropy": after(3, 0.1, before=2.0), "student/repeated": after(3, 0.9)}
 WEIGHED = {**POLICY, "correction": {"preset": "decoupled_token_is"}}
 REJECTS = {**POLICY, "correction": {"preset": "decoupled_geo_rs"}}
 SUMS = {**POLICY, "correction": {"preset": "decoupled_seq_is_rs"}}
@@ -218,6 +219,8 @@ EXAMPLES = [
     Example("wrong template", {}, {}, beyond_samples=tuple(samples(3.2, 0.5)), within_samples=tuple(samples(2.8, 0.5))),
     Example("wrong template", {}, {}, beyond_samples=tuple(samples(3.2, 0.5)), within_samples=tuple(samples(3.2, 3.3))),
     Example("wrong template", {}, {}, beyond_samples=tuple(samples(4.2, 2.0)), within_samples=tuple(samples(4.2, 2.2))),
+    Example("wrong template", {}, {"student/repeated": 0.5}, beyond_samples=tuple(samples(3.2, 0.5)),
+            within_samples=tuple(samples(3.2, 0.5))),
     Example("wrong template", {"teacher/kl": 2.6}, {"teacher/kl": 2.2}),
     Example("student too far", {"student/repeated": rising(0.0, 0.5), "teacher/kl": rising(1.7, 0.4)},
             {"student/repeated": rising(0.0, 0.2), "teacher/kl": rising(1.7, 0.4)}),
@@ -235,11 +238,15 @@ EXAMPLES = [
             {**AWAY, "teacher/kl": rising(0.4, 0.6)}, SYNC),
     Example("wrong direction", {**AWAY, "teacher/kl": rising(0.4, 4.0)},
             {**AWAY, "teacher/kl": rising(0.4, 4.0), "distill/loss": rising(4.0, 0.4)}),
+    Example("wrong direction", {**AWAY, "teacher/kl": after(9, 1.2, before=0.4)},
+            {**AWAY, "teacher/kl": after(12, 1.2, before=0.4)}, SYNC),
     Example("step too large", {"drift/kl/lag_1": 0.08, **GETS_WORSE}, {"drift/kl/lag_1": 0.04}),
     Example("step too large", {"drift/kl/lag_1": 0.08}, {"drift/kl/lag_1": 0.04}, weight="watch"),
     Example("step too large", {**FRESH, **GETS_WORSE}, {**FRESH, "teacher/kl": 0.4, "reward/exact": 0.3}, SYNC),
     Example("step too large", {**FRESH, **ALONE, "reward/exact": rising(0.6, 0.3)},
             {**FRESH, **ALONE, "reward/exact": rising(0.6, 0.57)}, {**POLICY, **SYNC}),
+    Example("step too large", {**FRESH, **RUINED},
+            {**FRESH, **RUINED, "student/entropy": after(3, 0.3, before=2.0)}, SYNC),
     Example("step too large", {"drift/k3_kl_first": 0.005, "drift/k3_kl_last": 0.06, **GETS_WORSE},
             {"drift/k3_kl_first": 0.005, "drift/k3_kl_last": 0.05},
             {"learner": {"batch_size": 32, "minibatches": 2}}),

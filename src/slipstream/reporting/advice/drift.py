@@ -211,15 +211,18 @@ def worse(case: Case) -> bool:
 
 def wrong_direction(case: Case) -> Evidence | None:
     """Find a student that moves away from its teachers from the first updates on, by small steps."""
-    begin, then = case.lines[:3], case.lines[6:9]
-    if len(then) < 3 or case.moving_teacher or case.config.supervised_updates or case.config.learner.lr > SMALL_LR:
+    if case.moving_teacher or case.config.supervised_updates or case.config.learner.lr > SMALL_LR:
         return None
-    before, after = teacher_kl(begin), teacher_kl(then)
-    losses = [values_of(lines, "distill/loss") for lines in (begin, then)]
-    rises = all(losses) and fmean(losses[1]) > fmean(losses[0]) and after.above(before)
-    if not rises or after.mean < 1.2 * before.mean or case.gained or case.rewarded:
+    if case.gained or case.rewarded:
         return None
-    return Evidence("teacher/kl", after.mean, before.mean, [slower(case.config, 0.1)])
+    begin, before = case.lines[:3], teacher_kl(case.lines[:3])
+    for then in (case.lines[6:9], case.lines[9:12]):
+        after = teacher_kl(then)
+        losses = [values_of(lines, "distill/loss") for lines in (begin, then)]
+        rises = len(then) == 3 and all(losses) and fmean(losses[1]) > fmean(losses[0]) and after.above(before)
+        if rises and after.mean >= 1.2 * before.mean:
+            return Evidence("teacher/kl", after.mean, before.mean, [slower(case.config, 0.1)])
+    return None
 
 
 def wrong_weights(case: Case) -> Evidence | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log, sqrt
+from itertools import pairwise
+from math import log, nan, sqrt
 from statistics import fmean, median, quantiles
 
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.reporting.advice.drift import KL_LIMIT, KL_WARNING, REINFORCE, fresher, risen, slower, worse
 from slipstream.reporting.advice.measurements import WINDOW, Case, Change, Evidence, Level, level, values_of
-from slipstream.reporting.advice.teachers import ALIKE_KL, LONG_RUN
+from slipstream.reporting.advice.teachers import ALIKE_KL, LONG_RUN, REPETITIVE
 
 SPIKE = 10.0
 """Gradient norm, as a multiple of its median, that often comes before a collapse."""
@@ -17,6 +18,8 @@ SURGE, SHRUNK = 1.2, 0.2
 """Limits for the mean response length divided by that of 100 updates before."""
 LOW_ENTROPY, ENTROPY_SHARE = 0.1, 0.5
 """Entropy below which the student has collapsed: in nats, and as a share of the initial entropy."""
+OF_TEXT, RUINED_SHARE = ("entropy", "repeated"), 0.1
+"""Metrics of a ruined student's text, and its largest share of the entropy of the update before."""
 MANY_CUT_OFF = 0.1
 """Largest share of responses that may be cut off."""
 FEW_ADVANTAGES = 0.2
@@ -44,7 +47,19 @@ LOW_TEMPERATURE = 0.5
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
+def ruined_at_once(case: Case) -> Evidence | None:
+    """Find one of the first updates after which the student writes one repetition, and did not before."""
+    for before, line in pairwise(case.lines[:WINDOW]):
+        entropies, repeated = ([each.get(f"student/{name}", nan) for each in (before, line)] for name in OF_TEXT)
+        if entropies[1] < RUINED_SHARE * entropies[0] and repeated[0] <= REPETITIVE < repeated[1]:
+            limit = RUINED_SHARE * entropies[0]
+            return Evidence("student/entropy", entropies[1], limit, [slower(case.config, 0.1)])
+    return None
+
+
 def too_large(case: Case) -> Evidence | None:
+    if (ruined := ruined_at_once(case)) is not None:
+        return ruined
     moved, harm = case.moved, worse(case)
     leaps = moved.over(KL_LIMIT)
     # the KL of a step grows with the square of its size; without a measured KL, try a tenth of the learning rate

@@ -117,7 +117,8 @@ def far_student(case: Case) -> Evidence | None:
 def another_prompt(case: Case) -> Evidence | None:
     if case.diverged_early:
         return None
-    first = [gaps_of(sample) for sample in case.first_samples]
+    degenerate = {line["update"] for line in case.lines if line.get("student/repeated", 0.0) > REPETITIVE}
+    first = [gaps_of(sample) for sample in case.first_samples if sample["update"] not in degenerate]
     head = level([fmean(gaps[:FIRST_TOKENS]) for gaps in first if gaps])
     tails = [fmean(tail) for gaps in first if (tail := gaps[2 * FIRST_TOKENS :])]
     if head.over(FIRST_GAP) and (not tails or head.mean > HEAD_FACTOR * fmean(tails)):
