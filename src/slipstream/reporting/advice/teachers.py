@@ -38,6 +38,8 @@ REPETITIVE = 0.3
 """Share of repeated 4-grams above which a student's text degenerates, if the share was lower at the start."""
 FAR_GAP = 1.5
 """Mean log-prob gap in nats of all but the first tokens of a response, from which a student is far from its teacher."""
+ENDLESS = 0.5
+"""Share of responses without an end, from which a far student writes no answers yet."""
 ALIKE_KL = 0.02
 """KL between student and teacher below which there is nothing to learn."""
 LONG_RUN = 50
@@ -97,21 +99,26 @@ def gaps_of(sample: Line) -> list[float]:
 
 
 def far_student(case: Case) -> Evidence | None:
-    """Find a student so far from its teacher that its rollouts teach it little: KL is large, and text degenerates.
+    """Find a student so far from its teacher that its rollouts teach it little: KL was large at the start.
 
-    Reverse KL falls while such a student repeats itself, because repetitions are easy to predict.
+    Either its text degenerates: reverse KL falls while a student repeats itself, because repetitions are easy to
+    predict. Or it is still far, and most of its responses do not end.
     """
     repeated, before = case.now("student/repeated"), case.then("student/repeated")
     tails = [gaps[FIRST_TOKENS:] for gaps in map(gaps_of, case.first_samples)]
     gap = level([fmean(gaps) for gaps in tails if gaps])
     degenerates = repeated.over(REPETITIVE) and repeated.above(before)
-    if case.diverged_early or not degenerates or not max(teacher_kl(case.lines[:3]).mean, gap.mean) > FAR_GAP:
+    remains = case.kl_now.over(FAR_GAP) and case.now("truncated").over(ENDLESS)
+    was_far = max(teacher_kl(case.lines[:3]).mean, gap.mean) > FAR_GAP
+    if case.diverged_early or not was_far or not (degenerates or remains):
         return None
     source = "data" if any(teacher.base_url for teacher in case.config.teachers.values()) else "teacher"
     start = {"sft.updates": max(case.config.updates // 3, 1), "sft.source": source}
     changes: list[Change] = [start] if case.config.sft is None else []
     changes += [{"mix.source": source, "mix.share": 0.5}, {"loss.kind": "forward_kl"}]
-    return Evidence("student/repeated", repeated.mean, REPETITIVE, changes)
+    if degenerates:
+        return Evidence("student/repeated", repeated.mean, REPETITIVE, changes)
+    return Evidence("teacher/kl", case.kl_now.mean, FAR_GAP, changes)
 
 
 def another_prompt(case: Case) -> Evidence | None:
