@@ -38,7 +38,7 @@ SAME = 1e-5
 """Largest mean change of log-probs that counts as none."""
 LARGEST, SHARE = 4 << 30, 0.25
 """Largest model in bytes of float32 that is loaded for a comparison, also as a share of this machine's memory."""
-ROUNDING, FINEST, COARSEST = 2.0, 0.03, 0.3
+ROUNDING, FINEST, COARSEST = 4.0, 0.03, 0.3
 """Limit of the distance from a forward pass in 16 bits as a multiple of what rounding does in it, and its bounds."""
 
 
