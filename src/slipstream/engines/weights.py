@@ -198,12 +198,12 @@ def load_weights(model: nn.Module, weights: WeightsRef) -> None:
     """Copy published weights into the model, converted to its dtype or quantised; names and shapes must match."""
     own, quantised = dict(published(model)), quantised_weights(model)
     check_fits({name: tuple(tensor.shape) for name, tensor in own.items()}, weights)
+    forget_packed(model)  # first: what runs is what is stored, also if an error interrupts the copies
     for spec in weights.manifest:
         if layer := quantised.get(spec.name):
             layer.load(tensor_of(spec, weights))
         else:
             _load(own[spec.name], spec, weights)
-    forget_packed(model)
 
 
 def _load(target: Tensor, spec: TensorSpec, weights: WeightsRef) -> None:

@@ -47,9 +47,14 @@ def prefers_onednn() -> bool:
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Return True if oneDNN computes this product faster than `torch.mm` does."""
-    if x.dtype != torch.float32 or weight.dtype != torch.float32 or weight.numel() < MIN_WEIGHT_SIZE or not x.numel():
+    return x.dtype == torch.float32 and is_large(x, weight) and prefers_onednn()
+
+
+def is_large(x: Tensor, weight: Tensor) -> bool:
+    """Return True for a product on a CPU in the precision of both operands, with a large weight."""
+    if x.dtype != weight.dtype or weight.numel() < MIN_WEIGHT_SIZE or not x.numel():
         return False
-    return x.device.type == "cpu" and prefers_onednn() and not torch.is_autocast_enabled("cpu")
+    return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
 def by_onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -106,19 +111,12 @@ class PackedLinear(FastLinear):
     """The copy, made by the first pass after a change, and which weight it is of: its address and its version."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not is_packed(x, self.weight):
+        if torch.is_grad_enabled() or not (is_large(x, self.weight) and packs(x.dtype)):
             return linear(x, self.weight, self.bias)
         current = self.weight.data_ptr(), self.weight._version
         if self.packed is None or self.packed[1] != current:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), PACKED_ROWS), current
         return by_onednn(x, self.packed[0], self.bias)
-
-
-def is_packed(x: Tensor, weight: Tensor) -> bool:
-    """Return True if a product with this weight uses a packed one."""
-    if x.dtype != weight.dtype or weight.numel() < MIN_WEIGHT_SIZE or not x.numel():
-        return False
-    return x.device.type == "cpu" and packs(weight.dtype) and not torch.is_autocast_enabled("cpu")
 
 
 def packs(dtype: torch.dtype) -> bool:

@@ -18,8 +18,8 @@ SURGE, SHRUNK = 1.2, 0.2
 """Limits for the mean response length divided by that of 100 updates before."""
 LOW_ENTROPY, ENTROPY_SHARE = 0.1, 0.5
 """Entropy below which the student has collapsed: in nats, and as a share of the initial entropy."""
-OF_TEXT, RUINED_SHARE = ("entropy", "repeated"), 0.1
-"""Metrics of a ruined student's text, and its largest share of the entropy of the update before."""
+RUINED_SHARE = 0.1
+"""Share of the entropy of the update before; below it, and with repetitions, an update has ruined the student."""
 MANY_CUT_OFF = 0.1
 """Largest share of responses that may be cut off."""
 FEW_ADVANTAGES = 0.2
@@ -50,10 +50,10 @@ LOW_TEMPERATURE = 0.5
 def ruined_at_once(case: Case) -> Evidence | None:
     """Find one of the first updates after which the student writes one repetition, and did not before."""
     for before, line in pairwise(case.lines[:WINDOW]):
-        entropies, repeated = ([each.get(f"student/{name}", nan) for each in (before, line)] for name in OF_TEXT)
-        if entropies[1] < RUINED_SHARE * entropies[0] and repeated[0] <= REPETITIVE < repeated[1]:
-            limit = RUINED_SHARE * entropies[0]
-            return Evidence("student/entropy", entropies[1], limit, [slower(case.config, 0.1)])
+        entropy, limit = line.get("student/entropy", nan), RUINED_SHARE * before.get("student/entropy", nan)
+        repeats = before.get("student/repeated", nan) <= REPETITIVE < line.get("student/repeated", nan)
+        if entropy < limit and repeats:
+            return Evidence("student/entropy", entropy, limit, [slower(case.config, 0.1)])
     return None
 
 
