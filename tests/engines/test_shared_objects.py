@@ -16,6 +16,7 @@ from slipstream.config.learner import LoraConfig
 from slipstream.engines.native.learning.student import prepare
 from slipstream.engines.native.model import LanguageModel, called_layers, with_adapters
 from slipstream.engines.native.ranks import SharedObjects
+from slipstream.engines.native.resources import keep_freed_memory
 from slipstream.engines.native.rows import use_rows
 from slipstream.engines.quantisation import compute_rounded
 from support.tiny_experts import MIXTURES, make_mixture
@@ -112,6 +113,7 @@ def resident() -> tuple[int, int]:
 
 
 def test_parameters_move_to_shared_pages_which_no_buffer_keeps() -> None:
+    keep_freed_memory()  # as every process of an engine does
     size = 64 * 2**20
     private, shared = resident()
 

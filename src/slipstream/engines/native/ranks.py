@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.engines.checksums import raw
+from slipstream.engines.native.resources import return_freed_memory
 from slipstream.engines.shared_memory import Mapped
 from slipstream.engines.weights import on_first_rank
 
@@ -165,6 +166,7 @@ def move_parameters(made: object) -> tuple[Mapped, int]:
     for parameter, place in writer.places.values():
         body[place[0] : place[0] + parameter.nbytes] = raw(parameter.detach())
         parameter.data = view(pages, place)
+    return_freed_memory()
     return memory, writer.size
 
 

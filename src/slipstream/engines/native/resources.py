@@ -52,6 +52,13 @@ def keep_freed_memory() -> None:
         set_option(M_ARENA_MAX, 1)
 
 
+def return_freed_memory() -> None:
+    """Return all free pages to the system now, after a large tensor that nothing will replace."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 @contextmanager
 def one_thread(threads: int) -> Iterator[None]:
     """Give one thread to all engines that are built in this context."""
