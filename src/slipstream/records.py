@@ -33,6 +33,8 @@ OPEN, UNWRITTEN, TOO_LONG, UNPAIRED = -1, -2, -3, -4
 """Numbers in place of a span, for tokens about which a teacher with another tokenizer says nothing: at the end of a
 response that was cut, from the first text that the teacher cannot write on, and beyond its context. UNPAIRED: in a span
 of several tokens, for a loss that compares distributions; if it merges spans, only tokens after the first of a span."""
+ABSENT = -1
+"""Token id in place of a token of the teacher that the student does not have."""
 REPEATED_N = 4
 """Number of tokens of the n-grams whose repetition is measured."""
 HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -481,7 +483,9 @@ class Scored:
     teacher_best_logp: Floats | None = None
     """Teacher log-probs of the rollout's `best_ids`, [N, K]."""
     teacher_ids: Ints | None = None
+    """The teacher's most likely tokens, [N, K], as ids of the student; ABSENT: it has no such token."""
     teacher_topk_logp: Floats | None = None
+    """Teacher log-probs of `teacher_ids`, [N, K]; −∞ for ABSENT."""
     teacher_hidden: Floats | Ints | None = None
     byte_spans: Ints | None = None
     """Number of the byte span of each trained token, [N], for a teacher with another tokenizer: a span is scored as a

@@ -60,8 +60,16 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "builtin:teacher",
         {},
     ),
+    "the teacher's most likely tokens": (
+        ANSWERS | {"loss": {"kind": "common_topk", "cache": "teacher_topk", "k": 8, "beta": 0.5}},
+        "builtin:teacher",
+        {},
+    ),
     "begun answers": (ANSWERS | {"loss": {"m": 1}, "mix": {"prefix": 0.9, "share": 1.0}}, "builtin:teacher", {}),
 }
+
+
+LOSSES: list[dict[str, Any]] = [{"m": 1}, {"kind": "gold"}, {"kind": "uld"}, {"kind": "common_topk"}]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,7 +86,7 @@ def test_a_run_has_the_losses_of_its_twin(name: str, tmp_path: Path) -> None:
         assert two["failed_samples"] == 0
 
 
-@pytest.mark.parametrize("loss", [{"m": 1}, {"kind": "gold"}, {"kind": "uld"}, {"kind": "common_topk"}], ids=str)
+@pytest.mark.parametrize("loss", [*LOSSES, {"kind": "common_topk", "cache": "teacher_topk"}], ids=str)
 def test_the_teacher_may_have_fewer_tokens_than_the_student(loss: dict[str, Any], tmp_path: Path) -> None:
     """The student writes two digits as one token, the teacher each digit: 139 tokens and 39."""
     tree = ANSWERS | {"student": "builtin:pair_teacher", "loss": loss}

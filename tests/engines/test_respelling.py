@@ -32,6 +32,7 @@ from slipstream.metrics import spelling_metrics, trust_metrics
 from slipstream.objective.distillation import Distillation, TeacherHead
 from slipstream.protocols import Respelling, Sampling
 from slipstream.records import (
+    ABSENT,
     NOT_DRAWN,
     OPEN,
     TOO_LONG,
@@ -222,6 +223,7 @@ def scorer(
     *,
     pair: tuple[Any, Any] | None = None,
     merges: bool = False,
+    k: int = 0,
 ) -> tuple[RespellingScorer, LlamaForCausalLM]:
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -230,8 +232,8 @@ def scorer(
     respelling = Respelling("merging", 4, {student.eos_token_id: teacher.eos_token_id}, limit)
     context = context_of(template, teacher, max_length=limit)
     assert context is None or isinstance(context, TemplateContext)
-    engine = native_scorer(split("tiny", copy.deepcopy(lm)), cache=cache, context=context)
-    spellings, loss = (Spelling(student), Spelling(teacher)), LossSpec(cache=cache, formula="", merges=merges)
+    engine = native_scorer(split("tiny", copy.deepcopy(lm)), cache=cache, context=context, k=k)
+    spellings, loss = (Spelling(student), Spelling(teacher)), LossSpec(cache=cache, formula="", merges=merges, k=k)
     own = RespellingScorer(engine, "t", *spellings, respelling, loss=loss, context=context)
     return own, lm
 
@@ -269,21 +271,20 @@ def test_what_is_left_out_is_counted_by_its_reason() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("merges", [None, False, True])
-def test_a_spelling_without_a_span_scores_nothing(merges: bool | None) -> None:
-    """The student merges a and b, the teacher writes letters: ab is a b. The last span is open, or has one b too many.
-
-    None: a loss of emitted tokens.
-    """
-    cache: Cache = "sampled" if merges is None else "hidden"
+@pytest.mark.parametrize(
+    ("cache", "merges"), [("sampled", False), ("hidden", False), ("hidden", True), ("teacher_topk", False)]
+)
+def test_a_spelling_without_a_span_scores_nothing(cache: Cache, merges: bool) -> None:
+    """The student merges a and b, the teacher writes letters: ab is a b. The last span is open, or its b too long."""
     for limit, ids, left_out in ((64, [1], (1, 0, 0, 0)), (3, [1, 3], (0, 0, 2, 0))):
-        engine, _ = scorer(limit, cache, pair=(merging(), letters("abc")), merges=bool(merges))
+        engine, _ = scorer(limit, cache, pair=(merging(), letters("abc")), merges=merges, k=2)
         (handle,) = asyncio.run(engine.score(group(ids)))
         record, header = handle.body, handle.header
         assert header.finish == "eos" and header.left_out == left_out and (header.byte_spans, header.gap) == (0, 0)
         assert not record.teacher_logp.any() and not record.scored_tokens.any()
         assert (record.compared_logp[:, 0] == record.rollout.logp).all()
-        assert merges is None or not record.teacher_hidden.any()
+        assert cache != "hidden" or not record.teacher_hidden.any()
+        assert cache != "teacher_topk" or (record.teacher_ids == ABSENT).all()
         (again,) = asyncio.run(engine.relabel([handle]))
         assert np.isnan(again.body.supervision_kl).all()
         engine.close()
@@ -440,6 +441,68 @@ def test_the_k_most_likely_shared_tokens_are_compared_and_all_others_are_one_buc
     engine.close()
 
 
+@pytest.mark.parametrize(("k", "beta"), [(2, 0.0), (2, 1.0), (4, 0.5)])
+def test_the_teachers_top_k_without_what_the_student_lacks_is_compared_and_all_else_is_one_bucket(
+    k: int, beta: float
+) -> None:
+    """The student has a b c <end>, the teacher b ab a <end>: ab is one of the bucket, by plain loops."""
+    engine, lm = scorer(cache="teacher_topk", k=k)
+    (handle,) = asyncio.run(engine.score(group([0, 1, 1, 0, 3])))
+    record, ours = handle.body, {0: 1, 2: 0, 3: 3}
+    p_NV = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    loss = CommonTopK(cache="teacher_topk", k=k, beta=beta)
+    ids_NM, on_rows = Distillation(loss)([record], [], torch.tensor([0, 1, 1, 0, 3]), torch.float64)
+    assert ids_NM is not None
+    logp_NM = p_NV.log().gather(1, ids_NM).requires_grad_()
+    found_N, metrics = on_rows(logp_NM, slice(0, 5))
+    found_N.sum().backward()
+    with torch.no_grad():
+        q_QV = lm(torch.tensor([[2, 0, 1, 0, 2, 3]])).logits[0, 1:].double().softmax(-1)
+    assert record.teacher_ids[:2].tolist() == [[ABSENT] * k] * 2, "ab has no single token of the student"
+    for place, theirs in ((2, 1), (3, 2), (4, 3)):
+        best = q_QV[theirs].topk(k).indices.tolist()
+        assert record.teacher_ids[place].tolist() == [ours.get(each, ABSENT) for each in best]
+        pairs = [(float(q_QV[theirs, each]), float(p_NV[place, ours[each]])) for each in best if each in ours]
+        q_all, p_all = (sum(each) for each in zip(*pairs, strict=True))
+        assert float(metrics["teacher_mass"][place]) == pytest.approx(q_all, rel=1e-4)
+        assert float(metrics["student_mass"][place]) == pytest.approx(p_all, rel=1e-4)
+        pairs.append((1 - q_all, 1 - p_all))
+        mixed = [(q, p, beta * q + (1 - beta) * p) for q, p in pairs]
+        expected = {
+            0.0: sum(q * np.log(q / p) for q, p in pairs),
+            1.0: sum(p * np.log(p / q) for q, p in pairs),
+            0.5: sum(beta * q * np.log(q / m) + (1 - beta) * p * np.log(p / m) for q, p, m in mixed),
+        }
+        assert found_N[place].item() == pytest.approx(expected[beta], rel=1e-4)
+    assert logp_NM.grad is not None and logp_NM.grad.isfinite().all()
+    engine.close()
+
+
+def test_of_several_tokens_with_the_same_bytes_the_written_one_is_the_emitted_one() -> None:
+    """The student writes a as the token a (0) or as its byte (2); the teacher has one token for it."""
+    student = fast(Tokenizer(models.BPE({"a": 0, "b": 1, "<0x61>": 2}, [])))
+    student.backend_tokenizer.decoder = decoders.ByteFallback()
+    engine, _ = scorer(cache="teacher_topk", k=4, pair=(student, merging()))
+    (handle,) = asyncio.run(engine.score(group([1, 2, 0, 3])))
+    ids = [set(row.tolist()) for row in handle.body.teacher_ids]
+    assert ids == [{0, 1, 3, ABSENT}, {2, 1, 3, ABSENT}, {0, 1, 3, ABSENT}, {0, 1, 3, ABSENT}]
+    engine.close()
+
+
+def test_of_several_tokens_of_the_teacher_with_the_same_bytes_the_written_one_is_the_emitted_one() -> None:
+    """The teacher has two tokens for a blank (0 and 1), and writes the second one."""
+    backend = Tokenizer(models.BPE({" ": 0, "▁": 1, "b": 2}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    teacher = fast(backend)
+    teacher.backend_tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    engine, _ = scorer(cache="teacher_topk", k=4, pair=(letters(" b"), teacher))
+    (handle,) = asyncio.run(engine.score(group([0, 1, 2])))
+    blank = handle.body.teacher_ids[0] == 0
+    assert sorted(handle.body.teacher_ids[0].tolist()) == [ABSENT, 0, 1, 2]
+    assert handle.body.teacher_topk_logp[0][blank] == handle.body.teacher_logp[0]
+    engine.close()
+
+
 def test_a_scored_response_survives_a_checkpoint(tmp_path: Path) -> None:
     engine, _ = scorer()
     texts = group([0, 1, 1, 0, 3], [0, 1, 0, 1])
@@ -465,8 +528,9 @@ def test_texts_in_the_teachers_tokens_reach_its_engine_unchanged() -> None:
     engine.close()
 
 
-def test_an_endpoint_gives_the_same_scores() -> None:
-    native, lm = scorer()
+@pytest.mark.parametrize("k", [0, 3])
+def test_an_endpoint_gives_the_same_scores(k: int) -> None:
+    native, lm = scorer(cache="teacher_topk" if k else "sampled", k=k)
 
     def scores(tokens: Sequence[int]) -> Any:
         with torch.no_grad():
@@ -476,13 +540,16 @@ def test_an_endpoint_gives_the_same_scores() -> None:
     with FakeEndpoint(scores) as fake:
         endpoint = Endpoint(teacher="t", url=fake.url, model=fake.name, key=None, concurrency=2, timeout=30.0)
         spellings, loss = (native.student, native.teacher), native.losses[False]
-        remote = RespellingScorer(http_scorer(endpoint), "t", *spellings, native.respelling, loss=loss)
+        remote = RespellingScorer(http_scorer(endpoint, k=k), "t", *spellings, native.respelling, loss=loss)
         texts = group([0, 1, 1, 0, 3], [0, 1, 0, 1], [1, 2, 1, 3], [2])
         found, expected = asyncio.run(remote.score(texts)), asyncio.run(native.score(texts))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one.body.teacher_logp, other.body.teacher_logp, atol=1e-5)
             assert one.body.byte_spans.tolist() == other.body.byte_spans.tolist()
             assert one.header.left_out == other.header.left_out
+            if k:
+                np.testing.assert_array_equal(one.body.teacher_ids, other.body.teacher_ids)
+                np.testing.assert_allclose(one.body.teacher_topk_logp, other.body.teacher_topk_logp, atol=1e-5)
         assert len(fake.requests) == 3, "nothing of the last response can be written, so that nothing is sent"
     remote.close()
     native.close()

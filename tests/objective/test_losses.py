@@ -190,6 +190,7 @@ def test_what_makes_no_sense_is_refused(kind: str, options: dict[str, Any], line
         {"kind": "gold", "rest": 0.5},
         {"kind": "gold_merged"},
         {"kind": "common_topk", "k": 8, "beta": 1.0},
+        {"kind": "common_topk", "cache": "teacher_topk", "k": 8},
     ],
     ids=lambda loss: loss["kind"],
 )

@@ -212,6 +212,11 @@ SUITED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "k as written": (TOPK | {"k": 7}, {}),
     "a cache that it has": ({"kind": "jsd"}, {"cache": "teacher_topk", "k": 20}),
 }
+OTHER_SPELLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one draw": ({}, {"m": 1}),
+    "its most likely tokens": ({"kind": "common_topk"}, {"cache": "teacher_topk", "k": 20}),
+    "fewer of them": ({"kind": "common_topk", "k": 7}, {"cache": "teacher_topk"}),
+}
 
 
 @pytest.mark.parametrize("case", SUITED)
@@ -228,6 +233,17 @@ def test_defaults_that_an_endpoint_cannot_serve_become_what_it_can_and_it_is_sai
     assert parse(tomllib.loads(to_toml(config)), say=again.append) == config and not again
     if config.loss.kind == "reverse_kl_mc":
         assert rollout_sampling(config).draws == 1
+
+
+@pytest.mark.parametrize("case", OTHER_SPELLING)
+def test_an_endpoint_with_another_tokenizer_gives_what_it_can(case: str) -> None:
+    written, changes = OTHER_SPELLING[case]
+    said: list[str] = []
+    config = parsed(said, teachers={"main": ENDPOINT | {"spelling": "own"}}, loss=written)
+    assert len(said) == len(changes)
+    assert {name: getattr(config.loss, name) for name in written | changes} == written | changes
+    with pytest.raises(ConfigError, match='write loss.cache = "teacher_topk", or run the teacher here'):
+        parsed(teachers={"main": ENDPOINT | {"spelling": "own"}}, loss={"kind": "common_topk", "cache": "hidden"})
 
 
 def test_an_endpoint_on_the_command_line_counts_and_plenty_of_log_probs_need_no_change() -> None:

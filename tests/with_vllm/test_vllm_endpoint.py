@@ -146,12 +146,18 @@ def test_what_vllm_refuses_is_told_with_what_to_write(
         asyncio.run(check(endpoint(server, **changes), wanted))
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [{"m": 1}, {"kind": "common_topk", "cache": "teacher_topk", "k": MAX_LOGPROBS}],
+    ids=lambda loss: loss.get("kind", "draws"),
+)
 def test_a_student_with_another_tokenizer_learns_the_same_from_vllm_as_from_the_model_here(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loss: dict[str, Any], server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY_OF_THE_TEST", KEY)
     student = str(permuted("builtin:student", tmp_path / "student"))
     there = {"model": "teacher", "base_url": server, "tokenizer": "builtin:teacher", "api_key_env": "KEY_OF_THE_TEST"}
+    there |= {"max_logprobs": MAX_LOGPROBS}
     first = []
     for name, teacher in {"here": {"model": "builtin:teacher"}, "remote": there}.items():
         tree: dict[str, Any] = {
@@ -160,6 +166,7 @@ def test_a_student_with_another_tokenizer_learns_the_same_from_vllm_as_from_the_
             "data": {"train": "builtin:arithmetic", "limit": 40},
             "teachers": {"main": {**teacher, "spelling": "own"}},
             "sampler": {"max_tokens": 40},
+            "loss": loss,
             "learner": {"batch_size": 8},
             "runtime": {"kind": "inline", "device": "cpu"},
             "schedule": {"kind": "sync"},

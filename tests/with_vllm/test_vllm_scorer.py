@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,11 +136,18 @@ def test_a_run_with_a_teacher_in_vllm(tmp_path: Path) -> None:
     assert [line["update"] for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"] == [1, 2]
 
 
-def test_a_teacher_with_another_tokenizer_scores_as_the_native_engine_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [{"kind": "k1", "use": "advantage"}, {"kind": "common_topk", "cache": "teacher_topk", "k": 8}],
+    ids=lambda loss: loss["kind"],
+)
+def test_a_teacher_with_another_tokenizer_scores_as_the_native_engine_does(
+    loss: dict[str, Any], tmp_path: Path
+) -> None:
     """The first update has the same responses with both engines, so that its scores are comparable."""
     first = dict[str, dict[str, float]]()
     for engine in ("native", "vllm"):
-        config = config_of(kind="k1", use="advantage")
+        config = config_of(**loss)
         teacher = config.teachers["main"].model_copy(
             update={"model": "builtin:pair_teacher", "spelling": "own", "engine": engine}
         )

@@ -117,11 +117,11 @@ def _set_endpoint_defaults(tree: dict[str, Any], say: Callable[[str], None]) -> 
         changes = spelling_defaults(loss)
         for name, value in changes.items():
             say(f'note: loss.{name} = {json.dumps(value)}, because teachers.{own[0]}.spelling = "own"')
-        return {**tree, "loss": {**loss, **changes}}
+        loss = {**loss, **changes}
     remote = {name: t for name, t in teachers.items() if isinstance(t, dict) and t.get("base_url") is not None}
     limits = [t.get("max_logprobs", TeacherConfig.model_fields["max_logprobs"].default) for t in remote.values()]
     if not limits or not all(isinstance(limit, int) for limit in limits):
-        return tree
+        return {**tree, "loss": loss}
     changes = endpoint_defaults(loss, min(limits))
     for name, value in changes.items():
         say(f"note: loss.{name} = {json.dumps(value)}, because teachers.{next(iter(remote))} is an endpoint")

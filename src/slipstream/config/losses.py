@@ -367,18 +367,23 @@ class GOLDMerged(GOLD):
 class CommonTopK(Divergence):
     kind: Literal["common_topk"] = "common_topk"
     """KL on the teacher's most likely tokens that the student has, too, with one bucket for all others."""
-    cache: Literal["hidden"] = "hidden"
-    """Scores from the teacher: the last hidden state, to which the learner applies the teacher's head."""
+    cache: Literal["hidden", "teacher_topk"] = "hidden"
+    """Scores from the teacher: the last hidden state, which gives its k most likely shared tokens, or its top-k tokens,
+    of which those that the student lacks go to the bucket."""
     k: int = Field(32, ge=1)
-    """Number of tokens that are compared one by one."""
+    """Number of tokens that are compared one by one, or with the top-k cache the most that can be."""
     beta: float = Field(0.0, ge=0, le=1)
     """Interpolation by a JSD between the two KL directions: 0 is forward KL, 1 is reverse KL."""
 
     @property
     def spec(self) -> LossSpec:
-        options = {"k": self.k, "beta": self.beta}
         return LossSpec(
-            cache="hidden", formula="divergence.common_topk", options=options, own_vocabulary=True, **self.clamps
+            cache=self.cache,
+            k=self.k if self.cache == "teacher_topk" else 0,
+            formula="divergence.common_topk",
+            options={"k": self.k, "beta": self.beta},
+            own_vocabulary=True,
+            **self.clamps,
         )
 
 

@@ -253,7 +253,7 @@ def spelling_problems(where: str, loss: DistillationLoss) -> Iterator[str]:
     if loss.spec.cache != "sampled":
         yield (
             f'loss.kind = "{loss.kind}": {own} gives no probabilities of the student\'s other tokens, only of bytes '
-            'that it wrote: write loss.kind = "reverse_kl_mc", "gold", or a teacher with its tokenizer'
+            'that it wrote: write loss.kind = "reverse_kl_mc", "common_topk", or a teacher with its tokenizer'
         )
     if loss.spec.draws > 1:
         yield f"loss.m = {loss.spec.draws}: {own} scores the emitted tokens and no other draws: write loss.m = 1"

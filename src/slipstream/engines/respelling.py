@@ -23,13 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config.losses import LossSpec
-from slipstream.data.spelling import Respelled, Spelling, respell
+from slipstream.data.spelling import Respelled, Spelling, respell, shared_layout
 from slipstream.data.teacher_context import TemplateContext
 from slipstream.engines.score_checks import Probed, failed, kl_of_known, probability, scored
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.errors import DataError
 from slipstream.protocols import Draw, Respelling, Sampling
 from slipstream.records import (
+    ABSENT,
     NOT_DRAWN,
     OPEN,
     TOO_LONG,
@@ -124,6 +125,10 @@ class RespellingScorer(Probed):
         """Losses that need the scores, by whether a response is for a supervised update."""
         if supervised is not None:
             self.losses[True] = supervised
+        self.shared_W: Ints = np.zeros(0, np.int32)
+        """The student's token for each token of the teacher, or ABSENT; empty if no loss needs the teacher's top-k."""
+        if any(each.cache == "teacher_topk" for each in self.losses.values()):
+            self.shared_W = students_tokens(student, teacher, respelling)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -237,9 +242,41 @@ class RespellingScorer(Probed):
             if loss.merges:
                 drawn_N = rollout.logp[rollout.loss_mask]
                 scores["later_logp"] = later_logps((drawn_N, whole_N), (logq_Q, found.teacher_spans), spans_N)
-            scores["teacher_hidden"] = hidden_of_spans(body.teacher_hidden, found.teacher_spans, spans_N)
+            scores["teacher_hidden"] = rows_of_spans(body.teacher_hidden, found.teacher_spans, spans_N)
+        if loss.cache == "teacher_topk":
+            spans_N = paired_spans(spans_N, found.teacher_spans)
+            ids_NK, topk_NK = self._best(rollout, found, body, spans_N, loss.k)
+            scores = {"teacher_ids": ids_NK, "teacher_topk_logp": topk_NK}
         scores |= moved | {"teacher_logp": logq_N, "byte_spans": spans_N}
         return scored(handle, teacher=self.name, checked=True, **scores)
+
+    def _best(
+        self, rollout: Rollout, found: Respelled, body: Scored | None, spans_N: Ints, k: int
+    ) -> tuple[Ints, Floats]:
+        """Return the student's ids of the teacher's k most likely tokens at spans of one token, and their log-probs."""
+        ids_NK, logp_NK = np.full((len(spans_N), k), ABSENT, np.int32), np.full((len(spans_N), k), -np.inf, np.float32)
+        if body is None or not len(found.tokens):
+            return ids_NK, logp_NK
+        assert body.teacher_ids is not None and body.teacher_topk_logp is not None
+        theirs_NK, known_NK, written_N1 = (
+            rows_of_spans(rows_QX, found.teacher_spans, spans_N)
+            for rows_QX in (body.teacher_ids, body.teacher_topk_logp, found.tokens[:, None])
+        )
+        emitted_N1, ours_NK = rollout.tokens[rollout.loss_mask][:, None], self.shared_W[theirs_NK]
+        ours_NK[ours_NK == emitted_N1] = ABSENT  # of several tokens with the same bytes, the written one is the emitted
+        ours_NK = np.where(theirs_NK == written_N1, emitted_N1, ours_NK)
+        has_NK = (spans_N >= 0)[:, None] & (ours_NK != ABSENT)
+        ids_NK[has_NK], logp_NK[has_NK] = ours_NK[has_NK], known_NK[has_NK]
+        return ids_NK, logp_NK
+
+
+def students_tokens(student: Spelling, teacher: Spelling, respelling: Respelling) -> Ints:
+    """Return the student's token for each token of the teacher, ABSENT for none."""
+    size = 1 + max([*student.bytes_of, *respelling.roles])
+    layout_V = shared_layout(student, teacher, respelling.roles, sizes=(size, respelling.vocabulary))[:size]
+    ours_W = np.full(respelling.vocabulary, ABSENT, np.int32)
+    ours_W[layout_V[layout_V >= 0]] = np.flatnonzero(layout_V >= 0)
+    return ours_W
 
 
 def nothing_of(rollout: Rollout) -> Respelled:
@@ -338,9 +375,9 @@ def kl_of_spans(logq_N: Floats, spans_N: Ints, before: Scored) -> Floats:
     return kl_N
 
 
-def hidden_of_spans(hidden_QD: NDArray[Any], spans_Q: Ints, spans_N: Ints) -> NDArray[Any]:
-    """Return the teacher's hidden states at the first of its tokens in the span of each token; 0 at tokens left out."""
-    hidden_ND = np.zeros((len(spans_N), hidden_QD.shape[1]), hidden_QD.dtype)
+def rows_of_spans(rows_QX: NDArray[Any], spans_Q: Ints, spans_N: Ints) -> NDArray[Any]:
+    """Return the teacher's row at the first of its tokens in the span of each token; zeros at tokens left out."""
+    rows_NX = np.zeros((len(spans_N), rows_QX.shape[1]), rows_QX.dtype)
     spans, firsts = np.unique(spans_Q, return_index=True)
-    hidden_ND[spans_N >= 0] = hidden_QD[firsts[np.searchsorted(spans, spans_N[spans_N >= 0])]]
-    return hidden_ND
+    rows_NX[spans_N >= 0] = rows_QX[firsts[np.searchsorted(spans, spans_N[spans_N >= 0])]]
+    return rows_NX

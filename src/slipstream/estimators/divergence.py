@@ -250,11 +250,12 @@ def common_topk(logp_NV: Tensor, logq_NX: Tensor, *, k: int, beta: float = 0.0) 
     """Return the generalised JSD on the teacher's k most likely shared tokens, all other mass as one more bucket.
 
     The columns of `logq_NX` are those of `shared_and_ranked`. β = 0 is the forward KL, β = 1 the reverse KL. If fewer
-    than k tokens are shared, all of these are compared.
+    than k tokens are shared, all of these are compared. The columns may also be k tokens alone, with −∞ for tokens that
+    only the teacher has.
     Unit: shared support and tail.
     Importance: not needed.
     Against: another tokenizer.
-    Cost: as reverse_kl.
+    Cost: as reverse_kl, or forward_kl.
     Use this loss with a teacher that has another tokenizer and shares most of its likely tokens with the student.
     """
     own_NV = logq_NX[:, : logp_NV.shape[1]]

@@ -24,7 +24,7 @@ from slipstream.objective.columns import present
 from slipstream.objective.constants import UpdateConstants
 from slipstream.objective.method import DRAWS_OF_OPERANDS
 from slipstream.protocols import OneEnd
-from slipstream.records import Scored
+from slipstream.records import ABSENT, Scored
 
 Metrics = dict[str, Tensor]
 LossOfRows = Callable[..., tuple[Tensor, Metrics]]
@@ -100,9 +100,12 @@ class Distillation:
 
         def on_ids(logp_CM: Tensor, rows: slice, best_ids: Tensor | None = None) -> tuple[Tensor, Metrics]:
             operands = {name: value_NM[rows] for name, value_NM in known.items()}
-            loss_C, metrics = self._loss(operands | {"student": logp_CM[:, first:]})
+            logp_CK = logp_CM[:, first:]
+            if self.spec.own_vocabulary:
+                logp_CK = logp_CK.masked_fill(ids_NM[rows] == ABSENT, -torch.inf)
+            loss_C, metrics = self._loss(operands | {"student": logp_CK})
             if first:
-                logp_CK, logq_CK = logp_CM[:, first:], operands["teacher"]
+                logq_CK = operands["teacher"]
                 metrics |= support_mass(logp_CK, logq_CK)
                 if best_ids is not None:
                     ratio_C = overlap_ratio(best_ids, ids_NM[rows])
@@ -111,7 +114,7 @@ class Distillation:
                     metrics["overlap_token_advantage"] = advantage_C
             return loss_C, metrics
 
-        return torch.cat([tokens_N[:, None], ids_NM], 1) if first else ids_NM, on_ids
+        return torch.cat([tokens_N[:, None], ids_NM.clamp(min=0)], 1) if first else ids_NM, on_ids
 
     def _on_vocabulary(self, samples: Sequence[Scored], device: torch.device, dtype: torch.dtype) -> LossOfRows:
         """Return a function that applies the teachers' heads to a chunk and computes the loss, without an N×V tensor.
