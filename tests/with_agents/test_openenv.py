@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import random
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from dictation import ROOT
+from dictation import ROOT, TOKENIZER
 
 from runs import check_calls, check_laws, trained
 from slipstream.data.prompts import load_rows
 from slipstream.environments.games import checked, game_of
+from slipstream.environments.openenv import OpenEnvGame
 from slipstream.environments.pool import EnvironmentSettings, schemas
 from slipstream.errors import ConfigError, DataError, EnvironmentFailed
 
@@ -23,7 +27,10 @@ SERVERS = """
 import random, sys, threading
 import uvicorn
 from pydantic import BaseModel
+from fastmcp import FastMCP
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 
 
 class Word(Action):
@@ -86,13 +93,48 @@ class Shop(Words):
         return Shelf(items=[action.item] * action.number, note="sold", reward=None, done=action.item == "pen")
 
 
+class Drawers(MCPEnvironment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        server = FastMCP("drawers")
+
+        @server.tool
+        def look(drawer: int) -> str:
+            "Look into a drawer."
+            if drawer > 3:
+                raise ValueError("there are three drawers")
+            return "a key" if drawer == self.place else "nothing"
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **others):
+        self.place = random.Random(seed).randint(1, 3)
+        return Observation(metadata={"note": "not for the student"})
+
+    def _step_impl(self, action, **others):
+        raise NotImplementedError
+
+    async def step_async(self, action, **others):
+        seen = await super().step_async(action, **others)
+        if isinstance(seen, CallToolObservation):
+            seen.done = seen.result is not None and seen.result.data == "a key"
+            seen.reward = 1.0 if seen.done else -0.25
+        return seen
+
+    @property
+    def state(self):
+        return State()
+
+
 def serve(environment, action, observation, port, sessions):
     app = create_fastapi_app(environment, action, observation, max_concurrent_envs=sessions)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
 
 
 ports = [int(port) for port in sys.argv[1:]]
-kinds = (Words, Word, Said, 16), (Counts, Count, Said, 16), (Shop, Order, Shelf, 16), (Words, Word, Said, 1)
+kinds = (Words, Word, Said, 16), (Counts, Count, Said, 16), (Shop, Order, Shelf, 16), (Words, Word, Said, 1), \\
+    (Drawers, CallToolAction, CallToolObservation, 16)
 threads = []
 for port, (environment, action, observation, sessions) in zip(ports, kinds):
     given = environment, action, observation, port, sessions
@@ -106,11 +148,11 @@ COLOURS = {3: "red", 4: "blue", 5: "green"}
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Serve words, counts, a shop, and words to one session at a time; yield their names."""
+    """Serve words, counts, a shop, words to one session at a time, and drawers; yield their names."""
     script = tmp_path_factory.mktemp("servers") / "servers.py"
     script.write_text(SERVERS)
     ports = list[int]()
-    for _ in range(4):
+    for _ in range(5):
         with closing(socket.create_server(("127.0.0.1", 0))) as free:
             ports.append(free.getsockname()[1])
     python = ROOT / ".venv-openenv" / "bin" / "python"
@@ -223,3 +265,63 @@ def test_a_run_learns_from_a_server(
         assert rollout.outcome["reward"] == sum(expected) and rollout.versions.max() == update
     for line in run.lines:
         assert line["failed_samples"] == 0 and line["environment/invalid_move"] == 0
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def look(*drawers: Any) -> str:
+    return "\n".join(
+        f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': {'drawer': each}})}\n</tool_call>" for each in drawers
+    )
+
+
+def place_of(seed: int) -> int:
+    return random.Random(seed).randint(1, 3)
+
+
+def test_a_server_with_tools_shows_their_schemas_and_what_they_return(servers: list[str]) -> None:
+    (schema,) = schemas(EnvironmentSettings(servers[4], None, 200))
+    assert schema["function"] == {
+        "name": "look",
+        "description": "Look into a drawer.",
+        "parameters": {
+            "type": "object",
+            "properties": {"drawer": {"type": "integer"}},
+            "required": ["drawer"],
+        },
+    }
+    game = game_of(servers[4])
+    assert isinstance(game, OpenEnvGame) and game.reset(3) == ""
+    other = 1 + place_of(3) % 3
+    assert game.call("look", {"drawer": other}) == ("nothing", False) and game.last_reward == -0.25
+    assert not game.invalid
+    assert game.call("look", {"drawer": 9})[0].endswith("there are three drawers") and game.invalid
+    assert game.call("find", {}) == ("error: Unknown tool: 'find'", False)
+    assert game.call("look", {"drawer": place_of(3)}) == ("a key", True)
+    assert game.end() == (0.25, {"invalid_move": 1.0})
+    with pytest.raises(DataError, match="the game shows no text before the first move: write rows with a prompt"):
+        load_rows(servers[4], limit=1)
+
+
+def test_a_run_learns_to_call_the_tools_of_a_server(
+    servers: list[str], tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each group, the first answer looks into two drawers at once and gives up, the second one finds the key."""
+    rows = [{"prompt": [{"role": "user", "content": f"Find the key: {n}"}], "seed": n} for n in (3, 4)]
+
+    def said(prompt: Any) -> list[str]:
+        place = place_of(3 + prompt.number)
+        others = [each for each in (1, 2, 3) if each != place]
+        return [[look(*others), "There is none."], [look(others[0]), look(place)]][prompt.first]
+
+    data = {"shuffle": False}
+    run = trained(monkeypatch, tmp_path, models, rows, {"use": servers[4], "turns": 4}, said, data=data)
+    check_calls(run)
+    assert len(run.rollouts) == 4
+    for number, rollout in enumerate(run.rollouts):
+        assert rollout.outcome["reward"] == [-0.5, 0.75][number % 2] and rollout.versions.max() == number // 2
+        seen = str(TOKENIZER.decode(rollout.tokens[~rollout.loss_mask]))
+        assert seen.count("nothing") == [2, 1][number % 2] and "not for the student" not in seen
+    for line in run.lines:
+        assert line["failed_samples"] == 0 and line["environment/invalid_move"] == 0 and line["grad_norm"] > 0

@@ -19,6 +19,7 @@ import numpy as np
 from slipstream.environments import Reply, Step
 from slipstream.environments.forms import Kind
 from slipstream.environments.openenv import OpenEnvGame, last_integer
+from slipstream.environments.tools import schema_of
 from slipstream.errors import ConfigError, DataError, EnvironmentFailed, did_you_mean, first_line
 
 SEEDS = {"train": 0, "eval": 1_000_000_000}
@@ -201,6 +202,27 @@ class Played:
         return reward
 
 
+class PlayedByTools(Played):
+    """Environment that plays a game by calls of its tools. A reply without calls ends the episode."""
+
+    tools: ClassVar[list[dict[str, Any]]]
+    """JSON schemas of the tools."""
+
+    def step(self, reply: Reply) -> Step:
+        assert isinstance(self.game, OpenEnvGame)
+        messages, rewards, done = list[dict[str, Any]](), list[float](), not reply.calls
+        for call in reply.calls:
+            text, done = self.game.call(call.name, call.arguments)
+            messages.append({"role": "tool", "content": text, "name": call.name})
+            if self.game.last_reward is not None:
+                rewards.append(self.game.last_reward)
+            if done:
+                break
+        if done:
+            _, self.metrics = self.game.end()
+        return Step(() if done else tuple(messages), done, reward=sum(rewards) if rewards else None)
+
+
 def game_of(spec: str) -> Game:
     prefix, _, name = spec.partition(":")
     return GAMES[prefix](name)
@@ -208,7 +230,14 @@ def game_of(spec: str) -> Game:
 
 def kind_of(spec: str) -> Kind:
     """Make the game once, which raises ConfigError if it cannot be played."""
-    made = type("Played", (Played,), {"spec": spec, "idle": [checked(spec)]})
+    game, base = checked(spec), Played
+    own: dict[str, Any] = {"spec": spec, "idle": [game]}
+    if isinstance(game, OpenEnvGame) and game.calls_tools:
+        try:
+            base, own["tools"] = PlayedByTools, [schema_of(tool) for tool in game.tools()]
+        except EnvironmentFailed as error:
+            raise ConfigError(str(error)) from None
+    made = type("Played", (base,), own)
     return Kind(spec, made, ("meta", "prompt", "seed"), {})
 
 
@@ -235,7 +264,10 @@ def rows(name: str, split: str, count: int, *, prefix: str) -> Iterator[dict[str
         raise DataError(str(error)) from None
     try:
         for seed in range(SEEDS[split], SEEDS[split] + count):
-            prompt = [{"role": "user", "content": game.reset(seed)}]
+            if not (first := game.reset(seed)):
+                write = "write rows with a prompt, and a column `seed`"
+                raise DataError(f"the game shows no text before the first move: {write}")
+            prompt = [{"role": "user", "content": first}]
             yield {"id": f"{name}:{seed}", "prompt": prompt, "data_source": spec, "game": spec, "seed": seed}
     except EnvironmentFailed as error:
         raise DataError(str(error)) from None

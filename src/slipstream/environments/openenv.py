@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from slipstream.environments.tools import ServedTool
 from slipstream.errors import ConfigError, EnvironmentFailed, first_line
 
 CONNECT_TIMEOUT = 30.0
@@ -33,7 +34,7 @@ def last_integer(move: str) -> int | None:
 
 
 class OpenEnvGame:
-    """Game whose moves are the actions of a server: a text, a number, or a JSON object, by the server's schema."""
+    """Game whose moves are the actions of a server: a text, a number, a JSON object or calls of tools, by its schema."""
 
     last_reward: float | None = None
 
@@ -50,13 +51,25 @@ class OpenEnvGame:
         """JSON type of the action's only field; None if it has several fields."""
         return next(iter(self.fields.values())).get("type") if len(self.fields) == 1 else None
 
+    @property
+    def calls_tools(self) -> bool:
+        """Return whether an action calls a tool of an MCP server behind the game."""
+        return {"tool_name", "arguments"} <= self.fields.keys()
+
     def reset(self, seed: int) -> str:
-        self._disconnect()
+        self._connect()
         self.total, self.invalid, self.last_reward = 0.0, False, None
-        self.socket = connect(self.url)
         answer = self._ask("reset", {"seed": seed})
         text = text_of(answer["observation"])
-        return text if self.only_type == "string" else f"{text}\n{self.choices()}"
+        return text if self.only_type == "string" or self.calls_tools else f"{text}\n{self.choices()}"
+
+    def tools(self) -> list[ServedTool]:
+        self._connect()
+        try:
+            found = self._ask("step", {"type": "list_tools"})["observation"]["tools"]
+        finally:
+            self._disconnect()
+        return [ServedTool(tool["name"], tool["description"], tool["input_schema"]) for tool in found]
 
     def choices(self) -> str:
         if self.only_type == "integer":
@@ -81,18 +94,31 @@ class OpenEnvGame:
     def act(self, move: str) -> tuple[str, bool]:
         self.last_reward = None
         try:
-            answer = self._ask("step", self.action_of(move))
+            answer = self._step(self.action_of(move))
         except InvalidMove:
             self.invalid = True
             return self.choices(), False
-        if answer.get("reward") is not None:
-            self.last_reward = float(answer["reward"])
-            self.total += self.last_reward
         return text_of(answer["observation"]), bool(answer["done"])
+
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """Return what the student reads after a call of a tool, and True at the end of the game."""
+        self.last_reward = None
+        answer = self._step({"type": "call_tool", "tool_name": name, "arguments": arguments})
+        text, failed = text_of_call(name, answer["observation"])
+        self.invalid |= failed
+        return text, bool(answer["done"])
 
     def end(self) -> tuple[Any, dict[str, float]]:
         self._disconnect()
         return self.total, {"invalid_move": float(self.invalid)}
+
+    def _step(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Return the server's answer to an action, and add its reward."""
+        answer = self._ask("step", action)
+        if answer.get("reward") is not None:
+            self.last_reward = float(answer["reward"])
+            self.total += self.last_reward
+        return answer
 
     def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of the server; raise InvalidMove if it finds an action invalid."""
@@ -115,6 +141,10 @@ class OpenEnvGame:
         if fault.get("code") == "CAPACITY_REACHED":
             advice = ": let it serve as many sessions as episodes run at once (max_concurrent_envs)"
         raise EnvironmentFailed("error", f"the server refused {kind}: {first_line(fault.get('message', ''))}{advice}")
+
+    def _connect(self) -> None:
+        self._disconnect()
+        self.socket = connect(self.url)
 
     def _disconnect(self) -> None:
         if self.socket is not None:
@@ -149,8 +179,29 @@ def action_schema(url: str) -> dict[str, Any]:
 
 
 def text_of(observation: dict[str, Any]) -> str:
-    """Return the text of an observation with one text, or its fields as JSON."""
+    """Return the text of an observation with one text, or its fields as JSON; nothing for no fields."""
     shown = {name: value for name, value in observation.items() if name not in BASE_FIELDS and value is not None}
+    if not shown:
+        return ""
     if len(shown) == 1 and isinstance(only := next(iter(shown.values())), str):
         return only
     return json.dumps(shown, ensure_ascii=False)
+
+
+def text_of_call(name: str, observation: dict[str, Any]) -> tuple[str, bool]:
+    """Return the text of a tool's result, and whether the call failed; raise EnvironmentFailed for an image."""
+    if fault := observation.get("error"):
+        return f"error: {fault['message']}", True
+    match observation.get("result"):
+        case {"content": list(parts), **others}:
+            for part in parts:
+                if part["type"] != "text":
+                    what = f"the tool {name} returned {part['type']}, and a student reads only text"
+                    raise EnvironmentFailed("error", what)
+            return "\n".join(part["text"] for part in parts), bool(others.get("is_error"))
+        case str(text):
+            return text, False
+        case None:
+            return text_of(observation), False
+        case result:
+            return json.dumps(result, ensure_ascii=False), False
