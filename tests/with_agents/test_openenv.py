@@ -307,7 +307,7 @@ def test_a_server_with_tools_shows_their_schemas_and_what_they_return(servers: l
 def test_a_run_learns_to_call_the_tools_of_a_server(
     servers: list[str], tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each group, the first answer looks into two drawers at once and gives up, the second one finds the key."""
+    """The first answer of each group looks into two drawers at once and gives up, the second one finds the key."""
     rows = [{"prompt": [{"role": "user", "content": f"Find the key: {n}"}], "seed": n} for n in (3, 4)]
 
     def said(prompt: Any) -> list[str]:

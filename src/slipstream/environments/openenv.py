@@ -34,7 +34,7 @@ def last_integer(move: str) -> int | None:
 
 
 class OpenEnvGame:
-    """Game whose moves are the actions of a server: a text, a number, a JSON object or calls of tools, by its schema."""
+    """Game whose moves are the actions of a server: by its schema texts, numbers, JSON objects or calls of tools."""
 
     last_reward: float | None = None
 
