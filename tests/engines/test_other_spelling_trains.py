@@ -92,6 +92,21 @@ def test_the_teacher_may_have_fewer_tokens_than_the_student(loss: dict[str, Any]
     tree = ANSWERS | {"student": "builtin:pair_teacher", "loss": loss}
     for line in lines_of(tree, "builtin:teacher", tmp_path / "run", spelling="own"):
         assert line["grad_norm"] > 0 and line["failed_samples"] == 0 and line["spelling/unwritten"] == 0
+        assert line["teacher/floored"] == 0
+        if loss.get("cache") == "teacher_topk":  # as many as the teacher has
+            assert line["spelling/unpaired"] > 0
+            for mass in ("distill/teacher_mass", "distill/student_mass"):
+                assert line[f"{mass}_min"] <= line[mass] <= line[f"{mass}_max"]
+            assert line["distill/teacher_mass"] == pytest.approx(1, abs=1e-3)
+
+
+def test_supervised_updates_end_once_the_student_knows_the_teachers_tokens(tmp_path: Path) -> None:
+    """Its mass is a mean over the tokens that are compared, so that those left out do not keep it low."""
+    loss = {"kind": "common_topk", "cache": "teacher_topk", "k": 39}
+    tree = ANSWERS | {"student": "builtin:pair_teacher", "loss": loss}
+    tree |= {"sft": {"updates": 4, "until": 0.5, "loss": loss}, "updates": 5}
+    lines = lines_of(tree, "builtin:teacher", tmp_path / "run", spelling="own")
+    assert lines[0]["spelling/unpaired"] > 0 and [line.get("sft", 0.0) for line in lines][:2] == [1.0, 0.0]
 
 
 def test_answers_of_one_open_token_teach_nothing_and_end_no_run(tmp_path: Path) -> None:

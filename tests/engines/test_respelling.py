@@ -27,6 +27,7 @@ from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.model import split
 from slipstream.engines.record_files import read_groups, write_groups
 from slipstream.engines.respelling import RespellingSampler, RespellingScorer, shared_logps, trained_spans
+from slipstream.engines.score_checks import rms_difference
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.metrics import spelling_metrics, trust_metrics
 from slipstream.objective.distillation import Distillation, TeacherHead
@@ -284,7 +285,9 @@ def test_a_spelling_without_a_span_scores_nothing(cache: Cache, merges: bool) ->
         assert not record.teacher_logp.any() and not record.scored_tokens.any()
         assert (record.compared_logp[:, 0] == record.rollout.logp).all()
         assert cache != "hidden" or not record.teacher_hidden.any()
-        assert cache != "teacher_topk" or (record.teacher_ids == ABSENT).all()
+        if cache == "teacher_topk":
+            assert (record.teacher_ids == ABSENT).all() and (record.teacher_topk_logp == -np.inf).all()
+        assert header.floored == 0
         (again,) = asyncio.run(engine.relabel([handle]))
         assert np.isnan(again.body.supervision_kl).all()
         engine.close()
@@ -478,28 +481,85 @@ def test_the_teachers_top_k_without_what_the_student_lacks_is_compared_and_all_e
     engine.close()
 
 
-def test_of_several_tokens_with_the_same_bytes_the_written_one_is_the_emitted_one() -> None:
-    """The student writes a as the token a (0) or as its byte (2); the teacher has one token for it."""
+def test_of_several_tokens_with_the_same_bytes_one_is_shared() -> None:
+    """The student writes a as its byte (2) and as the token a (0), which is the one that the teacher's a stands for."""
     student = fast(Tokenizer(models.BPE({"a": 0, "b": 1, "<0x61>": 2}, [])))
     student.backend_tokenizer.decoder = decoders.ByteFallback()
     engine, _ = scorer(cache="teacher_topk", k=4, pair=(student, merging()))
     (handle,) = asyncio.run(engine.score(group([1, 2, 0, 3])))
     ids = [set(row.tolist()) for row in handle.body.teacher_ids]
-    assert ids == [{0, 1, 3, ABSENT}, {2, 1, 3, ABSENT}, {0, 1, 3, ABSENT}, {0, 1, 3, ABSENT}]
+    assert ids == [{0, 1, 3, ABSENT}] * 4
     engine.close()
 
 
-def test_of_several_tokens_of_the_teacher_with_the_same_bytes_the_written_one_is_the_emitted_one() -> None:
-    """The teacher has two tokens for a blank (0 and 1), and writes the second one."""
+def test_of_several_tokens_of_the_teacher_only_the_written_one_is_the_emitted_one() -> None:
+    """The teacher has two tokens for a blank, and writes the second one; the first one is that which both share."""
     backend = Tokenizer(models.BPE({" ": 0, "▁": 1, "b": 2}, []))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     teacher = fast(backend)
     teacher.backend_tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
     engine, _ = scorer(cache="teacher_topk", k=4, pair=(letters(" b"), teacher))
     (handle,) = asyncio.run(engine.score(group([0, 1, 2])))
-    blank = handle.body.teacher_ids[0] == 0
-    assert sorted(handle.body.teacher_ids[0].tolist()) == [ABSENT, 0, 1, 2]
-    assert handle.body.teacher_topk_logp[0][blank] == handle.body.teacher_logp[0]
+    assert sorted(handle.body.teacher_ids[0].tolist()) == [ABSENT, ABSENT, 1, 2]
+    assert sorted(handle.body.teacher_ids[1].tolist()) == [ABSENT, 0, 1, 2]
+    engine.close()
+
+
+def test_a_token_without_a_text_is_one_that_the_student_lacks() -> None:
+    """The teacher has four tokens with a text, and one embedding more."""
+    engine, _ = scorer(cache="teacher_topk", k=4)
+    engine.shared_W = engine.shared_W[:3]
+    (handle,) = asyncio.run(engine.score(group([0, 1, 1, 0, 3])))
+    assert sorted(handle.body.teacher_ids[2].tolist()) == [ABSENT, ABSENT, 0, 1]
+    engine.close()
+
+
+def test_a_second_scoring_is_compared_without_the_tokens_that_the_student_lacks() -> None:
+    """With other ranks, the token that the student lacks stands where another one stood, and is not compared."""
+    engine, _ = scorer(cache="teacher_topk", k=4)
+    (handle,) = asyncio.run(engine.score(group([0, 1, 1, 0, 3])))
+    first = handle.body
+    again = replace(
+        first,
+        teacher_ids=np.roll(first.teacher_ids, 1, 1),
+        teacher_topk_logp=np.roll(first.teacher_topk_logp, 1, 1),
+    )
+    assert rms_difference(first, first) == 0
+    rows = zip(first.teacher_topk_logp[2:].tolist(), again.teacher_topk_logp[2:].tolist(), strict=True)
+    gaps = [b - a for one, two in rows for a, b in zip(one, two, strict=True) if -np.inf not in (a, b)]
+    assert len(gaps) == 3 * 2, "two of four ranks of the three tokens that are compared"
+    emitted = 5  # with the same log-probs
+    assert rms_difference(first, again) == pytest.approx(np.sqrt(sum(x**2 for x in gaps) / (6 + emitted)), rel=1e-5)
+    engine.close()
+
+
+def test_a_clamp_of_log_probs_changes_no_token_that_the_student_lacks() -> None:
+    """The student lacks one of k = 4 tokens: the loss is that of the other three and a bucket."""
+    engine, _ = scorer(cache="teacher_topk", k=4)
+    (handle,) = asyncio.run(engine.score(group([0, 1, 1, 0, 3])))
+    assert handle.header.floored == 0
+    p_NV = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    losses = []
+    for clamp in (None, -30.0):
+        loss = CommonTopK(cache="teacher_topk", k=4, log_prob_min_clamp=clamp)
+        ids_NM, on_rows = Distillation(loss)([handle.body], [], torch.tensor([0, 1, 1, 0, 3]), torch.float64)
+        assert ids_NM is not None
+        losses.append(on_rows(p_NV.log().gather(1, ids_NM), slice(0, 5))[0])
+    assert torch.equal(*losses)
+    loss = CommonTopK(cache="teacher_topk", k=4, log_prob_min_clamp=-1.0)
+    ids_NM, on_rows = Distillation(loss)([handle.body], [], torch.tensor([0, 1, 1, 0, 3]), torch.float64)
+    assert ids_NM is not None
+    found_N, metrics = on_rows(p_NV.log().gather(1, ids_NM), slice(0, 5))
+    q_NK = torch.from_numpy(handle.body.teacher_topk_logp).double()
+    p_NK = p_NV.log().gather(1, torch.from_numpy(handle.body.teacher_ids).long().clamp(min=0))
+    for place in (2, 3, 4):
+        has = q_NK[place] > -torch.inf
+        q, p = (x[place][has].clamp(min=-1.0) for x in (q_NK, p_NK))
+        expected = (q.exp() * (q - p)).sum()
+        rest_q, rest_p = (max(1 - float(x.exp().sum()), torch.finfo(torch.float64).tiny) for x in (q, p))
+        expected += rest_q * np.log(rest_q / rest_p)
+        assert float(found_N[place]) == pytest.approx(float(expected), rel=1e-6)
+    assert metrics["supported"].tolist() == [1.0] * 5
     engine.close()
 
 

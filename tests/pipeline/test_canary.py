@@ -21,7 +21,7 @@ from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.score_checks import scored
 from slipstream.errors import EndpointError, EngineError, RecordsLost, Unhealthy, WorkerDied
-from slipstream.pipeline.canary_rounds import Canaries
+from slipstream.pipeline.canary_rounds import Canaries, Watched
 from slipstream.pipeline.checkpoint import BEGINNING, newest
 from slipstream.pipeline.control import canary
 from slipstream.pipeline.control.canary import (
@@ -36,7 +36,7 @@ from slipstream.pipeline.control.canary import (
 )
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, Follower, GradingSampler, Loaded, Mode, Sampling, TextScores, WeightsRef
-from slipstream.records import Batch, Group, Handle, Prompt, graded, header_of, one_turn
+from slipstream.records import Batch, Group, Handle, Prompt, Rollout, graded, header_of, one_turn
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from support import tabular_engines as toy
@@ -805,3 +805,57 @@ def test_a_single_answer_in_16_bits_does_not_accuse_a_sampler(
     asyncio.run(both())
     assert len(seeds) == asked and (said == []) is trusted and worker.unproven is not trusted
     assert len(set(seeds[:4])) == (4 if rounding == "half" else 1), "four different answers"
+
+
+@pytest.mark.parametrize(
+    "exact, shifts, asked, trusted",
+    [
+        (False, [0.0] * 4 + [0.09], 5, True),
+        (False, [0.0] * 4 + [0.15] + [0.02, 0.12, 0.01, 0.03], 9, True),  # rounding: the median is near
+        (False, [0.0] * 4 + [0.15] * 5, 9, False),  # a change of this size stays
+        (False, [0.0] * 4 + [0.5], 5, False),  # rounding cannot explain it, so a wrong copy among others is found
+        (True, [0.0] * 4 + [0.02], 5, False),
+    ],
+)
+def test_a_single_answer_in_16_bits_that_rounding_may_explain_does_not_accuse_a_teacher(
+    exact: bool, shifts: list[float], asked: int, trusted: bool
+) -> None:
+    waiting, found = [*shifts], list[str]()
+
+    class Scoring:
+        async def probe(self, texts: Sequence[Rollout], attempts: Any = None) -> list[TextScores]:
+            shift = waiting.pop(0)
+            return [TextScores(np.full((6, 1), -1.0 - shift)) for _ in texts]
+
+    class Answering:
+        engine, since, name, good, unproven = Scoring(), dict[int, int](), "scorer", 0, True
+
+    pool: Any = SimpleNamespace(workers=[Answering()], tries=SimpleNamespace(recovered=False))
+    teacher: Any = SimpleNamespace(name="main", pool=pool, shows=False, follows=False)
+    teacher.settings = SimpleNamespace(base_url=None)
+    (text,) = texts_of([Prompt(id="p", number=-1, tokens=np.arange(2, 8, dtype=np.int32))], Sampling(max_tokens=6), ())
+    parts: Any = {"groups": None, "pools": [], "samplers": None, "learner": None}
+    canaries = Canaries(
+        HealthConfig(canary=1),
+        teachers=[Watched(teacher, [text], exact, noise=0.3)],
+        updates=9,
+        questions=[],
+        sampling=Sampling(max_tokens=6),
+        rounding="exact" if exact else "half",
+        last={},
+        say=found.append,
+        **parts,
+    )
+
+    def accuse(pool: Any, worker: Any, wrong: str, **how: Any) -> None:
+        found.append(wrong)
+
+    canaries._bad = accuse  # type: ignore[method-assign]
+
+    async def both() -> None:
+        await canaries._ask_all(0, 4)
+        await canaries._ask_all(1, 1)
+
+    asyncio.run(both())
+    assert len(shifts) - len(waiting) == asked == len(shifts)
+    assert (found == []) is trusted and all("teacher main has changed" in each for each in found)

@@ -46,7 +46,7 @@ def test_a_teacher_reads_its_own_prompts_and_known_texts_in_its_own_tokens() -> 
         assert theirs.decode(prompt.respelled) == made.tokenizer.decode(prompt.tokens)
         assert len(prompt.respelled) == len(prompt.tokens), "a prompt has no two digits in a row"
     scorer = made.engines.scorers["main"]
-    assert scorer.respelling is not None and scorer.vocabulary == len(theirs) == 139
+    assert scorer.respelling is not None and scorer.respelling.vocabulary == len(theirs) == 139
     assert scorer.respelling.roles == {1: theirs.eos_token_id, 0: theirs.pad_token_id}
     longest = max(len(row.respelled) for row in map(made.prompts.row, range(24)) if row.respelled is not None)
     assert scorer.respelling.limit == made.config.teachers["main"].max_length == longest + 2 * 30

@@ -122,9 +122,9 @@ def _set_endpoint_defaults(tree: dict[str, Any], say: Callable[[str], None]) -> 
     limits = [t.get("max_logprobs", TeacherConfig.model_fields["max_logprobs"].default) for t in remote.values()]
     if not limits or not all(isinstance(limit, int) for limit in limits):
         return {**tree, "loss": loss}
-    changes = endpoint_defaults(loss, min(limits))
+    changes, named = endpoint_defaults(loss, min(limits)), list(remote)[limits.index(min(limits))]
     for name, value in changes.items():
-        say(f"note: loss.{name} = {json.dumps(value)}, because teachers.{next(iter(remote))} is an endpoint")
+        say(f"note: loss.{name} = {json.dumps(value)}, because teachers.{named} is an endpoint")
     return {**tree, "loss": {**loss, **changes}}
 
 

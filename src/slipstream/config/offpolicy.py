@@ -60,8 +60,8 @@ class SupervisedConfig(Section):
         if self.until is not None and self.loss.spec.cache != "teacher_topk":
             raise ValueError(
                 f"until = {self.until:g} is a bound of the mass on the teacher's top-k tokens, and loss.kind = "
-                f'"{self.loss.kind}" does not compare these here: write loss.kind = "forward_kl"; jsd needs '
-                'loss.cache = "teacher_topk"'
+                f'"{self.loss.kind}" does not compare these here: write loss.kind = "forward_kl"; jsd and common_topk '
+                'need loss.cache = "teacher_topk"'
             )
         _check_path(self.source, self.path)
         if self.cache is not None and self.source != "teacher":

@@ -262,10 +262,11 @@ class RespellingScorer(Probed):
             rows_of_spans(rows_QX, found.teacher_spans, spans_N)
             for rows_QX in (body.teacher_ids, body.teacher_topk_logp, found.tokens[:, None])
         )
-        emitted_N1, ours_NK = rollout.tokens[rollout.loss_mask][:, None], self.shared_W[theirs_NK]
-        ours_NK[ours_NK == emitted_N1] = ABSENT  # of several tokens with the same bytes, the written one is the emitted
-        ours_NK = np.where(theirs_NK == written_N1, emitted_N1, ours_NK)
-        has_NK = (spans_N >= 0)[:, None] & (ours_NK != ABSENT)
+        last = len(self.shared_W) - 1
+        ours_NK = np.where(theirs_NK > last, ABSENT, self.shared_W[np.minimum(theirs_NK, last)])
+        # a token with the emitted bytes that the teacher did not write has another log-prob than the emitted one
+        other_NK = (ours_NK == rollout.tokens[rollout.loss_mask][:, None]) & (theirs_NK != written_N1)
+        has_NK = (spans_N >= 0)[:, None] & (ours_NK != ABSENT) & ~other_NK
         ids_NK[has_NK], logp_NK[has_NK] = ours_NK[has_NK], known_NK[has_NK]
         return ids_NK, logp_NK
 

@@ -2,7 +2,8 @@
 
 A log-prob is checked in float32, the lowest precision of a learner. Invalid log-probs are NaN, infinite, above 0, or
 placeholders that servers write for unknown tokens. A response with an invalid log-prob becomes a failed member of its
-group, whose header names the cause. A valid log-prob below FLOOR is raised to FLOOR and counted.
+group, whose header names the cause. A valid log-prob below FLOOR is raised to FLOOR and counted. −∞, for tokens that
+the student does not have, stays.
 
 If a response was scored before, the header of the new record holds the difference of the two scores.
 
@@ -69,10 +70,9 @@ def scored(
     if not checked and (problem := next(problems(rollout, found), "")):
         return failed(handle, f"teacher {teacher} gives {problem}", teacher=teacher)
     logps = {name: found[name] for name in IDS if name in found}
-    floored = 0
-    if any(logp.min(initial=0.0) < FLOOR for logp in logps.values()):
-        floored = int(np.any([(columns(logp) < FLOOR).any(1) for logp in logps.values()], axis=0).sum())
-    bounded = {name: np.clip(logp, FLOOR, 0.0) for name, logp in logps.items()}
+    low = {name: (logp < FLOOR) & (logp > -np.inf) for name, logp in logps.items()}
+    floored = int(np.any([columns(each).any(1) for each in low.values()], axis=0).sum())
+    bounded: dict[str, Any] = {name: np.where(low[name], FLOOR, np.minimum(logp, 0.0)) for name, logp in logps.items()}
     body = Scored(
         rollout=rollout,
         teacher=teacher,
@@ -115,9 +115,11 @@ class Probed:
 
 
 def said_of(handle: Handle) -> TextScores:
-    if not isinstance(handle.body, Scored):
+    """Return all log-probs of a text; of byte spans none of the most likely tokens, some of which the student lacks."""
+    body = handle.body
+    if not isinstance(body, Scored):
         return TextScores(np.zeros((0, 0)), handle.header.cause)
-    logps = [getattr(handle.body, name) for name in IDS]
+    logps = [getattr(body, name) for name in IDS if body.byte_spans is None or name not in DIFFERENT]
     return TextScores(np.concatenate([columns(logp) for logp in logps if logp is not None], 1))
 
 
@@ -201,9 +203,10 @@ def kl_of_known(p_NB: Floats, q_NB: Floats) -> Floats:
 def rms_difference(one: Scored, other: Scored) -> float:
     """Return the root mean square difference between the log-probs of one response that was scored twice.
 
-    Most likely tokens are compared by rank, because tokens of similar probability may swap ranks.
+    Most likely tokens are compared by rank, because tokens of similar probability may swap ranks. Ranks of tokens that
+    the student does not have are left out.
     """
     pairs = [(getattr(one, name), getattr(other, name)) for name in IDS]
-    gaps = [(np.asarray(b, np.float64) - a).reshape(-1) for a, b in pairs if a is not None and b is not None]
-    gap = np.concatenate(gaps)
+    known = [np.stack([a, b]).astype(np.float64) for a, b in pairs if a is not None and b is not None]
+    gap = np.concatenate([np.diff(both[:, (both > -np.inf).all(0)], axis=0).reshape(-1) for both in known])
     return float(np.sqrt(np.mean(gap**2))) if len(gap) else 0.0

@@ -45,7 +45,8 @@ class ScorerSettings:
     token_budget: int = 16384
     packing: bool = True
     vocabulary: int
-    """Size of the student's vocabulary, or of a teacher's that spells in its own way; its top-k has no larger ids."""
+    """Size of the student's vocabulary; larger ids of the teacher never occur in its top-k. A teacher with another
+    tokenizer has no such bound."""
     keep: int = 0
     """Number of published versions of the teacher's weights that are kept, to compute scores again; 0 keeps none."""
     threads: int = 1

@@ -64,11 +64,16 @@ class OpenEnvGame:
         return text if self.only_type == "string" or self.calls_tools else f"{text}\n{self.choices()}"
 
     def tools(self) -> list[ServedTool]:
+        """Return the server's tools; raise EnvironmentFailed if it lists none."""
         self._connect()
         try:
-            found = self._ask("step", {"type": "list_tools"})["observation"]["tools"]
+            found = self._ask("step", {"type": "list_tools"})["observation"].get("tools")
+        except InvalidMove:
+            found = None
         finally:
             self._disconnect()
+        if not found:
+            raise EnvironmentFailed("error", f"the server at {self.url} lists no tools")
         return [ServedTool(tool["name"], tool["description"], tool["input_schema"]) for tool in found]
 
     def choices(self) -> str:
@@ -103,7 +108,11 @@ class OpenEnvGame:
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Return what the student reads after a call of a tool, and True at the end of the game."""
         self.last_reward = None
-        answer = self._step({"type": "call_tool", "tool_name": name, "arguments": arguments})
+        try:
+            answer = self._step({"type": "call_tool", "tool_name": name, "arguments": arguments})
+        except InvalidMove:
+            self.invalid = True
+            return f"error: the server refuses this call of {name}", False
         text, failed = text_of_call(name, answer["observation"])
         self.invalid |= failed
         return text, bool(answer["done"])

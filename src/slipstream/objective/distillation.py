@@ -27,6 +27,8 @@ from slipstream.protocols import OneEnd
 from slipstream.records import ABSENT, Scored
 
 Metrics = dict[str, Tensor]
+SUPPORTED = "supported"
+"""Metric that is 1: its mean is the share of tokens that are compared with a teacher that leaves some out."""
 LossOfRows = Callable[..., tuple[Tensor, Metrics]]
 """Function from (student's log-probs, slice of rows, student's best_ids) to (loss per row, metrics per row)."""
 SCORE_COLUMNS: dict[Cache, dict[str, Callable[[Scored], NDArray[Any] | None]]] = {
@@ -107,6 +109,8 @@ class Distillation:
             if first:
                 logq_CK = operands["teacher"]
                 metrics |= support_mass(logp_CK, logq_CK)
+                if self.spec.own_vocabulary:
+                    metrics[SUPPORTED] = torch.ones_like(loss_C)
                 if best_ids is not None:
                     ratio_C = overlap_ratio(best_ids, ids_NM[rows])
                     advantage_C, shared_C = overlap_token_advantage(best_ids, ids_NM[rows], logp_CK, logq_CK)

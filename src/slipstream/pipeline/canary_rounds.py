@@ -175,6 +175,13 @@ class Canaries(Controller):
         inconsistent = self._set_reference(watched, answers) if answers and not watched.reference else {}
         for worker, each in answers.items():
             far = max((canary.difference(texts, watched.reference, said) for said in each), key=lambda d: d.apart)
+            if canary.may_be_rounding(far.apart, watched.limit, exact=watched.exact):
+                more = await self._answers(
+                    teacher.pool, worker, [scored_texts(worker.engine, texts, watched.attempts, canary.FIRST_REQUESTS)]
+                )
+                if more is None:
+                    continue
+                far = canary.difference(texts, watched.reference, canary.usual_of([*each, *more[0]]))
             self._note("teacher", far.apart)
             if far.apart <= watched.limit and worker not in inconsistent:
                 watched.good = update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -141,7 +142,7 @@ def scorer_of(
         supervised_temperature=1.0 if sft is None else sft.loss.temperature,
         token_budget=teacher.token_budget,
         packing=teacher.packing,
-        vocabulary=vocabulary_of(config.student) if respelling is None else respelling.vocabulary,
+        vocabulary=vocabulary_of(config.student) if respelling is None else sys.maxsize,
         respelling=respelling,
         context=teacher.context,
         timeout=config.task.timeout,

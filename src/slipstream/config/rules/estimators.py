@@ -161,7 +161,7 @@ def first_ratio_to_sampler(c: Sections) -> tuple[str, str] | None:
     """Return the first part that compares with the sampling policy, and a setting to write instead; or None."""
     loss, policy, reference, preset = c.loss, c.policy, c.reference, c.correction.parts
     if loss.weight and loss.spec.compares:
-        other = "gold" if any(teacher.spelling == "own" for teacher in c.teachers.values()) else "forward_kl"
+        other = "common_topk" if any(teacher.spelling == "own" for teacher in c.teachers.values()) else "forward_kl"
         without = (
             "loss.importance = false, or another loss.kind"
             if "importance" in type(loss).model_fields

@@ -71,7 +71,7 @@ def other_spelling(c: Sections, own: str, teacher: TeacherConfig) -> Clashes:
     if not known and (c.loss.spec.cache == "sampled" or c.loss.spec.merges):
         yield (
             f'with {own} loss.kind = "{c.loss.kind}" needs the log-probs of all responses, and those of [mix] are '
-            'unknown: write loss.kind = "gold", or mix.source = "file"'
+            'unknown: write loss.kind = "common_topk", or mix.source = "file"'
         )
     if c.loss.spec.merges and c.sampler.temperature != 1:
         yield (

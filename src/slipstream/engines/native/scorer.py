@@ -66,8 +66,8 @@ class EarlierScores(NamedTuple):
 class NativeScorer(Probed, Offloading):
     def __init__(self, lm: LanguageModel, plan: ScorerSettings, context: Context | None = None) -> None:
         """Prepare a teacher for scores; `context` writes the prompt that it sees in place of the student's."""
-        if plan.spec.cache == "teacher_topk" and plan.spec.k > plan.vocabulary:
-            raise ModelError(f"loss.k = {plan.spec.k} is more than the vocabulary of {plan.vocabulary}")
+        if plan.spec.cache == "teacher_topk" and plan.spec.k > (most := min(plan.vocabulary, lm.vocab_size)):
+            raise ModelError(f"loss.k = {plan.spec.k} is more than the vocabulary of {most}")
         self.lm, self.plan, self.name, self.one_end = lm, plan, plan.name, plan.one_end
         self.needs = {False: Needs(plan.spec.cache, plan.spec.k, plan.temperature)}
         """Scores to compute, by whether a response is for a supervised update."""

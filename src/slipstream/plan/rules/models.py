@@ -162,16 +162,15 @@ def check_lora(model: ModelFacts, lora: LoraConfig | None, where: str) -> None:
 
 
 def check_vocabulary(config: Config, facts: Facts) -> None:
-    """Raise ConfigError if more tokens are compared at a position than the student's vocabulary has."""
+    """Raise ConfigError if more tokens are compared at a position than the vocabularies have."""
     vocabulary = facts.student.vocabulary
+    own = [model for name, model in facts.teachers.items() if config.teachers[name].spelling == "own"]
     losses: dict[str, DistillationLoss] = {"loss": config.loss} if config.loss.weight else {}
     if config.sft is not None:
         losses["sft.loss"] = config.sft.loss
     for name, loss in losses.items():
-        if loss.spec.k > vocabulary:
-            raise ConfigError(
-                f"{name}.k = {loss.spec.k} is more than the vocabulary of {vocabulary}: write that or less"
-            )
+        if loss.spec.k > (most := min([vocabulary, *(model.vocabulary for model in own)])):
+            raise ConfigError(f"{name}.k = {loss.spec.k} is more than the vocabulary of {most}: write that or less")
     if (best := centre_size(config, "top_k")) > vocabulary:
         raise ConfigError(
             f"policy.centre_size = {best} is more than the vocabulary of {vocabulary}: write that or less"

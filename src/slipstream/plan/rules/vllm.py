@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from slipstream.config.losses import caches
 from slipstream.config.schema import Config
 from slipstream.engines.http.client import key_from_environment
 from slipstream.engines.sampling_options import rollout_sampling
@@ -71,7 +72,8 @@ def unserved(config: Config, facts: Facts, name: str) -> str:
     if loss.temperature != 1:
         return f"vLLM scores at temperature 1, and loss.temperature = {loss.temperature:g}"
     if spec.cache == "hidden":
-        return "vLLM gives no hidden states"
+        other = ' (loss.cache = "teacher_topk" needs none)' if "teacher_topk" in caches(type(loss)) else ""
+        return f"vLLM gives no hidden states{other}"
     if spec.cache == "student_topk":
         return f'vLLM cannot score token ids chosen by the student, as loss.kind = "{loss.kind}" requires'
     if spec.draws > 1 and not (known(facts.vllm) and facts.vllm_for_gpus and config.runtime.device != "cpu"):

@@ -20,6 +20,7 @@ from slipstream.estimators.logprobs import merge_metrics
 from slipstream.metric_names import extreme
 from slipstream.objective.columns import padded
 from slipstream.objective.constants import UpdateConstants
+from slipstream.objective.distillation import SUPPORTED
 from slipstream.objective.loss import MIXED, PAIRS, TAUGHT
 from slipstream.objective.sample_weights import Key
 from slipstream.protocols import Metrics
@@ -29,6 +30,8 @@ PER_STEP = ("policy/loss", "loss", "freshness/anchor")
 """Metrics that are divided like the loss; all other sums are divided by the number of tokens."""
 OF_OWN = ("policy/", "reference/kl")
 """Prefixes of metrics that are means over the tokens that the student drew."""
+OF_SUPPORT = ("distill/student_mass", "distill/teacher_mass", "distill/overlap_ratio", "distill/overlap_any")
+"""Metrics of a teacher's top-k that are means over the tokens that are compared."""
 NOISE_METRICS = {
     "gradient/signal": "proxy1_signal_strength",
     "gradient/power": "proxy2_total_power",
@@ -75,6 +78,9 @@ class Measurements:
             means["teacher/forward_kl"] /= taught
         if "distill/overlap_any" in means:
             means["distill/overlap_token_advantage"] /= means["distill/overlap_any"] or 1.0  # mean where any overlap
+        if compared := means.pop(f"distill/{SUPPORTED}", 0.0):
+            for name in OF_SUPPORT:
+                means[name] /= compared
         if pairs := means.pop(PAIRS, 0.0):
             means["router/flips"] /= pairs
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
