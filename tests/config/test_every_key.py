@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from pydantic.fields import FieldInfo
 from transformers import LlamaConfig
 
 import slipstream
-from slipstream.config.file import fields, parse, read
+from slipstream.config.file import fields, parse, read, to_toml
 from slipstream.engines.sampling_options import eval_sampling
 from slipstream.errors import ConfigError
 from slipstream.pipeline.schedules import schedule_of
@@ -472,7 +473,10 @@ def base_of(key: str, name: str, kind: str) -> str:
 
 @cache
 def planned(changes: tuple[tuple[str, str], ...]) -> Plan:
-    return plan(parse(read("base.toml"), changes, say=str), ask=False)
+    """The plan of a config, which a run directory can hold: what is written there is the same config."""
+    made = plan(parse(read("base.toml"), changes, say=str), ask=False)
+    assert parse(tomllib.loads(to_toml(made.config)), say=str) == made.config
+    return made
 
 
 def seen(made: Plan) -> list[Any]:

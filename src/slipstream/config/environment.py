@@ -51,9 +51,8 @@ class GatewayConfig(Section):
         if (self.command is None) == (self.listen is None):
             raise ValueError("write command, or listen for agents that are started elsewhere; one of the two")
         if self.listen is not None:
-            for name in ("workspace", "verify", "at_once"):
-                if name in self.model_fields_set:
-                    raise ValueError(f"{name} is for agents that `command` starts, not for listen: drop it")
+            for name in self.changed("workspace", "verify", "at_once"):
+                raise ValueError(f"{name} is for agents that `command` starts, not for listen: drop it")
         return self
 
 
@@ -129,9 +128,8 @@ class EnvironmentConfig(Section):
             raise ValueError("needs use, an environment, or [environment.gateway], an agent; one of the two")
         if self.gateway is None:
             return self
-        for name in ("calls", "observation", "processes"):
-            if name in self.model_fields_set:
-                raise ValueError(f"{name} does nothing with a gateway, whose agent runs its own tools: drop it")
+        for name in self.changed("calls", "observation", "processes"):
+            raise ValueError(f"{name} does nothing with a gateway, whose agent runs its own tools: drop it")
         if self.gateway.listen is not None and self.sandbox is not None:
             raise ValueError("sandbox does nothing: agents are started elsewhere; drop it")
         if self.gateway.command is not None and self.sandbox not in ("bubblewrap", "none"):
