@@ -145,7 +145,7 @@ def run_slipstream(
         updates = {updates + extra}
         data = {{ train = "{prompts}", chat = {str(case.chat).lower()} }}
         teachers.main = {{ model = "{case.teacher}", dtype = "{dtype}" }}
-        sampler = {{ max_tokens = {case.max_tokens}, slots = {case.batch}, dtype = "{dtype}" }}
+        sampler = {{ max_tokens = {case.max_tokens}, dtype = "{dtype}" }}
         loss = {{ kind = "reverse_kl_mc", m = 16 }}
         learner = {{ batch_size = {case.batch}, lr = {case.lr}, compute_dtype = "{dtype}" }}
         {settings}

@@ -424,6 +424,12 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line(name: str) -> 
         ({"command": ("no-such-program",)}, "environment.gateway.command: there is no program 'no-such-program' here"),
         ({"verify": ("no-such-program",)}, "environment.gateway.verify: there is no program 'no-such-program' here"),
         ({"workspace": "nowhere"}, "environment.gateway.workspace = 'nowhere' is no directory"),
+        (
+            {"command": ("python3", "agent.py")},
+            "environment.gateway.command: 'agent.py' is not in the empty directory in which the agent starts: write "
+            "its absolute path, or workspace = its directory",
+        ),
+        ({"command": ("sh", "a.sh"), "workspace": "."}, "'a.sh' is not in the workspace in which the agent starts"),
     ],
 )
 def test_an_agent_that_is_not_there_is_missed_before_a_run(given: dict[str, Any], says: str) -> None:

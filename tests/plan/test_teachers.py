@@ -22,6 +22,7 @@ from slipstream.config.file import load, parse, to_toml
 from slipstream.config.schema import Config
 from slipstream.data.prompts import Prompts, Row
 from slipstream.data.teacher_context import TemplateContext
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.http import client
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.model import load_model
@@ -369,6 +370,9 @@ def test_a_context_needs_what_it_names(tokenizer: PreTrainedTokenizerFast) -> No
         tokenizer.decode(TemplateContext("{ground_truth}", tokenizer).before(asked(tokenizer, ground_truth=[1])))
         == "[1]"
     )
+    digits = load_tokenizer("builtin:student")
+    with pytest.raises(DataError, match="builtin:student cannot encode the teacher's context 'Explain it.': WordLevel"):
+        TemplateContext("Explain it.", digits).before(asked(tokenizer))
 
 
 @pytest.mark.parametrize("where", ["here", "endpoint"])

@@ -285,6 +285,9 @@ def test_a_curve_is_of_the_whole_run_and_never_long(count: int) -> None:
     assert curve.points == [width * i + (width - 1) / 2 for i in range(len(curve.points))]
 
 
+SETS = {"math": 0.0, "code": 0.5}
+
+
 def test_at_the_end_a_line_says_what_the_run_brought_about() -> None:
     train = [{"kind": "train", "update": i, "reward/exact": i / 40, "teacher/kl": 1 - i / 40} for i in range(1, 41)]
     evals = [{"kind": "eval", "update": i, "accuracy": i / 80, "reward/exact": i / 80} for i in (0, 20, 40)]
@@ -293,5 +296,9 @@ def test_at_the_end_a_line_says_what_the_run_brought_about() -> None:
     )
     assert from_to(train[:3]) == "first update → last: exact 2.5% → 7.5%, KL to teacher 0.975 → 0.925"
     assert from_to(train[:1]) == from_to([{"kind": "train", "update": i, "loss": 1.0} for i in (1, 2)]) == ""
+    sets = [{**line, "set": name, "accuracy": line["accuracy"] + more} for line in evals for name, more in SETS.items()]
+    assert from_to([*train, *sets]).endswith(
+        "held-out accuracy math 0.0% → 50.0%, held-out accuracy code 50.0% → 100.0%"
+    )
     several = [{"kind": "train", "update": i, "teacher/a/kl": 1.0, "teacher/b/kl": 2.0} for i in (1, 2)]
     assert from_to(several) == "first update → last: KL to teacher a 1.000 → 1.000, KL to teacher b 2.000 → 2.000"

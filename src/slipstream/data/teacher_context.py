@@ -18,7 +18,7 @@ import numpy as np
 
 from slipstream.config.base import OWN
 from slipstream.data.tokenizers import Tokenizer
-from slipstream.errors import ConfigError, DataError, NoContext
+from slipstream.errors import ConfigError, DataError, NoContext, first_line
 from slipstream.records import Attempts, Ints, Prompt, Rollout, Ungraded
 from slipstream.rewards.functions import Seen
 from slipstream.rewards.grading import GradingProcess
@@ -79,7 +79,12 @@ class TextContext:
             data_source=prompt.data_source,
             **asdict(attempts or Attempts()),
         )
-        tokens = self.tokenizer(self.text(prompt, seen), add_special_tokens=False, verbose=False)["input_ids"]
+        text = self.text(prompt, seen)
+        try:
+            tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except Exception as error:  # the library raises plain Exception
+            named = f"{prompt.id}: {self.tokenizer.name_or_path} cannot encode the teacher's context {text[:60]!r}"
+            raise DataError(f"{named}: {first_line(error)}") from None
         if not tokens:
             raise DataError(f"{prompt.id}: the teacher's context is empty for it")
         return np.array(tokens, np.int32)

@@ -24,6 +24,9 @@ from slipstream.errors import ConfigError
 from slipstream.plan.engine_plans import EnvironmentPlan, GatewayPlan
 from slipstream.sandbox import sandbox_of
 
+SCRIPTS = (".py", ".sh", ".js", ".ts")
+"""Ends of the names of files that an interpreter runs, as in `python agent.py`."""
+
 
 def environments_of(config: Config) -> dict[str, EnvironmentPlan]:
     """Return the plan of every environment by its name, which is "" for a single one."""
@@ -107,3 +110,10 @@ def check_agent(agent: Agent) -> None:
         if words is not None and shutil.which(program) is None:
             where = "in the workspace, where it starts (for others write an absolute path)" if inside else "here"
             raise ConfigError(f"environment.gateway.{name}: there is no program {word!r} {where}, or it cannot be run")
+    script = Path(next(iter((agent.command or ())[1:]), ""))
+    if script.suffix in SCRIPTS and not Path(agent.workspace or "/nowhere", script).is_file():
+        where = "the workspace" if agent.workspace else "the empty directory"
+        raise ConfigError(
+            f"environment.gateway.command: {str(script)!r} is not in {where} in which the agent starts: write its "
+            "absolute path, or workspace = its directory, which every episode gets a copy of"
+        )

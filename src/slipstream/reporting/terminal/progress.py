@@ -102,10 +102,12 @@ def from_to(lines: Iterable[Mapping[str, Any]]) -> str:
         for name in train[-1]
         if GAINS.fullmatch(name) and name in train[0]
     ]
-    if len(held_out) > 1:
-        first, last = held_out[0], held_out[-1]
-        names = [name for name in last if HELD_OUT.fullmatch(name) and name in first]
-        changes += [change(f"eval/{name}", first[name], last[name]) for name in names]
+    for held in dict.fromkeys(line.get("set", "") for line in held_out):
+        its = [line for line in held_out if line.get("set", "") == held]
+        if len(its) > 1:
+            first, last, where = its[0], its[-1], f"eval/{held}/" if held else "eval/"
+            names = [name for name in last if HELD_OUT.fullmatch(name) and name in first]
+            changes += [change(where + name, first[name], last[name]) for name in names]
     updates = "first update → last" if count == 1 else f"first {count} updates → last {count}"
     return f"{updates}: {', '.join(changes)}" if changes else ""
 
