@@ -449,7 +449,7 @@ def test_trackers_get_each_set_under_its_name(tmp_path: Path) -> None:
     assert lines[0] == {"kind": "eval", "update": 3, "set": "math", "accuracy": 0.5, "reward/exact": 0.5}
     assert "set" not in lines[1]
     numbers = {"eval/math/accuracy": 0.25, "eval/code/accuracy": 1.0, "eval/math/reward/exact": 0.25}
-    assert key_readings(numbers) == [("held-out accuracy math", "25.0%"), ("held-out accuracy code", "100.0%")]
+    assert key_readings(numbers) == [("math held-out accuracy", "25.0%"), ("code held-out accuracy", "100.0%")]
 
 
 @pytest.mark.parametrize(

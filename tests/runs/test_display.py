@@ -298,7 +298,7 @@ def test_at_the_end_a_line_says_what_the_run_brought_about() -> None:
     assert from_to(train[:1]) == from_to([{"kind": "train", "update": i, "loss": 1.0} for i in (1, 2)]) == ""
     sets = [{**line, "set": name, "accuracy": line["accuracy"] + more} for line in evals for name, more in SETS.items()]
     assert from_to([*train, *sets]).endswith(
-        "held-out accuracy math 0.0% → 50.0%, held-out accuracy code 50.0% → 100.0%"
+        "math held-out accuracy 0.0% → 50.0%, code held-out accuracy 50.0% → 100.0%"
     )
     several = [{"kind": "train", "update": i, "teacher/a/kl": 1.0, "teacher/b/kl": 2.0} for i in (1, 2)]
     assert from_to(several) == "first update → last: KL to teacher a 1.000 → 1.000, KL to teacher b 2.000 → 2.000"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,7 @@ def test_a_number_with_too_many_digits_is_invalid() -> None:
         ("gymnasium:FrozenLak-v1", "Environment `FrozenLak` doesn't exist. Did you mean: `FrozenLake`?"),
         ("gymnasium:nowhere:A-v1", "No module named 'nowhere'"),
         ("gymnasium:CartPole-v1", "CartPole-v1 shows Box("),
+        *([("textarena:Chess-v0", "Chess-v0: ")] if sys.version_info < (3, 12) else []),  # it does not parse there
     ],
 )
 def test_a_game_that_cannot_be_played_is_one_line(spec: str, line: str) -> None:

@@ -7,6 +7,7 @@ the game of a row again from its seed.
 from __future__ import annotations
 
 import importlib
+import platform
 import random
 import re
 import threading
@@ -63,7 +64,11 @@ class TextArenaGame:
 
         if name not in ENV_REGISTRY:
             raise ConfigError(f"there is no game {name!r}; {did_you_mean(name, ENV_REGISTRY)}")
-        self.env = textarena.make(name)
+        try:
+            self.env = textarena.make(name)
+        except SyntaxError as error:  # some of its games are written for newer Pythons
+            why = f"{error.filename}:{error.lineno} does not parse with Python {platform.python_version()}: {error.msg}"
+            raise ConfigError(f"{name}: {why}") from None
         while isinstance(self.env, Wrapper):  # wrappers show the whole history again, which the student already has
             self.env = self.env.env
         self.random: tuple[Any, Any] = random.Random(0).getstate(), np.random.RandomState(0).get_state()

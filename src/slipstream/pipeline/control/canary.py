@@ -5,7 +5,7 @@ Pure code: no tasks, no clock, no engine. `canary_rounds` sends the requests and
 A reference holds a teacher's answers at the start: for each log-prob the median of all answers of all replicas. The
 noise is the distance of a replica's answers from their own median; a replica with more noise than its number format
 explains is inconsistent. A replica has changed if its later answer is further from the reference than `limit_of`
-allows; in 16 bits the median of several answers decides about an answer that is little further. A distance is the
+allows; for a teacher here in 16 bits the median of several answers decides if it is little further. A distance is the
 largest root mean square over the log-probs of a text, or the largest difference of one log-prob divided by PEAK_FACTOR
 if that is more; both are weighted by `weights`.
 
@@ -50,7 +50,7 @@ KL_MARGIN = 8.0
 ROUNDS: dict[Rounding, int] = {"exact": 1, "half": 4, "int8": 1, "fp8": 1}
 """Times that a sampler answers at the first check, whose worst answer sets the limit, and at one that fails."""
 ASKED_AGAIN = 3.0
-"""Distance up to which a teacher in 16 bits is asked again, as a multiple of the limit: rounding explains no more."""
+"""Distance up to which a teacher here in 16 bits is asked again, as a multiple of the limit: rounding explains no more."""
 FOLLOWING_LIMIT = {True: 0.02, False: 0.5}
 """Limit of the largest log-prob difference of learner and a teacher that follows the student; True: float32."""
 MAX_DISTANCE = 1e3
@@ -164,11 +164,6 @@ def noise_of(texts: Sequence[Rollout], answers: Sequence[Sequence[TextScores]]) 
 def limit_of(noise: float, *, exact: bool) -> float:
     """Return the largest allowed distance from the reference, for a teacher with this noise at the start."""
     return max(EXACT_LIMIT if exact else ROUNDED_LIMIT, NOISE_FACTOR * noise)
-
-
-def may_be_rounding(apart: float, limit: float, *, exact: bool) -> bool:
-    """Return True if more answers must tell whether a teacher has changed; another model is much further away."""
-    return not exact and limit < apart <= ASKED_AGAIN * limit
 
 
 def usual_of(answers: Sequence[Sequence[TextScores]]) -> list[TextScores]:

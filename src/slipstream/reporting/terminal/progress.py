@@ -55,7 +55,7 @@ def band_of(name: str) -> Band | None:
 def title_of(name: str) -> str:
     """Return the display name of a metric, with the held-out set if there are several."""
     kind, *sets, _ = name.split("/")
-    return " ".join([row_of(name).label, *(sets if kind == "eval" else ())])
+    return " ".join([*(sets if kind == "eval" else ()), row_of(name).label])
 
 
 @cache
