@@ -50,7 +50,7 @@ KL_MARGIN = 8.0
 ROUNDS: dict[Rounding, int] = {"exact": 1, "half": 4, "int8": 1, "fp8": 1}
 """Times that a sampler answers at the first check, whose worst answer sets the limit, and at one that fails."""
 ASKED_AGAIN = 3.0
-"""Distance up to which a teacher here in 16 bits is asked again, as a multiple of the limit: rounding explains no more."""
+"""Distance up to which a teacher in 16 bits is asked again, as a multiple of the limit; rounding explains no more."""
 FOLLOWING_LIMIT = {True: 0.02, False: 0.5}
 """Limit of the largest log-prob difference of learner and a teacher that follows the student; True: float32."""
 MAX_DISTANCE = 1e3
