@@ -2,13 +2,14 @@
 
     make build/real/teacher.gguf build/real/train.jsonl
     python tools/leave_out_layers.py build/real/teacher.gguf build/six --layers 9 12 15 18 21 24
-    python benchmarks/real_respelled.py --student build/six [--updates 24] [--batch 8]
+    python benchmarks/real_respelled.py --student build/six [--updates 24] [--batch 8] [--only plain]
 
 The copy has the same weights. Its token ids are in another order, and its tokenizer lacks the last 5,000 merges of its
-list, the rarest ones, so that some words need more tokens. Both runs learn half from own answers and half from the
+list, the rarest ones, so that some words need more tokens. All runs learn half from own answers and half from the
 teacher's. The losses differ as little as they can: the forward KL over the whole vocabulary for the teacher itself, and
-for the copy `common_topk` (the forward KL on its 64 most likely tokens, with one bucket for all others). Then both
-students are measured in their own tokens, with the teacher itself. The results are lines of JSON in `--output`.
+for the copy `common_topk` (the forward KL on the 64 most likely shared tokens, with one bucket for all others). A third
+run takes these from the teacher's own 64 most likely tokens, as it would with vLLM or an endpoint. Then the students
+are measured in their own tokens, with the teacher itself. The results are lines of JSON in `--output`.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ def main() -> None:
     parser.add_argument("--merges", type=int, default=5000, help="number of merges that the copy lacks")
     parser.add_argument("--updates", type=int, default=24)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--only", nargs="+", help="names of the runs to make, as the results show them")
     args = parser.parse_args()
     teacher, copy = model_path(str(args.parts / "teacher.gguf")), args.output / "teacher"
     write_copy(teacher, args.merges, copy)
+    other = [str(copy), "--teachers.main.spelling", "own", "--loss.kind", "common_topk", "--loss.k", "64"]
     arms = {
         "plain": [teacher, "--loss.kind", "forward_kl", "--loss.cache", "hidden"],
-        "re-spelled": [str(copy), "--teachers.main.spelling", "own", "--loss.kind", "common_topk", "--loss.k", "64"],
+        "re-spelled": other,
+        "re-spelled, teacher_topk": [*other, "--loss.cache", "teacher_topk"],
     }
+    arms = {name: arms[name] for name in args.only or arms}
     saved = [{"arm": "before", "path": args.student}]
     for name, words in arms.items():
         place = args.output / name

@@ -22,9 +22,9 @@ INTRODUCTION = """# Findings
 For readers who want to know what the papers' claims about stale rollouts look like here: every claim with its verdict.
 
 A student of 140 k parameters learns arithmetic from a teacher twice its size; pages about a wide vocabulary use the
-task `words` ([built-in tasks](data.md#built-in-tasks)), and one page uses [a real model](real_model.md). Results are for
-these tasks and models only. Each title leads to a page with all numbers and the commands that repeat it: a study ([how
-they work](lab.md)), or the output of a script. This command collects them here:
+task `words` ([built-in tasks](data.md#built-in-tasks)), and one page uses [a real model](real_model.md). Results are
+for these tasks and models only. Each title leads to a page with all numbers and the commands that repeat it: a study
+([how they work](lab.md)), or the output of a script. This command collects them here:
 
 ```console
 {command}
