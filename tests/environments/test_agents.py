@@ -427,13 +427,21 @@ def test_settings_that_do_not_go_together_are_refused_in_one_line(name: str) -> 
         (
             {"command": ("python3", "agent.py")},
             "environment.gateway.command: 'agent.py' is not in the empty directory in which the agent starts: write "
-            "its absolute path, or workspace = its directory",
+            "its absolute path, or set environment.gateway.workspace to its directory",
         ),
         ({"command": ("sh", "a.sh"), "workspace": "."}, "'a.sh' is not in the workspace in which the agent starts"),
     ],
 )
 def test_an_agent_that_is_not_there_is_missed_before_a_run(given: dict[str, Any], says: str) -> None:
     whole = Agent(command=("ls",), workspace=None, verify=None)
+    here = str(Path(__file__).parent)
+    for command in (
+        ("ls",),
+        ("sh", "/elsewhere/a.sh"),
+        ("sh", "{prompt_file}.sh"),
+        ("sh", "{workspace}/test_agents.py"),
+    ):
+        check_agent(replace(whole, command=command, workspace=here))
     check_agent(whole)
     with pytest.raises(ConfigError, match=says):
         check_agent(replace(whole, **given))

@@ -572,6 +572,7 @@ teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=go
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.kind=k1 loss.use=advantage sampler.top_k=5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.fusion.alpha=0.5
 teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 sampler.max_tokens=200
+student=builtin:pair_teacher teachers.main.spelling=own loss.kind=common_topk loss.cache=teacher_topk loss.k=64
 teachers.main.engine=vllm teachers.main.ends=map
 teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl teachers.main.ends=map
 teachers.main.model=self teachers.main.context={{prompt}}{{ground_truth}} teachers.main.ends=map

@@ -325,3 +325,13 @@ def test_a_run_learns_to_call_the_tools_of_a_server(
         assert seen.count("nothing") == [2, 1][number % 2] and "not for the student" not in seen
     for line in run.lines:
         assert line["failed_samples"] == 0 and line["environment/invalid_move"] == 0 and line["grad_norm"] > 0
+
+
+def test_a_server_without_tools_refuses_their_calls(servers: list[str]) -> None:
+    game = game_of(servers[0])
+    assert isinstance(game, OpenEnvGame) and not game.calls_tools
+    with pytest.raises(EnvironmentFailed, match=f"^the server at {game.url} lists no tools$"):
+        game.tools()
+    game.reset(1)
+    assert game.call("look", {}) == ("error: the server refuses this call of look", False)
+    assert game.end() == (0.0, {"invalid_move": 1.0})

@@ -371,7 +371,7 @@ class CommonTopK(Divergence):
     """Scores from the teacher: the last hidden state, which gives its k most likely shared tokens, or its top-k tokens,
     of which those that the student lacks go to the bucket."""
     k: int = Field(32, ge=1)
-    """Number of tokens that are compared one by one, or with the top-k cache the most that can be."""
+    """Number of tokens that are compared one by one; with the top-k cache fewer if the student lacks some of them."""
     beta: float = Field(0.0, ge=0, le=1)
     """Interpolation by a JSD between the two KL directions: 0 is forward KL, 1 is reverse KL."""
 

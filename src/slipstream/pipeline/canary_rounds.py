@@ -49,7 +49,7 @@ class Watched:
     """The last update after which a replica of this teacher passed a check."""
 
     @property
-    def rounds(self) -> bool:
+    def is_rounded(self) -> bool:
         """Return whether the teacher runs here in 16 bits. Behind an endpoint single wrong answers would be hidden."""
         return not self.exact and self.teacher.settings.base_url is None
 
@@ -180,7 +180,7 @@ class Canaries(Controller):
         inconsistent = self._set_reference(watched, answers) if answers and not watched.reference else {}
         for worker, each in answers.items():
             far = max((canary.difference(texts, watched.reference, said) for said in each), key=lambda d: d.apart)
-            if watched.rounds and watched.limit < far.apart <= canary.ASKED_AGAIN * watched.limit:
+            if watched.is_rounded and watched.limit < far.apart <= canary.ASKED_AGAIN * watched.limit:
                 more = await self._answers(
                     teacher.pool, worker, [scored_texts(worker.engine, texts, watched.attempts, canary.FIRST_REQUESTS)]
                 )

@@ -110,10 +110,11 @@ def check_agent(agent: Agent) -> None:
         if words is not None and shutil.which(program) is None:
             where = "in the workspace, where it starts (for others write an absolute path)" if inside else "here"
             raise ConfigError(f"environment.gateway.{name}: there is no program {word!r} {where}, or it cannot be run")
-    script = Path(next(iter((agent.command or ())[1:]), ""))
-    if script.suffix in SCRIPTS and not Path(agent.workspace or "/nowhere", script).is_file():
+    script = next(iter((agent.command or ())[1:]), "").removeprefix("{workspace}/")
+    relative = script.endswith(SCRIPTS) and "{" not in script and not Path(script).is_absolute()
+    if relative and not Path(agent.workspace or "/nowhere", script).is_file():
         where = "the workspace" if agent.workspace else "the empty directory"
         raise ConfigError(
-            f"environment.gateway.command: {str(script)!r} is not in {where} in which the agent starts: write its "
-            "absolute path, or workspace = its directory, which every episode gets a copy of"
+            f"environment.gateway.command: {script!r} is not in {where} in which the agent starts: write its absolute "
+            "path, or set environment.gateway.workspace to its directory, of which every episode gets a copy"
         )

@@ -5,9 +5,9 @@ Pure code: no tasks, no clock, no engine. `canary_rounds` sends the requests and
 A reference holds a teacher's answers at the start: for each log-prob the median of all answers of all replicas. The
 noise is the distance of a replica's answers from their own median; a replica with more noise than its number format
 explains is inconsistent. A replica has changed if its later answer is further from the reference than `limit_of`
-allows; for a teacher here in 16 bits the median of several answers decides if it is little further. A distance is the
-largest root mean square over the log-probs of a text, or the largest difference of one log-prob divided by PEAK_FACTOR
-if that is more; both are weighted by `weights`.
+allows. If a teacher runs here in 16 bits and its answer is little further, the median of several answers decides. A
+distance is the largest root mean square over the log-probs of a text, or the largest difference of one log-prob divided
+by PEAK_FACTOR if that is more; both are weighted by `weights`.
 
 Shapes: N tokens of a text, M draws (tokens sampled at the same position), X log-probs per token (emitted one first).
 """
