@@ -7,7 +7,8 @@ One thread for each stage, 8 prompts, at most 64 tokens, 16 draws. Operations ar
 each weight of the layers and token, two for each weight of the head and trained token, three times as many for the
 learner. Products have the speed of `torch.nn.functional.linear` in a perceptron. The first update warms up.
 
-`--shared PROMPT GROUP RESPONSE` compares passes over a group with and without `learner.shared_prompt` instead.
+`--shared PROMPT GROUP RESPONSE` compares passes over a group instead: with the prompt computed once, and with every
+response.
 """
 
 from __future__ import annotations

@@ -77,7 +77,6 @@ MINIATURES: dict[str, dict[str, Any]] = {
     },
     "hidden states, shared prompts, a teacher beside the sampler": {
         "loss": {"kind": "eopd"},
-        "learner": {"shared_prompt": True},
         "sampler": {"teacher_replaces": 5, "speculation": {"lookup": 1}},
     },
     "weights of stale answers": {

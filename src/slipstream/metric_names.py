@@ -487,7 +487,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("idle/WORKER", "share of time in which the worker was idle", "near 0 in the slowest stage", By.HEADERS),
         Metric("rows/filled", "share of the learner's computed tokens that are not padding", above(0.9), By.PASSES,
                "throughput", "Learner tokens that are not padding", SHARE),
-        Metric("saved/prompt", "share of tokens that learner.shared_prompt saved", "–", By.PASSES),
+        Metric("saved/prompt", "share of tokens that shared prompts saved", "–", By.PASSES),
         Metric("time", "seconds since the run began", "–", By.LEDGER, "", "Time", "seconds"),
     ),
     "Waits, in seconds": (

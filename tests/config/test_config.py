@@ -353,13 +353,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"learner": {"ranks": 2}, "runtime": {"kind": "inline"}},
         'learner.ranks needs a process for each: write runtime.kind = "local"',
     ),
-    "shared prompts without packing": (
-        {"learner": {"shared_prompt": True, "packing": False}, "sampler": {"group": 2}},
-        "learner.shared_prompt is a way of packing: write packing = true, or drop it",
-    ),
-    "shared prompts of lone answers": (
+    "a key of an older version": (
         {"learner": {"shared_prompt": True}},
-        "learner.shared_prompt has nothing to share with sampler.group = 1: drop it",
+        "learner.shared_prompt was dropped: the prompt of a group is computed once wherever learner.packing is on; leave it out",
     ),
     "teacher whose name is no word": (
         {"teachers": {"a-b": {"model": "t"}}},

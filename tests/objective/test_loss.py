@@ -498,7 +498,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(case: Case, nam
     gradients = [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
     found = [whole_update(case, name)]
     if name in ("everything", "two temperatures by row"):
-        for cut in ({"token_budget": 100_000}, {"shared_prompt": True}, {"packing": False}, {"checkpointing": True}):
+        for cut in ({"token_budget": 100_000}, {"packing": False}, {"checkpointing": True}):
             found.append(update(case, method, case.groups, **cut))
     for each in found:
         assert each.counts == Counts(int(kept.sum()), int(kept.any(-1).sum()))

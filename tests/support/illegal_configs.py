@@ -408,7 +408,6 @@ learner.minibatches=16
 learner.ranks=2
 learner.ranks=16 runtime.kind=ray
 learner.shared_prompt=true
-learner.shared_prompt=true sampler.group=4 learner.packing=false
 learner.snapshots=2
 learner.router=measure
 learner.router=replay_rollout

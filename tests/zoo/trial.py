@@ -144,10 +144,10 @@ def scorer_of_either(model: PreTrainedModel) -> float:
 
 
 def learner(
-    model: PreTrainedModel, *, packing: bool, shared_prompt: bool = False, checkpointing: bool = False
+    model: PreTrainedModel, *, packing: bool, shared_prompt: bool = True, checkpointing: bool = False
 ) -> float:
     """Gradients of a weighted sum of log-probs, relative to the largest entry of each tensor's."""
-    config = LearnerConfig(packing=packing, shared_prompt=shared_prompt, checkpointing=checkpointing, token_budget=128)
+    config = LearnerConfig(packing=packing, checkpointing=checkpointing, token_budget=128)
     lm, hf = apart(model), apart(model)
     passes = student_passes(lm, config, Ranks(), temperature=1.0)
     batches = pack(SAMPLES, budget=128, hidden=passes.student.width, packing=packing, shared_prompt=shared_prompt)
@@ -255,8 +255,8 @@ TRIALS: dict[str, Callable[[PreTrainedModel], float | None]] = {
     "generates": sampler,
     "bf16": half,
     "scores": scorer_of_either,
-    "packed": partial(learner, packing=True),
-    "shared prompt": partial(learner, packing=True, shared_prompt=True),
+    "packed": partial(learner, packing=True, shared_prompt=False),
+    "shared prompt": partial(learner, packing=True),
     "padded": partial(learner, packing=False),
     "recomputed": partial(learner, packing=False, checkpointing=True),
     "adapters": lora,

@@ -17,7 +17,7 @@ from slipstream.config.base import Section
 from slipstream.config.data import DataConfig
 from slipstream.config.foreign_names import FOREIGN_KEYS, VALUES
 from slipstream.config.losses import ALIASES
-from slipstream.config.renamed_keys import renaming, with_new_keys
+from slipstream.config.renamed_keys import DROPPED, renaming, with_new_keys
 from slipstream.config.schema import Config
 from slipstream.config.teacher import TeacherConfig, endpoint_defaults, spelling_defaults
 from slipstream.errors import ConfigError, did_you_mean
@@ -173,6 +173,8 @@ def explain(detail: ErrorDetails, root: type[Section] = Config) -> str:
         case "extra_forbidden" | "literal_error" if (new := renaming(dotted, detail["input"])) is not None:
             was = dotted if detail["type"] == "extra_forbidden" else f"{dotted} = {detail['input']!r}"
             return f"{was} was renamed: write {new}"
+        case "extra_forbidden" if dotted in DROPPED:
+            return f"{dotted} was dropped: {DROPPED[dotted]}; leave it out"
         case "extra_forbidden" if holder and names[-1] in FOREIGN_KEYS and FOREIGN_KEYS[names[-1]] != dotted:
             key, given = FOREIGN_KEYS[names[-1]], json.dumps(detail["input"], default=str)
             return f"unknown key {dotted!r}: write {key}" + ("" if "," in key else f" = {given}")

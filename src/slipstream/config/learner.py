@@ -60,9 +60,8 @@ class LearnerConfig(Section):
     token_budget: int = Field(16384, ge=1)
     """Largest number of tokens, padding included, in one micro-batch. Lower it if memory runs out."""
     packing: bool = True
-    """Put several sequences into one row; a sequence attends only to itself. Write false for models without support."""
-    shared_prompt: bool = False
-    """Compute the prompt of a group only once: its responses share a row. Each attends to the prompt and to itself."""
+    """Put several sequences into one row; a sequence attends only to itself. The responses of a group share a row, in
+    which their prompt is computed once. Write false for models without support."""
     dropout: bool = False
     """Train with the dropout rates of the model's config. false uses no dropout, so that learner and sampler compute
     the same policy."""

@@ -1,4 +1,4 @@
-"""Settings that were renamed. Configs of users are refused with the new name; saved runs and studies are translated."""
+"""Settings that were renamed or dropped. Configs of users are refused with the new name; saved runs and studies are translated."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ RENAMED = {
     "freshness.buffer": "freshness.estimate",
 }
 """New dotted key by old dotted key."""
+DROPPED = {"learner.shared_prompt": "the prompt of a group is computed once wherever learner.packing is on"}
+"""Reason by dotted key that is no setting any more."""
 RENAMED_VALUES = {"loss.use": {"reward": "advantage"}}
 """New value by old value, by the new dotted key."""
 
@@ -57,6 +59,10 @@ def with_new_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a saved config with the new names. An old key stays, to be refused, if its new one is there."""
     found = {key: _copied(value, 2) for key, value in tree.items()}
     teachers = found.get("teachers")
+    for key in DROPPED:
+        section, name = key.split(".")
+        if isinstance(found.get(section), dict):
+            found[section].pop(name, None)
     for old, new in RENAMED.items():
         for name in teachers if isinstance(teachers, dict) and ANY_TEACHER in old else [ANY_TEACHER]:
             _move(found, *(key.replace(ANY_TEACHER, name).split(".") for key in (old, new)))

@@ -46,6 +46,14 @@ def splits(devices: int, scorers: int | None = None, each: Split = ONE_SPLIT) ->
             yield Split(samplers, scorers, left)
 
 
+def check_enough(devices: int, scorers: int | None, each: Split) -> None:
+    """Raise a ConfigError if some stage would have no worker; see `splits`."""
+    least = each.samplers + (each.scorers if scorers is None else 0) + 1
+    if devices < least:
+        needed = "one each" if each == ONE_SPLIT else f"{each.samplers}, {each.scorers} and 1"
+        raise ConfigError(f"--devices {devices}: sampler, scorer and learner need {needed}: write {least} or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Offer:
     schedule: str
@@ -93,11 +101,7 @@ def outlook(
     each: Split = ONE_SPLIT,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outlook:
-    least = each.samplers + (each.scorers if scorers is None else 0) + 1
-    if devices < least:
-        needed = "one each" if each == ONE_SPLIT else f"{each.samplers}, {each.scorers} and 1"
-        raise ConfigError(f"--devices {devices}: sampler, scorer and learner need {needed}: write {least} or more")
-
+    check_enough(devices, scorers, each)
     simulated = max(LEAST_UPDATES, min(MOST_UPDATES, SAMPLES // work.batch))
 
     def offers(count: int) -> list[Offer]:
@@ -172,6 +176,8 @@ class PlannedConfig:
             raise ConfigError(
                 '--devices: runtime.kind = "inline" has all engines in one process: write "local" or "ray"'
             )
+        if devices is not None:
+            check_enough(devices, self.scorers, self.each)
 
     @property
     def each(self) -> Split:

@@ -30,10 +30,10 @@ RANK_ERRORS = 5.0
 
 class RankedLearner(Proxy, Learner):
     def __init__(
-        self, ranks: Sequence[Learner], *, hidden: int, minibatches: int = 1, shared_prompt: bool = False
+        self, ranks: Sequence[Learner], *, hidden: int, minibatches: int = 1, packing: bool = True
     ) -> None:
         """Combine ranks; `hidden` is the width of the model, which costs depend on."""
-        self.ranks, self.hidden, self.minibatches, self.shared_prompt = ranks, hidden, minibatches, shared_prompt
+        self.ranks, self.hidden, self.minibatches, self.packing = ranks, hidden, minibatches, packing
         self.update = 0
         self.homes: dict[int, int] = {}
         """Rank to which each group of this update is assigned, by group number."""
@@ -46,7 +46,7 @@ class RankedLearner(Proxy, Learner):
         if batch.update != self.update:
             self.update, self.homes, self.loads = batch.update, {}, [0.0] * len(self.ranks)
         for part in batch.parts(self.minibatches):
-            costs = [group_cost(group, self.hidden, self.shared_prompt) for group in part.groups]
+            costs = [group_cost(group, self.hidden, self.packing) for group in part.groups]
             for group, each, rank in zip(part.groups, costs, shared_out(costs, self.loads), strict=True):
                 self.homes[number_of(group)] = rank
                 self.loads[rank] += each
@@ -119,10 +119,10 @@ def number_of(group: Group) -> int:
     return group[0].header.number
 
 
-def group_cost(group: Group, hidden: int, shared_prompt: bool) -> float:
-    """Return the compute cost of a group; if `shared_prompt`, its prompt is counted once."""
+def group_cost(group: Group, hidden: int, packing: bool) -> float:
+    """Return the compute cost of a group; rows with `packing` compute its prompt once."""
     headers = [handle.header for handle in group]
-    saved = sum(cost(header.prompt_tokens, hidden) for header in headers[1:]) if shared_prompt else 0.0
+    saved = sum(cost(header.prompt_tokens, hidden) for header in headers[1:]) if packing else 0.0
     return sum(cost(header.prompt_tokens + header.tokens, hidden) for header in headers) - saved
 
 

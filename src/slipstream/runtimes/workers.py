@@ -286,7 +286,7 @@ def engines_from(plan: EnginesPlan, manager: WorkerManager, close: Callable[[], 
             ranks,
             hidden=plan.learner.width,
             minibatches=plan.learner.settings.minibatches,
-            shared_prompt=plan.learner.settings.shared_prompt,
+            packing=plan.learner.settings.packing,
         )
     return Engines(
         samplers=samplers.pop(""),

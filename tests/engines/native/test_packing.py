@@ -45,8 +45,8 @@ GROUPS = [(7, [20, 1, 9]), (1, [5, 3]), (19, [2]), (3, [13, 13, 1, 8]), (12, [6,
 """Prompt and responses: shorter and longer than the windows of the tiny models, which are 6."""
 MODES: dict[str, dict[str, Any]] = {
     "padded": {"packing": False},
-    "packed": {},
-    "shared": {"shared_prompt": True},
+    "packed": {"shared_prompt": False},
+    "shared": {},
 }
 
 
@@ -101,10 +101,10 @@ def test_micro_batches_cost_about_the_same(lengths: list[int], budget: int) -> N
 
 def test_a_shared_prompt_is_computed_once_unless_its_responses_are_too_many() -> None:
     rollouts = make_rollouts([(10, [5, 5, 5, 5, 5]), (4, [3])])
-    (whole,) = pack(rollouts, budget=100, hidden=32, shared_prompt=True)
+    (whole,) = pack(rollouts, budget=100, hidden=32)
     assert whole.rows == ((Item(10, (5,) * 5, (0, 2, 3, 4, 5)), Item(4, (3,), (1,))),)
     assert (whole.real, whole.computed, whole.length) == (42, 42, 42)
-    cut = pack(rollouts, budget=21, hidden=32, shared_prompt=True)
+    cut = pack(rollouts, budget=21, hidden=32)
     items = [item for batch in cut for row in batch.rows for item in row]
     assert sorted((item.prompt, item.responses) for item in items) == [
         (4, (3,)),
@@ -147,14 +147,14 @@ def test_a_branch_that_begins_with_other_tokens_shares_no_prompt() -> None:
     rollouts = make_rollouts([(4, [3, 3, 3])])
     prompt = rollouts[1].prompt
     rollouts[1] = replace(rollouts[1], prompt=replace(prompt, tokens=prompt.tokens[:3]))
-    (batch,) = pack(rollouts, budget=100, hidden=32, shared_prompt=True)
+    (batch,) = pack(rollouts, budget=100, hidden=32)
     items = [item for row in batch.rows for item in row]
     assert {(item.prompt, item.members) for item in items} == {(4, (0, 2)), (3, (1,))}
 
 
 def test_rows_begin_every_response_anew_after_its_prompt() -> None:
     rollouts = make_rollouts([(3, [2, 3]), (1, [2])])
-    (batch,) = pack(rollouts, budget=100, hidden=32, shared_prompt=True)
+    (batch,) = pack(rollouts, budget=100, hidden=32)
     assert batch.members == [0, 2, 1]
     rows = Rows(rollouts, MicroBatch((*batch.rows, ())), CPU)
     expected = [rollouts[0].prompt.tokens, rollouts[0].tokens, rollouts[2].tokens]
@@ -266,7 +266,7 @@ def test_under_autocast_rows_differ_no_more_than_precision_does(name: str) -> No
     rollouts, lm, packed = make_rollouts(), wrap(make_model(name)), wrap(make_model(name))
     use_rows(packed)
     exact, _ = alone(lm, rollouts)
-    batches = pack(rollouts, budget=10_000, hidden=32, shared_prompt=True)
+    batches = pack(rollouts, budget=10_000, hidden=32)
     with torch.autocast("cpu", torch.bfloat16):
         lower, lower_gradients = alone(lm, rollouts)
         found, gradients = hidden_and_gradients(packed, rollouts, batches)
@@ -285,7 +285,7 @@ def test_flex_attention_sees_what_the_blocks_see(
 ) -> None:
     monkeypatch.setattr(rows_module, "QUERY_BLOCK", 16)
     rollouts = make_rollouts()
-    (batch,) = pack(rollouts, budget=10_000, hidden=32, shared_prompt=True)
+    (batch,) = pack(rollouts, budget=10_000, hidden=32)
     rows = Rows(rollouts, batch, CPU)
     torch.manual_seed(0)
     query = torch.randn(len(batch.rows), 4, batch.length, 8)

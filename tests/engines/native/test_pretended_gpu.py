@@ -171,7 +171,7 @@ METHODS = {
     "draws": (Method(loss=ReverseKLMC(m=5), temperature=0.9), "sampled", {}),
     "m2po": (Method(loss=M2PO(m=5), temperature=0.9), "sampled", {"exact_drift": True}),
     "the policy's best": (Method(loss=ReverseKLTopK(k=3), temperature=0.9), "student_topk", {}),
-    "the teacher's best": (Method(loss=ForwardKL(k=4), temperature=0.9), "teacher_topk", {"shared_prompt": True}),
+    "the teacher's best": (Method(loss=ForwardKL(k=4), temperature=0.9), "teacher_topk", {}),
     "exact": (Method(loss=ReverseKL(), temperature=0.9), "hidden", {"checkpointing": True}),
     "offloaded": (
         Method(loss=ReverseKLMC(m=5), temperature=0.9),

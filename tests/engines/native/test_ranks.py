@@ -352,7 +352,7 @@ def trained(
         (Spec(options={"packing": False}), 3, True, (3,)),
         (Spec(method=BY_ROW), 4, False, (3,)),
         (Spec(method=BY_ROW, options={"checkpointing": True, "offload": ("optimizer", "activations")}), 4, True, (3,)),
-        (Spec(method=BY_BATCH, options={"minibatches": 2, "shared_prompt": True}), 3, False, (2, 3)),
+        (Spec(method=BY_BATCH, options={"minibatches": 2}), 3, False, (2, 3)),
         (Spec(options={"lora": LoraConfig(rank=2), "optimizer_dtype": "float32"}), 3, False, (3,)),
         (Spec(method=STEERED), 3, True, (3,)),
         (Spec(method=OPOB), 3, False, (3,)),

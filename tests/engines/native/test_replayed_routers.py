@@ -54,10 +54,8 @@ from zoo.families import config_of, make, names
 WAYS: dict[str, dict[str, Any]] = {
     "packed": {},
     "small batches": {"token_budget": 40},
-    "shared prompts": {"shared_prompt": True},
     "unpacked": {"packing": False},
     "recomputed": {"checkpointing": True},
-    "recomputed, shared prompts": {"checkpointing": True, "shared_prompt": True},
 }
 NOISE = 0.3
 
@@ -147,8 +145,8 @@ def test_responses_whose_prompts_were_routed_differently_share_no_prompt() -> No
     first = max(samples, key=lambda each: len(each.rollout.prompt.tokens)).rollout
     twin = replace(first, index=1, prompt_router=(first.prompt_router + 1) % EXPERTS)
     both = [Scored(rollout=first), Scored(rollout=twin)]
-    alone = passes_of(model, "replay_rollout").log_probs(both)
-    together = passes_of(model, "replay_rollout", shared_prompt=True).log_probs(both)
+    alone = passes_of(model, "replay_rollout", packing=False).log_probs(both)
+    together = passes_of(model, "replay_rollout").log_probs(both)
     for one, other in zip(alone, together, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert (alone[0] - alone[1]).abs().max() > 0.01
@@ -174,7 +172,7 @@ def test_gradients_through_the_gates_equal_those_of_the_written_out_mixture(name
     for sample in samples:
         both = np.concatenate([sample.rollout.prompt_router, sample.rollout.router])
         logp_of(reference, sample.rollout, torch.from_numpy(both).long()).backward()
-    for way in ("packed", "recomputed, shared prompts"):
+    for way in ("unpacked", "recomputed"):
         passes = passes_of(model, "replay_rollout", **WAYS[way])
         for rows, members in passes.micro_batches(samples):
             chosen = [samples[i].rollout for i in members]
@@ -212,7 +210,7 @@ async def update(learner: NativeLearner, batch: Batch, number: int = 1) -> dict[
     return await learner.step()
 
 
-@pytest.mark.parametrize("way", ["small batches", "shared prompts", "recomputed"])
+@pytest.mark.parametrize("way", ["small batches", "unpacked", "recomputed"])
 def test_flips_are_the_share_of_other_sets_and_are_known_without_replay(way: str) -> None:
     batch, shares = batch_of("qwen3_moe"), list[float]()
     for sample in (handle.body for handle in batch.handles):
@@ -325,7 +323,7 @@ def test_the_balance_loss_and_its_gradient_are_those_of_transformers(name: str) 
 
     without = learner_of(model)
     plain, _ = run(work(without))
-    for way in ("small batches", "recomputed, shared prompts"):
+    for way in ("small batches", "recomputed"):
         learner = learner_of(model, router_aux="model", **WAYS[way])
         found, value = run(work(learner))
         assert value == pytest.approx(expected.item(), rel=1e-6)

@@ -79,10 +79,6 @@ def learner(c: Sections) -> Clashes:
                 f'learner.{name} = "float16" would round small steps and squares of gradients to 0: write '
                 f'"float32", and learner.compute_dtype = "float16"'
             )
-    if learner.shared_prompt and not learner.packing:
-        yield "learner.shared_prompt is a way of packing: write packing = true, or drop it"
-    if learner.shared_prompt and c.sampler.group == 1:
-        yield "learner.shared_prompt has nothing to share with sampler.group = 1: drop it"
     distils = c.loss.weight > 0 and getattr(c.loss, "use", "loss") != "advantage"
     if learner.perturbation is not None and (distils or c.sft is not None):
         yield (

@@ -1,8 +1,8 @@
 """Plan which samples are computed in one forward pass; works on lengths only, without tensors.
 
-A micro-batch is a few rows. A row is a sequence of items. An item is a prompt and one response. With
-shared prompts an item has as many responses of the group as fit, and the prompt is computed once. Attention never
-crosses items (rows.py), so every plan gives the same results. This file searches for a cheap plan.
+A micro-batch is a few rows. A row is a sequence of items. An item is a prompt and one response, or a prompt with as
+many responses of its group as fit: the prompt is then computed once. Attention never crosses items, nor the responses
+of an item (rows.py), so every plan gives the same results. This file searches for a cheap plan.
 
 Rows are filled best-fit-decreasing, up to a small multiple of the length of the longest item. Longer rows are filled
 better; shorter rows compute less masked attention. The model's width decides which rows are cheaper. Rows are assigned
@@ -77,8 +77,8 @@ def pack(
     *,
     budget: int,
     hidden: int,
-    shared_prompt: bool = False,
     packing: bool = True,
+    shared_prompt: bool = True,
 ) -> list[MicroBatch]:
     """Return micro-batches of similar cost, each with at most `budget` tokens, padding included.
 

@@ -216,7 +216,7 @@ class NativeScorer(Probed, Offloading):
         indices, samples = list(seen), [with_prompt(rollouts[i], tokens) for i, tokens in seen.items()]
         packing, width = self.plan.packing, self.lm.head.weight.shape[1]
         # a prompt of several responses is read once
-        for batch in pack(samples, budget=self.plan.token_budget, hidden=width, packing=packing, shared_prompt=packing):
+        for batch in pack(samples, budget=self.plan.token_budget, hidden=width, packing=packing):
             yield [indices[i] for i in batch.members], Rows(samples, batch, self.lm.device).hidden(self.lm.backbone)
 
     def _answered(

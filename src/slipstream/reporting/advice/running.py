@@ -120,8 +120,6 @@ def slow_learner(case: Case) -> Evidence | None:
         changes = [{"learner.threads": 2 * (learner.threads or case.config.runtime.threads)}]
         if learner.compute_dtype is None:  # processors differ in whether bfloat16 is faster: the check measures it
             show = f"slipstream config {case.at}/config.toml --check | grep bfloat16"
-    if not learner.shared_prompt and case.config.sampler.group > 1:
-        changes.insert(0, {"learner.shared_prompt": True})
     return Evidence("seconds/data", waited, HARDLY_WAITS, changes, run=show)
 
 

@@ -55,7 +55,6 @@ class Passes:
             rollouts,
             budget=config.token_budget,
             hidden=self.student.width,
-            shared_prompt=config.shared_prompt,
             packing=config.packing,
         )
         missing = max(self.ranks.gathered(len(batches))) - len(batches)
@@ -78,7 +77,7 @@ class Passes:
         tokens = sum(self.ranks.gathered(self.tokens), Counter[str]())
         self.tokens = Counter()
         metrics = {"rows/filled": tokens["real"] / max(tokens["computed"], 1)}
-        if self.config.shared_prompt:
+        if self.config.packing:
             metrics["saved/prompt"] = 1 - tokens["real"] / max(tokens["apart"], 1)
         return metrics
 
