@@ -286,6 +286,33 @@ def test_a_part_of_the_loss_that_is_not_weighed_is_not_scaled() -> None:
     torch.testing.assert_close(both, distilled + rewarded, rtol=1e-6, atol=1e-12)
 
 
+def test_weights_of_draws_from_the_store_multiply_the_anchor_too() -> None:
+    groups = stale(groups_for(ReverseKLMC(m=3), "phi", torch.float64))
+    drawn = [[handle.with_header(weight=0.25) for handle in group] for group in groups]
+    plain, weighed = (step_gradient(each, FreshnessConfig(anchor=5.0)) for each in (groups, drawn))
+    torch.testing.assert_close(weighed, 0.25 * plain, rtol=1e-9, atol=1e-15)
+
+
+def test_mini_batches_are_weighed_before_the_first_step() -> None:
+    """Each half has the same weights whether it is learned from before or after the other."""
+    groups, fresh = stale(groups_for(ReverseKLMC(m=3), "phi", torch.float64)), FreshnessConfig(alpha=5.0)
+    halves = [Batch(tuple(groups[half]), UPDATE) for half in (slice(0, 2), slice(2, 4))]
+
+    async def work(order: Sequence[Batch]) -> dict[int, list[float]]:
+        learner, found = learner_of(moved(), ReverseKLMC(m=3), fresh), dict[int, list[float]]()
+        learner.config = learner.config.model_copy(update={"minibatches": 2})
+        counts = total(await learner.prepare(Batch(tuple(groups), UPDATE)))
+        for half in order:
+            weighed = await learner.accumulate(half, counts)
+            found[half.headers[0].number] = [each.w for each in weighed]
+            await learner.step()
+        learner.close()
+        return found
+
+    first, second = (asyncio.run(work(order)) for order in (halves, halves[::-1]))
+    assert first == second and len(first) == 2
+
+
 def test_where_every_weight_is_zero_nothing_is_learned_and_nothing_is_nan() -> None:
     groups = [[_of_lag(h, 5) for h in group] for group in groups_for(ReverseKLMC(m=3), "phi", torch.float64)]
     for method in ({}, RL | {"loss": ReverseKLMC(m=3)}):

@@ -67,7 +67,7 @@ class FreshnessConfig(Section):
                 for name in self.changed(*names):
                     raise ValueError(f'{name} is for {needs} = "{value}": write that, or drop it')
         if self.weight in ("lag", "equal") and self.changed("threshold"):
-            raise ValueError('threshold is for weight = "freshness": write that, or drop it')
+            raise ValueError('threshold is for weight = "freshness" or "common": write one of these, or drop it')
         if self.weight == "common" and self.normalise != "off":
             raise ValueError('weight = "common" is divided by itself: write normalise = "off", or another weight')
         if self.weight == "equal" and self.normalise != "mean":
@@ -76,7 +76,7 @@ class FreshnessConfig(Section):
             raise ValueError(
                 f'apply_to = "policy" does nothing with weight = "{self.weight}": drop it, or change the weight'
             )
-        if self.weight == "equal" and not self.anchor and self.refresh == "never":
+        if self.weight == "equal" and not self.anchor and self.refresh == "never" and self.normalise_by == "tokens":
             raise ValueError(
                 'weight = "equal", anchor = 0 and refresh = "never" leave nothing to do: drop [freshness], or one of '
                 "them (learner.exact_drift only measures)"

@@ -56,7 +56,7 @@ class Sync(ScheduleSection):
 
 class Periodic(ScheduleSection):
     kind: Literal["periodic"] = "periodic"
-    """Strictly on-policy, with overlap inside one update: scoring and learning start with the first finished sample."""
+    """Strictly on-policy, with overlap inside one update: scoring and learning start with the first finished group."""
     learns_as_ready: ClassVar[bool] = True
 
 

@@ -324,6 +324,8 @@ class Terms:
         if self.anchor_N is None:
             return []
         kl_C = rollout_kl_from_cache(logp_CM, self.drawn_logp_NM[rows]) * self.anchor_N[rows]
+        if self.drawn_weight_N is not None:
+            kl_C = kl_C * self.drawn_weight_N[rows]
         loss = kl_C.sum() / self.units
         return [(loss, {"freshness/anchor": loss.detach()})]
 

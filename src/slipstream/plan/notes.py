@@ -81,9 +81,11 @@ def freshness_notes(config: Config, facts: Facts) -> Iterator[str]:
     if config.freshness is None:
         return
     if schedule_of(config.schedule, config.groups_per_update, config.reuse).on_policy:
+        several = config.learner.minibatches * config.learner.epochs > 1
+        anchored = ", apart from the anchor" if several and config.freshness.anchor else ""
         yield (
-            "[freshness] has almost no effect: every update trains on answers of its own weights, so that their "
-            "freshness is 1"
+            f"[freshness] has almost no effect{anchored}: every update trains on answers of its own weights, so that "
+            "their freshness is 1"
         )
     elif all(teacher.relabel == "never" for teacher in config.teachers.values()):
         yield "freshness: no teacher scores answers again (relabel), so that supervision drift is taken to be 0"

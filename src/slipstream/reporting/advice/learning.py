@@ -225,12 +225,17 @@ def freshness_coefficients(case: Case) -> Evidence | None:
     if fresh.anchor and loss and kl and fmean(kl) > 0:
         change["freshness.anchor"] = rounded(ANCHOR_SHARE * abs(fmean(loss)) / fmean(kl))
     if fresh.refresh == "adaptive":
-        change["freshness.cooldown"] = 2 * (case.config.schedule.max_tau + 1) * learner.minibatches * learner.epochs
+        change["freshness.cooldown"] = 2 * (lag_limit(case) + 1) * learner.minibatches * learner.epochs
     change = {key: value for key, value in change.items() if is_other(value, setting(fresh, key))}
     if len(case.lines) < QUANTILE_SAMPLES or not change:
         return None
     first = next(iter(change))
     return Evidence("freshness/roll", change[first], setting(fresh, first), [change])
+
+
+def lag_limit(case: Case) -> float:
+    """Return the usual largest lag in updates: tau, or the k of schedules that have one."""
+    return max(case.config.schedule.max_tau, getattr(case.config.schedule, "k", 0))
 
 
 def setting(fresh: FreshnessConfig, key: str) -> float:
@@ -245,18 +250,18 @@ def is_other(suggested: float, value: float) -> bool:
 def largest_median(case: Case, drift: str) -> float:
     """Return the largest median of a drift (roll or sup in the ledger); 0 if it is unknown.
 
-    A median is over the samples of one lag, up to tau, in `WINDOW` updates; there must be at least `WINDOW` of them.
+    A median is over the samples of one lag, up to the lag limit, in `WINDOW` updates; there must be at least `WINDOW` of them.
     """
-    found: dict[tuple[int, int], list[float]] = {}
+    found, limit = dict[tuple[int, int], list[float]](), lag_limit(case)
     for line in case.ledger:
         for value, lag in zip(line.get(drift, ()), line.get("lag", ()), strict=False):
-            if value is not None and 0 < lag <= case.config.schedule.max_tau:
+            if value is not None and 0 < lag <= limit:
                 found.setdefault((lag, line["update"] // WINDOW), []).append(value)
     return max((median(values) for values in found.values() if len(values) >= WINDOW), default=0.0)
 
 
 def freshness_thresholds(case: Case) -> Evidence | None:
-    """Suggest active thresholds: 10% quantiles of freshness at lag tau (the lag limit), and of buffer metrics.
+    """Suggest active thresholds: 10% quantiles of freshness at the lag limit, and of buffer metrics.
 
     Other coefficients make other freshness, so they come first.
     """
@@ -265,8 +270,7 @@ def freshness_thresholds(case: Case) -> Evidence | None:
         return None
     aged = [(f, lag) for line in case.ledger for f, lag in zip(line.get("f", ()), line.get("lag", ()), strict=False)]
     known = [(f, lag) for f, lag in aged if f is not None]
-    tau = case.config.schedule.max_tau
-    old = [f for f, lag in known if lag >= tau]
+    old = [f for f, lag in known if lag >= lag_limit(case)]
     values = old if len(old) >= QUANTILE_SAMPLES else [f for f, _ in known if f < 1]
     change = dict[str, float]()
     if fresh.weight == "freshness" and len(values) >= QUANTILE_SAMPLES:

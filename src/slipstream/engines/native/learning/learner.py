@@ -236,7 +236,8 @@ class NativeLearner(Offloading):
         if judge is not None:
             ahead = method.by_episode or not method.weighs_all
             noisy = self.config.dropout or self.steps.perturbation is not None
-            early = method.replays or noisy or ahead  # otherwise the training pass computes it
+            moving = self.config.minibatches > 1  # later ones are trained with other weights than the first
+            early = method.replays or noisy or ahead or moving  # otherwise the training pass computes it
             known = self._drifted(own, first if method.replays else None) if early else None
             judge.take(own, [self.now.constants[key] for key in samples], known)
         left = {key: int(mask_T.sum()) for key, mask_T in masks.items()}
