@@ -91,7 +91,10 @@ def test_ess_makes_steps_as_small_as_the_batch_really_is() -> None:
     # of the weights, where there are any
     found = acts(of("drift/ess", [0.225, 0.9]), ess=EssGuard(target=0.9, scale="sqrt"))
     assert found[0] == pytest.approx([0.5, 1]), "√(0.225 / 0.9)"
-    assert acts([{"drift/ess": 0.1, "correction/ess": 0.95}], ess=EssGuard())[0] == [1.0]
+    weighed = {"drift/ess": 0.1, "correction/ess": 0.95, "correction/rollout_is_mean": 1.0}
+    assert acts([weighed], ess=EssGuard())[0] == [1.0]
+    assert acts([{"drift/ess": 0.45, "correction/ess": 1.0}], ess=EssGuard())[0] == [0.5], "it only rejects"
+    assert acts([{**weighed, "drift/ess": 0.45, "mismatch/kl": 0.0}], ess=EssGuard())[0] == [0.5], "of the engines"
     assert acts(of("drift/ess", noisy(0.96, 99, noise=0.01)), ess=EssGuard())[0] == [1.0] * 99
     assert acts([{}], ess=EssGuard())[0] == [1.0], "nothing was measured"
 
@@ -234,14 +237,14 @@ def test_every_guard_acts_on_a_real_learner_and_shows_in_its_metrics(tmp_path: P
 @pytest.mark.parametrize("budget", [1000, 40])
 def test_the_cosine_is_that_of_the_gradients_of_both_halves(budget: int) -> None:
     """And what is learned is the same as without looking."""
-    scored = score(make_model(seed=2), roll_out(make_model(seed=0)))
+    scored = score(make_model("phi", seed=2), roll_out(make_model("phi", seed=0)))
     for number, handle in enumerate(handle for group in scored for handle in group):
         handle.body.rollout.versions[:] = number % 3  # the same array as in the record
     batch = Batch(tuple(scored), 4)
 
     def learner(every: int) -> NativeLearner:
         config = LearnerConfig(token_budget=budget, dtype="float64")
-        model = make_model(seed=0, dtype=torch.float64)
+        model = make_model("phi", seed=0, dtype=torch.float64)
         return native_learner(
             wrap(model), method=Method(loss=ReverseKLMC(m=3)), config=config, updates=9, cosine_every=every
         )
@@ -253,7 +256,7 @@ def test_the_cosine_is_that_of_the_gradients_of_both_halves(budget: int) -> None
     plain, looking, alone = learner(0), learner(2), learner(0)
     without, found = asyncio.run(update(plain)), asyncio.run(update(looking))
     cosine = found.pop("gradient/cosine")
-    rows = {"rows/filled"}
+    rows = {"rows/filled", "saved/prompt"}
     assert {k: v for k, v in found.items() if k not in rows} == pytest.approx(
         {k: v for k, v in without.items() if k not in rows}, rel=1e-9, abs=1e-12
     )

@@ -327,8 +327,15 @@ def test_a_slow_publish_is_made_rarer_or_left_to_the_run(given: dict[str, Any], 
 
 ICEPOP = {"correction.preset": "decoupled_token_icepop"}
 GSPO = {"policy.loss": "gspo", "policy.options": {"clip_low": 3e-4, "clip_high": 4e-4}}
-GEOMETRIC = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
-PLAIN = {"policy.loss": "reinforce", "policy.options": {}, **GEOMETRIC}
+PLAIN_GRADIENT = {"policy": {"loss": "reinforce"}}
+NO_TAU: dict[str, Any] = {"schedule": {"kind": "async", "tau": 0}}
+
+
+def rejects(low: float, high: float) -> dict[str, Any]:
+    return {"correction.rs": {"seq_mean_k1": [low, high]}}
+
+
+PLAIN = {"policy.loss": "reinforce", "policy.options": {}}
 
 
 @pytest.mark.parametrize(
@@ -341,25 +348,31 @@ PLAIN = {"policy.loss": "reinforce", "policy.options": {}, **GEOMETRIC}
         (
             {"policy": {"loss": "gmpo"}},
             {"policy/clip_fraction": rising(0.1, 0.5)},
-            {"correction.preset": "bypass_pg_geo_rs_token_tis", **PLAIN},
+            {"correction.preset": "bypass_pg_geo_rs_token_tis", **PLAIN, **rejects(0.93, 1.08)},
         ),
         # responses that grow in spite of the guard
         (
             {"guards": {"length_surge": {}}},
             {"length/mean": rising(20, 30)},
-            {"correction.preset": "bypass_pg_geo_rs", **PLAIN},
+            {"correction.preset": "bypass_pg_geo_rs", **PLAIN, **rejects(0.94, 1.06)},
         ),
         # staleness that no schedule can reduce: a correction, by age and length
         (
-            {"schedule": {"kind": "async", "tau": 0}},
+            {**NO_TAU, **PLAIN_GRADIENT},
             {"drift/k3_kl": after(1, 0.06), "lag/mean": 1, "length/max": 40},
-            {"correction.preset": "decoupled_token_is"},
+            {"correction.preset": "bypass_pg_is", "correction.is_level": "token"},
         ),
         (
-            {"schedule": {"kind": "async", "tau": 0}},
-            {"drift/k3_kl": after(1, 0.06), "lag/mean": 1, "length/max": 90},
-            {"correction.preset": "decoupled_geo_rs_seq_tis", **GEOMETRIC},
+            {**NO_TAU, **PLAIN_GRADIENT},
+            {"drift/k3_kl": after(1, 0.06), "drift/chi2_token": 0.2, "lag/mean": 1, "length/max": 90},
+            {"correction.preset": "bypass_pg_geo_rs_token_tis", **rejects(0.75, 1.33)},
         ),
+        (
+            NO_TAU,
+            {"drift/k3_kl": after(1, 0.06), "drift/chi2_token": 0.2, "lag/mean": 1, "length/max": 90},
+            {"correction.preset": "bypass_ppo_clip_geo_rs", **rejects(0.75, 1.33)},
+        ),
+        (NO_TAU, {"drift/k3_kl": after(1, 0.06), "lag/mean": 1, "length/max": 40}, {"learner.lr": 5e-4}),
     ],
 )
 def test_a_policy_loss_gets_smaller_steps_then_another_unit(
@@ -386,33 +399,66 @@ def test_a_change_that_the_config_refuses_is_passed_over() -> None:
     assert advise(Case(config, lines)).answers[0].change == {"learner.lr": 5e-4}
 
 
+BAND = {"correction": {"preset": "bypass_pg_token_icepop"}}
+
+
 @pytest.mark.parametrize(
-    "chi2, masked, change",
+    ("given", "metrics", "change"),
     [
-        (1.5, None, {"correction.preset": "decoupled_geo_rs", "correction.rs": {"seq_mean_k1": [0.99, 1.01]}}),
+        ({}, {"drift/chi2_token": 1.5}, {"correction.preset": "bypass_ppo_clip_geo_rs", **rejects(0.41, 2.43)}),
         (
-            2.5,
-            None,
-            {"correction.preset": "decoupled_geo_rs_token_tis", "correction.rs": {"seq_mean_k1": [0.99, 1.01]}},
+            PLAIN_GRADIENT,
+            {"drift/chi2_token": 1.5, "length/mean": 400},
+            {"correction.preset": "bypass_pg_geo_rs", **rejects(0.57, 1.74)},
         ),
-        (1.5, 0.05, {"correction.preset": "decoupled_token_icepop"}),
         (
-            1.5,
-            0.15,
-            {"correction.preset": "decoupled_geo_rs_token_tis", "correction.rs": {"seq_mean_k1": [0.99, 1.01]}},
+            PLAIN_GRADIENT,
+            {"drift/chi2_token": 2.5},
+            {"correction.preset": "bypass_pg_geo_rs_token_tis", **rejects(0.32, 3.09)},
         ),
-        (1.5, 0.3, {"schedule.tau": 2}),
-        (4.5, None, {"schedule.tau": 2}),
+        (
+            {**PLAIN_GRADIENT, "correction": {"preset": "bypass_pg_geo_rs"}},
+            {"drift/chi2_token": 1.5, "correction/rollout_rs_masked_fraction": 0.05},
+            {"correction.preset": "bypass_pg_token_icepop"},
+        ),
+        (
+            {**PLAIN_GRADIENT, "correction": {"preset": "bypass_pg_geo_rs"}},
+            {"drift/chi2_token": 1.5, "correction/rollout_rs_masked_fraction": 0.15},
+            {"correction.preset": "bypass_pg_geo_rs_token_tis", **rejects(0.41, 2.43)},
+        ),
+        (
+            {**PLAIN_GRADIENT, "correction": {"preset": "bypass_pg_geo_rs"}},
+            {"drift/chi2_token": 1.5, "correction/rollout_rs_masked_fraction": 0.3},
+            {"schedule.tau": 2},
+        ),
+        (
+            {**PLAIN_GRADIENT, **BAND},
+            {"drift/chi2_token": 1.5, "correction/rollout_is_ratio_fraction_high": 0.1}
+            | {"correction/rollout_is_ratio_fraction_low": 0.2, "correction/rollout_rs_masked_fraction": 0.0},
+            {"schedule.tau": 2},
+        ),
+        ({"policy": {"loss": "cispo"}}, {"drift/chi2_token": 1.5}, {"schedule.tau": 2}),
+        ({}, {"drift/chi2_token": 4.5}, {"schedule.tau": 2}),
     ],
 )
 def test_variance_escalates_from_rejection_to_weights_to_the_cause(
-    chi2: float, masked: float | None, change: dict[str, Any]
+    given: dict[str, Any], metrics: dict[str, Value], change: dict[str, Any]
 ) -> None:
-    rejects = {} if masked is None else {"correction/rollout_rs_masked_fraction": masked}
-    lines = lines_of({**ALONE, "drift/chi2_token": chi2, "reward/exact": 0.3, **rejects})
-    config = config_of({**POLICY, "learner": {"batch_size": 32, "minibatches": 2}})
+    lines = lines_of({**ALONE, "reward/exact": 0.3, **metrics})
+    config = config_of({**POLICY, "learner": {"batch_size": 32, "minibatches": 2}, **given})
     (answer,) = [each for each in advise(Case(config, lines)).answers if each.name == "variance blow-up"]
     assert answer.change == change
+
+
+@pytest.mark.parametrize("preset", ["decoupled_token_is", "decoupled_geo_rs"])
+def test_a_correction_of_the_engines_hides_no_drift_of_stale_tokens(preset: str) -> None:
+    """Its own effective sample size is 1 and it rejects nothing, because the engines agree."""
+    config = config_of({**POLICY, "correction": {"preset": preset}})
+    nothing = {"correction/ess": 1.0, "correction/rollout_rs_masked_fraction": 0.0, "reward/exact": 0.3}
+    found = [each.name for each in advise(Case(config, lines_of({**ALONE, **nothing, "drift/ess": 0.3}))).answers]
+    assert found == ["variance blow-up"]
+    answers = advise(Case(config, lines_of({**ALONE, **nothing, "drift/chi2_token": 0.5}))).answers
+    assert [each.name for each in answers] == ([] if preset == "decoupled_geo_rs" else ["moderate drift"])
 
 
 def test_a_change_reads_as_it_is_pasted() -> None:

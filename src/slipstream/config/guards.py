@@ -20,7 +20,8 @@ class LengthSurge(Section):
 class EssGuard(Section):
     target: float = Field(0.9, gt=0, le=1)
     """Effective sample size, as a share of the tokens, below which the learning rate is multiplied by ess / target. The
-    metric is correction/ess if [correction] gives importance weights, else drift/ess."""
+    metric is correction/ess if [correction] gives importance weights, else drift/ess. With decoupled weights, which
+    leave staleness to the loss, it is the smaller one."""
     scale: Literal["linear", "sqrt"] = "linear"
     """Factor of the learning rate: ess / target, or its square root, which VCPO uses with AdamW."""
 

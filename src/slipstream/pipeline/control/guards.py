@@ -106,9 +106,12 @@ class Ess:
         self.latch = Latch(self.target, (1 + self.target) / 2)
 
     def on_update(self, line: Line) -> Act:
-        ess = line.get("correction/ess", line.get("drift/ess"))
-        if ess is None:
+        known = [line["drift/ess"]] if "drift/ess" in line else []
+        if "correction/rollout_is_mean" in line:  # weights of a decoupled correction leave staleness to the loss
+            known = [line["correction/ess"], *(known if "mismatch/kl" in line else ())]
+        if not known:
             return Act()
+        ess = min(known)
         before, now = self.latch.shut, self.latch.turn(ess)
         new = f"the effective sample size is {ess:.2g}: the learning rate is scaled by it"
         return Act(lr=min(ess / self.target, 1.0) ** self.power, message=new if now and not before else "")

@@ -8,6 +8,7 @@ an engine, and no correction removes it. Drift that grows with the lag is stalen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import exp, log1p, sqrt
 from statistics import fmean
 
 from slipstream.config.engines import ENGINES
@@ -48,14 +49,12 @@ CLIPPED_WEIGHTS = 1e-3
 """Largest share of clipped or capped importance weights at which the weights still correct staleness."""
 LONG_RESPONSE = 50
 """Sequence length in tokens from which products over a sequence are a problem: 1.1 per token gives 117."""
-GEOMETRIC: Change = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
-"""Geometric rejection with the bounds of the decision tree, which are wider than those of the presets."""
-REINFORCE: Change = {"policy.loss": "reinforce", "policy.options": {}, **GEOMETRIC}
-"""Plain policy gradient with geometric rejection, for presets that begin with bypass_pg_geo_rs."""
+EXPLODED = 100.0
+"""chi2_seq from which weights of sequences are useless, even if truncation hides it."""
 OLD_LAG = 4.0
 """Mean lag from which the proposed correction also rejects whole responses."""
-TOKEN_WEIGHTS: Change = {"correction.preset": "decoupled_token_is"}
-REJECT: Change = {"correction.preset": "decoupled_geo_rs", **GEOMETRIC}
+LEAST_WIDTH = 0.01
+"""Smallest log-ratio at which geometric rejection is proposed to begin; the decision tree's bounds are 0.99 and 1.01."""
 
 
 def compares(config: Config) -> bool:
@@ -85,6 +84,40 @@ def fresher(config: Config) -> list[Change]:
         case Replay() | StepOff():
             return [{"schedule.kind": "periodic"}, {"schedule.kind": "sync"}]
     return []
+
+
+def rejection(case: Case) -> Change:
+    """Return geometric rejection that keeps most rows at the present drift.
+
+    With σ² = log(1 + chi2) as the variance of a token's log-ratio, the mean over T tokens is about −σ²/2 ± σ/√T.
+    """
+    chi2, tokens = case.now("drift/chi2_token").mean, case.now("length/mean").mean
+    variance = log1p(min(max(chi2, 0.0), HOPELESS)) if chi2 == chi2 else 0.0
+    width = max(variance / 2 + 2 * sqrt(variance / max(tokens, 1.0)), LEAST_WIDTH) if tokens == tokens else LEAST_WIDTH
+    return {"correction.rs": {"seq_mean_k1": [float(f"{exp(-width):.2g}"), float(f"{exp(width):.3g}")]}}
+
+
+def corrections(case: Case, *, weighs: bool = False, rejects: bool = False) -> list[Change]:
+    """Return a correction of staleness by weights, rejection, or both; none if the loss takes none.
+
+    It compares with the current policy ("bypass"): decoupled presets compare the engines at the version that drew.
+    """
+    rows = rejection(case) if rejects else {}
+    match case.config.policy and case.config.policy.loss:
+        case "vanilla" if rejects:  # its own ratio weighs the tokens
+            return [{"correction.preset": "bypass_ppo_clip_geo_rs", **rows}]
+        case "reinforce" | "gpg" if weighs and rejects:
+            return [{"correction.preset": "bypass_pg_geo_rs_token_tis", **rows}]
+        case "reinforce" | "gpg" if rejects:
+            return [{"correction.preset": "bypass_pg_geo_rs", **rows}]
+        case "reinforce" | "gpg":
+            return [{"correction.preset": "bypass_pg_is", "correction.is_level": "token"}]
+    return []
+
+
+def plain_gradient(case: Case, preset: str) -> Change:
+    """Return the change to a plain policy gradient with a preset that rejects."""
+    return {"correction.preset": preset, "policy.loss": "reinforce", "policy.options": {}, **rejection(case)}
 
 
 def slower(config: Config, factor: float = 0.5) -> Change:
@@ -189,11 +222,11 @@ def stale(case: Case) -> Evidence | None:
 
 
 def corrected(case: Case) -> list[Change]:
-    """Return a correction for a policy loss that has none: token weights, or more for old or long responses."""
-    if case.config.policy is None or case.config.correction.preset != "disabled":
+    """Return a correction for a policy loss that has none: token weights, and rejection for old or long responses."""
+    if case.config.correction.preset != "disabled":
         return []
     hard = case.now("lag/mean").mean >= OLD_LAG or case.now("length/max").mean > LONG_RESPONSE
-    return [{"correction.preset": "decoupled_geo_rs_seq_tis", **GEOMETRIC} if hard else TOKEN_WEIGHTS]
+    return corrections(case, weighs=True, rejects=hard)
 
 
 def worse(case: Case) -> bool:
@@ -239,9 +272,28 @@ def wrong_weights(case: Case) -> Evidence | None:
 
 
 def ess_of(case: Case) -> tuple[str, Level]:
-    """Return name and level of the effective sample size: that of the correction, or else that of the drift."""
-    name = "correction/ess" if case.has("correction/ess") else "drift/ess"
+    """Return name and level of the effective sample size: of the weights applied, or of the ratios.
+
+    Decoupled weights leave staleness to the loss, so that the smaller one counts.
+    """
+    parts = case.config.correction.parts
+    weighs = parts.is_level is not None and case.has("correction/ess")
+    names = ["correction/ess"] if weighs else ["drift/ess"]
+    if weighs and parts.mode == "decoupled" and case.has("drift/ess"):
+        names.append("drift/ess")
+    name = min(names, key=lambda each: case.now(each).mean)
     return name, case.now(name)
+
+
+def discarded(case: Case) -> tuple[str, Level]:
+    """Return the share of tokens that the correction rejects, or that are outside of its band, and a metric of it."""
+    parts, names = case.config.correction.parts, list[str]()
+    if parts.rs:
+        names.append("correction/rollout_rs_masked_fraction")
+    if parts.is_level is not None and isinstance(parts.is_threshold, tuple):
+        names += [f"correction/rollout_is_ratio_fraction_{side}" for side in ("high", "low")]
+    shares = [sum(line.get(name, 0.0) for name in names) for line in case.late if any(name in line for name in names)]
+    return max(names, key=lambda name: case.now(name).mean, default=""), level(shares)
 
 
 def blown_up(case: Case) -> Evidence | None:
@@ -264,42 +316,51 @@ def blown_up(case: Case) -> Evidence | None:
 
 def escalated(case: Case, chi2: float) -> list[Change]:
     """Return changes by severity: rejection, rejection and importance weights, or less staleness as last resort."""
-    config, masked = case.config, case.now("correction/rollout_rs_masked_fraction").mean
-    rejects = case.has("correction/rollout_rs_masked_fraction")
+    config, masked = case.config, discarded(case)[1].mean
+    rejects = bool(config.correction.parts.rs)
     if chi2 > HOPELESS or masked > TOO_MANY or (rejects and ess_of(case)[1].mean < LOWEST_ESS):
         return [*fresher(config), slower(config)]
     if config.policy is None:
         return [{"loss.kind": "m2po"}, *fresher(config), slower(config)]
     if chi2 >= WEIGHED or masked > MASKED:
-        return [{"correction.preset": "decoupled_geo_rs_token_tis", **GEOMETRIC}, *fresher(config)]
+        return [*corrections(case, weighs=True, rejects=True), *fresher(config)]
     if not rejects:
-        return [REJECT, *fresher(config)]
-    return [{"correction.preset": "decoupled_token_icepop"}, *fresher(config)]
+        return [*corrections(case, rejects=True), *fresher(config)]
+    plain = config.policy.loss in ("reinforce", "gpg")
+    icepop: list[Change] = [{"correction.preset": "bypass_pg_token_icepop"}] if plain else []
+    return [*icepop, *fresher(config)]
 
 
 def moderate(case: Case) -> Evidence | None:
-    if not compares(case.config) or case.has("correction/rollout_rs_masked_fraction"):
+    if not compares(case.config) or case.config.correction.parts.rs:
         return None
-    reject = {"loss.kind": "m2po"} if case.config.policy is None else REJECT
-    return case.above("drift/chi2_token", MODERATE, [reject, *fresher(case.config)])
+    exact: list[Change] = [{"loss.kind": "m2po"}] if case.config.policy is None else corrections(case, rejects=True)
+    return case.above("drift/chi2_token", MODERATE, [*exact, *fresher(case.config)])
 
 
 def rejects_too_much(case: Case) -> Evidence | None:
-    given = case.config.correction
+    given, (name, share) = case.config.correction, discarded(case)
+    if not share.over(TOO_MANY):
+        return None
     narrow = given.rs is None and "seq_mean_k1" in (PRESETS[given.preset].rs or {})
-    wider = [GEOMETRIC] if narrow else []  # the bounds of the presets are a tenth as wide
-    return case.above("correction/rollout_rs_masked_fraction", TOO_MANY, [*wider, *fresher(case.config)])
+    wider = [rejection(case)] if narrow else []
+    return Evidence(name, share.mean, TOO_MANY, [*wider, *fresher(case.config)])
 
 
 def by_sequence(case: Case) -> Evidence | None:
     preset, given = PRESETS[case.config.correction.preset], case.config.correction
     name, ess = ess_of(case)
-    if (given.is_level or preset.is_level) == "sequence" and ess.under(LOW_ESS):
-        return Evidence(name, ess.mean, LOW_ESS, [{"correction.is_level": "token"}])
+    by_token: list[Change] = [{"correction.is_level": "token"}]
+    if (given.is_level or preset.is_level) == "sequence":
+        if ess.under(LOW_ESS):
+            return Evidence(name, ess.mean, LOW_ESS, by_token)
+        compared = "mismatch" if given.parts.mode == "decoupled" else "drift"
+        if seen := case.above(f"{compared}/chi2_seq", EXPLODED, by_token):
+            return seen
     summed = any(mode.startswith("seq_sum") for mode in given.rs or preset.rs or {})
     if not summed or not case.now("length/max").over(LONG_RESPONSE):
         return None
-    return case.above("correction/rollout_rs_seq_masked_fraction", MASKED, [GEOMETRIC])
+    return case.above("correction/rollout_rs_seq_masked_fraction", MASKED, [rejection(case)])
 
 
 def tails(case: Case) -> Evidence | None:
@@ -319,7 +380,7 @@ def clipped(case: Case) -> Evidence | None:
         # the objective's own unit is the response: its ratio is far nearer to 1, and so are its clips (2507.18071)
         whole = {"policy.loss": "gspo", "policy.options": {"clip_low": 3e-4, "clip_high": 4e-4}}
         geometric = policy.loss in ("gspo", "gspo_token", "gmpo")
-        changes.append({"correction.preset": "bypass_pg_geo_rs_token_tis", **REINFORCE} if geometric else whole)
+        changes.append(plain_gradient(case, "bypass_pg_geo_rs_token_tis") if geometric else whole)
     for name in ("policy/clip_fraction", "distill/clip_fraction"):
         rising = case.now(name).above(case.then(name))
         evidence = case.above(name, CLIPPED, [*changes, slower(case.config)], error=rising or worse(case))
@@ -328,13 +389,13 @@ def clipped(case: Case) -> Evidence | None:
     return None
 
 
-DEFAULT_CLIP = {"clip": 0.2, "clip_low": 0.2, "clip_high": 0.28}
+WIDEST_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def widened(case: Case) -> Evidence | None:
     given = case.config.policy.options if case.config.policy is not None else {}
-    for name, default in DEFAULT_CLIP.items():
-        if given.get(name, default) > default:
+    for name, widest in WIDEST_CLIP.items():
+        if given.get(name, widest) > widest:
             options = {key: value for key, value in given.items() if key != name}
             return case.above("policy/clip_fraction", CLIPPED, [{"policy.options": options}])
     return None

@@ -8,7 +8,7 @@ from math import log, nan, sqrt
 from statistics import fmean, median, quantiles
 
 from slipstream.config.freshness import FreshnessConfig
-from slipstream.reporting.advice.drift import KL_LIMIT, KL_WARNING, REINFORCE, fresher, risen, slower, worse
+from slipstream.reporting.advice.drift import KL_LIMIT, KL_WARNING, fresher, plain_gradient, risen, slower, worse
 from slipstream.reporting.advice.measurements import WINDOW, Case, Change, Evidence, Level, level, values_of
 from slipstream.reporting.advice.teachers import ALIKE_KL, LONG_RUN, REPETITIVE
 
@@ -127,7 +127,7 @@ def surges(case: Case) -> Evidence | None:
     learns = case.config.policy is None and case.kl_then.above(case.kl_now) and not cut
     changes = [{**slower(case.config), "guards.length_surge": {}}, slower(case.config)]
     if case.config.policy is not None and case.config.guards.length_surge is not None:
-        changes.insert(0, {"correction.preset": "bypass_pg_geo_rs", **REINFORCE})
+        changes.insert(0, plain_gradient(case, "bypass_pg_geo_rs"))
     return Evidence("length/mean", now.mean, limit.mean, changes, error=not learns)
 
 
