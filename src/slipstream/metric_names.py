@@ -244,8 +244,9 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
                By.CONSTANTS, "rewards", "Variance of rewards that the prompt explains", SHARE),
         Metric("critic/loss", "value loss: ½ (V − return)² per token, with [critic]", "falls", By.VALUES,
                "rewards", "Value loss", "½ (V − return)²", format=".3g"),
-        Metric("critic/explained_variance", "1 − Var(G − V) / Var(G), with rewards to come G and values V of tokens",
-               "above 0, rising", By.COLUMNS, "rewards", "Variance of rewards that the values explain", SHARE),
+        Metric("critic/explained_variance",
+               "1 − Var(G − V) / Var(G), with discounted rewards to come G and values V of tokens", "above 0, rising",
+               By.COLUMNS, "rewards", "Variance of rewards that the values explain", SHARE),
         Metric("critic/clip_fraction", "share of tokens whose value moved beyond critic.clip", "few", By.VALUES),
         Metric("policy/centred", "part of the loss that score centering removes, per token", "near 0", By.POLICY),
         Metric("policy/clip_fraction", "share of tokens that the trust region clips", below(0.2, ", not rising"),
@@ -407,8 +408,8 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("length/mean length/max", "tokens of a response", "mean is steady; + 20 % in 100 updates is a warning",
                By.HEADERS, "lengths", "Length of a response", "tokens", label="length", format=",.1f"),
         Metric("length/trend",
-               "mean length of the last 10 updates / mean length of the 10 updates 100 before them (of the first 10 "
-               "in a shorter run)", below(1.2), By.HEADERS,
+               "mean length of the last 10 updates / mean length of the 10 updates 100 before them (in a shorter run: of "
+               "the first 10 after the pipeline has filled)", below(1.2), By.HEADERS,
                "lengths", "Growth of the mean length", "ratio"),
         Metric("sft", "with [sft]: 1 in a supervised update, which precedes all rollouts, else 0", "–", By.LEDGER,
                "learning", "Supervised updates", "1 if supervised", exact=True),

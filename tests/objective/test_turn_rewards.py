@@ -133,3 +133,20 @@ def test_gae_has_the_rewards_of_turns_by_token_and_by_turn(by_turn: bool, expect
     columns = dict(one.columns) | {"values": values, "bootstrap": torch.tensor(0.0)}
     found = episodes([SampleInputs(**vars(one) | {"columns": columns})], policy=policy, critic={})["advantages"]
     assert found[0].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_values_of_the_discounted_rewards_to_come_explain_all_of_their_variance(gamma: float) -> None:
+    """Turns of two, two and one tokens have the rewards 1, 0, 2, each at its last token."""
+    options = {"gamma": gamma, "lam": 0.3, "normalised": False}
+    policy = {"loss": "reinforce", "advantage": "gae", "advantage_options": options}
+    rewards, to_come, exact = [0.0, 1.0, 0.0, 0.0, 2.0], 0.0, list[float]()
+    for reward in reversed(rewards):
+        to_come = reward + gamma * to_come
+        exact.insert(0, to_come)
+    values = torch.zeros(7)
+    values[[0, 1, 3, 4, 6]] = torch.tensor(exact)
+    one = row(0, 3.0, [1.0, 0.0, 2.0])
+    columns = dict(one.columns) | {"values": values, "bootstrap": torch.tensor(0.0)}
+    found = episodes([SampleInputs(**vars(one) | {"columns": columns})], policy=policy, critic={})
+    assert found["returns"] is not None and found.metrics["critic/explained_variance"] == pytest.approx(1.0)

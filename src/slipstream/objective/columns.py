@@ -320,7 +320,8 @@ def _returns(episodes: Episodes) -> Tensor:
     options: dict[str, Any] = present(episodes.method.policy).values_options
     ratios = {"log_ratios": episodes["value_ratios"]}
     _, returns_BT = lambda_returns(rewards_BT, values_BT, mask_BT, **columns, **ratios, **options)
-    to_go_BT = rewards_BT.flip(-1).cumsum(-1).flip(-1)
+    plain = {**options, "lam": 1.0, "rho": 0.0, "c": 0.0}
+    _, to_go_BT = lambda_returns(rewards_BT, torch.zeros_like(values_BT), mask_BT, **columns, **plain)
     to_go_N, values_N = to_go_BT[mask_BT != 0], values_BT.double()[mask_BT != 0]
     if len(to_go_N) > 1 and float(to_go_N.var()):
         episodes.metrics["critic/explained_variance"] = 1 - float((to_go_N - values_N).var() / to_go_N.var())

@@ -62,9 +62,10 @@ class Ledger:
         """Number of members without a reward because grading failed, by cause; they are not learned from."""
         self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
         """Number of tokens of greedy answers; these answers only give rewards and are not trained on."""
-        self.lengths = deque(
-            (each["length/mean"] for each in log.updates() if not each.get("sft")), maxlen=TREND_UPDATES
-        )
+        self.lengths = deque[float](maxlen=TREND_UPDATES)
+        """Mean lengths of the last updates; without the first ones, in which only short responses had finished."""
+        for line in log.updates():
+            self._note_length(line)
         self.publish: Metrics = {}
         """Metrics of the publish since the last update; empty if there was none."""
         self.teachers: Metrics = {}
@@ -207,6 +208,10 @@ class Ledger:
         if quotes:
             self.log.samples(quotes, update=update)
 
+    def _note_length(self, line: Metrics) -> None:
+        if line["lag/max"] < line["update"] - self.admission.supervised - 1:
+            self.lengths.append(line["length/mean"])
+
     def write_update(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
         """Write and return the metrics of an update, including how long each worker was busy since the last update."""
         admission, samples, window = self.admission, sample_metrics(batch.headers), self.trace.busy_window()
@@ -216,8 +221,8 @@ class Ledger:
             tokens[track.stage] += track.tokens
         before, self._tokens = self._tokens, tokens
         earlier, self._traffic = self._traffic, Counter(self.traffic())
-        if batch.update > admission.supervised:
-            self.lengths.append(samples["length/mean"])
+        lags = lag_metrics(batch.headers, batch.update - 1)
+        self._note_length({"update": batch.update, **samples, **lags})
         places = ("rolling", "waiting", "scoring", "ready")
         line = {
             **numbers,
@@ -231,7 +236,7 @@ class Ledger:
             **prefix_metrics(batch.headers),
             **replacement_metrics(batch.headers),
             **({"sft": float(batch.update <= admission.supervised)} if admission.supervised else {}),
-            **lag_metrics(batch.headers, batch.update - 1),
+            **lags,
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "seconds/update": wall,
             "samples_per_s": samples["samples"] / wall,
