@@ -472,7 +472,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
                "episodes", "Environment: {}", "mean over episodes"),
     ),
     "Speed": (
-        Metric("tokens_per_s", "response tokens trained on, per second", "steady", By.LEDGER,
+        Metric("tokens_per_s", "tokens of the responses trained on, observations included, per second", "steady", By.LEDGER,
                "throughput", "Throughput", "tokens per second", label="tok/s"),
         Metric("samples_per_s", "responses trained on, per second", "steady", By.LEDGER, label="samples/s"),
         Metric("tokens_per_s/device",

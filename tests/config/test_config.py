@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import pages
 import slipstream
 from slipstream.config.file import describe, fields, load, members, parse, to_toml
-from slipstream.config.foreign_names import FOREIGN_KEYS, VALUES
+from slipstream.config.foreign_names import DISTILLATION_KEYS, FOREIGN_KEYS, VALUES
 from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.schedule import Async
 from slipstream.config.schema import Config
@@ -490,7 +490,7 @@ def test_an_address_says_ray_by_itself() -> None:
 
 def test_every_foreign_name_leads_to_a_setting_and_is_none_itself() -> None:
     known = {name for name, _, _ in fields()}
-    assert {key.partition(",")[0] for key in FOREIGN_KEYS.values()} <= known
+    assert {key.partition(",")[0] for key in (FOREIGN_KEYS | DISTILLATION_KEYS).values()} <= known
     assert not FOREIGN_KEYS.keys() & Config.settings().keys()
     for key, values in VALUES.items():
         section, name = key.split(".")

@@ -262,6 +262,8 @@ EXAMPLES = [
             {"distill/clip_fraction": 0.0008, **GETS_WORSE}, {"loss": {"ratio_cap": 2.0}}),
     Example("wrong importance weights", {"lag/mean": 0.51, **GETS_WORSE}, {"lag/mean": 0.49, **GETS_WORSE},
             {"loss": {"importance": False}}),
+    Example("wrong importance weights", {"lag/mean": 0.51, **GETS_WORSE}, {"lag/mean": 0.49, **GETS_WORSE},
+            {"loss": {"kind": "k3"}}),
     Example("staleness", {"drift/k3_kl": after(1, 0.06), **GETS_WORSE}, {"drift/k3_kl": after(1, 0.048), **STUCK}),
     Example("staleness", {"drift/k3_kl": after(1, 0.06)}, {"drift/k3_kl": after(1, 0.048)}, weight="watch"),
     Example("variance blow-up", {**ALONE, "correction/ess": 0.45, "reward/exact": 0.3},

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from slipstream.config.base import Section
 from slipstream.config.data import DataConfig
-from slipstream.config.foreign_names import FOREIGN_KEYS, VALUES
+from slipstream.config.foreign_names import DISTILLATION_KEYS, FOREIGN_KEYS, VALUES
 from slipstream.config.losses import ALIASES
 from slipstream.config.renamed_keys import DROPPED, renaming, with_new_keys
 from slipstream.config.schema import Config
@@ -175,8 +175,10 @@ def explain(detail: ErrorDetails, root: type[Section] = Config) -> str:
             return f"{was} was renamed: write {new}"
         case "extra_forbidden" if dotted in DROPPED:
             return f"{dotted} was dropped: {DROPPED[dotted]}; leave it out"
-        case "extra_forbidden" if holder and names[-1] in FOREIGN_KEYS and FOREIGN_KEYS[names[-1]] != dotted:
-            key, given = FOREIGN_KEYS[names[-1]], json.dumps(detail["input"], default=str)
+        case "extra_forbidden" if dotted == "loss.use":
+            return f'{dotted} is for estimates of the KL at the emitted token: write loss.kind = "k1", or drop it'
+        case "extra_forbidden" if holder and (key := _key_here(names)) not in (None, dotted):
+            given = json.dumps(detail["input"], default=str)
             return f"unknown key {dotted!r}: write {key}" + ("" if "," in key else f" = {given}")
         case "literal_error" if str(detail["input"]) in VALUES.get(dotted, ()):
             return f"{dotted} = {detail['input']!r}: {VALUES[dotted][detail['input']]}"
@@ -191,6 +193,12 @@ def explain(detail: ErrorDetails, root: type[Section] = Config) -> str:
             return f"{dotted}: {detail['ctx']['error']}" if dotted else str(detail["ctx"]["error"])
         case _:
             return f"{dotted}: {detail['msg'].lower()}, got {detail['input']!r}"
+
+
+def _key_here(names: Sequence[str]) -> str | None:
+    """Return what to write instead of a key of verl or TRL; None if it is unknown."""
+    own = DISTILLATION_KEYS if names[0] == "loss" else {}
+    return own.get(names[-1], FOREIGN_KEYS.get(names[-1]))
 
 
 def _locate(loc: Sequence[int | str], root: type[Section]) -> tuple[list[str], type[Section] | None]:

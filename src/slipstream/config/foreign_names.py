@@ -14,14 +14,29 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("max_grad_norm", "grad_clip"), "learner.clip_norm"),
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), "reference.weight"),
     "adv_estimator": "policy.advantage",
+    "clip_ratio_c": "policy.options, whose dual_clip it is",
+    "rollout_is": "correction.is_level",
+    "rollout_is_threshold": "correction.is_threshold",
+    "rollout_rs": "correction.rs, modes with their bounds",
+    "distillation": "loss.kind, and [teachers.NAME] for each teacher",
+    "distillation_loss_coef": "loss.weight",
+    "topk": "loss.k",
+    "use_policy_gradient": 'loss.use, "advantage" with loss.kind = "k1"',
+    "policy_loss_mode": "loss.policy",
+    "use_task_rewards": "policy.loss, in the section [policy] for task rewards",
     **dict.fromkeys(("loss_mode", "loss_type"), "policy.loss"),
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps"), "learner.warmup"),
 }
-"""Key to write here, by the last part of a foreign key. A comma introduces what its value counts."""
+"""Key to write here, by the last part of a foreign key. A comma introduces what it means."""
+DISTILLATION_KEYS = {
+    **dict.fromkeys(("loss_mode", "loss_type"), "loss.kind"),
+    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), "loss.clip, one bound or [low, high]"),
+}
+"""The same for keys in [loss] and in verl's [distillation], where they mean something else."""
 
 PPO = 'write policy.loss = "vanilla", which is PPO\'s clip, and policy.advantage = "grpo"'
 VALUES = {
-    "policy.loss": {"grpo": PPO, "ppo": PPO, "dapo": PPO, "bnpo": PPO, "dr_grpo": PPO}
+    "policy.loss": {"grpo": PPO, "ppo": PPO, "ppo_clip": PPO, "dapo": PPO, "bnpo": PPO, "dr_grpo": PPO}
     | {"geo_mean": 'write policy.loss = "gmpo"'},
     "policy.advantage": {
         "grpo_vectorized": 'write policy.advantage = "grpo"',

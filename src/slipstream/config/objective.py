@@ -25,8 +25,8 @@ class PolicyConfig(Section):
     loss: PolicyName = "vanilla"
     """Policy loss on task rewards (RL), added to the distillation loss, or used alone with loss.weight = 0. `slipstream
     estimators` explains the names."""
-    weight: float = Field(1.0, gt=0)
-    """Weight of the policy loss in the total loss."""
+    weight: float = Field(1.0, ge=0)
+    """Weight of the policy loss in the total loss; 0 computes it without learning from it."""
     options: dict[str, float] = Field({})
     """Hyperparameters of the loss, for example { clip_high = 0.28 }. Empty uses the defaults of the loss."""
     aggregation: Mode | None = None

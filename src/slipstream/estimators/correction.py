@@ -198,7 +198,7 @@ def correct(
              of clamped Δ: k2 ½Δ² and k3 e^Δ − 1 − Δ, kept while ≤ bound. k1: a ratio, exp of Δ_t, ΣΔ or mean Δ, kept
              while in (L, U); U alone means (1/U, U). (`verl_compat` compares −Δ, as verl does: it keeps [1/U, 1/L].)
              seq_max_kl: max_t KL_t ≤ bound. `kl` [B, T] is the KL from the policy that drew to the current one over the
-             whole vocabulary, infinite where unknown  (TRM, 2512.23075). seq_max_k3 is its estimate.
+             whole vocabulary, infinite where unknown  (TRM, 2512.23075). seq_max_k3 of a bypass preset is its estimate.
              negative_seq: rejects a row if its `advantages` [B, T] sum to less than 0 and its mean of log π_rollout −
              log π_θ is > bound. `current` [B, T] is log π_θ. Such bad answers are already unlikely,
              because of staleness or of a difference between engines  (DeepSeek-V3.2, 2512.02556).
@@ -263,7 +263,7 @@ def _statistic(mode: str, delta_BT: Tensor, valid_BT: Tensor) -> Tensor:
 def _largest_kl(kl_BT: Tensor | None, valid_BT: Tensor) -> Tensor:
     if kl_BT is None:
         raise ValueError(
-            "rejection mode 'seq_max_kl' needs the KL of every token: give kl=kl_BT, or take 'seq_max_k3', its estimate"
+            "rejection mode 'seq_max_kl' needs the KL of every token: give kl=kl_BT, or take 'seq_max_k3', its estimate in bypass mode"
         )
     same_rows(kl=kl_BT, mask=valid_BT)
     return _reduce("seq_max", kl_BT.detach().double().masked_fill(~valid_BT, 0.0), valid_BT)

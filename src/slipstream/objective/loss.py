@@ -410,6 +410,6 @@ def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
         if len(values):
             out[name] = reduced(name, values) / (1 if extreme(name) else n_tokens)
     if "loss" in out:
-        loss_C = metrics_C["loss"]
-        out |= {"loss_abs": loss_C.abs().sum() / n_tokens, "loss_max": loss_C.amax(), "loss_min": loss_C.amin()}
+        loss = metrics_C["loss"][mask_C]
+        out |= {"loss_abs": loss.abs().sum() / n_tokens, "loss_max": loss.amax(), "loss_min": loss.amin()}
     return {f"distill/{name}": value for name, value in out.items()}

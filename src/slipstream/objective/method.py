@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -216,7 +217,8 @@ class Method:
         options = self.loss.spec.options
         scaled = f" of {options['reward_scale']:g} · teacher/start" if "reference_draws" in self.carried else ""
         placed = f" on {self.loss.tokens} tokens" if self.loss.tokens != "all" else ""
-        parts = [f"{self.loss.weight:g} · {self.loss.kind}{scaled}{placed}"] if self.loss.weight else []
+        kind = f"{self.loss.kind}{_changes(self.loss)}"
+        parts = [f"{self.loss.weight:g} · {kind}{scaled}{placed}"] if self.loss.weight else []
         if self.policy is not None:
             weights = {name: "" if weight == 1.0 else f"{weight:g} · " for name, weight in self.rewards.items()}
             rewards = " + ".join(f"{weight}{name}" for name, weight in weights.items())
@@ -235,6 +237,17 @@ class Method:
                 parts.append(f"{fresh.anchor:g} · KL to what drew")
         preset = next((name for name, preset in PRESETS.items() if preset == self.correction), "of your own")
         return f"loss: {' + '.join(parts)}; correction: {preset}"
+
+
+SHOWN_APART = {"kind", "weight", "m", "k", "tokens", "token_options", "reward_scale"}
+"""Settings of a loss that its line shows in words, or that change only its variance or its support."""
+
+
+def _changes(loss: DistillationLoss) -> str:
+    """Return the settings of a loss that are not its defaults, in brackets: they decide what is minimised."""
+    names = loss.changed(*(name for name in type(loss).model_fields if name not in SHOWN_APART))
+    given = ", ".join(f"{name} {json.dumps(getattr(loss, name)).strip(chr(34))}" for name in names)
+    return f" ({given})" if given else ""
 
 
 def method_of(config: Config) -> Method:

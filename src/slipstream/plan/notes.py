@@ -150,6 +150,13 @@ def setting_warnings(config: Config, facts: Facts) -> Iterator[str]:
         yield "several teachers and data.shuffle = false: updates may hold prompts of one of them only"
     if config.loss.weight and config.reference is not None:
         yield "the loss has both a teacher and a reference; drop [reference] if that is not intended"
+    spec, k = config.loss.spec, schedule_of(config.schedule, config.groups_per_update, config.reuse)
+    if config.loss.weight and spec.cache == "sampled" and not spec.compares and not k.on_policy and not config.reuse:
+        yield (
+            f'loss.kind = "{config.loss.kind}" takes every token for a draw of the current student, and '
+            f'{config.schedule.label} learns from older ones: write "reverse_kl_mc" with importance weights, or '
+            'schedule.kind = "periodic"'
+        )
     if config.learner.lr >= TOO_FAST:
         yield (
             f"learner.lr = {config.learner.lr:g}: an AdamW update changes every weight by about this much, which is "

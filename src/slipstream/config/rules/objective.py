@@ -15,7 +15,7 @@ def objective(c: Sections) -> Clashes:
     if c.teachers and not any(teacher.weight for teacher in c.teachers.values()):
         names = " and ".join(f"teachers.{name}.weight" for name in c.teachers)
         yield (f"{names} = 0 leaves nothing to distil: raise one, or drop [teachers] and write loss.weight = 0")
-    if not c.loss.weight and c.teachers and not (c.all_supervised and c.sft_asks_teachers):
+    if not c.loss.weight and c.teachers and not c.sampler.fusion and not (c.all_supervised and c.sft_asks_teachers):
         yield "loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight"
     for where, loss in (("loss", c.loss), ("sft.loss", c.sft.loss if c.sft is not None else None)):
         if loss is not None and loss.tokens.startswith("tcod") and not c.every_environment:
@@ -28,6 +28,8 @@ def objective(c: Sections) -> Clashes:
             yield from other_spelling(c, f'teachers.{name}.spelling = "own"', teacher)
     if not c.loss.weight and c.policy is None and not c.all_supervised:
         yield "loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards"
+    if not c.loss.weight and c.policy is not None and not c.policy.weight:
+        yield "loss.weight = 0 and policy.weight = 0 leave nothing to learn from: raise one"
     if c.policy is not None and not c.task.reward:
         yield '[policy] learns from rewards: set task.reward, for example "exact"'
     if c.data.order == "adaptive" and c.data.adaptive.weight_by == "reward" and not c.task.reward:

@@ -46,16 +46,16 @@ def checked(
     if is_level is not None and is_level not in RATIO_UNITS:
         raise unknown("is_level", str(is_level), RATIO_UNITS)
     if is_normalize and is_level is None:
-        raise ValueError("is_normalize has no weights to normalise: set is_level, for example is_level='token'")
+        raise ValueError("is_normalize has no weights to normalise: set is_level, for example is_level = \"token\"")
     if not isinstance(rs, Mapping | None):
-        raise ValueError(f"rs must be a dict of mode: bound, got {rs!r}; for example rs={{'seq_mean_k1': (0.5, 2.0)}}")
-    threshold = _bound("is_threshold", is_threshold, pair=True, above=0, example="2.0 or (0.5, 5.0)")
+        raise ValueError(f"rs must be a dict of mode: bound, got {rs!r}; for example rs = {{ seq_mean_k1 = [0.5, 2.0] }}")
+    threshold = _bound("is_threshold", is_threshold, pair=True, above=0, example="2.0 or [0.5, 5.0]")
     intervals = dict[str, tuple[float, float]]()
     for mode, value in (rs or {}).items():
         if mode not in RS_MODES:
             raise unknown("rejection mode", str(mode), RS_MODES)
         k1 = mode.endswith("k1")
-        example = f"rs={{{mode!r}: {'(0.5, 2.0)' if k1 else '0.01'}}}"
+        example = f"rs = {{ {mode} = {'[0.5, 2.0]' if k1 else '0.01'} }}"
         bound = _bound(f"rs[{mode!r}]", value, pair=k1, above=int(k1), example=example)
         low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
         intervals[mode] = (math.log(low), math.log(high)) if k1 else (-math.inf, high)
@@ -68,7 +68,7 @@ def _bound(name: str, value: Any, *, pair: bool, above: int, example: str) -> Th
             return float(low), float(high)
         case int() | float() if _positive(value) and value > above:
             return float(value)
-    expected = f"one number above {above}" + (" or a pair (low, high) with 0 < low < high" if pair else "")
+    expected = f"one number above {above}" + (" or a pair [low, high] with 0 < low < high" if pair else "")
     raise ValueError(f"{name} must be {expected}, got {value!r}; for example {example}")
 
 
@@ -136,7 +136,7 @@ def check_combination(loss: str, preset: CorrectionPreset, *, ratio: Ratio) -> N
     if preset.is_level and (ratio == "behavior" or (mode == "bypass" and ratio == "old")):
         raise ValueError(
             f"loss {loss} already holds the ratio to the rollout policy ({mode} mode): importance weights would count "
-            f"it twice. Leave out is_level={preset.is_level!r}; rejection (rs) may stay"
+            "it twice. Drop is_level, or the preset that has it; rejection (rs) may stay"
         )
     if not preset.corrects and (mode == "decoupled" or (mode == "bypass" and ratio == "none")):
         raise ValueError(f"{mode} mode with loss {loss} corrects nothing: set is_level or rs, or use preset 'disabled'")

@@ -12,7 +12,7 @@ from math import exp, log1p, sqrt
 from statistics import fmean
 
 from slipstream.config.engines import ENGINES
-from slipstream.config.losses import ReverseKLMC
+from slipstream.config.losses import KLEstimate, ReverseKLMC
 from slipstream.config.schedule import Async, Replay, StepOff
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.correction import PRESETS
@@ -260,7 +260,11 @@ def wrong_direction(case: Case) -> Evidence | None:
 
 def wrong_weights(case: Case) -> Evidence | None:
     loss, lag = case.config.loss, case.now("lag/mean")
-    if not isinstance(loss, ReverseKLMC) or not loss.weight or not lag.mean >= 0.5 or not worse(case):
+    if not loss.weight or not lag.mean >= 0.5 or not worse(case):
+        return None
+    if isinstance(loss, KLEstimate) and loss.use == "loss":
+        return Evidence("lag/mean", lag.mean, 0.5, [{"loss.kind": "reverse_kl_mc"}])
+    if not isinstance(loss, ReverseKLMC):
         return None
     if not loss.importance:
         return Evidence("lag/mean", lag.mean, 0.5, [{"loss.importance": True}])
