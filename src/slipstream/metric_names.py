@@ -408,8 +408,8 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("length/mean length/max", "tokens of a response", "mean is steady; + 20 % in 100 updates is a warning",
                By.HEADERS, "lengths", "Length of a response", "tokens", label="length", format=",.1f"),
         Metric("length/trend",
-               "mean length of the last 10 updates / mean length of the 10 updates 100 before them (in a shorter run: of "
-               "the first 10 after the pipeline has filled)", below(1.2), By.HEADERS,
+               "mean length of the last 10 updates / mean length of the 10 updates 100 before them (in a shorter run: "
+               "of the first 10 after the pipeline has filled)", below(1.2), By.HEADERS,
                "lengths", "Growth of the mean length", "ratio"),
         Metric("sft", "with [sft]: 1 in a supervised update, which precedes all rollouts, else 0", "–", By.LEDGER,
                "learning", "Supervised updates", "1 if supervised", exact=True),
@@ -472,8 +472,8 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
                "episodes", "Environment: {}", "mean over episodes"),
     ),
     "Speed": (
-        Metric("tokens_per_s", "tokens of the responses trained on, observations included, per second", "steady", By.LEDGER,
-               "throughput", "Throughput", "tokens per second", label="tok/s"),
+        Metric("tokens_per_s", "tokens of the responses trained on, observations included, per second", "steady",
+               By.LEDGER, "throughput", "Throughput", "tokens per second", label="tok/s"),
         Metric("samples_per_s", "responses trained on, per second", "steady", By.LEDGER, label="samples/s"),
         Metric("tokens_per_s/device",
                "the same divided by the number of devices of all workers at the start; inline engines share one",

@@ -476,7 +476,7 @@ class Scored:
     context: Ints | None = None
     """Tokens of the teacher's context; None if the teacher read the student's prompt."""
     supervision_kl: Floats | None = None
-    """KL(teacher now ‖ teacher at the first scoring) at every trained position, [N]; NaN if the first scores are lost.
+    """KL(teacher now ‖ teacher at the scoring before) at every trained position, [N]; NaN if those scores are lost.
     None: neither the teacher's weights nor its context changed."""
     teacher_logp: Floats | None = None
     teacher_action_logp: Floats | None = None

@@ -355,7 +355,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key of an older version": (
         {"learner": {"shared_prompt": True}},
-        "learner.shared_prompt was dropped: the prompt of a group is computed once wherever learner.packing is on; leave it out",
+        "learner.shared_prompt was dropped: the prompt of a group is computed once wherever learner.packing is on; "
+        "leave it out",
     ),
     "teacher whose name is no word": (
         {"teachers": {"a-b": {"model": "t"}}},

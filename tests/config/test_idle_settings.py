@@ -102,7 +102,7 @@ REFUSED = {
     "policy.loss=vanilla freshness.weight=equal freshness.apply_to=policy": (
         'apply_to = "policy" does nothing with weight ='
     ),
-    "freshness.weight=lag freshness.threshold=0.1": 'threshold is for weight = "freshness" or "common": write one of these, or drop it',
+    "freshness.weight=lag freshness.threshold=0.1": 'threshold is for weight = "freshness" or "common": write one of',
     "freshness.weight=equal freshness.anchor=0 freshness.refresh=never": "leave nothing to do: drop [freshness], or",
     "freshness.apply_to=policy": 'freshness.apply_to = "policy" weighs a policy loss, and there is none',
     f"{RL} freshness.anchor=0.2": (

@@ -460,6 +460,17 @@ def test_a_refresh_is_due_when_it_is(settings: dict[str, Any], level: Level, due
     assert bool(buffer_of(**settings).on_update(level.metrics | {"version": 11.0})) == due
 
 
+def test_a_pass_over_the_buffer_has_the_drift_of_a_teacher_that_moves() -> None:
+    """Only samples of the last update were scored again: the others have the mean of these, 0.25."""
+    buffer = buffer_of(estimate="measured", beta=2.0)
+    asked_again = SampleFreshness(lag=1, roll=0.1, sup=0.25, roll_coverage=1.0, sup_coverage=0.5, f=0.1, w=0.1)
+    buffer.measure([asked_again])
+    stored = SampleFreshness(lag=1, roll=0.1, sup=0.0, roll_coverage=1.0, sup_coverage=1.0, f=0.4, w=0.4)
+    found = buffer.level([], [stored, asked_again], 3)
+    assert found["freshness/buffer_f"] == pytest.approx((0.4 * math.exp(-2.0 * 0.5) + 0.1) / 2)
+    assert found["freshness/buffer_sup_coverage"] == 0.5
+
+
 def test_between_two_refreshes_there_are_so_many_optimizer_steps() -> None:
     lines = [Level(0.0).metrics | {"version": float(update)} for update in (5, 6, 7)]
     buffer = Buffer(FreshnessConfig(cooldown=6), steps=2, last={})

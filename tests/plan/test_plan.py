@@ -27,6 +27,7 @@ from support.illegal_configs import BASE, BOTH, ILLEGAL, RL, SCHEMA
 STEPS = "learner.minibatches=2"
 OTHER = "teachers.main.model=builtin:pair_teacher teachers.main.spelling=own"
 
+FUSED = "teachers.main.model=builtin:teacher sampler.fusion.alpha=0.5"
 LEGAL = f"""
 loss.kind=reverse_kl_mc
 loss.m=1
@@ -145,7 +146,7 @@ schedule.max_lag=2 schedule.on_old=restart
 {RL} reference.weight=0.1 reference.importance=false policy.loss=reinforce sampler.top_p=0.9
 task.reward=["exact","math"] eval.every=1 data.eval=builtin:arithmetic eval.prompts=4
 eval.every=1 data.eval=builtin:arithmetic eval.prompts=4
-{RL} teachers.main.model=builtin:teacher sampler.fusion.alpha=0.5 correction.preset=bypass_pg_is correction.is_level=token policy.loss=reinforce
+{RL} {FUSED} correction.preset=bypass_pg_is correction.is_level=token policy.loss=reinforce
 {RL} learner.minibatches=2 learner.epochs=2
 {RL} schedule.kind=periodic
 loss.kind=m2po schedule.kind=periodic

@@ -143,9 +143,7 @@ def scorer_of_either(model: PreTrainedModel) -> float:
         return scorer(model, packing=False)
 
 
-def learner(
-    model: PreTrainedModel, *, packing: bool, shared_prompt: bool = True, checkpointing: bool = False
-) -> float:
+def learner(model: PreTrainedModel, *, packing: bool, shared_prompt: bool = True, checkpointing: bool = False) -> float:
     """Gradients of a weighted sum of log-probs, relative to the largest entry of each tensor's."""
     config = LearnerConfig(packing=packing, checkpointing=checkpointing, token_budget=128)
     lm, hf = apart(model), apart(model)

@@ -1,4 +1,7 @@
-"""Settings that were renamed or dropped. Configs of users are refused with the new name; saved runs and studies are translated."""
+"""Settings that were renamed or dropped.
+
+Configs of users are refused with the new name, or the reason. Saved runs and studies are translated.
+"""
 
 from __future__ import annotations
 

@@ -263,7 +263,8 @@ def _statistic(mode: str, delta_BT: Tensor, valid_BT: Tensor) -> Tensor:
 def _largest_kl(kl_BT: Tensor | None, valid_BT: Tensor) -> Tensor:
     if kl_BT is None:
         raise ValueError(
-            "rejection mode 'seq_max_kl' needs the KL of every token: give kl=kl_BT, or take 'seq_max_k3', its estimate in bypass mode"
+            "rejection mode 'seq_max_kl' needs the KL of every token: give kl=kl_BT, or take 'seq_max_k3', its "
+            "estimate in bypass mode"
         )
     same_rows(kl=kl_BT, mask=valid_BT)
     return _reduce("seq_max", kl_BT.detach().double().masked_fill(~valid_BT, 0.0), valid_BT)

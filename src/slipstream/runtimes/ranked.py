@@ -29,9 +29,7 @@ RANK_ERRORS = 5.0
 
 
 class RankedLearner(Proxy, Learner):
-    def __init__(
-        self, ranks: Sequence[Learner], *, hidden: int, minibatches: int = 1, packing: bool = True
-    ) -> None:
+    def __init__(self, ranks: Sequence[Learner], *, hidden: int, minibatches: int = 1, packing: bool = True) -> None:
         """Combine ranks; `hidden` is the width of the model, which costs depend on."""
         self.ranks, self.hidden, self.minibatches, self.packing = ranks, hidden, minibatches, packing
         self.update = 0

@@ -193,6 +193,6 @@ def fused(c: Sections) -> Clashes:
     ):
         yield (
             f'policy.loss = "{c.policy.loss}" takes every token for a draw of the student alone, and sampler.fusion '
-            'draws from a mixture: write correction.preset = "bypass_pg_is" and correction.is_level = "token", or loss = '
-            '"vanilla"'
+            'draws from a mixture: write correction.preset = "bypass_pg_is" and correction.is_level = "token", or '
+            'policy.loss = "vanilla"'
         )

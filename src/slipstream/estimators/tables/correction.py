@@ -46,9 +46,11 @@ def checked(
     if is_level is not None and is_level not in RATIO_UNITS:
         raise unknown("is_level", str(is_level), RATIO_UNITS)
     if is_normalize and is_level is None:
-        raise ValueError("is_normalize has no weights to normalise: set is_level, for example is_level = \"token\"")
+        raise ValueError('is_normalize has no weights to normalise: set is_level, for example is_level = "token"')
     if not isinstance(rs, Mapping | None):
-        raise ValueError(f"rs must be a dict of mode: bound, got {rs!r}; for example rs = {{ seq_mean_k1 = [0.5, 2.0] }}")
+        raise ValueError(
+            f"rs must be a dict of mode: bound, got {rs!r}; for example rs = {{ seq_mean_k1 = [0.5, 2.0] }}"
+        )
     threshold = _bound("is_threshold", is_threshold, pair=True, above=0, example="2.0 or [0.5, 5.0]")
     intervals = dict[str, tuple[float, float]]()
     for mode, value in (rs or {}).items():

@@ -11,7 +11,7 @@ before the line is written, because the line also counts what the refresh discar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, isfinite, sqrt
 from statistics import fmean
 
@@ -136,10 +136,20 @@ class Buffer(Controller):
         level = modelled = self.predict(headers, version)
         error: Metrics = {}
         if measured:
-            exact = level_of(measured)
+            exact = level_of([self._with_teacher(each) for each in measured])
             error = {"freshness/model_error": modelled.f - exact.f}
             level = exact if self.freshness.estimate == "measured" else modelled
         return error | level.metrics
+
+    def _with_teacher(self, sample: SampleFreshness) -> SampleFreshness:
+        """Return the freshness of a sample in the buffer with the teacher's drift as in the last update.
+
+        Samples are scored again only for their own update, so that the pass over the buffer cannot know it.
+        """
+        if sample.sup or not self.sup > 0:
+            return sample
+        f = sample.f * exp(-self.freshness.beta * sqrt(self.sup))
+        return replace(sample, f=f, sup=self.sup, sup_coverage=self.mean.sup_coverage)
 
     def on_update(self, line: Line) -> list[Refresh]:
         why = self._reason(line)

@@ -54,7 +54,7 @@ EXPLODED = 100.0
 OLD_LAG = 4.0
 """Mean lag from which the proposed correction also rejects whole responses."""
 LEAST_WIDTH = 0.01
-"""Smallest log-ratio at which geometric rejection is proposed to begin; the decision tree's bounds are 0.99 and 1.01."""
+"""Log-ratio at which geometric rejection begins without drift: the bounds of the decision tree are 0.99 and 1.01."""
 
 
 def compares(config: Config) -> bool:

@@ -250,7 +250,7 @@ def is_other(suggested: float, value: float) -> bool:
 def largest_median(case: Case, drift: str) -> float:
     """Return the largest median of a drift (roll or sup in the ledger); 0 if it is unknown.
 
-    A median is over the samples of one lag, up to the lag limit, in `WINDOW` updates; there must be at least `WINDOW` of them.
+    A median is over the samples of one lag, up to the lag limit, in `WINDOW` updates; at least `WINDOW` are needed.
     """
     found, limit = dict[tuple[int, int], list[float]](), lag_limit(case)
     for line in case.ledger:
