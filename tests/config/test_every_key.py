@@ -359,6 +359,7 @@ READ_BY = {
     "data.chat": "data/tokenizers.py",
     "data.system_prompt": "data/tokenizers.py",
     "data.template_args": "data/tokenizers.py",
+    "teachers.NAME.template_args": "plan/spelling.py",
     "data.adaptive.weight_by": "pipeline/run.py",
     "data.adaptive.half_life": "pipeline/run.py",
     "data.adaptive.uniform_share": "pipeline/run.py",

@@ -113,6 +113,28 @@ def test_an_endpoint_needs_the_tokenizer_here_and_the_room_for_its_tokens() -> N
             plan(parse(with_teacher(**served, tokenizer="builtin:pair_teacher")))
 
 
+def test_a_teacher_has_arguments_of_its_own_template() -> None:
+    for family in ("qwen3", "llama3_1"):
+        if not (FOLDER / family).is_dir():
+            pytest.skip(f"no {FOLDER / family}: make tokenizers fetches it")
+    rows = [Row(id="row:0", prompt=[{"role": "user", "content": "What is 2 + 3?"}], ground_truth="5")]
+
+    def prompt(**args: Any) -> str:
+        teacher = {"model": str(FOLDER / "qwen3"), "spelling": "own", "template_args": args}
+        tree = {**TREE, "student": str(FOLDER / "llama3_1"), "teachers": {"main": teacher}}
+        config = parse(tree | {"data": {"train": "rows.jsonl"}})
+        facts = Facts(config)
+        (tokens,) = respelled_prompts(config, facts, rows, ["main"], {})
+        text: str = facts.tokenizers["main"].tokenizer.decode(tokens)
+        return text
+
+    assert prompt(enable_thinking=False) == prompt() + "<think>\n\n</think>\n\n"
+    with pytest.raises(
+        ConfigError, match=r"teachers.main.template_args.thinks does nothing: the chat template of .*qwen3"
+    ):
+        prompt(thinks=False)
+
+
 def test_messages_are_rendered_by_the_teachers_template_and_ends_have_one_role() -> None:
     for family in ("qwen3", "llama3_1"):
         if not (FOLDER / family).is_dir():

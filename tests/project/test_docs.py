@@ -45,7 +45,7 @@ def is_setting(dotted: str) -> bool:
     if dotted.startswith("sweep."):
         return dotted.split(".")[1] in SweepConfig.settings()
     name = re.sub(r"^teachers\.\w+", "teachers.NAME", dotted)
-    return any(name == known or name.startswith("data.template_args.") for known, _, _ in fields())
+    return any(name == known or ".template_args." in name for known, _, _ in fields())
 
 
 def is_metric(name: str) -> bool:

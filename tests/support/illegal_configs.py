@@ -585,6 +585,8 @@ learner.dropout=true
 data.train=rows.jsonl data.split=test
 eval.every=1 task.reward=exact data.eval=rows.jsonl data.eval_split=test
 data.template_args={{enable_thinking=false}}
+teachers.main.template_args={{enable_thinking=false}}
+teachers.main.model=builtin:pair_teacher teachers.main.spelling=own loss.m=1 teachers.main.template_args={{x=1}}
 seed=one
 updates=0
 nonsense=1
@@ -615,6 +617,6 @@ SCHEMA = [
     for name, info, kind in fields()
     for value in beyond(info)
     if not name.startswith(("policy", "reference", "learner.lora", "correction.rs"))
-    and name not in ("policy.options", "data.template_args")
+    and name not in ("policy.options", "data.template_args", "teachers.NAME.template_args")
     and not name.endswith("engine_args")
 ]

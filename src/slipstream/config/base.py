@@ -33,6 +33,12 @@ DRAWS = 10_000
 """Largest number of draws (tokens sampled at one position). With more, an exact loss is cheaper."""
 
 
+def check_arguments(args: dict[str, Any]) -> dict[str, Any]:
+    if none := next((name for name, value in args.items() if value is None), None):
+        raise ValueError(f"{none} cannot be none: leave it out")
+    return args
+
+
 def check_url(url: str) -> str:
     """Reject URLs with a password, query or wrong scheme. No message repeats the URL, which would be saved."""
     form = "write http://HOST:PORT/v1, and nothing else"
@@ -74,6 +80,8 @@ def check_local_address(address: str) -> str:
 
 LocalAddress = Annotated[str, AfterValidator(check_local_address)]
 """Host and port of a server that only programs of this machine reach."""
+TemplateArgs = Annotated[dict[str, Any], AfterValidator(check_arguments)]
+"""Arguments of a chat template."""
 Url = Annotated[str, AfterValidator(check_url)]
 """URL of an OpenAI-compatible endpoint."""
 Variable = Annotated[str, AfterValidator(check_variable)]

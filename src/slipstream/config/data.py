@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from slipstream.config.base import Section, template_fields
+from slipstream.config.base import Section, TemplateArgs, template_fields
 from slipstream.errors import did_you_mean
 
 Value = str | int | float | bool
@@ -103,7 +103,7 @@ class DataConfig(Section):
     adaptive: AdaptiveConfig = AdaptiveConfig()
     system_prompt: str | None = None
     """System message that is put before every conversation; needs a chat template. None adds no message."""
-    template_args: dict[str, Any] = Field({})
+    template_args: TemplateArgs = Field({})
     """Arguments of the chat template, for example enable_thinking = false. Empty passes none."""
     teacher_key: str = "data_source"
     """Column whose value selects the teacher of a prompt, if there are several teachers (see teachers.NAME.key)."""
@@ -167,11 +167,3 @@ class DataConfig(Section):
         if self.weights and (missing := sorted(self.sources.keys() - self.weights.keys())):
             raise ValueError(f"weights: {missing[0]!r} has none: write one for every source of train")
         return self
-
-    @field_validator("template_args")
-    @classmethod
-    def _check_template_args(cls, args: dict[str, Any]) -> dict[str, Any]:
-        for name in args:
-            if args[name] is None:
-                raise ValueError(f"{name} cannot be none: leave it out")
-        return args

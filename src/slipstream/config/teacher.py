@@ -11,7 +11,17 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import HALVES, OWN, Dtype, Replicas, Section, Url, Variable, template_fields
+from slipstream.config.base import (
+    HALVES,
+    OWN,
+    Dtype,
+    Replicas,
+    Section,
+    TemplateArgs,
+    Url,
+    Variable,
+    template_fields,
+)
 from slipstream.config.engines import ENGINES, EngineArgs, devices_of
 from slipstream.config.losses import DISTILLATION_LOSSES, DistillationLoss, caches, without_hidden_states
 
@@ -95,6 +105,9 @@ class TeacherConfig(Section):
     spelling: Literal["same", "own"] = "same"
     """Tokenizer of the teacher. same: the student's, and another is refused. own: another one; the teacher scores the
     bytes of a response in its own tokens, after the prompt in its own chat template."""
+    template_args: TemplateArgs = Field({})
+    """Arguments of the teacher's own chat template with spelling = "own", for example enable_thinking = false, over
+    those of data.template_args that it reads."""
     follow: FollowConfig | None = None
     """Schedule by which the weights of a teacher with model = "self" follow the student: { ema = 0.99, every = 5 } is a
     moving average, { copy_every = 20 } is a copy. None keeps the weights of the start."""
@@ -191,6 +204,10 @@ class TeacherConfig(Section):
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
         if self.model == SELF and self.ends == "map":
             raise ValueError('ends = "map" does nothing with model = "self", which ends as the student does: drop it')
+        if self.template_args and self.spelling != "own":
+            raise ValueError(
+                'template_args is for spelling = "own": this teacher reads the prompt in the student\'s tokens; drop it'
+            )
         if self.spelling == "own":
             if self.model == SELF:
                 raise ValueError(

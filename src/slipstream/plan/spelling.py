@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from slipstream.config.data import DataConfig
 from slipstream.config.schema import Config
 from slipstream.data.prompts import Row
 from slipstream.data.spelling import Spelling
@@ -47,17 +46,20 @@ def respelled_prompts(
         places = [place for place, each in enumerate(teachers) if each == name]
         if teacher.spelling == "own" and places:
             tokenizer = model_with_tokenizer(config, facts, name).tokenizer
-            data = readable(config.data, tokenizer)
+            data = config.data.model_copy(update={"template_args": template_args(config, name, tokenizer)})
             own = encode_rows([rows[i] for i in places], tokenizer, data, tools)
             for place, tokens in zip(places, own, strict=True):
                 found[place] = tokens
     return found
 
 
-def readable(data: DataConfig, tokenizer: Tokenizer) -> DataConfig:
-    """Return the settings without arguments that this tokenizer's template does not read."""
-    read = re.findall(r"\w+", str(tokenizer.chat_template))
-    return data.model_copy(update={"template_args": {n: v for n, v in data.template_args.items() if n in read}})
+def template_args(config: Config, name: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the arguments of a teacher's own template: its own ones, and those of the data that it reads."""
+    own, read = config.teachers[name].template_args, re.findall(r"\w+", str(tokenizer.chat_template))
+    if odd := next((key for key in own if key not in read), None):
+        template = f"the chat template of {tokenizer.name_or_path}"
+        raise ConfigError(f"teachers.{name}.template_args.{odd} does nothing: {template} does not read it; drop it")
+    return {key: value for key, value in config.data.template_args.items() if key in read} | own
 
 
 def respelling_of(
@@ -84,20 +86,22 @@ def respelling_of(
     for tokenizer in (ours, theirs):
         Spelling(tokenizer).check(texts)
     plain = isinstance(rows[0].prompt, str) and not config.data.chat
-    end = None if plain else template_end(theirs, readable(config.data, theirs).template_args)
+    args = {} if plain else template_args(config, name, theirs)
+    end = None if plain else template_end(theirs, args)
     end = theirs.eos_token_id if end is None else end
     if end is None:
         raise ModelError(f"{where}: {model.name} names no end-of-sequence token: set eos_token in its tokenizer config")
     first = ours.eos_token_id if plain else template_end(ours, config.data.template_args)
     ordered = sorted(stops, key=lambda stop: (stop != first, stop))  # the first one has the probability of the end
     roles = {**dict.fromkeys(ordered, int(end)), **roles_of(ours, theirs), **dict.fromkeys(ordered, int(end))}
-    renderers = renderers_of(config, theirs, int(end), tools)
+    renderers = renderers_of(config, theirs, int(end), args, tools)
     return Respelling(model.name, max(theirs.get_vocab().values()) + 1, roles, limit, renderers)
 
 
-def renderers_of(config: Config, tokenizer: Tokenizer, end: int, tools: Mapping[str, Tools]) -> dict[str, Any]:
+def renderers_of(
+    config: Config, tokenizer: Tokenizer, end: int, args: Mapping[str, Any], tools: Mapping[str, Tools]
+) -> dict[str, Any]:
     """Return the arguments of a teacher's `Renderer` for each environment; raise ModelError if its template fails."""
-    args = readable(config.data, tokenizer).template_args
     ends = tuple(sorted({end, *filter(None, [tokenizer.eos_token_id])}))
     found: dict[str, dict[str, Any]] = {
         name: {"stop_ids": ends, "tools": tools.get(name) or [], "template_args": args, "format": environment.format}
