@@ -55,11 +55,11 @@ def respelled_prompts(
 
 def template_args(config: Config, name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the arguments of a teacher's own template: its own ones, and those of the data that it reads."""
-    own, read = config.teachers[name].template_args, re.findall(r"\w+", str(tokenizer.chat_template))
-    if odd := next((key for key in own if key not in read), None):
+    teacher, read = config.teachers[name], re.findall(r"\w+", str(tokenizer.chat_template))
+    if odd := next((key for key in teacher.template_args if key not in read), None):
         template = f"the chat template of {tokenizer.name_or_path}"
         raise ConfigError(f"teachers.{name}.template_args.{odd} does nothing: {template} does not read it; drop it")
-    return {key: value for key, value in config.data.template_args.items() if key in read} | own
+    return {key: value for key, value in config.data.template_args.items() if key in read} | teacher.template_args
 
 
 def respelling_of(
