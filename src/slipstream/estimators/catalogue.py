@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 from slipstream.config.losses import DISTILLATION_LOSSES, DistillationLoss
 from slipstream.estimators.options import description, unknown
 from slipstream.estimators.tables.advantage import ADVANTAGES
-from slipstream.estimators.tables.correction import PART_SCOPES, PRESETS, RS_MODES, CorrectionPreset, Unit
+from slipstream.estimators.tables.correction import LOSSES_OF, PART_SCOPES, PRESETS, RS_MODES, CorrectionPreset, Unit
 from slipstream.estimators.tables.policy import CENTRE_SIZES, POLICY_ALIASES, POLICY_LOSSES, scope_of
 from slipstream.scope import Scope
 
@@ -98,12 +98,12 @@ def _advantage(name: str) -> Entry:
 
 
 CORRECTIONS = {
-    (True, True): ("Importance weights and rejection.", "bias of stale rows, and outliers that weights would amplify"),
-    (True, False): ("Importance weights.", "bias of mismatched or stale rows"),
+    (True, True): ("Importance weights and rejection.", "bias of {rows}, and outliers that weights would amplify"),
+    (True, False): ("Importance weights.", "bias of {rows}"),
     (False, True): ("Rejection.", "outliers"),
     (False, False): ("No correction.", "none: the ratio of the loss corrects"),
 }
-"""Texts of a preset by (it has importance weights, it rejects): summary, problem that it avoids."""
+"""Texts of a preset by (it has importance weights, it rejects): summary, problem that it avoids for some rows."""
 
 
 def _preset(name: str, preset: CorrectionPreset) -> Entry:
@@ -113,8 +113,10 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
     decoupled = preset.mode == "decoupled"
     old = "the learner at the version that drew the token" if decoupled else "the sampling policy"
     # see PRESETS: the mean over a few tokens varies more than these bounds
+    rows = "rows of a sampler that differs at the same version" if decoupled else "mismatched or stale rows"
     length = ", for answers of a thousand tokens" if "seq_mean_k1" in rejection else ""
-    use_when = f"{preset.mode}: the loss's old policy is {old}; with {preset.loss or 'any loss'}{length}"
+    losses = " or ".join(LOSSES_OF[preset.loss]) if preset.loss else "any loss"
+    use_when = f"{preset.mode}: the loss's old policy is {old}; with {losses}{length}"
     return Entry(
         name,
         what,
@@ -122,7 +124,7 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
         preset.scope,
         f"rejects outside {rejection}" if rejection else "none",
         f"{preset.is_level} ratio, {shape} {preset.is_threshold}, stop-gradient" if preset.is_level else "none",
-        targets if preset.mode else "none: only metrics",
+        targets.format(rows=rows) if preset.mode else "none: only metrics",
         "old log-probs: a forward pass" if decoupled else "–",
         use_when if preset.mode else "drift should only be measured",
     )
