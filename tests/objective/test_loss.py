@@ -234,7 +234,8 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
     if method.reference is not None and method.reference.into == "loss":
         drew = rollout_logp if method.reference.importance else None
         kind = method.reference.estimate
-        part, _ = kl_loss(logp, by_version[0], kept, logp_old=drew, kind=kind, n_tokens=counts["n_tokens"])
+        agg, scale = method.aggregation, method.max_tokens
+        part, _ = kl_loss(logp, by_version[0], kept, logp_old=drew, kind=kind, agg=agg, scale=scale, **counts)
         loss = loss + method.reference.weight * part
     if method.loss.weight:
         rows = []
@@ -411,6 +412,9 @@ METHODS |= {
     "two temperatures": replace(method(APART), policy=PolicyConfig(loss="vanilla")),
     "two temperatures by row": replace(method(APART), policy=PolicyConfig(loss="gmpo")),
     "sums over rows": replace(method(SOME), policy=PolicyConfig(aggregation="seq-mean-token-sum-norm")),
+    "means over rows, and reference": replace(
+        method(SOME, reference=ReferenceConfig(weight=0.1)), policy=PolicyConfig(aggregation="seq-mean-token-mean")
+    ),
     "everything": replace(
         method(SOME, "decoupled_seq_is_rs", ReferenceConfig(weight=0.1)),
         policy=PolicyConfig(loss="gspo", advantage="rloo", options={"clip_low": 3e-3, "clip_high": 4e-3}),

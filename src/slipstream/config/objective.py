@@ -30,7 +30,8 @@ class PolicyConfig(Section):
     options: dict[str, float] = Field({})
     """Hyperparameters of the loss, for example { clip_high = 0.28 }. Empty uses the defaults of the loss."""
     aggregation: Mode | None = None
-    """Reduction of token losses to one number. None uses the reduction of the loss."""
+    """Reduction of token losses to one number, also of the KL to the reference in the loss. None uses that of the
+    loss."""
     advantage: AdvantageName = "grpo"
     """Advantage estimator, which turns rewards into advantages. `slipstream estimators` explains the names."""
     advantage_options: dict[str, float | bool] = Field({})

@@ -41,8 +41,9 @@ def kl_loss(
     n_tokens: float | None = None,
     n_sequences: float | None = None,
     scale: float | None = None,
+    sequence_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Return KL(π‖π_ref) as a term of the loss, to be multiplied by β, and its value as metric `kl_loss`.
+    """Return KL(π‖π_ref) as a term of the loss, to be multiplied by β, and its mean over tokens as metric `kl_loss`.
 
     On-policy: k2, whose gradient is that of the KL (Schulman 2020).
     With `logp_old` [B, T], the log-probs of the policy that drew the tokens: r·k3, r = π/π_old (DeepSeek-V3.2,
@@ -65,12 +66,12 @@ def kl_loss(
     if logp_old is not None:
         ratio_BT = bounded_exp(logp - old).detach()
         kl_BT = with_gradient(ratio_BT * kl_BT, by=ratio_BT * kl_estimate(logp, ref, kind="k2"))
-    counts: Any = {"n_tokens": n_tokens, "n_sequences": n_sequences, "scale": scale}
-    loss = whole = aggregate(kl_BT, mask_BT, agg, **counts)
+    mean = aggregate(kl_BT.detach(), mask_BT, "token-mean", n_tokens=n_tokens)
     if weights is not None:
         same_shape(logp=logp_BT, weights=weights)
-        loss = aggregate(kl_BT * weights.detach(), mask_BT, agg, **counts)
-    return loss, {"kl_loss": whole.detach()}
+        kl_BT = kl_BT * weights.detach()
+    counts: Any = {"n_tokens": n_tokens, "n_sequences": n_sequences, "scale": scale, "sequence_tokens": sequence_tokens}
+    return aggregate(kl_BT, mask_BT, agg, **counts), {"kl_loss": mean}
 
 
 def kl_reward(

@@ -356,6 +356,13 @@ class Terms:
         for factor_BT in (each for each in (fresh_BT, drawn_BT) if each is not None):
             weights_BT = factor_BT if weights_BT is None else factor_BT * weights_BT
             centre_BT = None if centre_BT is None else factor_BT * centre_BT
+        counted: dict[str, Any] = {
+            "agg": self.method.aggregation,
+            "n_tokens": counts.n_tokens,
+            "n_sequences": counts.n_sequences,
+            "scale": self.method.max_tokens,
+            "sequence_tokens": self.episode_tokens_B if self.method.by_row else None,
+        }
         if policy is not None:
             options: dict[str, Any] = dict(policy.options)
             if "variance" in self.method.adaptive:
@@ -371,11 +378,7 @@ class Terms:
                 mask_BT,
                 weights=weights_BT,
                 centre=centre_BT,
-                agg=policy.aggregation,
-                n_tokens=counts.n_tokens,
-                n_sequences=counts.n_sequences,
-                scale=self.method.max_tokens,
-                sequence_tokens=self.episode_tokens_B if self.method.by_row else None,
+                **counted,
                 **options,
             )
             metrics = {f"policy/{name}": value for name, value in measured.items()} | {"policy/loss": part.detach()}
@@ -388,7 +391,7 @@ class Terms:
                 logp_old=taken["behavior"] if reference.importance else None,
                 weights=drawn_BT,
                 kind=reference.estimate,
-                n_tokens=counts.n_tokens,
+                **counted,
             )
             parts.append((self.constants[0].coefficients.beta * part, {"reference/kl": measured["kl_loss"]}))
         loss, metrics = _summed_parts(parts)

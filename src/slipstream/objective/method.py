@@ -12,7 +12,7 @@ from slipstream.config.objective import CriticConfig, PolicyConfig, ReferenceCon
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import PRESETS, CorrectionPreset
-from slipstream.estimators.tables.policy import POLICY_LOSSES, VARIANCE_COEF, scope_of
+from slipstream.estimators.tables.policy import POLICY_LOSSES, VARIANCE_COEF, Mode, scope_of
 from slipstream.objective.coefficients import MEASURED, Coefficients, adaptive_beta, ascended
 from slipstream.scope import Scope
 
@@ -143,8 +143,7 @@ class Method:
         """Return whether the policy loss needs whole rows."""
         if (policy := self.policy) is None:
             return False
-        over_rows = (policy.aggregation or POLICY_LOSSES[policy.loss].agg) == "seq-mean-token-mean"
-        return over_rows or scope_of(policy.loss, policy.aggregation) == "row"
+        return self.aggregation == "seq-mean-token-mean" or scope_of(policy.loss, policy.aggregation) == "row"
 
     @property
     def by_episode(self) -> bool:
@@ -209,9 +208,14 @@ class Method:
     @property
     def over_sequences(self) -> bool:
         """Return whether the policy loss is divided by sequences, not tokens; without policy loss `over_samples`."""
+        return self.over_samples if self.policy is None else self.aggregation.startswith("seq")
+
+    @property
+    def aggregation(self) -> Mode:
+        """Return the reduction of the policy loss, and of the KL to the reference in the loss; without both, a mean."""
         if (policy := self.policy) is None:
-            return self.over_samples
-        return (policy.aggregation or POLICY_LOSSES[policy.loss].agg).startswith("seq")
+            return "token-mean"
+        return policy.aggregation or POLICY_LOSSES[policy.loss].agg
 
     def __str__(self) -> str:
         options = self.loss.spec.options

@@ -280,7 +280,7 @@ def whole_batch_reason(config: Config, method: Method) -> str:
     if method.policy is not None:
         by_sequences.append(method.over_sequences)
     if method.reference is not None and method.reference.into == "loss":
-        by_sequences.append(False)
+        by_sequences.append(method.aggregation.startswith("seq"))
     return "parts of the loss are divided by tokens, and others by sequences" if len(set(by_sequences)) > 1 else ""
 
 
