@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -45,7 +46,9 @@ def show(case: Case, advice: Advice, path: Path, console: Console) -> None:
     if any(answer.change for answer in advice.answers):
         console.print()
         hint = f"Add the text after `write` to `slipstream train CONFIG`. Or change {path}/config.toml and continue "
-        console.print(Text(f"{hint}the run with `slipstream resume {path} --change KEY`."), soft_wrap=True)
+        console.print(
+            Text(f"{hint}the run with `slipstream resume {shlex.quote(str(path))} --change KEY`."), soft_wrap=True
+        )
 
 
 def verdict(advice: Advice) -> str:

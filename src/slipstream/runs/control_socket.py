@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -128,7 +129,7 @@ def scale(path: Path, changes: Sequence[str]) -> list[str]:
         raise RunDirError(f"{path}: the run does not answer: {error.strerror or error}") from None
     if not line:
         raise RunDirError(
-            f"{path}: no run is active there, or it is loading; `slipstream resume {path}` continues a stopped run"
+            f"{path}: no run is active there, or it is loading; `slipstream resume {shlex.quote(str(path))}` continues a stopped run"
         )
     reply = json.loads(line)
     if "error" in reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import threading
 import time
@@ -281,7 +282,9 @@ class Start:
 
 def print_resume_command(path: Path, config: Config, console: Console) -> None:
     if saved := resumable(path / "checkpoints", config.health.updates):
-        line_printer(console)(f"stopped; saved after update {saved[-1]}; continue with: slipstream resume {path}")
+        line_printer(console)(
+            f"stopped; saved after update {saved[-1]}; continue with: slipstream resume {shlex.quote(str(path))}"
+        )
 
 
 def line_printer(console: Console) -> Callable[[str], None]:

@@ -298,7 +298,7 @@ def case_of(run: RunDir, config: Config, metrics: Sequence[Line], evaluations: S
         evaluations=evaluations,
         samples=[each for each in run.picked(SAMPLES, lambda n, _: n < SAMPLES_READ) if not each.get("source")],
         ledger=run.ledger if config.freshness is not None else (),
-        at=str(run.path),
+        at=shlex.quote(str(run.path)),
         context=min((model[name] for model in models for name in CONTEXT_KEYS if name in model), default=None),
         vocabulary=models[0].get("vocab_size"),
         large=models[0].get("hidden_size", 0) >= LARGE_HIDDEN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -92,7 +93,7 @@ def _over(signs: Signs) -> State:
     if signs.checkpoint is None:
         how = "there is no checkpoint to resume from"
     else:
-        how = f"slipstream resume {signs.path} continues after update {signs.checkpoint}"
+        how = f"slipstream resume {shlex.quote(str(signs.path))} continues after update {signs.checkpoint}"
     if _ended_orderly(signs) or (not signs.connected and signs.checkpoint is None):
         when = f"after update {signs.update}" if signs.update else "before its first update"
         return State("stopped", f"{when}; {how}", "bold yellow", alive=False)
