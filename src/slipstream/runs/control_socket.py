@@ -129,7 +129,8 @@ def scale(path: Path, changes: Sequence[str]) -> list[str]:
         raise RunDirError(f"{path}: the run does not answer: {error.strerror or error}") from None
     if not line:
         raise RunDirError(
-            f"{path}: no run is active there, or it is loading; `slipstream resume {shlex.quote(str(path))}` continues a stopped run"
+            f"{path}: no run is active there, or it is loading; "
+            f"`slipstream resume {shlex.quote(str(path))}` continues a stopped run"
         )
     reply = json.loads(line)
     if "error" in reply:
