@@ -373,6 +373,7 @@ PLAIN = {"policy.loss": "reinforce", "policy.options": {}}
             {"correction.preset": "bypass_ppo_clip_geo_rs", **rejects(0.75, 1.33)},
         ),
         (NO_TAU, {"drift/k3_kl": after(1, 0.06), "lag/mean": 1, "length/max": 40}, {"learner.lr": 5e-4}),
+        ({"reuse": {"times": 4}}, {"drift/k3_kl": after(1, 0.06), "lag/mean": 1}, {"reuse.times": 2}),
     ],
 )
 def test_a_policy_loss_gets_smaller_steps_then_another_unit(

@@ -72,6 +72,8 @@ def in_float32(config: Config) -> bool:
 
 def fresher(config: Config) -> list[Change]:
     """Return changes that halve the staleness, best first."""
+    if config.reuse is not None and config.reuse.times > 1:
+        return [{"reuse.times": config.reuse.times // 2}]
     match config.schedule:
         case Async(tau="auto") as schedule:
             return [{"schedule.drift": schedule.drift / 2}]
