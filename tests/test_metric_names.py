@@ -165,7 +165,7 @@ def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old, environments of two
     teachers, too, and a sampler dies."""
     teachers = {name: {"model": "tiny"} for name in "ab"}
-    tree = {**TREE, "updates": 20, "schedule": schedule, "task": {}, "teachers": teachers}
+    tree = {**TREE, "updates": 24, "schedule": schedule, "task": {}, "teachers": teachers}
     config, student = parse(tree), toy.random_table(TOY_VOCAB, seed=0)
     tokens = [np.array([1 + i % (TOY_VOCAB - 1)], np.int32) for i in range(8)]
 

@@ -165,6 +165,7 @@ schedule.kind=periodic learner.epochs=2
 schedule.kind=periodic learner.minibatches=2
 {BOTH}
 {BOTH} policy.weight=0.5 loss.kind=forward_kl
+{BOTH} policy.weight=0
 {BOTH} policy.loss=m2po
 {BOTH} policy.loss=kl_cov
 {BOTH} sampler.top_p=0.9 loss.kind=forward_kl policy.loss=reinforce

@@ -280,7 +280,7 @@ policy.loss=vanilla
 {BOTH} policy.loss=reinforce policy.options={{clip_low=0.1}}
 {BOTH} policy.advantage=grop
 {BOTH} policy.advantage_options={{nrom=false}}
-{BOTH} policy.weight=0
+{RL} policy.weight=0
 {BOTH} policy.old=previous correction.preset=decoupled_token_is
 {BOTH} policy.old=previous policy.loss=reinforce
 {BOTH} correction.preset=bypass_ppo_clip policy.loss=reinforce
