@@ -45,7 +45,7 @@ def is_setting(dotted: str) -> bool:
     if dotted.startswith("sweep."):
         return dotted.split(".")[1] in SweepConfig.settings()
     name = re.sub(r"^teachers\.\w+", "teachers.NAME", dotted)
-    return any(name == known or ".template_args." in name for known, _, _ in fields())
+    return any(name == known or re.match(r"(data|teachers\.NAME)\.template_args\.", name) for known, _, _ in fields())
 
 
 def is_metric(name: str) -> bool:

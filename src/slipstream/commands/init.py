@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import Namespace
 from importlib.resources import files
@@ -28,7 +29,7 @@ def run(args: Namespace) -> None:
     except OSError as error:
         raise ConfigError(f"{args.file} cannot be written: {error.strerror}") from None
     print(printable(f"{args.file}: {SITUATIONS[situation]}"))
-    print(printable(f"next: slipstream config {args.file} --check"))
+    print(printable(f"next: slipstream config {shlex.quote(str(args.file))} --check"))
 
 
 def config_for(situation: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, say: An
     """Read a TOML file, apply `(dotted key, text)` overrides and validate; the config of a run may have old keys."""
     tree = read(path)
     if STUDY in tree:
-        raise ConfigError(f"{path} is a study of several runs: slipstream sweep {path}")
+        raise ConfigError(f"{path} is a study of several runs: slipstream sweep {shlex.quote(str(path))}")
     if Path(path).name == SAVED and (Path(path).parent / BESIDE).exists():
         tree = with_new_keys(tree)
     return parse(tree, overrides, where=str(path), say=say)
@@ -197,8 +198,10 @@ def explain(detail: ErrorDetails, root: type[Section] = Config) -> str:
 
 def _key_here(names: Sequence[str]) -> str | None:
     """Return what to write instead of a key of verl or TRL; None if it is unknown."""
-    own = DISTILLATION_KEYS if names[0] == "loss" else {}
-    return own.get(names[-1], FOREIGN_KEYS.get(names[-1]))
+    match names:
+        case ["loss", name] | ["sft", "loss", name] if name in DISTILLATION_KEYS:
+            return ".".join([*names[:-2], DISTILLATION_KEYS[name]])
+    return FOREIGN_KEYS.get(names[-1])
 
 
 def _locate(loc: Sequence[int | str], root: type[Section]) -> tuple[list[str], type[Section] | None]:

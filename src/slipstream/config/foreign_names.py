@@ -20,19 +20,19 @@ FOREIGN_KEYS = {
     "rollout_rs": "correction.rs, modes with their bounds",
     "distillation": "loss.kind, and [teachers.NAME] for each teacher",
     "distillation_loss_coef": "loss.weight",
-    "topk": "loss.k",
-    "use_policy_gradient": 'loss.use, "advantage" with loss.kind = "k1"',
-    "policy_loss_mode": "loss.policy",
     "use_task_rewards": "policy.loss, in the section [policy] for task rewards",
     **dict.fromkeys(("loss_mode", "loss_type"), "policy.loss"),
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps"), "learner.warmup"),
 }
-"""Key to write here, by the last part of a foreign key. A comma introduces what it means."""
+"""Key to write here, by the last part of a foreign key. Text behind a comma says what it means, without a value."""
 DISTILLATION_KEYS = {
     **dict.fromkeys(("loss_mode", "loss_type"), "loss.kind"),
+    "topk": "loss.k",
+    "use_policy_gradient": 'loss.kind, which is "k1" beside loss.use = "advantage"',
+    "policy_loss_mode": "loss.policy",
     **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), "loss.clip, one bound or [low, high]"),
 }
-"""The same for keys in [loss] and in verl's [distillation], where they mean something else."""
+"""The same for keys in [loss], and in [sft.loss] with the prefix `sft`."""
 
 PPO = 'write policy.loss = "vanilla", which is PPO\'s clip, and policy.advantage = "grpo"'
 VALUES = {

@@ -29,8 +29,9 @@ class FreshnessConfig(Section):
     """Coefficient λ of the anchor in the loss: the KL to the policy that sampled, times the sample's weight. 0 is
     off."""
     drift: Literal["cache", "snapshots"] = "cache"
-    """Measurement of the student's drift. cache: estimate from the recorded draws, in the learning pass. snapshots:
-    exact, with the stored weights that sampled the sample (learner.snapshots). The anchor always uses the draws."""
+    """Measurement of the student's drift. cache: estimate from the recorded draws, in the learning pass, or with
+    learner.minibatches in a pass of its own before the first step. snapshots: exact, with the stored weights that
+    sampled the sample (learner.snapshots). The anchor always uses the draws."""
     m: int | None = Field(None, ge=1, le=DRAWS)
     """Number of draws (tokens sampled at one position) that estimate drift if the loss has no draws. None uses 8."""
     normalise_by: Literal["tokens", "samples"] = "tokens"

@@ -113,7 +113,7 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
     decoupled = preset.mode == "decoupled"
     old = "the learner at the version that drew the token" if decoupled else "the sampling policy"
     # see PRESETS: the mean over a few tokens varies more than these bounds
-    rows = "rows of a sampler that differs at the same version" if decoupled else "mismatched or stale rows"
+    rows = "rows whose sampler and learner differ at the same weights" if decoupled else "mismatched or stale rows"
     length = ", for answers of a thousand tokens" if "seq_mean_k1" in rejection else ""
     losses = " or ".join(LOSSES_OF[preset.loss]) if preset.loss else "any loss"
     use_when = f"{preset.mode}: the loss's old policy is {old}; with {losses}{length}"

@@ -212,7 +212,7 @@ class Method:
 
     @property
     def aggregation(self) -> Mode:
-        """Return the reduction of the policy loss, and of the KL to the reference in the loss; without both, a mean."""
+        """Return how the policy loss and the KL to the reference in the loss are reduced: without policy, by tokens."""
         if (policy := self.policy) is None:
             return "token-mean"
         return policy.aggregation or POLICY_LOSSES[policy.loss].agg
@@ -243,8 +243,8 @@ class Method:
         return f"loss: {' + '.join(parts)}; correction: {preset}"
 
 
-SHOWN_APART = {"kind", "weight", "m", "k", "tokens", "token_options", "reward_scale"}
-"""Settings of a loss that its line shows in words, or that change only its variance or its support."""
+SHOWN_APART = {"kind", "weight", "m", "tokens", "reward_scale"}
+"""Settings of a loss that its line shows in words, and the number of draws, which changes its variance alone."""
 
 
 def _changes(loss: DistillationLoss) -> str:

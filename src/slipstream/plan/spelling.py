@@ -46,6 +46,8 @@ def respelled_prompts(
         places = [place for place, each in enumerate(teachers) if each == name]
         if teacher.spelling == "own" and places:
             tokenizer = model_with_tokenizer(config, facts, name).tokenizer
+            if teacher.template_args and isinstance(rows[0].prompt, str) and not config.data.chat:
+                raise ConfigError(f"teachers.{name}.template_args does nothing: prompts are plain text; drop it")
             data = config.data.model_copy(update={"template_args": template_args(config, name, tokenizer)})
             own = encode_rows([rows[i] for i in places], tokenizer, data, tools)
             for place, tokens in zip(places, own, strict=True):

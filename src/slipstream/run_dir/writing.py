@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config.file import differing, parse, to_toml
-from slipstream.config.renamed_keys import with_new_keys
+from slipstream.config.renamed_keys import DROPPED, with_new_keys
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, RunDirError, first_line
 from slipstream.run_dir.atomic_files import Extent, Lines, begins_with, reading, write_atomic, writing
@@ -270,6 +270,8 @@ def check_unchanged(path: Path, config: Config, *, accepted: Iterable[str] = ())
         if any(_within(name, each) for each in FIXED):
             raise RunDirError(f"{path / 'config.toml'}: {text} cannot change in a run: put it back, or begin a new run")
     for each in {*accepted} - {"updates", "data.train"}:
+        if each in DROPPED:
+            raise RunDirError(f"--change {each}: it was dropped: {DROPPED[each]}; leave it out")
         if not any(_within(name, each) for name in changes):
             raise RunDirError(f"--change {each}: {path / 'config.toml'} does not change that; edit it there first")
     other = {name: text for name, text in changes.items() if not any(_within(name, each) for each in accepted)}

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from slipstream import metric_names as vocabulary
 from slipstream.config.file import STUDY, flat, overridden, parse, read, value_of
-from slipstream.config.renamed_keys import new_setting, with_new_keys
+from slipstream.config.renamed_keys import DROPPED, new_setting, with_new_keys
 from slipstream.config.schedule import Replay
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, did_you_mean
@@ -257,7 +257,7 @@ def _new_arm(arm: Any) -> Any:
         return arm
     fixed = {key: value for key, value in arm.items() if key != GRID}
     own = {GRID: _new_grid(arm[GRID])} if isinstance(arm.get(GRID), dict) else {}
-    return dict(new_setting(key, value) for key, value in flat(fixed).items() if key) | own
+    return dict(new_setting(key, value) for key, value in flat(fixed).items() if key and key not in DROPPED) | own
 
 
 def _new_grid(grid: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def create_guards(config: GuardsConfig, tau: float, batches: float) -> dict[str,
     if (length_surge := config.length_surge) is not None:  # it precedes a collapse by tens of updates (2602.01826)
         latch, text = (
             Latch(length_surge.ratio, (1 + length_surge.ratio) / 2),
-            "responses are {:.2f} times as long as up to 100 updates ago",
+            "responses are {:.2f} times as long as before (100 updates ago, or at the start)",
         )
         guards["length_surge"] = Slower("length/trend", latch, length_surge.factor, text, looks=1)
     if config.ess is not None:

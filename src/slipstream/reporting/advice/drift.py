@@ -8,11 +8,12 @@ an engine, and no correction removes it. Drift that grows with the lag is stalen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, log1p, sqrt
+from math import ceil, exp, floor, isnan, log1p, sqrt
 from statistics import fmean
 
 from slipstream.config.engines import ENGINES
 from slipstream.config.losses import KLEstimate, ReverseKLMC
+from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Replay, StepOff
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.correction import PRESETS
@@ -38,7 +39,7 @@ WEIGHED, HOPELESS = 2.0, 4.0
 LOW_ESS, LOWEST_ESS = 0.5, 0.3
 """Effective sample sizes (as shares) below which the variance is too high: in general, and in spite of rejection."""
 MASKED, TOO_MANY = 0.1, 0.25
-"""Largest share of rejected tokens for rejection alone, and for any correction."""
+"""Largest share of tokens that a correction takes out, for rejection alone, and for any correction."""
 SMALL_LR = 3e-3
 """Learning rate up to which the first updates, in the warm-up, are small steps."""
 LARGE_RATIO = 10.0
@@ -59,7 +60,7 @@ LEAST_WIDTH = 0.01
 
 def compares(config: Config) -> bool:
     """Return True if a loss uses the sampling policy's log-probs. If False, drift only makes prefixes stale."""
-    return config.policy is not None or (config.loss.weight > 0 and config.loss.spec.compares)
+    return policy_of(config) is not None or (config.loss.weight > 0 and config.loss.spec.compares)
 
 
 def in_float32(config: Config) -> bool:
@@ -72,31 +73,43 @@ def in_float32(config: Config) -> bool:
 
 def fresher(config: Config) -> list[Change]:
     """Return changes that halve the staleness, best first."""
+    changes: list[Change] = []
     if config.reuse is not None and config.reuse.times > 1:
-        return [{"reuse.times": config.reuse.times // 2}]
+        changes.append({"reuse.times": config.reuse.times // 2})
     match config.schedule:
         case Async(tau="auto") as schedule:
-            return [{"schedule.drift": schedule.drift / 2}]
+            changes.append({"schedule.drift": schedule.drift / 2})
         case Async(tau=float() | int() as tau) as schedule:
             every = schedule.min_publish_every
             sooner: list[Change] = [{"schedule.publish_every": every // 2}] if every > 1 else []
-            return [*sooner, {"schedule.tau": tau // 2 if tau >= 2 else 0}]
+            changes += [*sooner, {"schedule.tau": tau // 2 if tau >= 2 else 0}]
         case Replay(k=k) | StepOff(k=k) if k > 1:
-            return [{"schedule.k": k // 2}]
+            changes.append({"schedule.k": k // 2})
         case Replay() | StepOff():
-            return [{"schedule.kind": "periodic"}, {"schedule.kind": "sync"}]
-    return []
+            changes += [{"schedule.kind": "periodic"}, {"schedule.kind": "sync"}]
+    return changes
 
 
-def rejection(case: Case) -> Change:
-    """Return geometric rejection that keeps most rows at the present drift.
+def rejection(case: Case, compared: str = "drift") -> Change:
+    """Return geometric rejection that keeps most rows at the present drift ("mismatch": at that of the engines).
 
     With σ² = log(1 + chi2) as the variance of a token's log-ratio, the mean over T tokens is about −σ²/2 ± σ/√T.
     """
-    chi2, tokens = case.now("drift/chi2_token").mean, case.now("length/mean").mean
-    variance = log1p(min(max(chi2, 0.0), HOPELESS)) if chi2 == chi2 else 0.0
-    width = max(variance / 2 + 2 * sqrt(variance / max(tokens, 1.0)), LEAST_WIDTH) if tokens == tokens else LEAST_WIDTH
-    return {"correction.rs": {"seq_mean_k1": [float(f"{exp(-width):.2g}"), float(f"{exp(width):.3g}")]}}
+    chi2, tokens = case.now(f"{compared}/chi2_token").mean, case.now("length/mean").mean
+    variance = 0.0 if isnan(chi2) else log1p(min(max(chi2, 0.0), HOPELESS))
+    width = max(variance / 2 + 2 * sqrt(variance / (1.0 if isnan(tokens) else max(tokens, 1.0))), LEAST_WIDTH)
+    low, high = floor(1000 * exp(-width)) / 1000, ceil(1000 * exp(width)) / 1000
+    return {"correction.rs": {"seq_mean_k1": [low, high]}}
+
+
+def compared_by(case: Case) -> str:
+    """Return which metrics the correction of the run changes: those of the engines, or those of stale tokens."""
+    return "mismatch" if case.config.correction.parts.mode == "decoupled" else "drift"
+
+
+def policy_of(config: Config) -> PolicyConfig | None:
+    """Return the policy loss if the student learns from it."""
+    return config.policy if config.policy is not None and config.policy.weight else None
 
 
 def corrections(case: Case, *, weighs: bool = False, rejects: bool = False) -> list[Change]:
@@ -104,8 +117,9 @@ def corrections(case: Case, *, weighs: bool = False, rejects: bool = False) -> l
 
     It compares with the current policy ("bypass"): decoupled presets compare the engines at the version that drew.
     """
-    rows = rejection(case) if rejects else {}
-    match case.config.policy and case.config.policy.loss:
+    rows = rejection(case) if rejects and case.config.correction.rs is None else {}
+    policy = policy_of(case.config)
+    match policy and policy.loss:
         case "vanilla" if rejects:  # its own ratio weighs the tokens
             return [{"correction.preset": "bypass_ppo_clip_geo_rs", **rows}]
         case "reinforce" | "gpg" if weighs and rejects:
@@ -292,7 +306,7 @@ def ess_of(case: Case) -> tuple[str, Level]:
 
 
 def discarded(case: Case) -> tuple[str, Level]:
-    """Return the share of tokens that the correction rejects, or that are outside of its band, and a metric of it."""
+    """Return the share of tokens without effect, rejected or outside of IcePop's band, and the largest metric in it."""
     parts, names = case.config.correction.parts, list[str]()
     if parts.rs:
         names.append("correction/rollout_rs_masked_fraction")
@@ -326,21 +340,23 @@ def escalated(case: Case, chi2: float) -> list[Change]:
     rejects = bool(config.correction.parts.rs)
     if chi2 > HOPELESS or masked > TOO_MANY or (rejects and ess_of(case)[1].mean < LOWEST_ESS):
         return [*fresher(config), slower(config)]
-    if config.policy is None:
+    policy = policy_of(config)
+    if policy is None:
         return [{"loss.kind": "m2po"}, *fresher(config), slower(config)]
+    if rejects and policy.loss not in ("reinforce", "gpg"):
+        return [*fresher(config), slower(config)]
     if chi2 >= WEIGHED or masked > MASKED:
         return [*corrections(case, weighs=True, rejects=True), *fresher(config)]
     if not rejects:
         return [*corrections(case, rejects=True), *fresher(config)]
-    plain = config.policy.loss in ("reinforce", "gpg")
-    icepop: list[Change] = [{"correction.preset": "bypass_pg_token_icepop"}] if plain else []
-    return [*icepop, *fresher(config)]
+    return [{"correction.preset": "bypass_pg_token_icepop"}, *fresher(config)]
 
 
 def moderate(case: Case) -> Evidence | None:
     if not compares(case.config) or case.config.correction.parts.rs:
         return None
-    exact: list[Change] = [{"loss.kind": "m2po"}] if case.config.policy is None else corrections(case, rejects=True)
+    policy = policy_of(case.config)
+    exact: list[Change] = [{"loss.kind": "m2po"}] if policy is None else corrections(case, rejects=True)
     return case.above("drift/chi2_token", MODERATE, [*exact, *fresher(case.config)])
 
 
@@ -349,24 +365,23 @@ def rejects_too_much(case: Case) -> Evidence | None:
     if not share.over(TOO_MANY):
         return None
     narrow = given.rs is None and "seq_mean_k1" in (PRESETS[given.preset].rs or {})
-    wider = [rejection(case)] if narrow else []
+    wider = [rejection(case, compared_by(case))] if narrow else []
     return Evidence(name, share.mean, TOO_MANY, [*wider, *fresher(case.config)])
 
 
 def by_sequence(case: Case) -> Evidence | None:
     preset, given = PRESETS[case.config.correction.preset], case.config.correction
-    name, ess = ess_of(case)
+    ess = case.now("correction/ess")
     by_token: list[Change] = [{"correction.is_level": "token"}]
     if (given.is_level or preset.is_level) == "sequence":
         if ess.under(LOW_ESS):
-            return Evidence(name, ess.mean, LOW_ESS, by_token)
-        compared = "mismatch" if given.parts.mode == "decoupled" else "drift"
-        if seen := case.above(f"{compared}/chi2_seq", EXPLODED, by_token):
+            return Evidence("correction/ess", ess.mean, LOW_ESS, by_token)
+        if seen := case.above(f"{compared_by(case)}/chi2_seq", EXPLODED, by_token):
             return seen
     summed = any(mode.startswith("seq_sum") for mode in given.rs or preset.rs or {})
     if not summed or not case.now("length/max").over(LONG_RESPONSE):
         return None
-    return case.above("correction/rollout_rs_seq_masked_fraction", MASKED, [rejection(case)])
+    return case.above("correction/rollout_rs_seq_masked_fraction", MASKED, [rejection(case, compared_by(case))])
 
 
 def tails(case: Case) -> Evidence | None:
