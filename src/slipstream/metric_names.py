@@ -245,8 +245,8 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("critic/loss", "value loss: ½ (V − return)² per token, with [critic]", "falls", By.VALUES,
                "rewards", "Value loss", "½ (V − return)²", format=".3g"),
         Metric("critic/explained_variance",
-               "1 − Var(G − V) / Var(G) of tokens: values V, discounted rewards to come G (with critic.bootstrap, and V "
-               "at a cut)", "above 0, rising",
+               "1 − Var(G − V) / Var(G) of tokens: values V, discounted rewards to come G (critic.bootstrap: and "
+               "V at a cut)", "above 0, rising",
                By.COLUMNS, "rewards", "Variance of rewards that the values explain", SHARE),
         Metric("critic/clip_fraction", "share of tokens whose value moved beyond critic.clip", "few", By.VALUES),
         Metric("policy/centred", "part of the loss that score centering removes, per token", "near 0", By.POLICY),
