@@ -217,6 +217,20 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"learner": {"learning_rate": 1e-5}},
         "unknown key 'learner.learning_rate': write learner.lr = 1e-05",
     ),
+    "a loss of verl's distillation": (
+        {"loss": {"loss_mode": "k1"}},
+        "unknown key 'loss.loss_mode': write loss.kind = \"k1\"",
+    ),
+    "a size of verl's distillation": (
+        {"sft": {"loss": {"topk": 8}}},
+        "unknown key 'sft.loss.topk': write sft.loss.k = 8",
+    ),
+    "the same name elsewhere": ({"sampler": {"topk": 8}}, "unknown key 'sampler.topk'; did you mean 'top_k'?"),
+    "a section of verl": ({"distillation": {}}, "unknown key 'distillation': write loss.kind, and [teachers.NAME]"),
+    "an advantage of a whole distribution": (
+        {"loss": {"kind": "forward_kl", "use": "advantage"}},
+        'loss.use is for estimates of the KL at the emitted token: write loss.kind = "k1", or drop it',
+    ),
     "a key of TRL that counts something else": (
         {"per_device_train_batch_size": 8},
         "unknown key 'per_device_train_batch_size': write learner.batch_size, which counts the samples of an update on",

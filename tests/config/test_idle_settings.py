@@ -118,6 +118,8 @@ REFUSED = {
 WARNED = {
     "checkpoint.every=3": "checkpoint.every = 3 is more than updates = 2: only what checkpoint.minutes asks for is",
     f"eval.every=3 {HELD_OUT}": "eval.every = 3 is more than updates = 2: only the first and the final student are",
+    "loss.kind=k3": 'loss.kind = "k3" takes every token for a draw of the current student, and async(4)',
+    "loss.importance=false schedule.kind=replay schedule.k=2": 'loss.kind = "reverse_kl_mc" takes every token for a draw',
     "learner.warmup=3": "learner.warmup = 3 is more than updates = 2: learner.lr is never reached",
     f"{RL} reference.weight=0.1 reference.host=true": "reference.host = true does nothing on a CPU",
     'learner.offload=["optimizer"]': "learner.offload = ['optimizer'] does nothing on a CPU",
@@ -131,6 +133,7 @@ NOTED = {
     "loss.kind=k1 loss.use=advantage loss.dual_clip=4.0 schedule.kind=periodic": f"loss.dual_clip {NOTHING}",
     f"{RL} policy.options={{clip_high=0.3}} schedule.kind=sync": f"policy.options.clip_high {NOTHING}",
     "freshness.anchor=0.2 schedule.kind=sync": "[freshness] has almost no effect: every update trains on answers of",
+    "freshness.anchor=0.2 schedule.kind=sync learner.minibatches=2": "has almost no effect, apart from the anchor:",
     "freshness.anchor=0.2": "freshness: no teacher scores answers again (relabel), so that supervision drift is",
     "loss.m=64": 'loss.m = 64 draws of 39 tokens: loss.kind = "reverse_kl" computes all of them',
 }
@@ -139,6 +142,7 @@ QUIET = [
     "loss.clip=0.2 schedule.kind=sync learner.minibatches=2",
     "loss.clip=0.2 schedule.kind=replay schedule.k=1",
     "schedule.kind=sync",
+    "loss.kind=k3 schedule.kind=periodic",
     "loss.m=39",
     "checkpoint.every=2 learner.warmup=2",
     "learner.compute_dtype=bfloat16",

@@ -18,7 +18,7 @@ from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import check_unchanged as check_run_unchanged
 from slipstream.studies.directory import check_unchanged, removed_cells
 from slipstream.studies.results import Sweep
-from slipstream.studies.study import Study
+from slipstream.studies.study import Study, with_new_settings
 
 BASE = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}}
 CURRICULUM: dict[str, Any] = {"data": {"order": "curriculum"}}
@@ -163,6 +163,9 @@ def test_only_renamed_settings_of_a_saved_config_change() -> None:
         "teachers": {"x": {"max_length": 2}, "y": {}},
     }
     assert json.dumps(tree) == before
+    assert with_new_keys({"learner": {"shared_prompt": True, "lr": 1.0}}) == {"learner": {"lr": 1.0}}
+    arms = {"sweep": {"arms": {"a": {"learner.shared_prompt": True, "learner.lr": 1.0}}}}
+    assert with_new_settings(arms)["sweep"]["arms"] == {"a": {"learner.lr": 1.0}}
     for odd in ({}, {"sampler": 3, "teachers": "no"}, {"teachers": {"x": []}}, {"data": {"by": "x", "curriculum": 4}}):
         assert with_new_keys(odd) == odd
     deep: dict[str, Any] = {}

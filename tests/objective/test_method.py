@@ -387,6 +387,24 @@ def test_a_run_says_what_its_rewards_count_and_how_its_kl_is_steered() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ({"m": 4}, "1 · reverse_kl_mc"),
+        ({"advantage": "behavior", "clip": [0.1, 0.2]}, "1 · reverse_kl_mc (advantage behavior, clip [0.1, 0.2])"),
+        ({"importance": False}, "1 · reverse_kl_mc (importance false)"),
+        ({"kind": "k1", "use": "advantage", "policy": "cispo"}, "1 · k1 (use advantage, policy cispo)"),
+        (
+            {"kind": "forward_kl", "k": 4, "tokens": "first", "token_options": {"share": 0.1}},
+            '1 · forward_kl (token_options {"share": 0.1}, k 4) on first tokens',
+        ),
+    ],
+)
+def test_a_run_says_which_estimate_of_the_divergence_it_minimises(loss: dict[str, Any], said: str) -> None:
+    tree = {"student": "s", "teachers": {"main": {"model": "t"}}, "loss": loss}
+    assert str(method_of(parse(tree))) == f"loss: {said}; correction: disabled"
+
+
 REFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "a ratio in the reward": ({"into": "reward", "importance": False}, 'importance = false is for into = "loss"'),
     "a gradient in the reward": ({"into": "reward", "estimate": "k3+"}, 'the reward has no gradient: write "k3"'),

@@ -81,6 +81,17 @@ def test_time_that_is_not_in_a_stage_is_waiting(tmp_path: Path) -> None:
         assert line["publish/load"] == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("schedule", [Sync(), StepOff(k=2), Async(tau=4)])
+def test_the_growth_of_lengths_is_known_twenty_updates_after_the_pipeline_has_filled(
+    schedule: Any, tmp_path: Path
+) -> None:
+    """Until then all groups have the first weights, and only short responses have finished."""
+    lines = Simulated(tmp_path, schedule, engines(long_tailed(0)), updates=40).lines
+    filling = [line for line in lines if line["lag/max"] == line["update"] - 1]
+    first = next(line for line in lines if "length/trend" in line)
+    assert filling and first["update"] == len(filling) + 20
+
+
 # --- age --------------------------------------------------------------------------------------------------------------
 
 

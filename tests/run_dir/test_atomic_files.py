@@ -524,6 +524,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         ["--updates", "6", "--change", "learner.lr"],
         "--change learner.lr: ",
     ),
+    "a change of a setting that was dropped": (
+        lambda run: None,
+        ["--updates", "6", "--change", "learner.shared_prompt"],
+        "--change learner.shared_prompt: it was dropped: the prompt of a group is computed once",
+    ),
     "other data": (other_data, ["--updates", "6"], "does not give the prompts that"),
     "no meta.json": (
         lambda run: (run / "meta.json").unlink(),

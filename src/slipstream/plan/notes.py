@@ -150,8 +150,9 @@ def setting_warnings(config: Config, facts: Facts) -> Iterator[str]:
         yield "several teachers and data.shuffle = false: updates may hold prompts of one of them only"
     if config.loss.weight and config.reference is not None:
         yield "the loss has both a teacher and a reference; drop [reference] if that is not intended"
-    spec, k = config.loss.spec, schedule_of(config.schedule, config.groups_per_update, config.reuse)
-    if config.loss.weight and spec.cache == "sampled" and not spec.compares and not k.on_policy and not config.reuse:
+    spec, schedule = config.loss.spec, schedule_of(config.schedule, config.groups_per_update)
+    unweighed = config.loss.weight and spec.cache == "sampled" and not spec.compares
+    if unweighed and not schedule.on_policy and config.reuse is None:  # reuse refuses such losses
         yield (
             f'loss.kind = "{config.loss.kind}" takes every token for a draw of the current student, and '
             f'{config.schedule.label} learns from older ones: write "reverse_kl_mc" with importance weights, or '
