@@ -119,7 +119,7 @@ WARNED = {
     "checkpoint.every=3": "checkpoint.every = 3 is more than updates = 2: only what checkpoint.minutes asks for is",
     f"eval.every=3 {HELD_OUT}": "eval.every = 3 is more than updates = 2: only the first and the final student are",
     "loss.kind=k3": 'loss.kind = "k3" takes every token for a draw of the current student, and async(4)',
-    "loss.importance=false schedule.kind=replay schedule.k=2": 'loss.kind = "reverse_kl_mc" takes every token for a draw',
+    "loss.importance=false schedule.kind=replay schedule.k=2": 'loss.kind = "reverse_kl_mc" takes every token for a',
     "learner.warmup=3": "learner.warmup = 3 is more than updates = 2: learner.lr is never reached",
     f"{RL} reference.weight=0.1 reference.host=true": "reference.host = true does nothing on a CPU",
     'learner.offload=["optimizer"]': "learner.offload = ['optimizer'] does nothing on a CPU",
