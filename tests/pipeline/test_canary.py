@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import exp
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,16 @@ def test_a_sampler_is_judged_by_version_and_by_its_distance_to_the_learner(
 ) -> None:
     found = sampler_fault(numbers, versions, version=7, rounding="exact")
     assert re.search(said, found) and bool(found) == bool(said)
+
+
+def shifted(amount: float) -> dict[str, float]:
+    """Return what a comparison finds if all log-probs of a sampler are shifted by this amount."""
+    return {"drift/k3_kl": exp(amount) - 1 - amount, "drift/ppl_ratio": exp(amount)}
+
+
+@pytest.mark.parametrize("amount", [-1.0, -0.6, -0.3, -0.17, 0.15, 0.2, 0.4, 0.7, 1.0])
+def test_in_16_bits_no_shift_of_all_log_probs_is_taken_for_rounding(amount: float) -> None:
+    assert sampler_fault(shifted(amount), {7}, version=7, rounding="half")
 
 
 def test_a_quantised_sampler_may_be_too_coarse() -> None:
@@ -737,6 +748,8 @@ def test_limits_follow_from_the_worst_of_all_answers_at_the_start() -> None:
         ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.06, 1.0, False),  # a student that 16 bits hardly change
         ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.04, 1.14, True),  # 32 tokens with this KL vary as much
         ({"drift/k3_kl": 0.001, "drift/ppl_ratio": 1.0}, 0.04, 1.16, False),
+        (None, 0.11, 1.159, True),  # the first answers of an honest student without fifteen layers
+        (None, 0.11, 1.25, False),
         ({"drift/k3_kl": 0.05, "drift/ppl_ratio": 1.02}, 0.14, 0.95, True),
         ({"drift/k3_kl": 0.2, "drift/ppl_ratio": 1.1}, 0.35, 1.0, False),  # the limit is bounded
     ],

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import inf
+from math import inf, sqrt
 
 import numpy as np
 
@@ -44,7 +44,7 @@ KL: dict[Rounding, float] = {"exact": 1e-3, "half": 5e-2, "int8": 2e-2, "fp8": 5
 PERPLEXITY: dict[Rounding, float] = {"exact": 0.01, "half": 0.05, "int8": 0.05, "fp8": 0.1}
 """Limits of KL and |perplexity ratio − 1| between sampler and learner. `doctor` uses the same limits."""
 HALF_KL, HALF_PERPLEXITY = 0.3, 0.15
-"""Largest limits in 16 bits, for a student whose log-probs are sensitive to rounding."""
+"""Largest limit of the KL in 16 bits, for a student that is sensitive to rounding, and that of the ratio at KL["half"]."""
 KL_MARGIN = 8.0
 """Limit of the KL in 16 bits, as a multiple of that at the start: single tokens decide the KL of a few answers."""
 ROUNDS: dict[Rounding, int] = {"exact": 1, "half": 4, "int8": 1, "fp8": 1}
@@ -188,16 +188,18 @@ def version_fault(versions: Set[int], oldest: int, newest: int) -> str:
     return f"its tokens name version {', '.join(map(str, sorted(versions)))}, but {possible} possible"
 
 
-def sampler_limits(rounding: Rounding, start: Metrics | None) -> tuple[float, float]:
-    """Return the limits of KL and |perplexity ratio − 1|. `start` are the numbers at the start; None: this is it.
+def sampler_limits(rounding: Rounding, start: Metrics | None, k3: float) -> tuple[float, float]:
+    """Return the limits of KL and |perplexity ratio − 1| where this KL was found. `start`: numbers at the start, or None.
 
     In 16 bits the error depends on the student, so the limit of the KL follows from the start. The mean of 32
-    differences with a KL of 0.05 varies by √(2 · 0.05 / 32) = 0.06, so a smaller limit of the ratio would see chance.
+    differences with this KL varies by √(2 · KL / 32), 0.06 at 0.05, so a smaller limit of the ratio would see chance.
+    Log-probs that are all shifted by the same amount, which rounding cannot do, exceed it from 0.17 nats on.
     """
     if rounding != "half":
         return KL[rounding], PERPLEXITY[rounding]
-    k3 = inf if start is None else start["drift/k3_kl"]
-    return min(max(KL[rounding], KL_MARGIN * k3), HALF_KL), HALF_PERPLEXITY
+    largest = inf if start is None else KL_MARGIN * start["drift/k3_kl"]
+    around = HALF_PERPLEXITY * sqrt(max(k3 / KL[rounding], 1.0))
+    return min(max(KL[rounding], largest), HALF_KL), around
 
 
 def without_own_rounding(numbers: Metrics) -> Metrics:
@@ -225,7 +227,7 @@ def sampler_fault(
 ) -> str:
     """Return a message if a sampler's answers do not fit the learner's weights, else an empty string."""
     k3, ratio = numbers["drift/k3_kl"], numbers["drift/ppl_ratio"]
-    limit, around = sampler_limits(rounding, start)
+    limit, around = sampler_limits(rounding, start, k3)
     wrong = version_fault(versions, version, version)
     if wrong or (k3 <= limit and abs(ratio - 1) <= around):  # false for NaN, which is reported
         return wrong
