@@ -44,7 +44,7 @@ KL: dict[Rounding, float] = {"exact": 1e-3, "half": 5e-2, "int8": 2e-2, "fp8": 5
 PERPLEXITY: dict[Rounding, float] = {"exact": 0.01, "half": 0.05, "int8": 0.05, "fp8": 0.1}
 """Limits of KL and |perplexity ratio − 1| between sampler and learner. `doctor` uses the same limits."""
 HALF_KL, HALF_PERPLEXITY = 0.3, 0.15
-"""Largest limit of the KL in 16 bits, for a student that is sensitive to rounding, and that of the ratio at KL["half"]."""
+"""In 16 bits, largest limit of the KL, for a student sensitive to rounding, and limit of the ratio at KL["half"]."""
 KL_MARGIN = 8.0
 """Limit of the KL in 16 bits, as a multiple of that at the start: single tokens decide the KL of a few answers."""
 ROUNDS: dict[Rounding, int] = {"exact": 1, "half": 4, "int8": 1, "fp8": 1}
@@ -189,7 +189,7 @@ def version_fault(versions: Set[int], oldest: int, newest: int) -> str:
 
 
 def sampler_limits(rounding: Rounding, start: Metrics | None, k3: float) -> tuple[float, float]:
-    """Return the limits of KL and |perplexity ratio − 1| where this KL was found. `start`: numbers at the start, or None.
+    """Return the limits of KL and |perplexity ratio − 1|, where the KL is `k3`. `start`: numbers at the start, if any.
 
     In 16 bits the error depends on the student, so the limit of the KL follows from the start. The mean of 32
     differences with this KL varies by √(2 · KL / 32), 0.06 at 0.05, so a smaller limit of the ratio would see chance.
