@@ -221,8 +221,9 @@ def step_from_host(optimizer: torch.optim.Optimizer) -> None:
 def squared_step(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
     """Return Σ (m̂ / (√v̂ + ε))² over this rank's weights, and their number.
 
-    This is the squared norm of AdamW's last step divided by the learning rate, without weight decay. m̂ and v̂ are the
-    moments corrected for their number of steps.
+    This is the squared norm of AdamW's last step divided by the learning rate, without weight decay. m̂ = m / (1 − β₁ᵗ)
+    and v̂ = v / (1 − β₂ᵗ) are the moments corrected for their number of steps t. With these factors outside of the sum
+    the moments are read once.
     """
     sums, count = list[Tensor](), 0  # of all weights, so that a GPU is waited for once
     for group in optimizer.param_groups:
@@ -231,11 +232,13 @@ def squared_step(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
         steps = torch.stack([state["step"] for _, state in states]).tolist() if states else ()
         for (parameter, state), step in zip(states, steps, strict=True):
             moments = [local(state[name]).flatten() for name in MOMENTS]
+            mean_factor, square_factor = 1 - low**step, 1 - high**step
             size = MEASURED_CHUNKS.get(parameter.device.type, MEASURED_CHUNKS["cuda"])
             for start in range(0, len(moments[0]), size):
                 mean, square = (each[start : start + size].to(parameter.device, torch.float32) for each in moments)
-                scale = (square / (1 - high**step)).sqrt_().add_(EPSILON)
-                sums.append((mean / (1 - low**step)).div_(scale).square_().sum().double())
+                ratio = square.sqrt().add_(EPSILON * square_factor**0.5)
+                torch.div(mean, ratio, out=ratio)
+                sums.append(torch.dot(ratio, ratio).double() * (square_factor / mean_factor**2))
             count += len(moments[0])
     return torch.stack([each.to(sums[0].device) for each in sums]).sum().item() if sums else 0.0, count
 
