@@ -59,7 +59,12 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
     for old in choices(PolicyConfig, "old"):
         yield f"policy.old = {old}", {"policy": {"old": old}}
     for kind in choices(PolicyConfig, "centre"):
-        centred = {"policy": {"loss": "reinforce", "centre": kind, "centre_size": 4}}
+        centred: dict[str, Any] = {"policy": {"loss": "reinforce", "centre": kind, "centre_size": 4}}
+        if kind == "support":
+            centred = {
+                "policy": {"loss": "reinforce", "centre": kind},
+                "sampler": {"max_tokens": 8, "group": 3, "top_k": 5, "keep_mask": True},
+            }
         yield f"policy.centre = {kind}", centred
         yield f"policy.centre = {kind}, weighed", {"correction": {"preset": "bypass_pg_token_icepop"}, **centred}
     averaged = {"policy": {"old": "average"}, "correction": {"preset": "decoupled_token_is"}}

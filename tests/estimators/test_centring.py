@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from slipstream.estimators.centring import centre_of_draws, centre_of_top_k
+from slipstream.estimators.centring import centre_of_draws, centre_of_support, centre_of_top_k
 from slipstream.estimators.correction import truncate
 from slipstream.estimators.policy import policy_loss
 
@@ -120,6 +120,19 @@ def test_the_centre_of_the_most_likely_tokens_is_exact_if_they_are_all_or_the_ot
     exact_V = (q_V * weigh(p_V / q_V)) @ score(logp_V)
     coefficient_K = centre_of_top_k(logp_V[best_K][None], q_V.log()[best_K][None], weigh)[0, 1:]
     torch.testing.assert_close(coefficient_K @ score(logp_V)[best_K], exact_V)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_centre_of_the_support_is_exact_and_ignores_what_could_not_be_drawn(name: str) -> None:
+    logits_V, drew_V = policies(5)
+    weigh, outside_V = WEIGHTS[name], torch.tensor([False, True, False, False, True])
+    p_V, q_V = (each.masked_fill(outside_V, -torch.inf).softmax(-1) for each in (logits_V, drew_V))
+    q_K, p_K, logits_K = (each_V[~outside_V] for each_V in (q_V, p_V, logits_V))
+    exact = (q_K * weigh(p_K / q_K) * (logits_K - logits_K.logsumexp(-1))).sum()
+    on_support_V = logits_V - logits_V[~outside_V].logsumexp(-1)  # finite outside, as the learner computes it
+    coefficient_V = centre_of_support(on_support_V[None], q_V.log()[None], weigh)[0]
+    assert coefficient_V[0] == 0 and not coefficient_V[1:][outside_V].any()
+    torch.testing.assert_close(coefficient_V[1:] @ on_support_V, exact)
 
 
 def test_most_likely_tokens_without_a_rest_have_no_tail() -> None:

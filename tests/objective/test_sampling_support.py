@@ -373,6 +373,38 @@ def test_the_exact_kl_to_what_drew_is_over_what_could_be_drawn() -> None:
     assert metrics["drift/rollout_kl"] > 0.01
 
 
+@pytest.mark.parametrize("preset", ["disabled", "bypass_pg_is"])
+def test_score_centering_over_the_support_has_the_gradient_of_all_tokens_that_could_be_drawn(preset: str) -> None:
+    behind, student, teacher = (make_model("phi", seed=seed, dtype=DTYPE) for seed in range(3))
+    groups = score(teacher, rewarded(roll_out(behind, sampling(top_k=4, draws=1, best=4), count=4)))
+    correction = replace(PRESETS[preset], is_level=PRESETS[preset].is_level and "token")
+    policy = PolicyConfig(loss="reinforce", centre="support", advantage_options={"norm": False})
+    method = Method(loss=NOTHING, policy=policy, correction=correction, rewards={"exact": 1.0})
+    learner = make_learner(student, method)
+    gradients, _ = learned(learner, Batch(tuple(groups), 1))
+    learner.close()
+    loss, count = torch.zeros((), dtype=DTYPE), 0
+    for group in groups:
+        rewards = [handle.header.rewards["exact"] for handle in group]
+        for handle, reward in zip(group, rewards, strict=True):
+            rollout: Rollout = handle.body.rollout
+            logp_TV = on_support(logits_of(student, rollout), table(rollout.kept)).clamp(min=-50)
+            q_TV = on_support(logits_of(behind, rollout), table(rollout.kept)).detach().exp()
+            weight_TV = torch.ones_like(q_TV)
+            if preset != "disabled":
+                weight_TV = (logp_TV.detach().exp() / q_TV.clamp(min=1e-20)).clamp(max=correction.is_threshold)
+            centre_T = (q_TV * weight_TV * logp_TV).sum(-1)
+            at_T1 = torch.from_numpy(rollout.tokens).long()[:, None]
+            emitted_T = (weight_TV * logp_TV).gather(1, at_T1)[:, 0]
+            loss = loss - (reward - np.mean(rewards)) * (emitted_T - centre_T).sum()
+            count += len(rollout.tokens)
+    (loss / count).backward()
+    expected = [p.grad for p in student.parameters() if p.grad is not None]
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-12)
+    assert max(float(each.abs().max()) for each in expected) > 1e-4
+
+
 def test_it_is_learned_from_in_any_micro_batches_and_masked_tokens_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -86,6 +86,10 @@ sft.updates=1 sft.loss.tokens=iw_opd
 {RL} policy.loss=reinforce policy.centre=draws correction.preset=decoupled_token_is
 {RL} policy.loss=reinforce policy.centre=draws correction.preset=bypass_pg_token_icepop correction.is_normalize=true
 {RL} policy.loss=reinforce policy.centre=top_k sampler.top_k=5 sampler.keep_mask=true
+{RL} policy.loss=reinforce policy.centre=support
+{RL} policy.loss=reinforce policy.centre=support sampler.top_p=0.9 sampler.keep_mask=true
+{RL} policy.loss=reinforce policy.centre=support policy.centre_size=4 sampler.top_k=5 sampler.keep_mask=true
+{RL} policy.loss=reinforce policy.centre=support sampler.top_k=1000 sampler.keep_mask=true
 {RL} policy.loss=reinforce policy.centre=draws correction.rs={{token_k1=[0.8,1.25]}}
 {BOTH} policy.loss=reinforce policy.centre=draws loss.m=1
 {BOTH} policy.loss=reinforce policy.centre=draws policy.centre_size=4

@@ -11,7 +11,7 @@ from slipstream.config.base import DRAWS, Section
 from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import PRESETS, CorrectionPreset, Threshold, Unit
-from slipstream.estimators.tables.policy import CENTRED, POLICY_LOSSES, Estimate, Mode
+from slipstream.estimators.tables.policy import CENTRED, POLICY_LOSSES, Centre, Estimate, Mode
 
 if TYPE_CHECKING:
     PolicyName = str
@@ -52,10 +52,11 @@ class PolicyConfig(Section):
     old_decay: float = Field(0.75, gt=0, lt=1)
     """Share of itself that the average keeps in every update, with old = "average". The average is 1 / (1 - old_decay)
     updates old: choose this near the lag of the tokens."""
-    centre: Literal["draws", "top_k"] | None = None
+    centre: Centre | None = None
     """Score centering, for loss = "reinforce" or "gpg": subtract what the sampling policy would teach with one
     advantage for all tokens. draws: from other draws at the same position, without bias. top_k: from the most likely
-    tokens, with an approximation of the others. None subtracts nothing."""
+    tokens, with an approximation of the others. support: from all tokens that sampler.top_k keeps, exactly. None
+    subtracts nothing."""
     centre_size: int | None = Field(None, ge=2, le=DRAWS)
     """Number of draws, or of most likely tokens, from which `centre` is computed. None uses 8 draws or 32 tokens, or
     those that the distillation loss has."""
@@ -85,6 +86,8 @@ class PolicyConfig(Section):
     def _check_centre(self) -> PolicyConfig:
         if self.centre is None and self.centre_size is not None:
             raise ValueError("centre_size is for centre: write that, too, or drop centre_size")
+        if self.centre == "support" and self.centre_size is not None:
+            raise ValueError('centre = "support" has as many tokens as sampler.top_k: drop centre_size')
         if self.centre is not None and POLICY_LOSSES[self.loss].formula != CENTRED:
             raise ValueError(
                 f'centre = "{self.centre}" needs a loss without clip and ratio, and loss = "{self.loss}" has one: '

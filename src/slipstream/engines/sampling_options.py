@@ -16,7 +16,7 @@ def rollout_sampling(config: Config) -> Sampling:
     best = spec.k if spec and spec.cache == "student_topk" else 0
     if not (spec and spec.cache == "sampled"):
         draws = max(config.freshness.draws if config.freshness is not None else 1, centre_size(config, "draws"))
-    best = best or centre_size(config, "top_k")
+    best = best or centre_size(config, "top_k") or centre_size(config, "support")
     return Sampling(
         max_tokens=sampler.max_tokens,
         group=sampler.group,
@@ -38,7 +38,7 @@ def centre_size(config: Config, kind: str) -> int:
     policy = config.policy
     if policy is None or policy.centre != kind:
         return 0
-    return policy.centre_size or CENTRE_SIZES[kind]
+    return config.sampler.top_k if kind == "support" else policy.centre_size or CENTRE_SIZES[kind]
 
 
 def eval_sampling(config: Config, name: str) -> Sampling:

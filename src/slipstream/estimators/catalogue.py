@@ -11,7 +11,7 @@ from slipstream.config.losses import DISTILLATION_LOSSES, DistillationLoss
 from slipstream.estimators.options import description, unknown
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import LOSSES_OF, PART_SCOPES, PRESETS, RS_MODES, CorrectionPreset, Unit
-from slipstream.estimators.tables.policy import CENTRE_SIZES, POLICY_ALIASES, POLICY_LOSSES, scope_of
+from slipstream.estimators.tables.policy import POLICY_ALIASES, POLICY_LOSSES, Centre, scope_of
 from slipstream.scope import Scope
 
 SCOPE_UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}
@@ -55,7 +55,7 @@ def catalogue() -> dict[str, list[Entry]]:
         "rejection": [_rejection(mode) for mode in RS_MODES],
         "estimate": [_estimate(kind) for kind in ESTIMATES],
         "controller": BETA_CONTROLLERS,
-        "centre": [_centre(kind) for kind in CENTRE_SIZES],
+        "centre": [_centre(kind) for kind in get_args(Centre)],
     }
 
 

@@ -60,8 +60,20 @@ def centre_of_top_k(logp_NK: Tensor, behavior_NK: Tensor, weigh: Weigh) -> Tenso
     return pad(q_NK * weigh(_ratio(logp_NK, behavior_NK)) - tail_N[:, None] * p_NK, (1, 0))
 
 
+def centre_of_support(logp_NK: Tensor, behavior_NK: Tensor, weigh: Weigh) -> Tensor:
+    """Sum over all tokens that truncated sampling could draw: exact, without noise.
+
+    The coefficients are q_v f(p_v/q_v), [N, 1 + K]; p and q are normalised over the recorded support. A token outside
+    of it has q_v = 0.
+    Against: the same, and the noise of draws.
+    Cost: 8 bytes per token of sampler.top_k and position, and its log-prob under the learner.
+    Use this centre with a sampler that keeps few tokens (sampler.top_k, keep_mask).
+    """
+    return pad(behavior_NK.double().exp() * weigh(_ratio(logp_NK, behavior_NK)), (1, 0))
+
+
 def _ratio(logp: Tensor, behavior: Tensor) -> Tensor:
     return bounded_exp(floored(logp.detach().double()) - floored(behavior.double()))
 
 
-CENTRES = {"draws": centre_of_draws, "top_k": centre_of_top_k}
+CENTRES = {"draws": centre_of_draws, "top_k": centre_of_top_k, "support": centre_of_support}

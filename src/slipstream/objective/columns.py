@@ -424,6 +424,7 @@ COLUMNS: dict[str, Column] = SAMPLE_COLUMNS | {
     "kept_draws": Column("draws", _kept_draws, ("current_draws", "behavior_draws", "teacher_draws")),
     "centre_of_draws": Column("draws", _centre, ("current_beside", "behavior_draws")),
     "centre_of_top_k": Column("draws", _centre, ("current_beside", "behavior_best")),
+    "centre_of_support": Column("draws", _centre, ("current_beside", "behavior_best")),
     "token_weights": Column("tokens", _token_weights, ("gap", "turns")),
     "proximal_draws": Column("draws", lambda episodes: episodes["current_draws"], ("current_draws",)),
 }

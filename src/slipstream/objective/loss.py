@@ -241,7 +241,7 @@ class Terms:
         """With [freshness]: factors of each token in distillation and in the anchor. Else None."""
         self.draws_NM: Tensor | None = None
         """The emitted token, and others whose log-probs the anchor or the centre of the score need; None: no others."""
-        self.of_draws = method.centre != "centre_of_top_k"
+        self.of_draws = method.centre in ("", "centre_of_draws")
         """True if these are the draws, false if they are the sampler's most likely tokens."""
         rollouts = [sample.rollout for sample in samples]
         if method.anchored or (method.centre and self.of_draws):

@@ -194,16 +194,20 @@ def centering(c: Sections) -> Clashes:
         yield f"{given} has weights that are not normalised: drop correction.is_normalize, or centre"
     if c.mix is not None:
         yield f"{given} is for responses that the student draws alone: drop [mix], or centre"
-    own = c.loss.weight and {"draws": "sampled", "top_k": "student_topk"}[c.policy.centre] == spec.cache
+    own = c.loss.weight and {"draws": "sampled", "top_k": "student_topk"}.get(c.policy.centre) == spec.cache
     if own and c.policy.centre_size is not None:
         yield f'policy.centre_size does nothing: loss.kind = "{c.loss.kind}" has tokens of its own: drop it'
     if c.policy.centre == "draws" and c.loss.weight and sampled and spec.draws < 2:
         yield f"{given} needs another draw at each position, and loss.m = 1 is the emitted token: write loss.m = 8"
-    if c.policy.centre == "top_k":
-        if c.sampler.truncation:
-            yield f'{given} needs the whole distribution, and sampler.{c.sampler.truncation[0]} cuts it: write "draws"'
-        if c.freshness is not None and c.freshness.anchor:
-            yield f'{given} cannot be computed beside the draws of freshness.anchor: write "draws", or anchor = 0'
+    if c.policy.centre == "support":
+        if not (c.sampler.top_k and c.sampler.keep_mask):
+            yield f'{given} needs sampler.top_k tokens and their support: write both, and keep_mask = true, or "draws"'
+        if c.sampler.engine != "native":
+            yield f'{given} needs the support from a native sampler: write sampler.engine = "native", or "draws"'
+    if c.policy.centre == "top_k" and c.sampler.truncation:
+        yield f'{given} needs the whole distribution, and sampler.{c.sampler.truncation[0]} cuts it: write "draws"'
+    if c.policy.centre != "draws" and c.freshness is not None and c.freshness.anchor:
+        yield f'{given} cannot be computed beside the draws of freshness.anchor: write "draws", or anchor = 0'
 
 
 def freshness(c: Sections) -> Clashes:

@@ -17,8 +17,10 @@ Ratio = Literal["old", "behavior", "penalty", "none"]
 the one that drew the token in every mode. penalty: a penalty on the distance to the old policy, and no ratio."""
 CENTRED = "token.reinforce"
 """Formula of the losses that score centering is for: no clip, and no ratio with a gradient."""
+Centre = Literal["draws", "top_k", "support"]
+"""Tokens over which score centering sums: see `estimators.centring`."""
 CENTRE_SIZES = {"draws": 8, "top_k": 32}
-"""Default numbers of tokens of a centre."""
+"""Default numbers of tokens of a centre; a support has as many as sampler.top_k."""
 VARIANCE_COEF = 0.04
 """Coefficient of the variance of r2vpo if none is given."""
 

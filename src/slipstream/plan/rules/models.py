@@ -171,10 +171,9 @@ def check_vocabulary(config: Config, facts: Facts) -> None:
     for name, loss in losses.items():
         if loss.spec.k > (most := min([vocabulary, *(model.vocabulary for model in own)])):
             raise ConfigError(f"{name}.k = {loss.spec.k} is more than the vocabulary of {most}: write that or less")
-    if (best := centre_size(config, "top_k")) > vocabulary:
-        raise ConfigError(
-            f"policy.centre_size = {best} is more than the vocabulary of {vocabulary}: write that or less"
-        )
+    for kind, key in ("top_k", "policy.centre_size"), ("support", "sampler.top_k"):
+        if (best := centre_size(config, kind)) > vocabulary:
+            raise ConfigError(f"{key} = {best} is more than the vocabulary of {vocabulary}: write that or less")
     if config.sampler.teacher_replaces >= vocabulary:
         raise ConfigError(
             f"sampler.teacher_replaces = {config.sampler.teacher_replaces} replaces no token, because the vocabulary "

@@ -136,8 +136,8 @@ class Passes:
         return self.per_sample(samples, partial(at_draws, temperature=temperature), version)
 
     def beside(self, samples: Sequence[Scored], kind: str) -> list[Tensor]:
-        """Return log-probs at the sampling temperature: [N, M] of the "draws", or [N, K] of the "top_k"."""
-        compute = {"draws": at_draws, "top_k": at_best}[kind]
+        """Return log-probs at the sampling temperature: [N, M] of the "draws", or [N, K] of the most likely tokens."""
+        compute = at_draws if kind == "draws" else at_best
         return self.per_sample(samples, partial(compute, temperature=self.temperature))
 
     def per_sample(
