@@ -33,6 +33,7 @@ from slipstream.plan.checks import (
     Finding,
     Limits,
     agreement,
+    episode_finding,
     failure_findings,
     raise_fatal,
     start_checks,
@@ -388,6 +389,20 @@ def test_a_run_may_begin_without_some_rows_but_not_with_an_environment_that_rais
     found = failure_findings([[Handle(header, None)] for header in headers])
     assert [finding.fatal for finding in found] == ([] if fatal is None else [fatal])
     assert all(not finding.ok and "episodes failed in every attempt: why" in finding.detail for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([(2, 2), (1, 1)], "; none of the 3 calls is valid: if the student does not know their format, [sft] first"),
+        ([(2, 2), (2, 1)], ""),
+        ([(0, 0), (0, 0)], ""),
+    ],
+)
+def test_the_doctor_says_if_no_call_of_the_student_is_valid(calls: list[tuple[int, int]], said: str) -> None:
+    outcomes = [{"turns": 1.0, "calls": float(made), "invalid": float(invalid)} for made, invalid in calls]
+    found = episode_finding([replace(_header(0), number=i, outcome=each) for i, each in enumerate(outcomes)])
+    assert found.ok and said in found.detail and ("none of the" in found.detail) is bool(said)
 
 
 def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(

@@ -262,17 +262,27 @@ async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> l
     failed, groups = failure_findings(groups), without_failed(groups)
     if any(each.fatal for each in failed):
         return failed
-    headers = [handle.header for group in groups for handle in group]
+    found = episode_finding([handle.header for group in groups for handle in group])
+    rewards = [replace(reward_finding(groups), name="rewards of these")] if plan.engines.grader.rewards else []
+    return [*failed, found, *rewards]
+
+
+def episode_finding(headers: Sequence[Header]) -> Finding:
+    """Return a finding on whole episodes, which passes: an untrained student may play badly."""
     seen, ends = episode_metrics(headers), Counter(header.finish for header in headers)
     detail = (
         f"{len(headers)} whole episodes: {seen['episode/turns']:.1f} turns, {seen['episode/calls']:.1f} calls, "
         f"{seen['episode/invalid']:.0%} with an invalid one, {seen['episode/seconds']:.2g} s for tools; ended by "
         + ", ".join(f"{end} {count}" for end, count in ends.most_common())
     )
+    calls, invalid = (sum(header.outcome.get(name, 0.0) for header in headers) for name in ("calls", "invalid"))
+    if calls and invalid >= calls:
+        detail += (
+            f"; none of the {calls:.0f} calls is valid: if the student does not know their format, [sft] first helps"
+        )
     if (crashed := seen["episode/crashed"]) > 0:
         detail += f"; {crashed:.0%} of the agents ended with an error, and their work is judged as it is"
-    rewards = [replace(reward_finding(groups), name="rewards of these")] if plan.engines.grader.rewards else []
-    return [*failed, Finding("environment", True, detail), *rewards]
+    return Finding("environment", True, detail)
 
 
 def reward_finding(groups: Sequence[Group]) -> Finding:
