@@ -225,6 +225,17 @@ def directions(task: Task, answers: Answers, fresh: Answers, old: Any, now: Any,
             p, before, q = (x.gather(1, ids) for x in (batch.logp(now), old_PV, q_PV))
             return gradient(now, mc_reverse_kl(p, before, q, importance=weighed)[0].mean())
 
+        def centred(
+            m: int, *, weighed: bool = True, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV
+        ) -> Tensor:
+            """The draws' advantages, each less the mean of the others: score centering over the draws of a position."""
+            ids = torch.multinomial(old_PV.exp(), m, replacement=True)
+            p, before, q = (x.gather(1, ids) for x in (batch.logp(now), old_PV, q_PV))
+            weight = (p.detach() - before).exp() if weighed else torch.ones_like(before)
+            advantage = q - p.detach()
+            advantage = (m * advantage - advantage.sum(1, keepdim=True)) / (m - 1)
+            return gradient(now, -(weight * advantage * p).mean())
+
         def best(k: int, *, tail: bool, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV) -> Tensor:
             ids = old_PV.topk(k).indices
             p, q = batch.logp(now).gather(1, ids), q_PV.gather(1, ids)
@@ -234,6 +245,9 @@ def directions(task: Task, answers: Answers, fresh: Answers, old: Any, now: Any,
         for m in DRAWS:
             found[f"M = {m}"].append(cosine(sampled(m), truth))
         found["M = 16, not weighed"].append(cosine(sampled(16, weighed=False), truth))
+        found["M = 16, centred"].append(cosine(centred(16), truth))
+        found["M = 16, not weighed, centred"].append(cosine(centred(16, weighed=False), truth))
+        found["M = 4, centred"].append(cosine(centred(4), truth))
         for k, tail in task.tops:
             found[f"the old student's top {k}{', tail' if tail else ''}"].append(cosine(best(k, tail=tail), truth))
         found["stale answers to fresh ones, exact"].append(cosine(truth, exact(fresh.of(slice(first, first + BATCH)))))

@@ -223,6 +223,7 @@ OTHER = {
     "loss.budget": "100.0",
     "loss.clip": "0.001",
     "loss.ratio_cap": "1.0",
+    "loss.baseline": "true",
     "policy.loss": "reinforce",
     "policy.options": "{clip_high=0.001}",
     "loss.token_options": "{share=0.5}",

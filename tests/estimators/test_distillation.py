@@ -92,6 +92,46 @@ def test_current_without_clip_has_the_dense_gradient_whoever_drew(m: int, stale:
     same(expected(mc(old), theta, old, m), dense_gradient(theta))
 
 
+@pytest.mark.parametrize("m", [2, 3])
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_baseline_of_the_other_draws_keeps_the_expected_gradient(m: int, stale: bool) -> None:
+    theta, old = policies(stale)
+    same(expected(mc(old, baseline=True), theta, old, m), dense_gradient(theta))
+
+
+@pytest.mark.parametrize(("near", "less_noise"), [(False, True), (True, False)])
+def test_a_baseline_takes_noise_from_a_student_that_is_far_from_its_teacher(near: bool, less_noise: bool) -> None:
+    theta, old = policies(stale=True)
+    teacher = LOGQ if near else torch.tensor([0.01, 0.01, 0.01, 0.01, 0.96], dtype=torch.float64).log()
+
+    def spread(baseline: bool) -> Tensor:
+        def estimate(logp: Tensor, ids: Tensor) -> Tensor:
+            columns = [each[ids][None] for each in (logp, old, teacher)]
+            return mc_reverse_kl(*columns, baseline=baseline)[0].sum()
+
+        found, chance = gradients(estimate, theta, old, 3)
+        centre: Tensor = chance @ found
+        return chance @ (found - centre).square().sum(-1)
+
+    assert bool(spread(True) < 0.8 * spread(False)) is less_noise
+
+
+def test_a_baseline_changes_no_value_and_with_a_cap_removes_what_draws_share() -> None:
+    """With capped weights E[w ∇log p] is not 0, so an advantage that all tokens share moves a student without it."""
+    theta, old = policies(stale=True)
+    ids = torch.tensor([4, 0, 2])
+    assert torch.equal(mc(old, baseline=True)(theta.log_softmax(-1), ids), mc(old)(theta.log_softmax(-1), ids))
+
+    def shared(baseline: bool) -> Estimate:
+        """All tokens are 1 nat likelier under the teacher than under the student."""
+        return lambda logp, ids: mc_reverse_kl(
+            logp[ids][None], old[ids][None], logp[ids][None].detach() + 1.0, ratio_cap=1.1, baseline=baseline
+        )[0].sum()
+
+    same(expected(shared(True), theta, old, 2), torch.zeros(V, dtype=torch.float64))
+    assert expected(shared(False), theta, old, 2).abs().max() > 0.02
+
+
 @pytest.mark.parametrize("advantage", ["current", "behavior"])
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_all_four_variants_agree_on_policy(advantage: str, clip: float | None) -> None:

@@ -37,6 +37,7 @@ TOKEN_SCOPE: dict[str, Estimator] = {
     "current": lambda logp, old, logq: mc_reverse_kl(logp, old, logq)[0],
     "current, clip": lambda logp, old, logq: mc_reverse_kl(logp, old, logq, clip=(0.2, 0.28))[0],
     "current, cap": lambda logp, old, logq: mc_reverse_kl(logp, old, logq, ratio_cap=2.0)[0],
+    "current, baseline": lambda logp, old, logq: mc_reverse_kl(logp, old, logq, baseline=logp.shape[-1] > 1)[0],
     "current, no importance": lambda logp, old, logq: mc_reverse_kl(logp, old, logq, importance=False)[0],
     "behavior": lambda logp, old, logq: mc_reverse_kl(logp, old, logq, advantage="behavior")[0],
     "decoupled, current": lambda logp, old, logq: decoupled_ppo(logp, old, old.roll(1, -1), logq, advantage="current")[

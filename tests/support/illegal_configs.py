@@ -267,6 +267,8 @@ loss.kind=decoupled_ppo sampler.top_p=0.9
 loss.kind=decoupled_ppo loss.ratio_cap=2.0
 loss.kind=decoupled_ppo correction.preset=decoupled_token_is
 loss.clip=0.2 loss.ratio_cap=2.0
+loss.baseline=true loss.m=1
+loss.baseline=true loss.clip=0.2
 loss.importance=false loss.clip=0.2
 loss.importance=false loss.ratio_cap=2
 loss.importance=false loss.advantage=behavior

@@ -25,6 +25,7 @@ CHOSEN: dict[str, list[dict[str, Any]]] = {
         {"m": 3, "clip": 0.2},
         {"m": 3, "ratio_cap": 1.5},
         {"m": 3, "importance": False},
+        {"m": 3, "baseline": True},
         {"m": 3, "reward_scale": 1.25},
         {"m": 3, "reward_scale": 0.5, "clip": 0.2},
     ],
@@ -81,6 +82,8 @@ def on_draws(view: View, o: Mapping[str, Any]) -> Tensor:
     scale = o.get("reward_scale", 1.0)  # the learner starts with the weights of `proximal`
     q = q + (scale - 1) * (q - at(view.proximal, view.draws))
     ratio, advantage = (p - old).exp(), (q - (old if o.get("advantage") == "behavior" else p)).detach()
+    if o.get("baseline"):  # its gradient, not its value
+        advantage = advantage - (advantage.sum(1, keepdim=True) - advantage) / (advantage.shape[1] - 1)
     if o.get("importance") is False:
         return -(advantage * p).mean(1)
     if "ratio_cap" in o:

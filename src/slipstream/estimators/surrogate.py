@@ -32,6 +32,7 @@ def mc_reverse_kl(
     clip: Clip | None = None,
     importance: bool = True,
     ratio_cap: float | None = None,
+    baseline: bool = False,
     reward_scale: float = 1.0,
 ) -> tuple[Tensor, Metrics]:
     """Estimate the reverse KL from several draws a_i ~ p_old: −1/M Σ ρ_i sg(A_i) (AsyncOPD, 2606.24143).
@@ -42,6 +43,10 @@ def mc_reverse_kl(
     This gradient vanishes if student = teacher. `behavior` has these properties only on-policy.
     `clip` = ε or (low, high) is the PPO minimum. `ratio_cap` = c uses the weight sg(min(ρ, c)), so that capped draws
     keep a gradient. `importance=False` drops ρ; this is biased on stale draws and only for ablations.
+    `baseline` subtracts from A_i the mean of the other draws' A_j at its position. A draw is not part of its own
+    baseline and E ρ ∇log p_θ = 0, so the expected gradient stays. It has less noise where (E A)² is larger than
+    Var(A)/(M − 1): far from the teacher, and with many draws. With `ratio_cap` it removes what score centering does
+    (`centring.centre_of_draws`, here for all draws).
     With reference log-probs, λ log q + (1 − λ) log p_ref replaces log q, where λ = `reward_scale` (G-OPD, 2602.12125).
     The target is then proportional to q (q/p_ref)^(λ−1); λ > 1 goes beyond the teacher (ExOPD).
     `config.losses.ReverseKLMC` refuses combinations of these options that contradict each other.
@@ -61,15 +66,17 @@ def mc_reverse_kl(
     ratio_NM = bounded_exp(logp_NM - behavior_NM)
     advantage_NM = _advantage(advantage, logq_NM, current=logp_NM, behavior=behavior_NM)
     bounded_NM = torch.zeros_like(ratio_NM, dtype=torch.bool)
-    if not importance:
-        loss_NM = -advantage_NM * logp_NM
-    elif ratio_cap is not None:
-        bounded_NM = ratio_NM > ratio_cap
-        loss_NM = -ratio_NM.detach().clamp(max=ratio_cap) * advantage_NM * self_ratio(logp_NM)
-    elif clip is not None:
+    if clip is not None:
         loss_NM, bounded_NM = clipped_surrogate(ratio_NM, advantage_NM, *clip_bounds(clip))
-    else:
-        loss_NM = -ratio_NM * advantage_NM
+        return loss_NM.mean(-1), _metrics(ratio_NM, advantage_NM, clip_fraction=bounded_NM)
+    weight_NM = ratio_NM if importance else logp_NM
+    if ratio_cap is not None:
+        bounded_NM = ratio_NM > ratio_cap
+        weight_NM = ratio_NM.detach().clamp(max=ratio_cap) * self_ratio(logp_NM)
+    loss_NM = -weight_NM * advantage_NM
+    if baseline:
+        others_NM = (advantage_NM.sum(-1, keepdim=True) - advantage_NM) / (advantage_NM.shape[-1] - 1)
+        loss_NM = loss_NM + (weight_NM - weight_NM.detach()) * others_NM  # in the gradient alone
     return loss_NM.mean(-1), _metrics(ratio_NM, advantage_NM, clip_fraction=bounded_NM)
 
 
