@@ -176,15 +176,15 @@ def teacher_replaces(c: Sections) -> Clashes:
 
 def fused(c: Sections) -> Clashes:
     """Yield what clashes with logit fusion alone."""
-    fusion, policy = c.sampler.fusion, c.policy
+    fusion = c.sampler.fusion
     if c.sampler.teacher_replaces:
         yield "sampler.teacher_replaces and sampler.fusion both let a teacher draw: drop one of them"
     measured = c.data.order == "adaptive" and c.data.adaptive.weight_by == "reward"
     if fusion is not None and fusion.difficulty and not measured:
         yield 'sampler.fusion.difficulty is measured with data.order = "adaptive" and weight_by = "reward": write these'
-    if policy is not None and POLICY_LOSSES[policy.loss].ratio == "none" and c.correction.parts.is_level is None:
+    if c.policy is not None and POLICY_LOSSES[c.policy.loss].ratio == "none" and c.correction.parts.is_level is None:
         yield (
-            f'policy.loss = "{policy.loss}" takes every token for a draw of the student alone, and sampler.fusion '
+            f'policy.loss = "{c.policy.loss}" takes every token for a draw of the student alone, and sampler.fusion '
             'draws from a mixture: write correction.preset = "bypass_pg_is" and correction.is_level = "token", or '
             'policy.loss = "vanilla"'
         )
