@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from slipstream.config.base import Dtype, Section, Url, Variable, as_tuple, check_own, template_fields
 from slipstream.config.environment import Where
 
+
+def check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(check_pattern)]
 REWARDS = ("exact", "math", "environment", "format", "overlong", "model", "judge", "reasoning_gym")
 
 
@@ -17,7 +27,7 @@ class FormatConfig(Section):
     tags: tuple[str, ...] = ("think", "answer")
     """Tags of which the whole response must consist, in this order, each once: <think>…</think><answer>…</answer>.
     Other text is allowed inside of tags only."""
-    pattern: str | None = None
+    pattern: Pattern | None = None
     """Regular expression that the whole response must match, instead of `tags`; a dot matches line ends too. None uses
     the tags."""
 
@@ -28,11 +38,6 @@ class FormatConfig(Section):
         if wrong is not None or not tags:
             raise ValueError('write the names of different tags without brackets, such as ["think", "answer"]')
         return tags
-
-    @field_validator("pattern")
-    @classmethod
-    def _check_pattern(cls, pattern: str | None) -> str | None:
-        return None if pattern is None else check_pattern(pattern)
 
     @model_validator(mode="after")
     def _check_alternatives(self) -> Self:
@@ -69,7 +74,7 @@ class JudgeConfig(Section):
     """Name of the environment variable that holds the endpoint's key. None sends no key."""
     prompt: str
     """Template of the request, with the fields {prompt}, {response} and {ground_truth}; {{ and }} stand for braces."""
-    pattern: str | None = None
+    pattern: Pattern | None = None
     """Regular expression whose first group is the score in the judge's answer; the last match counts. None needs
     `key`."""
     key: str | None = None
@@ -95,7 +100,7 @@ class JudgeConfig(Section):
     @field_validator("pattern")
     @classmethod
     def _check_pattern(cls, pattern: str | None) -> str | None:
-        if pattern is not None and re.compile(check_pattern(pattern)).groups < 1:
+        if pattern is not None and re.compile(pattern).groups < 1:
             raise ValueError(f"{pattern!r} has no group for the score: write, for example, 'score: (\\d+)'")
         return pattern
 
@@ -104,14 +109,6 @@ class JudgeConfig(Section):
         if (self.pattern is None) == (self.key is None):
             raise ValueError("write pattern, or key for a judge that answers in JSON; one of the two")
         return self
-
-
-def check_pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-    return pattern
 
 
 def name_of(reward: str) -> str:

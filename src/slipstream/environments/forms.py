@@ -23,7 +23,7 @@ from slipstream.config.integrations import integration_of
 from slipstream.environments import Call, Message, Reply, Start, Step, ToolError
 from slipstream.environments.tools import InvalidArguments, ServedTool, Tool, schema_of
 from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
-from slipstream.rewards.functions import LARGEST_REWARD, Unusable, number, rewards_of
+from slipstream.rewards.functions import LARGEST_REWARD, Unusable, number, result_of, rewards_of
 from slipstream.user_code import describe_error, field_names, file_of, load_object, parameters, short_repr
 
 SHIPPED = "slipstream.environments"
@@ -69,10 +69,6 @@ class Kind:
                 why = f"tools is not, or does not return, a list of JSON schemas: {failure_text(self, error)}"
                 raise ConfigError(f"environment.use = {self.spec!r}: {why}") from None
         return [schema_of(tool) for tool in self.tools.values()]
-
-
-async def result_of(work: Awaitable[Any]) -> Any:
-    return await work
 
 
 def kind_of(spec: str) -> Kind:

@@ -60,7 +60,7 @@ def task_of(place: Path) -> Task:
         tests = below(place / "tests")
         check_script(place / "tests" / "test.sh")
         seconds = float(config.get("verifier", {}).get("timeout_sec", SHELL_LIMITS.seconds))
-        built = built_by(place / "environment", "Dockerfile")
+        built = built_by(place / "environment" / "Dockerfile")
         return Task(text_in(place / "instruction.md"), *built, tests, "/tests/test.sh", seconds, False)
     import yaml
 
@@ -68,7 +68,7 @@ def task_of(place: Path) -> Task:
     tests = {**below(place / "tests"), "run-tests.sh": text_in(place / "run-tests.sh")}
     check_script(place / "run-tests.sh")
     seconds = float(config.get("max_test_timeout_sec", SHELL_LIMITS.seconds))
-    return Task(config["instruction"], *built_by(place, "Dockerfile"), tests, "/tests/run-tests.sh", seconds, True)
+    return Task(config["instruction"], *built_by(place / "Dockerfile"), tests, "/tests/run-tests.sh", seconds, True)
 
 
 def text_in(file: Path) -> str:
@@ -97,10 +97,11 @@ def variables_in(line: str) -> list[str]:
     return [first, *rest]
 
 
-def built_by(folder: Path, name: str) -> tuple[dict[str, str], tuple[str, ...]]:
+def built_by(dockerfile: Path) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the files that a Dockerfile copies to /app, and its variables; raise DataError for what needs an image."""
+    folder = dockerfile.parent
     files, variables, base = dict[str, str](), list[str](), PurePosixPath("/")
-    lines = text_in(folder / name).replace("\\\n", " ").splitlines() if (folder / name).exists() else []
+    lines = text_in(dockerfile).replace("\\\n", " ").splitlines() if dockerfile.exists() else []
     for number, line in enumerate(lines, 1):
         word, *rest = line.split() or ["#"]
         if word in ("FROM", "CMD") or word.startswith("#"):
@@ -109,7 +110,7 @@ def built_by(folder: Path, name: str) -> tuple[dict[str, str], tuple[str, ...]]:
             try:
                 variables += variables_in(line)
             except ValueError:
-                known = f"{folder / name}:{number}: {line.strip()[:60]}"
+                known = f"{dockerfile}:{number}: {line.strip()[:60]}"
                 raise DataError(f"{known} is not plain text: write NAME=VALUE, without $ and `") from None
             continue
         target = base / rest[-1] if rest else base
@@ -117,9 +118,8 @@ def built_by(folder: Path, name: str) -> tuple[dict[str, str], tuple[str, ...]]:
             base = APP
             continue
         if word != "COPY" or (target != APP and APP not in target.parents) or ".." in target.parts:
-            raise DataError(
-                f"{folder / name}:{number}: {line.strip()[:60]} needs an image, and tasks run without images"
-            )
+            known = f"{dockerfile}:{number}: {line.strip()[:60]}"
+            raise DataError(f"{known} needs an image, and tasks run without images")
         for source in map(Path, rest[:-1]):
             inner = below(folder / source) if (folder / source).is_dir() else {"": text_in(folder / source)}
             into = target / source.name if "" in inner and (rest[-1].endswith("/") or target == APP) else target

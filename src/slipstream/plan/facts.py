@@ -9,7 +9,7 @@ import os
 import resource
 import time
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -133,7 +133,6 @@ class Facts:
         """Version of vLLM; empty if it is not installed."""
         self.vllm_for_gpus = version("vllm") if vllm is None else vllm
         """The same, without the build for CPUs."""
-        self._speeds = dict[tuple[int, int], float]()
 
     @classmethod
     def of_shapes(cls, config: Config, gpus: Gpus | None) -> Facts:
@@ -171,15 +170,14 @@ class Facts:
 
     def speed_of_bfloat16(self, inputs: int, outputs: int) -> float:
         """Return how many times as fast as float32 this processor multiplies by a weight of this size in bfloat16."""
-        if (inputs, outputs) not in self._speeds:
-            self._speeds[inputs, outputs] = speed_of_bfloat16(inputs, outputs)
-        return self._speeds[inputs, outputs]
+        return speed_of_bfloat16(inputs, outputs)
 
     def versions(self, libraries: Iterable[str]) -> dict[str, str]:
         """Return the version of each of these libraries that is installed here."""
         return {library: version for library in libraries if (version := installed_version(library))}
 
 
+@cache
 def speed_of_bfloat16(inputs: int, outputs: int) -> float:
     """Return how many times as fast as float32 this processor multiplies by a weight of this size in bfloat16.
 

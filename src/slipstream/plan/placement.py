@@ -207,11 +207,7 @@ def stored_bytes(shape: Shape, width: int, computed: int, *, cpu: bool) -> int:
 
 def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
     """Return the memory that every process needs; `gpu`: on GPUs, or on CPUs, or where this machine would run them."""
-    import torch
-
-    runtime = plan.runtime
-    if gpu is None:
-        gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
+    runtime, gpu = plan.runtime, not on_cpu(plan.learner) if gpu is None else gpu
     own = ONE_GPU if runtime.kind == "inline" else "a GPU"
     where = own if gpu else f"{runtime.threads} CPU thread{'s' * (runtime.threads > 1)}"
     learns, parked = learner(plan.learner), beside_learner(plan.learner)

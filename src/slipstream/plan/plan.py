@@ -24,7 +24,7 @@ from slipstream.plan.lengths import possible_lengths
 from slipstream.plan.notes import NOTES, WARNINGS, lines_of, whole_batch_reason
 from slipstream.plan.placement import Need, needs, shape_line
 from slipstream.plan.prompts import DataFacts
-from slipstream.plan.rules import COMPLETED, FAST, WITH_LENGTHS, check, check_endpoints, check_engines
+from slipstream.plan.rules import COMPLETED, FAST, WITH_LENGTHS, check, check_endpoints, room_warnings
 from slipstream.plan.teachers import CheckedTeachers, check_teachers
 from slipstream.processes import RARE_COLLECTIONS, garbage_collection
 from slipstream.protocols import Sampling
@@ -119,7 +119,7 @@ def decisions_of(
     method = method_of(config)
     known = (teachers.one_ends, teachers.respellings) if teachers is not None else ({}, {})
     engines = engines_of(config, method, *known)
-    warnings = (*lines_of(WARNINGS, config, facts), *check_engines(engines, facts))
+    warnings = (*lines_of(WARNINGS, config, facts), *room_warnings(engines, facts))
     return Decisions(method, engines, (*notes, *lines_of(NOTES, config, facts)), warnings)
 
 

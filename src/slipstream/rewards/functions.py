@@ -194,7 +194,7 @@ class Reward:
 
     def call(self, answer: Any) -> Any:
         returned = self.function(**{name: getattr(answer, name) for name in self.asks})
-        return asyncio.run(_await_result(returned)) if inspect.isawaitable(returned) else returned
+        return asyncio.run(result_of(returned)) if inspect.isawaitable(returned) else returned
 
     def evaluate(self, answer: Any) -> dict[str, Any]:
         """Call the function; return the total under the reward's name NAME, and each part under NAME/PART."""
@@ -220,8 +220,8 @@ class ContextFunction(Reward):
         return {"context": returned}
 
 
-async def _await_result(returned: Awaitable[Any]) -> Any:
-    return await returned
+async def result_of(work: Awaitable[Any]) -> Any:
+    return await work
 
 
 class Unusable(Exception):

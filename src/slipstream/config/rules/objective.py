@@ -6,7 +6,6 @@ from slipstream.config.objective import PolicyConfig
 from slipstream.config.sections import Clashes, Sections
 from slipstream.config.teacher import TeacherConfig, problems
 from slipstream.errors import did_you_mean
-from slipstream.estimators.tables.correction import PRESETS
 
 
 def objective(c: Sections) -> Clashes:
@@ -173,8 +172,8 @@ def centering(c: Sections) -> Clashes:
     """Yield what clashes with score centering: it needs the weight of every token at a position, and its own draws."""
     if c.policy is None or c.policy.centre is None:
         return
-    given, preset = f'policy.centre = "{c.policy.centre}"', PRESETS[c.correction.preset]
-    level, spec, sampled = c.correction.is_level or preset.is_level, c.loss.spec, c.loss.spec.cache == "sampled"
+    given, preset = f'policy.centre = "{c.policy.centre}"', c.correction.parts
+    level, spec, sampled = preset.is_level, c.loss.spec, c.loss.spec.cache == "sampled"
     if level not in (None, "token"):
         yield (
             f'{given} weighs each token at a position alone, and correction.is_level = "{level}" weighs several '
@@ -185,7 +184,7 @@ def centering(c: Sections) -> Clashes:
             f"{given} needs the ratio to the current policy, and correction.preset = "
             f'"{c.correction.preset}" weighs by an older one: write "bypass_pg_token_icepop", or drop centre'
         )
-    if rejects := [mode for mode in c.correction.parts.rs or () if mode.startswith("token")]:
+    if rejects := [mode for mode in preset.rs or () if mode.startswith("token")]:
         yield (
             f"{given} does not know which tokens correction.rs rejects by {rejects[0]}: write correction.preset = "
             '"bypass_pg_token_icepop", or drop centre'

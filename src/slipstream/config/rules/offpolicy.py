@@ -5,7 +5,6 @@ from __future__ import annotations
 from slipstream.config.offpolicy import MixConfig, SupervisedConfig
 from slipstream.config.sections import Clashes, Sections
 from slipstream.config.teacher import problems
-from slipstream.estimators.tables.correction import PRESETS
 from slipstream.estimators.tables.policy import POLICY_LOSSES
 
 
@@ -180,17 +179,10 @@ def fused(c: Sections) -> Clashes:
     fusion = c.sampler.fusion
     if c.sampler.teacher_replaces:
         yield "sampler.teacher_replaces and sampler.fusion both let a teacher draw: drop one of them"
-    if (
-        fusion is not None
-        and fusion.difficulty
-        and not (c.data.order == "adaptive" and c.data.adaptive.weight_by == "reward")
-    ):
+    measured = c.data.order == "adaptive" and c.data.adaptive.weight_by == "reward"
+    if fusion is not None and fusion.difficulty and not measured:
         yield 'sampler.fusion.difficulty is measured with data.order = "adaptive" and weight_by = "reward": write these'
-    if (
-        c.policy is not None
-        and POLICY_LOSSES[c.policy.loss].ratio == "none"
-        and (c.correction.is_level or PRESETS[c.correction.preset].is_level) is None
-    ):
+    if c.policy is not None and POLICY_LOSSES[c.policy.loss].ratio == "none" and c.correction.parts.is_level is None:
         yield (
             f'policy.loss = "{c.policy.loss}" takes every token for a draw of the student alone, and sampler.fusion '
             'draws from a mixture: write correction.preset = "bypass_pg_is" and correction.is_level = "token", or '

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from slipstream.config.schedule import ReuseConfig
 from slipstream.config.sections import Clashes, Sections
-from slipstream.estimators.tables.correction import PRESETS
 from slipstream.estimators.tables.policy import POLICY_LOSSES
 
 
@@ -64,8 +63,7 @@ def own_draws(c: Sections, where: str) -> Clashes:
             f'loss.kind = "{loss.kind}" takes every token for a draw of the current student, and {where} has older '
             'ones: write "reverse_kl_mc" with importance, "forward_kl", "reverse_kl" or "jsd"'
         )
-    weighs = (c.correction.is_level or PRESETS[c.correction.preset].is_level) is not None
-    if policy is not None and POLICY_LOSSES[policy.loss].ratio == "none" and not weighs:
+    if policy is not None and POLICY_LOSSES[policy.loss].ratio == "none" and c.correction.parts.is_level is None:
         yield (
             f'policy.loss = "{policy.loss}" takes every token for a draw of the current student, and {where} has older '
             'ones: write correction.preset = "bypass_pg_is", or loss = "vanilla"'

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -23,6 +23,8 @@ from slipstream.environments.chat.turn_boundaries import DUMMY_TOOL, QUESTION, R
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.records import Ints
 
+Rendered = tuple[str, list[Part]]
+"""Text before some messages (the end of a turn, or the header of the next one), and the parts of the messages."""
 WRITE_HERMES = (
     'write environment.format = "hermes", and say in the system prompt that calls are '
     '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
@@ -119,12 +121,7 @@ class Renderer:
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints:
         """Return the tokens after a sampled turn: a missing stop token, the messages, and the next turn's header."""
-        for message in messages:
-            self._check(message)
-        try:
-            end, tail = self.template.tail(wrap_tool_results(messages) if self.wraps else number_tool_results(messages))
-        except Refused as refused:
-            raise DataError(f"{self.name}: {refused}") from None
+        end, tail = self._observed(self.template.tail, messages)
         tokens = self.quoting.encode([Part(end, quoted=False), *tail])
         if end and len(ids) and int(ids[-1]) in self.stop_ids:
             tokens = tokens[next(place for place, index in enumerate(tokens) if index in self.stop_ids) + 1 :]
@@ -132,18 +129,20 @@ class Renderer:
 
     def insert(self, prompt: Ints, messages: Sequence[Message]) -> Ints:
         """Return the tokens of a prompt with further messages before the header of the first turn."""
-        for message in messages:
-            self._check(message)
-        try:
-            header, parts = self.template.after_prompt(
-                wrap_tool_results(messages) if self.wraps else number_tool_results(messages)
-            )
-        except Refused as refused:
-            raise DataError(f"{self.name}: {refused}") from None
+        header, parts = self._observed(self.template.after_prompt, messages)
         before = prompt[: len(prompt) - len(header_ids := self.quoting.encode([Part(header, quoted=False)]))]
         if prompt[len(before) :].tolist() != header_ids:
             raise DataError(f"{self.name}: no message can follow this prompt, which ends with no header of a turn")
         return np.concatenate([before, np.array(self.quoting.encode(parts), prompt.dtype)])
+
+    def _observed(self, render: Callable[[Sequence[Message]], Rendered], messages: Sequence[Message]) -> Rendered:
+        """Render messages of an environment; raise DataError if one is wrong, or if the template refuses them."""
+        for message in messages:
+            self._check(message)
+        try:
+            return render(wrap_tool_results(messages) if self.wraps else number_tool_results(messages))
+        except Refused as refused:
+            raise DataError(f"{self.name}: {refused}") from None
 
     def text(self, ids: Ints) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

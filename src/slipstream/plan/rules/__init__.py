@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from slipstream.config.schema import Config
-from slipstream.plan.engine_plans import EnginesPlan
 from slipstream.plan.engines import endpoint_of
 from slipstream.plan.facts import Facts
-from slipstream.plan.rules import data, machine, memory, models, vllm
+from slipstream.plan.rules import data, machine, models, vllm
 from slipstream.plan.rules.endpoints import check_endpoints as check_endpoints
+from slipstream.plan.rules.memory import room_warnings as room_warnings
 from slipstream.plan.rules.suite import check_suite
 
 
@@ -69,8 +69,6 @@ WITH_LENGTHS = (Rule(models.check_selection, "training"),)
 """Rules that need the lengths of sequences, too."""
 EVALUATION = (Rule(vllm.check_vllm_evaluation),)
 """Rules of the config of an evaluation, beside FAST and COMPLETED."""
-SIZED: tuple[Callable[[EnginesPlan, Facts], list[str]], ...] = (memory.room_warnings,)
-"""Rules of the specified engines; they also return warnings."""
 
 
 def check(rules: Collection[Rule], config: Config, facts: Facts) -> None:
@@ -78,8 +76,3 @@ def check(rules: Collection[Rule], config: Config, facts: Facts) -> None:
     for rule in rules:
         if facts.kinds.issuperset(rule.needs.split()):
             rule.check(config, facts)
-
-
-def check_engines(engines: EnginesPlan, facts: Facts) -> list[str]:
-    """Run the rules of specified engines; return their warnings."""
-    return [warning for rule in SIZED for warning in rule(engines, facts)]
