@@ -93,7 +93,8 @@ come from that tail: the row *fixed* is as large at 64 updates.
 """
 COSINES = """
 The next table has the cosine between two gradients of 32 responses: that of the estimate, and that of the exact reverse
-KL on the same responses. The last row compares stale with fresh responses: it is the cost of stale prefixes alone.
+KL on the same responses. A baseline is the mean advantage of the other draws at the position (`loss.baseline`). The
+last row compares stale with fresh responses: it is the cost of stale prefixes alone.
 """
 Found = dict[tuple[str, str], dict[int, float]]
 """By table and line: what it is at every age."""
@@ -219,22 +220,17 @@ def directions(task: Task, answers: Answers, fresh: Answers, old: Any, now: Any,
             return gradient(now, dense(of.logp(now), scored, kind="reverse").mean())
 
         def sampled(
-            m: int, *, weighed: bool = True, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV
+            m: int,
+            *,
+            importance: bool = True,
+            baseline: bool = False,
+            batch: Answers = batch,
+            old_PV: Tensor = old_PV,
+            q_PV: Tensor = q_PV,
         ) -> Tensor:
             ids = torch.multinomial(old_PV.exp(), m, replacement=True)
             p, before, q = (x.gather(1, ids) for x in (batch.logp(now), old_PV, q_PV))
-            return gradient(now, mc_reverse_kl(p, before, q, importance=weighed)[0].mean())
-
-        def centred(
-            m: int, *, weighed: bool = True, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV
-        ) -> Tensor:
-            """The draws' advantages, each less the mean of the others: score centering over the draws of a position."""
-            ids = torch.multinomial(old_PV.exp(), m, replacement=True)
-            p, before, q = (x.gather(1, ids) for x in (batch.logp(now), old_PV, q_PV))
-            weight = (p.detach() - before).exp() if weighed else torch.ones_like(before)
-            advantage = q - p.detach()
-            advantage = (m * advantage - advantage.sum(1, keepdim=True)) / (m - 1)
-            return gradient(now, -(weight * advantage * p).mean())
+            return gradient(now, mc_reverse_kl(p, before, q, importance=importance, baseline=baseline)[0].mean())
 
         def best(k: int, *, tail: bool, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV) -> Tensor:
             ids = old_PV.topk(k).indices
@@ -244,10 +240,11 @@ def directions(task: Task, answers: Answers, fresh: Answers, old: Any, now: Any,
         truth = exact(batch)
         for m in DRAWS:
             found[f"M = {m}"].append(cosine(sampled(m), truth))
-        found["M = 16, not weighed"].append(cosine(sampled(16, weighed=False), truth))
-        found["M = 16, centred"].append(cosine(centred(16), truth))
-        found["M = 16, not weighed, centred"].append(cosine(centred(16, weighed=False), truth))
-        found["M = 4, centred"].append(cosine(centred(4), truth))
+        found["M = 16, not weighed"].append(cosine(sampled(16, importance=False), truth))
+        found["M = 16, with a baseline"].append(cosine(sampled(16, baseline=True), truth))
+        unweighed = sampled(16, importance=False, baseline=True)
+        found["M = 16, not weighed, with a baseline"].append(cosine(unweighed, truth))
+        found["M = 4, with a baseline"].append(cosine(sampled(4, baseline=True), truth))
         for k, tail in task.tops:
             found[f"the old student's top {k}{', tail' if tail else ''}"].append(cosine(best(k, tail=tail), truth))
         found["stale answers to fresh ones, exact"].append(cosine(truth, exact(fresh.of(slice(first, first + BATCH)))))
