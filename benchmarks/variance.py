@@ -85,7 +85,7 @@ draw. *Local* is the variance at one prefix; *fixed* is that of the mean over th
 1/M, because draws are independent. Deviations from 1/M come from the tail of the importance ratio ρ, which a limited
 number of redraws over- or underestimates: one draw of an extreme ratio makes a cell many times 100 %. *Across* also
 redraws the responses. The part that remains at M = 64 is the variance between responses. The paper's 11.2 % for
-sequences may be this part, or come from that tail: the row *fixed* is as large at 64 updates.
+sequences may be this part, or come from that tail.
 
 ```console
 {command}
