@@ -198,7 +198,7 @@ def sampler_limits(rounding: Rounding, start: Metrics | None, k3: float) -> tupl
     if rounding != "half":
         return KL[rounding], PERPLEXITY[rounding]
     largest = inf if start is None else KL_MARGIN * start["drift/k3_kl"]
-    around = HALF_PERPLEXITY * sqrt(max(k3 / KL[rounding], 1.0))
+    around = HALF_PERPLEXITY * sqrt(max(1.0, k3 / KL[rounding]))
     return min(max(KL[rounding], largest), HALF_KL), around
 
 
