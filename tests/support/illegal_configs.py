@@ -87,6 +87,8 @@ sft.updates=1 sft.loss.tokens=iw_opd
 {RL} policy.loss=reinforce policy.centre=draws correction.preset=bypass_pg_token_icepop correction.is_normalize=true
 {RL} policy.loss=reinforce policy.centre=top_k sampler.top_k=5 sampler.keep_mask=true
 {RL} policy.loss=reinforce policy.centre=support
+{RL} policy.loss=reinforce policy.centre=support sampler.top_k=5 sampler.keep_mask=true sampler.engine=vllm
+{RL} policy.loss=reinforce policy.centre=support sampler.top_k=5 sampler.keep_mask=true freshness.anchor=0.1
 {RL} policy.loss=reinforce policy.centre=support sampler.top_p=0.9 sampler.keep_mask=true
 {RL} policy.loss=reinforce policy.centre=support policy.centre_size=4 sampler.top_k=5 sampler.keep_mask=true
 {RL} policy.loss=reinforce policy.centre=support sampler.top_k=1000 sampler.keep_mask=true

@@ -102,8 +102,8 @@ class ReverseKLMC(DistillationLoss):
     ratio_cap: float | None = Field(None, gt=0)
     """Upper bound of importance weights; draws whose weight is reduced still have a gradient. None sets no bound."""
     baseline: bool = False
-    """Subtract from each draw's advantage the mean of the other draws at its position: as a rule less noise, at no
-    cost. The expected gradient stays."""
+    """Subtract from each draw's advantage the mean advantage of the other draws at its position. The expected gradient
+    stays. It has less noise far from the teacher, and can have more near it."""
     reward_scale: float = Field(1.0, gt=0)
     """Factor λ of the teacher's log-ratio to the reference, the student at the start of the run. Above 1 extrapolates
     beyond the teacher (ExOPD, for example 1.25), below 1 stays closer to the start. 1 is the plain reverse KL."""

@@ -45,8 +45,8 @@ def mc_reverse_kl(
     keep a gradient. `importance=False` drops ρ; this is biased on stale draws and only for ablations.
     `baseline` subtracts from A_i the mean of the other draws' A_j at its position. A draw is not part of its own
     baseline and E ρ ∇log p_θ = 0, so the expected gradient stays. It has less noise where (E A)² is larger than
-    Var(A)/(M − 1): far from the teacher, and with many draws. With `ratio_cap` it removes what score centering does
-    (`centring.centre_of_draws`, here for all draws).
+    Var(A)/(M − 1), so far from the teacher and with many draws, and more elsewhere. With `ratio_cap` it removes what
+    score centering does (`centring.centre_of_draws`, here for all draws).
     With reference log-probs, λ log q + (1 − λ) log p_ref replaces log q, where λ = `reward_scale` (G-OPD, 2602.12125).
     The target is then proportional to q (q/p_ref)^(λ−1); λ > 1 goes beyond the teacher (ExOPD).
     `config.losses.ReverseKLMC` refuses combinations of these options that contradict each other.

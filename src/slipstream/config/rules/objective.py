@@ -172,19 +172,19 @@ def centering(c: Sections) -> Clashes:
     """Yield what clashes with score centering: it needs the weight of every token at a position, and its own draws."""
     if c.policy is None or c.policy.centre is None:
         return
-    given, preset = f'policy.centre = "{c.policy.centre}"', c.correction.parts
-    level, spec, sampled = preset.is_level, c.loss.spec, c.loss.spec.cache == "sampled"
+    given, parts = f'policy.centre = "{c.policy.centre}"', c.correction.parts
+    level, spec, sampled = parts.is_level, c.loss.spec, c.loss.spec.cache == "sampled"
     if level not in (None, "token"):
         yield (
             f'{given} weighs each token at a position alone, and correction.is_level = "{level}" weighs several '
             'positions together: write is_level = "token", or drop centre'
         )
-    if level is not None and preset.mode == "decoupled":
+    if level is not None and parts.mode == "decoupled":
         yield (
             f"{given} needs the ratio to the current policy, and correction.preset = "
             f'"{c.correction.preset}" weighs by an older one: write "bypass_pg_token_icepop", or drop centre'
         )
-    if rejects := [mode for mode in preset.rs or () if mode.startswith("token")]:
+    if rejects := [mode for mode in parts.rs or () if mode.startswith("token")]:
         yield (
             f"{given} does not know which tokens correction.rs rejects by {rejects[0]}: write correction.preset = "
             '"bypass_pg_token_icepop", or drop centre'
@@ -200,7 +200,7 @@ def centering(c: Sections) -> Clashes:
         yield f"{given} needs another draw at each position, and loss.m = 1 is the emitted token: write loss.m = 8"
     if c.policy.centre == "support":
         if not (c.sampler.top_k and c.sampler.keep_mask):
-            yield f'{given} needs sampler.top_k tokens and their support: write both, and keep_mask = true, or "draws"'
+            yield f'{given} needs a recorded support: write sampler.top_k = 20 and keep_mask = true, say, or "draws"'
         if c.sampler.engine != "native":
             yield f'{given} needs the support from a native sampler: write sampler.engine = "native", or "draws"'
     if c.policy.centre == "top_k" and c.sampler.truncation:
