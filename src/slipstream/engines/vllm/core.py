@@ -289,9 +289,11 @@ def for_a_cpu(settings: Settings, model: Any) -> dict[str, Any]:
     """Return arguments for a CPU: no compilation, no chunked prefill, and a KV cache for all slots.
 
     vLLM cannot split the prompts of seeded requests. Prefix caching of recurrent states would need split prompts.
-    vLLM's rotary embedding reads out of bounds if positions have an axis for heads, so torch's is used.
+    vLLM's rotary embedding reads out of bounds if positions have an axis for heads, so torch's is used. Its latent
+    attention for AMX (AMX_MLA) computes in 16 bits only and frees weights after loading, so that none can be published.
     """
     context = int(model.max_model_len)
+    attention = {"attention_backend": "CPU_MLA"} if model.use_mla and "attention_config" not in settings.args else {}
     if model.has_inner_state:
         cache = {"enable_prefix_caching": False, "kv_cache_memory_bytes": CPU_CACHE}
     else:
@@ -305,6 +307,7 @@ def for_a_cpu(settings: Settings, model: Any) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, settings.slots),
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+        **attention,
         **cache,
     }
 
