@@ -183,11 +183,11 @@ REFUSED = {
     "too little memory": (["--gpus", "8x40"], "teacher main: a GPU, 58.6 GiB (weights 56.9 GiB, "),
     "a long answer": (
         ["--sampler.max_length", "40000", "--sampler.max_tokens", "36000"],
-        "sampler: sequences of 40000 tokens exceed the context of 32768 of shapes:Qwen/Qwen3-4B-Base",
+        "sampler.max_length = 40000 exceeds the context of 32768 of shapes:Qwen/Qwen3-4B-Base: lower it",
     ),
     "vLLM's own limit": (
         ["--sampler.engine_args.max_model_len", "8192"],
-        "sampler: sequences of 18432 tokens exceed the context of 8192",
+        "sampler.max_length = 18432 exceeds the context of 8192",
     ),
     "more devices than layers": (
         ["--teachers.main.engine", "native", "--teachers.main.devices", "49"],

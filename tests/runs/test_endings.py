@@ -217,7 +217,7 @@ def test_a_daemon_of_ray_that_hangs_holds_up_no_end(coordinators: Coordinators, 
 def test_a_daemon_of_ray_that_dies_costs_the_updates_since_the_last_checkpoint(
     coordinators: Coordinators, daemon: str
 ) -> None:
-    coordinator = coordinators.trains("--runtime.kind", "ray", "--checkpoint.every", "2", "--runtime.heartbeat", "6")
+    coordinator = coordinators.trains("--runtime.kind", "ray", "--checkpoint.every", "2", "--runtime.heartbeat", "15")
     wait_for(coordinators, (coordinators.home / "run" / "checkpoints" / "2").exists)
     os.kill(daemons(coordinator)[daemon], signal.SIGKILL)
     wait_for(coordinators, lambda: any("restarts/learner" in line for line in updates_of(coordinators)), 200)

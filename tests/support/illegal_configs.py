@@ -403,6 +403,8 @@ sampler.slots=2 sampler.group=4
 sampler.max_tokens=5000
 sampler.max_length=20
 teachers.main.max_length=20
+sampler.max_length=500
+teachers.main.max_length=500
 sampler.engine_args={{max_model_len=100}}
 sampler.engine=vllm
 sampler.engine=vllm learner.lora.rank=600

@@ -153,7 +153,7 @@ def stops_while_it_loads() -> None:
 
 
 def loads_for_long() -> Busy:
-    time.sleep(8.0)
+    time.sleep(17.0)
     return Busy()
 
 

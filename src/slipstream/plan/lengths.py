@@ -63,10 +63,6 @@ def longest_of(config: Config, facts: Facts, name: str, tokenizer: Tokenizer, pr
     model, context = facts.teachers[name].name, teacher_context(config, facts, name)
     if teacher.own_context:  # of unknown length, so that the config has to set `max_length`
         longest = teacher.max_length or 0
-        if longest > context:
-            raise ConfigError(
-                f"teachers.{name}.max_length = {longest} exceeds the context of {context} of {model}: lower it"
-            )
     else:
         seen, max_tokens = prompts_seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
         rows, tokens = [row for row, _ in seen], [tokens for _, tokens in seen]

@@ -50,6 +50,7 @@ COMPLETED = (
     Rule(vllm.check_server_sampling),
     Rule(vllm.check_vllm_sampler, "training"),
     Rule(vllm.check_vllm_teachers),
+    Rule(models.check_contexts),
     Rule(models.check_heads),
     Rule(models.check_weights, "weights"),
     Rule(models.check_base_precision, "weights"),

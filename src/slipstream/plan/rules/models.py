@@ -15,6 +15,7 @@ from slipstream.engines.sampling_options import centre_size
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.resolve import model_path
 from slipstream.plan.facts import Facts, ModelFacts
+from slipstream.plan.lengths import sampler_context, teacher_context
 from slipstream.plan.placement import adapted, shape_of
 
 
@@ -67,6 +68,18 @@ def check_heads(config: Config, facts: Facts) -> None:
             raise ModelError(f"{name}: {heads} attention heads cannot share {grouped} heads of keys and values evenly")
         if heads and not getattr(text, "head_dim", None) and text.hidden_size % heads:
             raise ModelError(f"{name}: a width of {text.hidden_size} cannot be divided by {heads} attention heads")
+
+
+def check_contexts(config: Config, facts: Facts) -> None:
+    """Raise ConfigError if a length that the config sets exceeds the context of its model."""
+    settings = {"sampler": (config.sampler.max_length, sampler_context(config, facts), facts.student)}
+    for name, model in facts.teachers.items():
+        settings[f"teachers.{name}"] = config.teachers[name].max_length, teacher_context(config, facts, name), model
+    for section, (longest, context, model) in settings.items():
+        if longest is not None and longest > context:
+            raise ConfigError(
+                f"{section}.max_length = {longest} exceeds the context of {context} of {model.name}: lower it"
+            )
 
 
 def check_reward_model(config: Config, facts: Facts) -> None:
