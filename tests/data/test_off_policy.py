@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,8 @@ def test_trajectories_are_read_in_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "fault"),
     [
-        ("{", "not valid JSON"),
-        (b'{"prompt": "\xff"}', "not valid JSON: 'utf-8' codec can't decode"),
+        ("{", "not a JSON object on one line"),
+        (b'{"prompt": "\xff"}', "not UTF-8 (byte 0xff): save it with this encoding"),
         ([1], "expected an object such as"),
         ({"prompt": "a", "tokens": [1]}, "expected an object such as"),
         (GOOD | {"logp": None}, "expected an object such as"),
@@ -119,6 +120,15 @@ def test_a_wrong_trajectory_is_found_at_its_line(entry: Any, fault: str, tmp_pat
     with pytest.raises(DataError) as error:
         read_trajectories(write(tmp_path, GOOD, "", entry), ROWS, LIMITS, least=1, drawn=True)
     assert f"given.jsonl:3: {fault}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["given", "a folder", "rows.csv", "nobody.jsonl", "."])
+def test_a_file_that_holds_no_trajectories_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,tokens")
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "given").write_text(json.dumps(GOOD))
+    with pytest.raises(DataError, match=rf"{re.escape(str(tmp_path / name))}: (the name of a file|cannot be read)"):
+        read_trajectories(str(tmp_path / name), ROWS, LIMITS, least=1, drawn=True)
 
 
 def test_every_prompt_needs_a_trajectory_for_each_member_of_its_group(tmp_path: Path) -> None:

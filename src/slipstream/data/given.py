@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slipstream.data.prompts import Row
-from slipstream.data.sources import check_there
+from slipstream.data.sources import json_rows
 from slipstream.data.tokenizers import Tokenizer, encode_texts
 from slipstream.errors import DataError, did_you_mean
 from slipstream.records import Finish, Given
@@ -56,32 +54,23 @@ def read_trajectories(
     Every prompt needs at least `least` trajectories. If `drawn` is True, every token needs its log-prob under the
     policy that drew it; otherwise a line may leave log-probs out.
     """
-    check_there(path)
     indices: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         indices.setdefault(row.id, []).append(index)
     found: dict[str, list[Given]] = {}
     needed = ("prompt", "tokens", "logp") if drawn else ("prompt", "tokens")
-    with Path(path).open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                entry = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{where}: not valid JSON: {error}") from None
-            if not isinstance(entry, dict) or any(entry.get(name) is None for name in needed):
-                raise DataError(f"{where}: expected an object such as {LINE}")
-            if (prompt := str(entry["prompt"])) not in indices:
-                raise DataError(f"{where}: no row of the data has the id {prompt!r}; {did_you_mean(prompt, indices)}")
-            if fault := fault_of(entry["tokens"], entry.get("logp"), limits):
-                raise DataError(f"{where}: {fault}")
-            tokens = np.array(entry["tokens"], np.int32)
-            logp = np.full(len(tokens), np.nan) if entry.get("logp") is None else np.array(entry["logp"])
-            ended = int(tokens[-1]) in limits.stops
-            given = Given(tokens, logp.astype(np.float32), "eos" if ended else "length")
-            found.setdefault(prompt, []).append(given)
+    for where, entry in json_rows(path):
+        if not isinstance(entry, dict) or any(entry.get(name) is None for name in needed):
+            raise DataError(f"{where}: expected an object such as {LINE}")
+        if (prompt := str(entry["prompt"])) not in indices:
+            raise DataError(f"{where}: no row of the data has the id {prompt!r}; {did_you_mean(prompt, indices)}")
+        if fault := fault_of(entry["tokens"], entry.get("logp"), limits):
+            raise DataError(f"{where}: {fault}")
+        tokens = np.array(entry["tokens"], np.int32)
+        logp = np.full(len(tokens), np.nan) if entry.get("logp") is None else np.array(entry["logp"])
+        ended = int(tokens[-1]) in limits.stops
+        given = Given(tokens, logp.astype(np.float32), "eos" if ended else "length")
+        found.setdefault(prompt, []).append(given)
     for row in rows:
         if (count := len(found.get(row.id, ()))) < least:
             raise DataError(

@@ -29,6 +29,14 @@ def rows_of(source: str, split: str) -> Rows:
     return READERS[ending](Path(source)) if ending else _hf_dataset(source, split)
 
 
+def json_rows(source: str) -> Rows:
+    """Read a file of JSON objects that are no rows of data: trajectories."""
+    check_there(source)
+    if READERS.get(ending_of(source)) is not _json:
+        raise DataError(f"{source}: the name of a file of trajectories ends in .jsonl or .json, or that and .gz")
+    return _json(Path(source))
+
+
 def ending_of(source: str) -> str:
     """Return the extension of a file's format (`.jsonl` for `a.jsonl.gz`); empty if the source is a dataset."""
     path = Path(source)
