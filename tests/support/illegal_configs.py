@@ -404,6 +404,8 @@ sampler.max_tokens=5000
 sampler.max_length=20
 teachers.main.max_length=20
 sampler.max_length=500
+eval.every={{}}
+schedule.kind=async schedule.tau=1e9
 teachers.main.max_length=500
 sampler.engine_args={{max_model_len=100}}
 sampler.engine=vllm

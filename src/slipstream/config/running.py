@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from slipstream.config.base import GREEDY, THREADS, LocalAddress, Section, as_tuple
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-BySet = dict[str, Annotated[int, Field(ge=1)]]
+BySet = Annotated[dict[str, Annotated[int, Field(ge=1)]], Field(min_length=1)]
 """A number for each held-out set, by the set's name."""
 
 

@@ -70,7 +70,7 @@ class StepOff(ScheduleSection):
 class Async(ScheduleSection):
     kind: Literal["async"] = "async"
     """All stages overlap, with bounded work in flight. Weights can change in the middle of a response."""
-    tau: Annotated[float, Field(ge=0)] | Literal["auto"] = 4.0
+    tau: Annotated[float, Field(ge=0, le=1_000_000)] | Literal["auto"] = 4.0
     """Bound on work in flight: (tau + 1) batches between submission and publish. A larger tau gives more overlap and
     staler samples. "auto" starts with 1, rises while the learner waits for groups, and falls when drift is too high."""
     tau_max: int = Field(8, ge=1)
