@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,19 +55,12 @@ from slipstream.testing.endpoint import model, prompt_logprobs, send
 from support import tabular_engines as toy
 from support.engines import http_scorer, native_sampler, native_scorer
 from support.fake_endpoint import FakeEndpoint, Fault, table
+from support.learners import run
 from support.tiny_models import EOS, VOCAB, make_model, make_prompts, masked, uniform, wrap
 
-T = TypeVar("T")
 SECRET = "sk-very-secret-4711"
 TOY = 6
 TEACHER = toy.random_table(TOY, seed=1, scale=2.0)
-
-
-def run(work: Awaitable[T]) -> T:
-    async def main() -> T:
-        return await work
-
-    return asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -37,18 +37,11 @@ from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import ONE_COUNT, Batch, Counts, Handle, Scored, derive_seed, header_of, total
 from support.engines import native_learner, native_sampler, native_scorer
+from support.learners import run
 from support.tiny_models import EOS, littered, logits_of, make_model, make_prompts, masked, masked_sample, wrap
 
-T = TypeVar("T")
 DTYPE = torch.float64
 TEMPERATURE = 0.8
-
-
-def run(work: Awaitable[T]) -> T:
-    async def main() -> T:
-        return await work
-
-    return asyncio.run(main())
 
 
 class Update(NamedTuple):

@@ -19,8 +19,9 @@ from slipstream.protocols import Engines
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.workers import RemoteLearner, RemoteSampler, RemoteScorer, WorkerSpec
-from support.plain_engines import ToyRollouts, prompt, toy_learner, toy_scorer
+from support.plain_engines import prompt
 from support.runtime_cases import SAMPLING, TESTS, losses, prompts, settings, silent
+from support.tabular_workers import ToyRollouts, toy_learner, toy_scorer
 
 pytestmark = pytest.mark.processes
 

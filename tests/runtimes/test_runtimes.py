@@ -63,23 +63,20 @@ from support.plain_engines import (
     LARGE,
     Broken,
     Busy,
-    EndlessRollouts,
     Environment,
     Keeper,
     Maker,
     Patient,
     Reader,
     Threads,
-    ToyRollouts,
     Weigher,
     loads_for_long,
     no_engine,
     prompt,
     stops_while_it_loads,
-    toy_learner,
-    toy_scorer,
 )
 from support.runtime_cases import RUNTIMES, SAMPLING, TESTS, Fate, losses, prompts, settings, silent
+from support.tabular_workers import EndlessRollouts, ToyRollouts, toy_learner, toy_scorer
 
 pytestmark = pytest.mark.processes
 

@@ -7,16 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from slipstream.errors import ConfigError, NonFiniteError
-from slipstream.protocols import Fingerprint, GradingSampler, Loaded, Mode, Sampling, TensorSpec, WeightsRef
+from slipstream.protocols import Fingerprint, Loaded, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, one_turn
-from support import tabular_engines as toy
 
-VOCAB = 6
 LARGE = 100_000
 """Tokens of a record that is large for any way to send it."""
 
@@ -155,25 +152,3 @@ def stops_while_it_loads() -> None:
 def loads_for_long() -> Busy:
     time.sleep(17.0)
     return Busy()
-
-
-class ToyRollouts(GradingSampler):
-    def __init__(self) -> None:
-        super().__init__(toy.ToySampler(toy.random_table(VOCAB, seed=0)), toy.ToyGrader())
-
-
-class EndlessRollouts(GradingSampler):
-    """No response ends before its limit."""
-
-    def __init__(self) -> None:
-        table = toy.random_table(VOCAB, seed=0)
-        table[:, toy.EOS] = -1e9
-        super().__init__(toy.ToySampler(table), toy.ToyGrader())
-
-
-def toy_scorer() -> Any:
-    return toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0))
-
-
-def toy_learner() -> Any:
-    return toy.ToyLearner(toy.random_table(VOCAB, seed=0))

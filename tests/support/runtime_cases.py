@@ -23,9 +23,7 @@ from slipstream.protocols import Engines, Sampling
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import local
 from slipstream.runtimes import ray as on_ray
-from support.plain_engines import (
-    VOCAB,
-)
+from support.tabular_workers import VOCAB
 
 TESTS = str(Path(__file__).parents[1])
 """Directory from which processes import test engines."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,20 +20,12 @@ from slipstream.errors import ConfigError
 from slipstream.objective.method import Method
 from slipstream.records import Batch, Handle, total
 from support.engines import native_learner
-from support.learners import roll_out, score
+from support.learners import roll_out, run, score
 from support.tiny_models import make_model, wrap
 
-T = TypeVar("T")
 Groups = tuple[list[Handle], ...]
 IDS = torch.arange(2, 20)[None]
 LORA = LoraConfig(rank=2, targets=("q_proj", "down_proj"))
-
-
-def run(work: Awaitable[T]) -> T:
-    async def main() -> T:
-        return await work
-
-    return asyncio.run(main())
 
 
 def student(lora: LoraConfig = LORA, **options: Any) -> LanguageModel:

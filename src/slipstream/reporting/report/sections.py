@@ -116,11 +116,11 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
         what = measure if measure == "accuracy" else "held-out KL to the teacher"
         yield f"{what}{f' on {name}' if name else ''}", [held_out_of(run, each) for run in runs]
     labels = {name: name.replace("/", " ", 1) for run in runs for name in run.columns if name.startswith("reward/")}
-    for name, label in labels.items():
-        yield f"{label}, best less end", [ending(run.values(name)) for run in runs]
     for name, label in {**labels, "teacher/kl": "KL to the teacher"}.items():
         ends = [change(run.values(name)) if run.values(name) else None for run in runs]
         yield label, [f"{short(end.first)} → {short(end.last)}" if end else "" for end in ends]
+    for name, label in labels.items():
+        yield f"{label}, fall from its best", [ending(run.values(name)) for run in runs]
     for name, label in (
         ("tokens_per_s", "tokens per second"),
         ("overlap/stages", "overlap of stages"),
