@@ -488,6 +488,7 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
         heartbeat=30.0,  # a process that loads on a busy machine is silent for more than ten seconds
     )
     workers: Any = {place.name: worker for worker, place in manager.specs.items()}
+    workers["sampler"].heartbeat = workers["scorer"].heartbeat = 5.0
     engines = Engines(
         (workers["sampler"],), {"": (workers["scorer"],)}, workers["learner"], lambda: None, replace=manager.replace
     )

@@ -120,7 +120,7 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
         ends = [change(run.values(name)) if run.values(name) else None for run in runs]
         yield label, [f"{short(end.first)} → {short(end.last)}" if end else "" for end in ends]
     for name, label in labels.items():
-        yield f"{label}, fall from its best", [ending(run.values(name)) for run in runs]
+        yield f"{label}, fall from best", [ending(run.values(name)) for run in runs]
     for name, label in (
         ("tokens_per_s", "tokens per second"),
         ("overlap/stages", "overlap of stages"),
