@@ -512,7 +512,7 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
         entry["number"] for entry in read_lines(tmp_path / "there" / "ledger.jsonl") if entry["end"] == "trained"
     ]
     assert numbers == list(range(40))
-    why = "it has not answered for 30 s" if how == signal.SIGSTOP else ""
+    why = "it has not answered for 5 s" if how == signal.SIGSTOP else ""
     assert re.fullmatch(rf"sampler died and is started again: sampler \(pid \d+\) is gone: {why}.*", said[0])
     assert [line.split(" after ")[0] for line in said[1::2]] == [f"{name} is at work" for name in victims]
     events = json.loads((tmp_path / "there" / "trace.json").read_text().rstrip(",\n") + "]")
