@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,10 @@ def test_a_band_is_said_and_holds_the_numbers_that_it_says() -> None:
     assert [value in kl for value in (-0.1, 0.02, 0.021)] == [True, True, False]
     assert [value in ess for value in (0.49, 0.5, 2.0)] == [False, True, True]
     assert described("loss").band is None
+
+
+def test_every_reason_for_a_missing_reward_is_in_the_vocabulary() -> None:
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    causes = set(re.findall(r'Ungraded\(\s*"(\w+)"', code))
+    assert causes >= {"timeout", "crash", "length", "endpoint"}
+    assert [cause for cause in causes if not vocabulary.find(f"ungraded/{cause}")] == []

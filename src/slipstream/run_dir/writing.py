@@ -36,9 +36,9 @@ META, METRICS, LEDGER, SAMPLES, TRACE = "meta.json", "metrics.jsonl", "ledger.js
 SOCKET = "scale.sock"
 """Socket by which `slipstream scale` changes the number of workers of a running run."""
 EVALS = "eval.jsonl"
+"""Results of `slipstream eval`, which may write while the run writes its own files."""
 SUITE_SETTINGS = {"time", "model", "update", "seed", "dtype", "chat", "limit", "seconds", "suite", "prompts"}
 """Names in a line of a task of lm-evaluation-harness that are no scores."""
-"""Results of `slipstream eval`, which may write while the run writes its own files."""
 FILES_LOOKED_AT = (SAMPLES, TRACE)
 """Large files that only people look at; a user may delete them, and the run still resumes."""
 AHEAD = 1 << 16
