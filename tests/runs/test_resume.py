@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -19,11 +20,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from slipstream.cli import main
 from slipstream.config.data import AdaptiveConfig, DataConfig
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.rewards import TaskConfig
+from slipstream.config.running import HealthConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.engines.record_files import read_groups
 from slipstream.errors import RunDirError, WorkerDied
@@ -71,6 +74,14 @@ def test_stopped_at_any_time_and_gone_on_every_group_is_trained_on_once(tmp_path
         assert (path / "final" / "table.npy").exists()
         events = json.loads((path / "trace.json").read_text().rstrip(",\n") + "]")
         assert {event["name"] for event in events} >= {"update 1", "update 8"}
+
+
+def test_the_last_line_names_the_checkpoint_from_which_resume_continues(tmp_path: Path) -> None:
+    for name in ("12", "15", "16", "17", "18", "20.suspect"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    said, made = io.StringIO(), config(Sync()).model_copy(update={"health": HealthConfig()})
+    command.print_resume_command(tmp_path, made, Console(file=said, width=200))
+    assert made.health.proof == 5 and "saved after update 15;" in said.getvalue()
 
 
 @pytest.mark.parametrize("schedule", [Sync(), Periodic()], ids=str)

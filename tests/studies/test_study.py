@@ -67,6 +67,16 @@ def test_a_study_may_be_shorter_than_the_default_of_the_updates_that_are_measure
     assert made.sweep.last == 20 > made.points[0].config.updates == 2
 
 
+def test_lists_along_the_axis_are_points_like_others() -> None:
+    made = study(
+        sweep__x="learner.betas",
+        sweep__grid='{"learner.betas" = [[0.9, 0.95], [0.9, 0.99]], "schedule.k" = [0]}',
+        sweep__claims='[{says = "it falls", less = "reverse", than = "forward", at = "[0.9, 0.95]"}]',
+    )
+    assert [point.x for point in made.points] == ["[0.9, 0.95]", "[0.9, 0.99]"] * 2
+    assert made.points[0].config.learner.betas == (0.9, 0.95)
+
+
 def test_arms_may_have_grids_of_their_own_and_settings_that_are_not_varied() -> None:
     arms = {
         "sync": {"schedule": {"kind": "sync"}, "grid": {"schedule": {"k": []}}},

@@ -26,7 +26,7 @@ from slipstream.config.rewards import name_of
 from slipstream.console import Screen
 from slipstream.data.prompts import check_columns_used
 from slipstream.data.sources import has_splits
-from slipstream.errors import ConfigError, RunDirError
+from slipstream.errors import ConfigError, EngineError, RunDirError
 from slipstream.metric_names import SHARE_REWARDS
 from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics
 from slipstream.pipeline.evaluate import answers, correctness
@@ -80,6 +80,8 @@ class Measured:
     """Greedy answers, one per prompt."""
     ungraded: Counter[str]
     """Number of answers that could not be graded, by cause; they count as wrong."""
+    failed: Counter[str]
+    """Number of answers that could not be made, by cause; they are left out."""
     metrics: Metrics
     """Metrics of the sampled answers: lengths, truncation, rewards."""
     seconds: float
@@ -88,6 +90,13 @@ class Measured:
     @property
     def avg(self) -> float:
         return avg_at_n(self.sampled)
+
+    def passed(self, k: int) -> list[float]:
+        """Return pass@k of each prompt that has k answers."""
+        found = [pass_at_k([each], k) for each in self.sampled if len(each) >= k]
+        if not found:
+            raise EngineError(f"pass@{k}: no prompt has {k} answers, as others could not be made: {min(self.failed)}")
+        return found
 
 
 class Watch(Progress):
@@ -113,15 +122,19 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
     torch.set_num_threads(made.sampler.threads)
     sampler = build_sampler(made.sampler, made.tokenizer)
-    graded, reward = GradingSampler(sampler, grader), name_of(made.grader.rewards[0])
+    graded, reward, failed = GradingSampler(sampler, grader), name_of(made.grader.rewards[0]), Counter[str]()
 
     async def one_set(name: str) -> Measured:
         async def ask(sampling: Sampling, how: str) -> list[list[Handle]]:
             if watch:
                 watch.begin(f"{name} {how}".strip(), len(made.sets[name]))
-            return await answers(generate, made.sets[name], sampling)
+            groups = [group for group in await answers(generate, made.sets[name], sampling) if group]
+            if not groups:
+                raise EngineError(f"no prompt{f' of {name}' if name else ''} has an answer: {min(failed)}")
+            return groups
 
         began, sampling = time.perf_counter(), made.sampling[name]
+        failed.clear()
         sampled = await ask(sampling, "sampled")
         once = sampling.temperature == 0  # all samples are greedy
         best = sampled if once else await ask(replace(sampling, group=1, temperature=0), "greedy")
@@ -131,6 +144,7 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
             sampled=correctness(sampled, reward),
             best=[group[0] for group in best],
             ungraded=Counter(handle.header.ungraded.text for handle in drawn if handle.header.ungraded),
+            failed=Counter(failed),
             metrics=sample_metrics([handle.header for group in sampled for handle in group]),
             seconds=time.perf_counter() - began,
             tokens=sum(handle.header.tokens for handle in drawn),
@@ -140,7 +154,8 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
         group = await graded.generate(prompt, sampling)
         if watch:
             watch.answered()
-        return group
+        failed.update(handle.header.cause for handle in group if handle.header.finish == "error")
+        return [handle for handle in group if handle.header.finish != "error"]
 
     try:
         with asyncio.Runner() as runner:
@@ -198,6 +213,8 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     for each in found.values():
         for why, count in each.ungraded.items():
             note(f"{count} answers have no reward and count as wrong: {why}")
+        for why, count in each.failed.items():
+            note(f"{count} answers could not be made and are left out: {why}")
     show(
         subject, [line_of(subject, asked, name, each, ks) for name, each in found.items()], show_table, console, as_json
     )
@@ -338,8 +355,8 @@ def line_of(
         "prompts": len(result.sampled),
         f"avg@{n}": result.avg,
         "error": standard_error([fmean(samples) for samples in result.sampled]),
-        **{f"pass@{k}": pass_at_k(result.sampled, k) for k in ks},
-        **{f"pass@{k}/error": standard_error([pass_at_k([each], k) for each in result.sampled]) for k in ks},
+        **{f"pass@{k}": fmean(result.passed(k)) for k in ks},
+        **{f"pass@{k}/error": standard_error(result.passed(k)) for k in ks},
         "greedy": result.greedy,
         "truncated": result.metrics["truncated"],
         "length": result.metrics["length/mean"],

@@ -42,8 +42,11 @@ def centre_size(config: Config, kind: str) -> int:
 
 
 def eval_sampling(config: Config, name: str) -> Sampling:
-    """Return the sampling of a held-out set: without rewards that of training, whose KL to the teacher is measured."""
+    """Return the sampling of a held-out set by the student alone.
+
+    Without rewards it has the options of training, since the KL of that policy to the teacher is measured.
+    """
     n, temperature = config.eval.of(name, "n"), config.eval.temperature
     if not config.task.reward:
-        return replace(rollout_sampling(config), group=n, fusion=0.0)
+        return replace(rollout_sampling(config), group=n, teacher_replaces=0, fusion=0.0)
     return Sampling(max_tokens=config.sampler.max_tokens, group=n, temperature=temperature)

@@ -9,10 +9,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from slipstream.config.running import EvalConfig
 from slipstream.errors import RecordsLost
 from slipstream.metrics import Metrics, avg_at_n, kl_and_error, sample_metrics
+from slipstream.pipeline.failures import GivenUp
 from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.pool import Worker
 from slipstream.pipeline.publish import Samplers
@@ -48,13 +50,31 @@ class Evaluation:
         due = [name for name in self.held_out if final or update % self.settings.of(name, "every") == 0]
         if not due:
             return
-        began = progress.trace.now()
-        groups = {name: await answers(self._answer, self.held_out[name], self.sampling(name)) for name in due}
+        began, failures = progress.trace.now(), list[str]()
+        answer = partial(self._answer, failures)
+        groups = {name: await answers(answer, self.held_out[name], self.sampling(name)) for name in due}
+        if failures:
+            asked = sum(len(self.held_out[name]) for name in due)
+            self.samplers.say(
+                f"evaluation at update {update}: {len(failures)} of {asked} held-out prompts have no answer and are left "
+                f"out, one of them because {failures[0]}"
+            )
         for name in due:  # no await here: a stopped run records all sets or none
-            self.log.metrics("eval", summary(groups[name], self.reward), update=update, of=name)
+            if answered := [group for group in groups[name] if group]:
+                self.log.metrics("eval", summary(answered, self.reward), update=update, of=name)
         self.groups.ledger.add_evaluation(progress.trace.now() - began)
 
-    async def _answer(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def _answer(self, failures: list[str], prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        """Return the answers to a prompt; if all have failed, none, and add the reason to `failures`."""
+        try:
+            group = await self._answer_or_give_up(prompt, sampling)
+        except GivenUp as failure:
+            failures.append(str(failure))
+            group = []
+        self.groups.progress.note_change()
+        return group
+
+    async def _answer_or_give_up(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
         async def generate(worker: Worker[Sampler]) -> Group:
             drawn = await worker.engine.generate(prompt, sampling, group)
             return drawn if unfinished(drawn) else answered_members(drawn)
@@ -66,8 +86,7 @@ class Evaluation:
             try:
                 group = await self.scoring.score_other(group, f"answers to held-out prompt {prompt.number}")
             except RecordsLost:  # a worker died with the answers, so they are drawn again
-                return await self._answer(prompt, sampling)
-        self.groups.progress.note_change()
+                return await self._answer_or_give_up(prompt, sampling)
         return list(group)
 
 

@@ -281,7 +281,7 @@ class Start:
 
 
 def print_resume_command(path: Path, config: Config, console: Console) -> None:
-    if saved := resumable(path / "checkpoints", config.health.updates):
+    if saved := resumable(path / "checkpoints", config.health.proof):
         line_printer(console)(
             f"stopped; saved after update {saved[-1]}; continue with: slipstream resume {shlex.quote(str(path))}"
         )

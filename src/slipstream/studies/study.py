@@ -49,7 +49,7 @@ class Point:
     settings: Mapping[str, Any]
     """Values of the grid's settings, and the name of the condition, if any."""
     x: Any
-    """Value of the setting along the axis; None if this point has no such setting."""
+    """Value of the setting along the axis, lists as text; None if this point has no such setting."""
     series: str
     """Name of the point's line in a figure: the arm and its settings, without x."""
     config: Config
@@ -162,7 +162,7 @@ class Study:
         tree = {**self.base, "seed": self.sweep.seeds[0]}
         config = parse(tree, overrides, where=name, say=lambda note: self.notes.append(f"{name}: {note}"))
         x = (flat(config.model_dump(mode="json")) | changes).get(self.x or "")
-        return Point(arm, settings, x, series, config)
+        return Point(arm, settings, value_text(x) if isinstance(x, list | dict) else x, series, config)
 
     def _check(self, overridden: Sequence[str]) -> None:
         sweep = self.sweep
