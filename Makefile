@@ -64,8 +64,8 @@ docs: .venv/ready
 zoo: .venv/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo
 
-# Fault tests: kill and stop processes of real runs of every job and over Ray, at least ten times the coordinator of each.
-# Then twenty thousand faults on a virtual clock (45 minutes)
+# Fault tests (45 minutes): twenty thousand runs on a virtual clock, then real runs of every job whose processes are killed or
+# stopped. The coordinator of each is killed at least ten times.
 chaos: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fates.py 20000
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --faults 100 --updates 250

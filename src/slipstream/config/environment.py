@@ -38,9 +38,10 @@ class GatewayConfig(Section):
     row without the answer. None starts the agent in an empty directory."""
     verify: str | None = Field(None, min_length=1)
     """Program that judges the agent's work after the agent has ended. It writes the reward, or several rewards by name,
-    as JSON into the file $SLIPSTREAM_VERDICT; its exit status is ignored. It has its own working directory, HOME and
-    sandbox, a copy of the workspace ($SLIPSTREAM_WORKSPACE), and the row with its answer ($SLIPSTREAM_TASK). None lets
-    the agent, and any program that the student runs, write the reward into reward.json."""
+    as JSON into the file $SLIPSTREAM_VERDICT. An exit status other than 0 is a failure: the episode is tried again. It
+    has its own working directory, HOME and sandbox, a copy of the workspace ($SLIPSTREAM_WORKSPACE), and the row with
+    its answer ($SLIPSTREAM_TASK). None lets the agent, and any program that the student runs, write the reward into
+    reward.json."""
     at_once: int = Field(8, ge=1)
     """Largest number of agents that run at the same time for each sampler."""
     listen: LocalAddress | None = None
@@ -58,8 +59,8 @@ class GatewayConfig(Section):
 
 class EnvironmentConfig(Section):
     use: str | None = None
-    """Environment: table, lookup or python, or a user class, "./file.py:Class" or "module:Class". The tools are the
-    public methods of the class, or the class has step(reply). Or tools of an MCP server, "mcp:COMMAND" or "mcp:URL"
+    """Environment: table, lookup, doors or python, or a user class, "./file.py:Class" or "module:Class". The tools are
+    the public methods of the class, or the class has step(reply). Or tools of an MCP server, "mcp:COMMAND" or "mcp:URL"
     (mcp_shared: one server for each process). Or a game for one player, "textarena:NAME" or "gymnasium:NAME". Or the
     sessions of an OpenEnv server, "openenv:URL". Or a taskset of verifiers, "verifiers:TASKSET+HARNESS", which stands
     for a gateway. Or a directory of tasks of Harbor or Terminal-Bench, "tasks:PATH". None needs `gateway`."""

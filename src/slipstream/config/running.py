@@ -33,9 +33,9 @@ class SuiteConfig(Section):
 class EvalConfig(Section):
     every: Annotated[int, Field(ge=0)] | BySet = 0
     """Number of updates between two evaluations: one number, or one for each held-out set by name, as in
-    { math = 10, code = 50 }. The student is also evaluated at the start and at the end. 0 never evaluates, and the
-    other settings of [eval] then have no effect. With task.reward it measures accuracy, without it the reverse KL to
-    the teacher."""
+    { math = 10, code = 50 }. The student is also evaluated at the start and at the end. 0 never evaluates;
+    `prompts`, `n` and `temperature` are then those of `slipstream eval` alone. With task.reward it measures accuracy,
+    without it the reverse KL to the teacher."""
     prompts: Annotated[int, Field(ge=1)] | BySet = 200
     """Number of held-out prompts of each set; one number, or one for each set by name."""
     n: Annotated[int, Field(ge=1)] | BySet = 1

@@ -120,7 +120,7 @@ class Buffer(Controller):
         return Level(f, self.mean.roll_coverage, self.mean.sup_coverage)
 
     def _freshness(self, lag: int) -> float:
-        """Return `estimators.freshness.score` of the average drift at a lag."""
+        """Return `estimators.drift.score` of the average drift at a lag."""
         freshness, roll = self.freshness, max(0.0, self.curve(lag))
         drift = freshness.alpha * sqrt(roll) + freshness.beta * sqrt(max(0.0, self.sup))
         return exp(-drift) / ((lag if freshness.lag else 0) + 1)
