@@ -429,7 +429,7 @@ def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
 
 
 def test_memory_is_worked_out_from_the_config() -> None:
-    settings = config(("sampler.max_length", "200"))
+    settings = config(("sampler.max_length", "150"))
     learner, sampler, teacher = plan(settings).needs
     parameters = learner.parts["weights"] / 4
     assert 130_000 < parameters < 150_000, "the student of the demo"

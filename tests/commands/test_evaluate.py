@@ -409,6 +409,9 @@ def test_lines_are_whole_beside_those_of_others(tmp_path: Path) -> None:
     append(path, "1\n")
     append(path, "2\n3\n")
     assert path.read_text() == "1\n2\n3\n"
+    path.write_text('1\n{"time": "2')  # by a process that was killed
+    append(path, "2\n")
+    assert path.read_text() == "1\n2\n"
     with pytest.raises(RunDirError, match="cannot be written"):
         append(tmp_path / "nowhere" / "lines", "1\n")
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream.cli import main
+from slipstream.commands import suite
 from slipstream.commands.suite import template_settings
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError
+from slipstream.plan.subject import EvaluatedModel
 
 REFUSED = {
     "tasks without names": (["--suite-path", "tasks"], "--suite-path: name the tasks in that directory with --suite"),
@@ -74,3 +78,25 @@ def test_a_missing_harness_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
     )
     assert main(["eval", "builtin:student", "--suite", "sums"]) == 2
     assert capsys.readouterr().err == ("error: --suite needs lm-evaluation-harness: pip install 'slipstream[suite]'\n")
+
+
+def test_tasks_are_scored_with_the_settings_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def simple_evaluate(_: str, **options: Any) -> dict[str, Any]:
+        asked.append(options)
+        return {"n-samples": {}, "results": {}}
+
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=simple_evaluate))
+    monkeypatch.setattr(suite, "task_manager", lambda *_: None)
+    data = {"chat": True, "template_args": {"enable_thinking": False}}
+    run = {"seed": 7, "data": data, "sampler": {"dtype": "bfloat16"}, "runtime": {"device": "cpu"}}
+    config = parse({"student": "builtin:student", "teachers": {"main": {"model": "t"}}, **run})
+    suite.measure_suite(EvaluatedModel("builtin:student", config=config), {"suite": ["sums"]})
+    suite.measure_suite(EvaluatedModel("builtin:student", config=config), {"suite": ["sums"], "seed": 3, "chat": False})
+    suite.measure_suite(EvaluatedModel("builtin:student"), {"suite": ["sums"]})
+    of_run, given, alone = asked
+    assert (of_run["random_seed"], given["random_seed"], alone["random_seed"]) == (7, 3, 0)
+    assert [each["model_args"]["dtype"] for each in asked] == ["bfloat16", "bfloat16", "float32"]
+    assert of_run["model_args"]["chat_template_args"] == {"enable_thinking": False} and of_run["device"] == "cpu"
+    assert "chat_template_args" not in given["model_args"] | alone["model_args"]

@@ -241,6 +241,12 @@ def test_what_a_run_cost_is_read_off_it(tmp_path: Path) -> None:
     assert set(found.lengths.responses) == {4, 8, 12, 16, 20}
     again = forecast(found, ONE, Sync(), WORK, updates=20).samples_per_s
     assert again == pytest.approx(forecast(known, ONE, Sync(), WORK, updates=20).samples_per_s, rel=0.05)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for line in lines[: len(lines) // 2]:
+        line |= {"sft": 1.0, "stage/rollout": 0.0}
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.0625, rel=0.02), "the rest is supervised"
 
 
 def test_what_a_gpu_costs_follows_from_its_data_sheet() -> None:

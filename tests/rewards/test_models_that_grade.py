@@ -180,6 +180,11 @@ def test_a_judge_reads_the_template_and_its_last_score_counts() -> None:
         ('Well: {"why": "x", "score": 0.5}', {"pattern": None, "key": "score"}, {"judge": 0.5}),
         ("[1]", {"pattern": None, "key": "score"}, "says no JSON object with the key 'score': '[1]'"),
         ('{"score": null}', {"pattern": None, "key": "score"}, "gives the score 'None', which is not a number"),
+        (
+            f'{{"score": 1{"0" * 400}}}',
+            {"pattern": None, "key": "score"},
+            f"gives the score '1{'0' * 79}', which is not a number",
+        ),
         ('{"score": true}', {"pattern": None, "key": "score"}, "gives the score 'True', which is not a number"),
         ("good", {}, "says nothing that task.judge.pattern matches: 'good'"),
         ("score: 1.2.3", {}, "gives the score '1.2.3', which is not a number"),

@@ -255,7 +255,8 @@ def request_of(subject: EvaluatedModel, options: Mapping[str, Any], say: Callabl
         check_known(subject)
     run = subject.config
     settings = {SETTINGS[name]: value for name, value in options.items() if name in SETTINGS}
-    config = config_of_model(subject.model) if run is None else config_of_run(run, subject.model)
+    model, other_data = subject.model, "data" in options
+    config = config_of_model(model) if run is None else config_of_run(run, model, other_data=other_data)
     asked = EvalRequest(
         config=with_options(config, settings),
         url=options.get("url"),

@@ -63,13 +63,17 @@ def measure_suite(subject: EvaluatedModel, options: Mapping[str, Any]) -> list[d
 
     tasks = options["suite"]
     manager = task_manager(tasks, options.get("suite_path"), "--suite", "--suite-path")
-    device = options.get("device", "auto")
-    chat, system = template_settings(subject.config, options)
+    config = subject.config
+    device = options.get("device", "auto" if config is None else config.runtime.device)
+    chat, system = template_settings(config, options)
     form = "go through the chat template" if chat else "are plain text"
-    whose = ", as those of the run" if subject.config is not None and "chat" not in options else ""
+    whose = ", as those of the run" if config is not None and "chat" not in options else ""
     note(f"note: prompts of tasks {form}{whose}")
-    settings = {"seed": options.get("seed", 0), "dtype": options.get("dtype", "float32"), "chat": chat}
-    model = {"pretrained": model_path(subject.model), "dtype": settings["dtype"]}
+    seed, dtype = (0, "float32") if config is None else (config.seed, config.sampler.dtype)
+    settings = {"seed": options.get("seed", seed), "dtype": options.get("dtype", dtype), "chat": chat}
+    model: dict[str, Any] = {"pretrained": model_path(subject.model), "dtype": settings["dtype"]}
+    if chat and config is not None and config.data.template_args:
+        model["chat_template_args"] = dict(config.data.template_args)
     if is_adapter(subject.model):
         model["peft"] = subject.model
     began = time.perf_counter()

@@ -61,9 +61,10 @@ def metadata_of(student: str) -> dict[str, str]:
     """Return base model and license from the metadata block of the student's own model card, if it has one."""
     try:
         file = file_of(student, "README.md")
-    except ModelError:  # the student may have been moved since the run began, which must not make the run fail
+        text = file.read_text("utf-8", errors="replace") if file is not None else ""
+    except (ModelError, OSError):  # the student may have been moved since the run began, which must not make it fail
         return {}
-    block = re.match(r"---\n(.*?)\n---", file.read_text("utf-8"), re.DOTALL) if file is not None else None
+    block = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     return dict(re.findall(r"^(base_model|license): *(\S+)$", block[1], re.M)) if block else {}
 
 
@@ -130,9 +131,10 @@ def course(trained: Sequence[Tree]) -> Iterator[Row]:
 def accuracies(config: Tree, evaluated: Sequence[Tree]) -> Iterator[Row]:
     """Yield table rows with the accuracy or KL of each evaluation set: at the first evaluation and at the last."""
     held_out = config["data"].get("eval")
+    sources = held_out if isinstance(held_out, dict) else {"": held_out}
     for name in dict.fromkeys(line.get("set", "") for line in evaluated):
         of_set = [line for line in evaluated if line.get("set", "") == name]
-        source = held_out[name] if name else held_out
+        source = sources.get(name) or name or "another set"  # data.eval may have changed in a resumed run
         for line in [of_set[0], *of_set[1:][-1:]]:
             yield (
                 f"`{source}`",
@@ -185,9 +187,9 @@ def misread(student: str, targets: str | Sequence[str]) -> bool:
     """Return True if PEFT would load adapters of dense layers as adapters of experts (mixture of experts)."""
     try:
         file = file_of(student, "config.json")
-    except ModelError:  # the student may have been moved since the run began, which must not make the run fail
+        experts = file is not None and "experts" in file.read_text("utf-8", errors="replace")
+    except (ModelError, OSError):  # the student may have been moved since the run began, which must not make it fail
         return False
-    experts = file is not None and "experts" in file.read_text("utf-8")
     return experts and (targets == "all-linear" or not FEED_FORWARD.isdisjoint(targets))
 
 

@@ -53,8 +53,12 @@ class Ending:
         if self.checkpoints.at_end:
             checkpoint = await with_timeout(self.capture()(), self.patience, "writing a checkpoint")
             await self.suites.finish(checkpoint)
-        final = self.log.path / "final"
-        writing = save_whole(self.learner, final, {"README.md": model_card().encode()})
+        final, files = self.log.path / "final", dict[str, bytes]()
+        try:
+            files["README.md"] = model_card().encode()
+        except Exception as error:  # a student without a card is better than none
+            self.say(f"the final student has no model card: {type(error).__name__}: {first_line(error)}")
+        writing = save_whole(self.learner, final, files)
         await with_timeout(writing, self.patience, "writing the final student")
         return final
 

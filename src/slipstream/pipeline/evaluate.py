@@ -56,8 +56,8 @@ class Evaluation:
         if failures:
             asked = sum(len(self.held_out[name]) for name in due)
             self.samplers.say(
-                f"evaluation at update {update}: {len(failures)} of {asked} held-out prompts have no answer and are left "
-                f"out, one of them because {failures[0]}"
+                f"evaluation at update {update}: {len(failures)} of {asked} held-out prompts have no answer and are "
+                f"left out, one of them because {failures[0]}"
             )
         for name in due:  # no await here: a stopped run records all sets or none
             if answered := [group for group in groups[name] if group]:

@@ -19,6 +19,7 @@ from slipstream.config.schema import Config
 from slipstream.data.tokenizers import Tokenizer, check_ids
 from slipstream.engines.sampling_options import eval_sampling
 from slipstream.errors import DataError
+from slipstream.models.adapters import is_adapter
 from slipstream.plan.engine_plans import EnvironmentPlan, GraderPlan, SamplerPlan
 from slipstream.plan.engines import sampler_of
 from slipstream.plan.facts import KINDS, Facts, ModelFacts
@@ -30,7 +31,7 @@ from slipstream.plan.rules.memory import check_alone
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt
 
-INHERITED_DATA_KEYS = ("prompt", "answer", "template", "chat", "system_prompt", "template_args")
+INHERITED_DATA_KEYS = ("prompt", "answer", "template", "chat", "system_prompt", "template_args", "too_long")
 SAMPLER = ("max_tokens", "dtype", "max_length", "slots", "engine_args")
 RUNTIME = ("device", "threads", "graders")
 """Settings of a run that its evaluation has, too, of sections of which others do not count."""
@@ -76,20 +77,25 @@ def config_of_model(model: str, **sections: Any) -> Config:
     return Config.model_construct(student=model, loss=ReverseKLMC(weight=0), **own | sections)
 
 
-def config_of_run(run: Config, model: str) -> Config:
-    """Return the config that evaluates a model of a run: on its held-out prompts, or else on its training prompts."""
-    data, given = run.data, run.data.held_out
-    sets, most = given or data.sources, None if given else data.limit
+def config_of_run(run: Config, model: str, *, other_data: bool = False) -> Config:
+    """Return the config that evaluates a model of a run: on its held-out prompts, or else on its training prompts.
+
+    With `other_data` the caller replaces them by a held-out set, to which no setting of training prompts applies.
+    """
+    data, sets = run.data, run.data.held_out or run.data.sources
+    given = bool(data.held_out) or other_data
+    most = None if given else data.limit
     prompts = {name: run.eval.of(name, "prompts") for name in sets}
     made = config_of_model(
         model,
         data=DataConfig(
-            eval=data.eval if given else data.train,
+            eval=data.eval if data.held_out else data.train,
             eval_split=data.eval_split if given else data.split,
             eval_where=data.eval_where if given else data.where,
             **values(data, INHERITED_DATA_KEYS),
         ),
-        sampler=SamplerConfig(**values(run.sampler, SAMPLER)),
+        # whole students have these tokens among their own, and adapters those of their base model
+        sampler=SamplerConfig(**values(run.sampler, SAMPLER), stop=run.sampler.stop if is_adapter(model) else ()),
         task=run.task,
         eval=EvalConfig(
             prompts=same({name: min(each, most or each) for name, each in prompts.items()}),

@@ -66,7 +66,7 @@ class DataFacts:
         for name, source in data.sources.items():
             loaded = load_rows(source, data, split=data.split, limit=data.limit, where=data.where, say=self.say)
             loaded = in_environments(config, loaded, name)
-            rows += [replace(row, data_source=name) if name and row.data_source == "default" else row for row in loaded]
+            rows += with_source(loaded, name)
             names += [name] * len(loaded)
         graded_rows(rows, config.task.reward, config.task.sandbox, reward_settings(config))
         tokens = encode_rows(rows, self.tokenizer, data, self.tools)
@@ -107,29 +107,28 @@ class DataFacts:
         """Return the held-out prompts, by the name of their set; empty if the run does not evaluate."""
         config, data, sets = self.config, self.config.data, dict[str, Sequence[Prompt]]()
         for name in data.held_out if config.eval.every else ():
-            rows, every = self.held_out_set(name)
-            what, tokens = f"data.eval{name and '.'}{name}", [prompt.tokens for prompt in every]
-            fit = self.fitting(rows, tokens, what)
-            rows, tokens = [rows[place] for place, _ in fit], [ids for _, ids in fit]
-            sets[name] = [replace(every[place], tokens=ids) for place, ids in fit]
+            rows, sets[name] = self.held_out_set(name)
+            tokens = [prompt.tokens for prompt in sets[name]]
             self.check(rows, tokens)
             if not config.every_environment:  # in an environment, rows with equal prompts may still differ
-                line, share = overlap_line(what, self.prompts, rows, tokens)
+                line, share = overlap_line(name_of_set(name), self.prompts, rows, tokens)
                 if line:
                     (self.leaks.append if share > LEAKED else self.say)(line)
         return sets
 
     def held_out_set(self, name: str) -> tuple[Sequence[Row], list[Prompt]]:
-        """Return rows and prompts of one held-out set, in the order of the rows."""
+        """Return rows and prompts of one held-out set, in their order, without those that data.too_long drops."""
         config, data, limit = self.config, self.config.data, self.config.eval.of(name, "prompts")
         source, split, where = data.held_out[name], data.eval_split, data.eval_where
         loaded = load_rows(source, data, split=split, limit=limit, where=where, say=self.say)
-        loaded = in_environments(config, loaded, name)
+        loaded = with_source(in_environments(config, loaded, name), name)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox, reward_settings(config))
         judges = [] if config.task.reward else routes(config, rows, held_out=True)
         tools, tells = self.tools, self.keeps_text
         own: Any = {"teachers": judges, "respelled": respelled_prompts(config, self.facts, rows, judges, tools)}
-        return rows, eval_prompts(rows, self.tokenizer, config, tools=tools, tells=tells, **own)
+        every = eval_prompts(rows, self.tokenizer, config, tools=tools, tells=tells, **own)
+        fit = self.fitting(rows, [prompt.tokens for prompt in every], name_of_set(name))
+        return [rows[place] for place, _ in fit], [replace(every[place], tokens=ids) for place, ids in fit]
 
     @property
     def longest(self) -> int:
@@ -180,6 +179,15 @@ class DataFacts:
         for model, most in contexts.items():
             check_fits(rows, tokens, max_tokens=self.config.sampler.max_tokens, context=most, model=model)
         check_ids(rows, tokens, student, self.facts.student.vocabulary)
+
+
+def with_source(rows: Sequence[Row], name: str) -> list[Row]:
+    """Return rows with the name of their source in the data as data_source, unless they have one of their own."""
+    return [replace(row, data_source=name) if name and row.data_source == "default" else row for row in rows]
+
+
+def name_of_set(name: str) -> str:
+    return f"data.eval.{name}" if name else "data.eval"
 
 
 def in_environments(config: Config, rows: list[Row], source: str) -> list[Row]:

@@ -21,9 +21,10 @@ def costs_of(run: RunDir) -> Costs:
     If all samples of an update are decoded together, its longest response separates the cost of steps from that of
     rows. Otherwise rows get all the cost, which is right only for the same number of rows.
     """
-    config, lines, ledger = run.config, run.metrics[FIRST:], run.ledger
+    config, ledger = run.config, run.ledger
+    lines = [line for line in run.metrics if not line.get("sft")][FIRST:]
     if len(lines) < 2:
-        raise RunDirError(f"{run.path} has {len(run.metrics)} updates: to derive costs it needs {FIRST + 2} or more")
+        raise RunDirError(f"{run.path} has too few updates with rollouts: to derive costs it needs {FIRST + 2} or more")
     samplers, scorers = at_first(config.sampler.replicas), sum(at_first(t.replicas) for t in config.teachers.values())
     loads = [line["publish/load"] + line.get("publish/rebuild", 0.0) for line in lines if "publish/load" in line]
     return Costs(

@@ -188,10 +188,13 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def append(path: Path, lines: str) -> None:
-    """Append complete lines to a file; several processes may do so at the same time."""
-    with writing(path), os.fdopen(opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
+    """Append complete lines to a file, after removing an incomplete last one; several processes may do so at once."""
+    with writing(path), os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = os.fstat(file.fileno()).st_size
+        if before and os.pread(file.fileno(), 1, before - 1) != b"\n":  # of a process that was killed
+            before = os.pread(file.fileno(), before, 0).rfind(b"\n") + 1
+            os.ftruncate(file.fileno(), before)
         try:
             file.write(lines)
             file.flush()

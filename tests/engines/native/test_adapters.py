@@ -24,7 +24,7 @@ from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import load_model, with_adapters
 from slipstream.errors import ModelError
 from slipstream.models.adapters import adapter_of
-from slipstream.models.model_card import head, loading, metadata_of
+from slipstream.models.model_card import accuracies, head, loading, metadata_of
 from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method
 from slipstream.plan.engine_plans import ModelPlan
@@ -418,6 +418,18 @@ def test_the_card_shows_no_way_that_peft_would_misread(
     (tmp_path / "config.json").write_text(json.dumps(config))
     run = {"student": str(tmp_path), "learner": {"lora": {"targets": targets}}}
     assert ("AutoPeftModel" in loading(run, tmp_path / "final")) is shown
+
+
+@pytest.mark.parametrize("now", ["own.jsonl", None, {"code": "code.jsonl"}, {"math": "new.jsonl"}])
+def test_a_card_shows_evaluations_of_sets_that_have_left_the_config(now: Any) -> None:
+    lines = [{"set": name, "update": 3, "samples": 8.0, "accuracy": 0.5} for name in ("math", "")]
+    found = [row[0] for row in accuracies({"data": {"eval": now}}, lines)]
+    assert found[0] == ("`new.jsonl`" if now == {"math": "new.jsonl"} else "`math`")
+
+
+def test_a_card_reads_the_license_of_a_students_card_in_any_encoding(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_bytes(b"---\nlicense: mit\n---\nf\xfcr")
+    assert metadata_of(str(tmp_path)) == {"license": "mit"}
 
 
 def test_a_card_repeats_base_and_license_of_the_students_own_card_and_says_how_to_serve_it(tmp_path: Path) -> None:

@@ -105,5 +105,5 @@ def score_in(message: str, settings: Judge) -> float:
         if isinstance(score, bool | None):
             raise ValueError
         return number(float(score))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise Unusable("type", f"gives the score {str(score)[:MAX_QUOTED_SCORE]!r}, which is not a number") from None

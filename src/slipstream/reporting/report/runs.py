@@ -83,7 +83,8 @@ class Reading:
         for line in self.evaluations:
             for measure in HELD_OUT_MEASURES & line.keys():
                 name = line.get("set", "")
-                each, n = found.setdefault((measure, name), HeldOut([], [], [])), self.config.eval.of(name, "n")
+                each, numbers = found.setdefault((measure, name), HeldOut([], [], [])), self.config.eval.n
+                n = numbers.get(name, 1) if isinstance(numbers, dict) else numbers  # a set may have left the config
                 of_accuracy = binomial_error(line[measure], line.get("samples", 0.0) / n)
                 each.updates.append(float(line["update"]))
                 each.values.append(line[measure])
