@@ -124,7 +124,7 @@ def with_options(config: Config, settings: Mapping[str, Any]) -> Config:
         changes.setdefault(section, {})[name] = value
     data = changes.pop("data", {})
     if "eval" in data:
-        data |= {"eval": data["eval"].get("", data["eval"]), "eval_where": {}}
+        data |= {"eval": data["eval"].get("", data["eval"]), "eval_where": {}, "too_long": "refuse"}
     # a template names its own columns: an option for the template unsets the prompt column, and the reverse
     data = {other: None for name, other in (("prompt", "template"), ("template", "prompt")) if name in data} | data
     columns = values(config.data, (*INHERITED_DATA_KEYS, "eval", "eval_split", "eval_where"))
