@@ -247,6 +247,9 @@ def test_what_a_run_cost_is_read_off_it(tmp_path: Path) -> None:
         line |= {"sft": 1.0, "stage/rollout": 0.0}
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.0625, rel=0.02), "the rest is supervised"
+    with (tmp_path / "run" / "config.toml").open("a") as file:
+        file.write("\n[reuse]\ntimes = 2\n")
+    assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.125, rel=0.02), "half of the tokens are new"
 
 
 def test_what_a_gpu_costs_follows_from_its_data_sheet() -> None:

@@ -26,23 +26,24 @@ def costs_of(run: RunDir) -> Costs:
     if len(lines) < 2:
         raise RunDirError(f"{run.path} has too few updates with rollouts: to derive costs it needs {FIRST + 2} or more")
     samplers, scorers = at_first(config.sampler.replicas), sum(at_first(t.replicas) for t in config.teachers.values())
+    uses = config.reuse.times if config.reuse is not None else 1  # `lines` count a token at each use
     loads = [line["publish/load"] + line.get("publish/rebuild", 0.0) for line in lines if "publish/load" in line]
     return Costs(
-        decode=decode_cost(run, lines, samplers),
-        score=ScoreCost(token=spent(lines, "score") * scorers),
+        decode=decode_cost(run, lines, samplers, uses),
+        score=ScoreCost(token=spent(lines, "score") * scorers * uses),
         learn=LearnCost(token=spent(lines, "learn") * config.learner.ranks),
         publish=PublishCost(load=fmean(loads) if loads else 0.0),
         lengths=Lengths(responses=quantiles([n for entry in ledger for n in entry.get("tokens", ())])),
     )
 
 
-def decode_cost(run: RunDir, lines: Sequence[Line], samplers: int) -> DecodeCost:
+def decode_cost(run: RunDir, lines: Sequence[Line], samplers: int, uses: int) -> DecodeCost:
     config = run.config
     serial = config.schedule.serial and samplers == 1
     if not serial or config.learner.batch_size > config.sampler.slots:
-        return DecodeCost(step=0.0, row=spent(lines, "rollout") * samplers)
+        return DecodeCost(step=0.0, row=spent(lines, "rollout") * samplers * uses)
     paid = [
-        Paid(line["stage/rollout"] * line["seconds/update"], {"step": line["length/max"], "row": line["tokens"]})
+        Paid(line["stage/rollout"] * line["seconds/update"], {"step": line["length/max"], "row": line["tokens"] / uses})
         for line in lines
     ]
     return DecodeCost(**fitted(paid))
