@@ -19,7 +19,6 @@ from slipstream.config.schema import Config
 from slipstream.data.tokenizers import Tokenizer, check_ids
 from slipstream.engines.sampling_options import eval_sampling
 from slipstream.errors import DataError
-from slipstream.models.adapters import is_adapter
 from slipstream.plan.engine_plans import EnvironmentPlan, GraderPlan, SamplerPlan
 from slipstream.plan.engines import sampler_of
 from slipstream.plan.facts import KINDS, Facts, ModelFacts
@@ -95,7 +94,9 @@ def config_of_run(run: Config, model: str, *, other_data: bool = False) -> Confi
             **values(data, INHERITED_DATA_KEYS),
         ),
         # whole students have these tokens among their own, and adapters those of their base model
-        sampler=SamplerConfig(**values(run.sampler, SAMPLER), stop=run.sampler.stop if is_adapter(model) else ()),
+        sampler=SamplerConfig(
+            **values(run.sampler, SAMPLER), stop=run.sampler.stop if ModelFacts(model).is_adapter else ()
+        ),
         task=run.task,
         eval=EvalConfig(
             prompts=same({name: min(each, most or each) for name, each in prompts.items()}),
