@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.environments import Call, Message
 from slipstream.environments.chat.quoting import Part, Quoting
 from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.chat.tool_calls import Format
 from slipstream.environments.chat.tool_formats import call_message
 from slipstream.errors import ConfigError, DataError, ModelError
 from support.model_directories import build_tokenizer
@@ -564,6 +565,32 @@ def test_tags_give_text_where_the_schema_says_text() -> None:
     assert arguments("count", "2024-01-01") == {"count": "2024-01-01"}
     assert arguments("deep", "True") == {"deep": True}
     assert arguments("unknown", "{}") == {"unknown": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"oneOf": [{"items": {"type": "integer"}, "type": "array"}, {"type": "null"}]}, "[1, 2]", [1, 2]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"type": ["string", "null"]}, "12139", "12139"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["number", "null"]}, "0.5", 0.5),
+        ({"$ref": "#/$defs/Size"}, "7", 7),
+        ({"$ref": "#/$defs/Name"}, "7", "7"),
+        ({"$ref": "#/$defs/Loop"}, "7", "7"),
+        ({"$ref": "#/$defs/Nothing"}, "7", "7"),
+        ({"type": {}}, "7", "7"),
+        (True, "7", "7"),
+    ],
+)
+def test_tags_give_what_unions_and_references_allow(schema: Any, text: str, value: Any) -> None:
+    named = {"Size": {"type": "integer"}, "Name": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    parameters = {"properties": {"key": schema}, "$defs": named}
+    said = f"<tool_call><function=look><parameter=key>\n{text}\n</parameter></function></tool_call>"
+    (call,) = Format(begin="<tool_call>", end="</tool_call>", tags=True).read(said, schemas={"look": parameters}).calls
+    assert call.arguments == {"key": value}
 
 
 @pytest.mark.parametrize(

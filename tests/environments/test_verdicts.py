@@ -20,6 +20,7 @@ from slipstream.environments.gateway.agent_processes import Agent, Programs
 from slipstream.errors import ConfigError, EnvironmentFailed
 from slipstream.plan.environment import agent_of, check_agent
 from slipstream.rewards.functions import LARGEST_REWARD, MOST_REWARDS, Unusable, rewards_of
+from slipstream.sandbox.base import Ran
 from support.sandboxes import NO_BUBBLEWRAP
 
 WALLED = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
@@ -416,6 +417,43 @@ def test_tests_that_cannot_be_loaded_are_no_reward_of_0(place: Place) -> None:
             EnvironmentFailed, match="exit status 1: .*/tests: no tests were found, or they cannot be loaded"
         ):
             place.rewards("", walled=False)
+
+
+def test_a_skipped_part_of_a_test_does_not_skip_the_test(place: Place) -> None:
+    content = dedent("""
+        import unittest
+
+        class Parts(unittest.TestCase):
+            def test_of_parts(self):
+                for part in range(3):
+                    with self.subTest(part=part):
+                        self.skipTest("not here") if not part else None
+    """)
+    (place.path / "tests" / "test_mean.py").write_text(content)
+    assert place.rewards("", walled=False)["reward"] == 1.0
+
+
+def test_a_judge_that_does_not_wait_for_an_answer_finds_no_fault_in_the_sandbox(tmp_path: Path) -> None:
+    solution, asked = judging.Solution(tmp_path, seconds=5.0), asyncio.Event()
+
+    async def ran(**_: Any) -> Ran:
+        asked.set()
+        await asyncio.sleep(0.1)
+        return Ran("ok", 0, "x" * 3_000_000, "", 0.1)
+
+    solution._run = ran  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with solution.serve(tmp_path / "socket"):
+            _, writer = await asyncio.open_unix_connection(tmp_path / "socket")
+            writer.write(b'{"argv": ["x"]}')
+            writer.write_eof()
+            await asked.wait()
+            writer.close()
+            await asyncio.sleep(0.3)
+
+    asyncio.run(main())
+    assert solution.fault == ""
 
 
 @pytest.mark.parametrize(

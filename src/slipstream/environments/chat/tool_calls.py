@@ -48,6 +48,18 @@ class Format:
 HERMES = Format(begin="<tool_call>", end="</tool_call>")
 
 
+def _types(schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> set[str]:
+    """Return the types of JSON that a schema allows, through unions and references; a string if it does not say."""
+    if not isinstance(schema, dict) or not depth:
+        return {"string"}
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(definitions.get(reference.rpartition("/")[2]), definitions, depth - 1)
+    if isinstance(parts := schema.get("anyOf") or schema.get("oneOf"), list):
+        return set[str]().union(*(_types(part, definitions, depth - 1) for part in parts))
+    types = schema.get("type")
+    return {each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)} or {"string"}
+
+
 @dataclass
 class Found:
     calls: list[Call] = field(default_factory=list)
@@ -125,11 +137,12 @@ class Reading:
         return [Call(name, arguments)], at + len("</function>")
 
     def _typed(self, tool: str, key: str, text: str) -> Any:
-        """Parse a parameter as JSON unless the schema's type is string; return text that is not JSON unchanged."""
-        kind = self.schemas.get(tool, {}).get("properties", {}).get(key, {}).get("type", "string")
-        if kind == "string":
-            return text
+        """Parse a parameter as JSON unless its schema allows only strings; return text that is not JSON unchanged."""
+        parameters = self.schemas.get(tool, {})
+        types = _types(parameters.get("properties", {}).get(key), parameters.get("$defs", {}))
         given = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+        if types <= {"string", "null"}:
+            return None if given == "null" and "null" in types else text
         try:
             value, end = value_at(given, 0)
         except Fault:

@@ -87,10 +87,13 @@ class Solution:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            writer.write(json.dumps(asdict(await self._run(**json.loads(await reader.read())))).encode())
-            await writer.drain()
+            answer = json.dumps(asdict(await self._run(**json.loads(await reader.read())))).encode()
         except (SlipstreamError, ValueError, TypeError, OSError) as error:
             self.fault = str(error)
+        else:
+            with suppress(ConnectionError):  # a judge that no longer waits may still have its verdict
+                writer.write(answer)
+                await writer.drain()
         finally:
             writer.close()
 
