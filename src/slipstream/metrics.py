@@ -339,7 +339,8 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     warmup = min(WARMUP, len(lines) // 2)
     late, times = lines[warmup:], [line["time"] for line in lines]
     wall = max(sum(line["seconds/update"] for line in late), 1e-9)
-    tokens = max(sum(line["tokens"] for line in late), 1.0)
+    drawn = [sum(count for name, count in line.items() if name.startswith("lag/tokens_")) for line in late]
+    aged = drawn if any(drawn) else [line["tokens"] for line in late]
     shares = ("overlap/busy", "busy/rollout", "busy/score", "busy/learn")
     waits = ("data", "turn", "weights")
     return {
@@ -349,7 +350,7 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
         "overlap/stages": sum(line["overlap/stages"] * line["seconds/update"] for line in lines)
         / max(sum(line["seconds/update"] for line in lines), 1e-9),
         **{f"waits/{name}": sum(line[f"seconds/{name}"] for line in late) / wall for name in waits},
-        "lag/mean": sum(line["lag/mean"] * line["tokens"] for line in late) / tokens,
+        "lag/mean": sum(line["lag/mean"] * count for line, count in zip(late, aged, strict=True)) / max(sum(aged), 1.0),
         "lag/max": max(line["lag/max"] for line in lines),
         "lost": lines[-1]["dropped"] + lines[-1]["restarted"],
         "thrown_tokens": lines[-1]["thrown_tokens"],

@@ -232,7 +232,8 @@ def still_reward(history: History, health: HealthConfig) -> Trouble | None:
     if len(last) < health.reward:
         return None
     for name in sorted(name for name in last[-1] if name.startswith("reward/")):
-        if len({line.get(name) for line in last}) == 1:
+        no_penalty = name == "reward/overlong" and not last[-1][name]  # its best value
+        if len({line.get(name) for line in last}) == 1 and not no_penalty:
             message = f"{name} has been {last[-1][name]:g} for {len(last)} updates: are all answers graded alike?"
             return Trouble("still reward", message, stops=False)
     return None

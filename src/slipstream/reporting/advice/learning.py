@@ -103,6 +103,7 @@ def spikes(case: Case) -> Evidence | None:
 def no_progress(case: Case) -> Evidence | None:
     now, then = case.kl_now, case.kl_then
     moved = now.above(then) or then.above(now) or case.rewarded or case.fall is not None
+    moved = moved or case.moving_teacher or case.learned_loss
     if len(case.lines) < LONG_RUN or moved or not now.over(ALIKE_KL) or abs(now.mean - then.mean) > 0.1 * then.mean:
         return None
     return Evidence("teacher/kl", now.mean, 0.9 * then.mean, [slower(case.config, 2.0)])
@@ -172,7 +173,7 @@ def roomier(case: Case) -> list[Change]:
 def unrewarded(case: Case) -> Evidence | None:
     for name in case.rewards:
         values = values_of(case.lines, name)
-        if len(values) >= 2 * WINDOW and not any(values):
+        if len(values) >= 2 * WINDOW and not any(values) and name != "reward/overlong":  # a penalty is best at 0
             return Evidence(name, 0.0, 0.0, run=case.show_samples, error=case.config.policy is not None)
     return None
 

@@ -231,8 +231,9 @@ class Case:
         courses += [("accuracy", levels) for levels in accuracy_of(self.evaluations).values()]
         for name, levels in courses:
             best, now = max(levels, key=lambda each: each.mean), levels[-1]
-            if best.above(now) and now.mean < 0.9 * best.mean:
-                return Fall(name, now.mean, 0.9 * best.mean)
+            limit = best.mean - 0.1 * abs(best.mean)
+            if best.above(now) and now.mean < limit:
+                return Fall(name, now.mean, limit)
         return None
 
     @property

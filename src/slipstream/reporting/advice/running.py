@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.config.schedule import Async
 from slipstream.metrics import INTENDED, NO_ADVANTAGE
-from slipstream.reporting.advice.measurements import Case, Change, Evidence, values_of
+from slipstream.reporting.advice.measurements import Case, Change, Evidence
 
 LONG_WAIT = 0.5
 """Largest share of time that the learner should wait; beyond it, throughput could double."""
@@ -22,9 +22,14 @@ def share_of(lost: float, trained: float) -> float:
     return lost / (lost + trained) if lost >= 3 else 0.0
 
 
+def new_samples(case: Case) -> float:
+    """Return the number of samples of all updates, each counted at its first use ([reuse])."""
+    return float(sum(line.get("samples", 0.0) * (1 - line.get("reuse/share", 0.0)) for line in case.lines))
+
+
 def dropped_groups(case: Case) -> Evidence | None:
     lost = case.last("dropped") - sum(map(case.last, INTENDED))
-    share = share_of(lost, sum(values_of(case.lines, "samples")) / case.config.sampler.group)
+    share = share_of(lost, new_samples(case) / case.config.sampler.group)
     if share <= MUCH_LOST:
         return None
     last = case.lines[-1] if case.lines else {}
@@ -37,7 +42,7 @@ def dropped_groups(case: Case) -> Evidence | None:
 
 
 def failed_responses(case: Case) -> Evidence | None:
-    trained = sum(values_of(case.lines, "samples"))
+    trained = new_samples(case)
     names = {name for line in case.lines for name in line if name.startswith("ungraded/") or name == "failed_samples"}
     for name in sorted(names):
         share = share_of(case.last(name), trained)
@@ -49,7 +54,8 @@ def failed_responses(case: Case) -> Evidence | None:
 
 
 def discarded_tokens(case: Case) -> Evidence | None:
-    share = share_of(case.last("thrown_tokens"), sum(values_of(case.lines, "tokens")))
+    new = sum(line.get("reuse/new_tokens", line.get("tokens", 0.0)) for line in case.lines)
+    share = share_of(case.last("thrown_tokens"), new)
     if share <= MUCH_DISCARDED or case.last(f"dropped/{NO_ADVANTAGE}"):
         return None
     schedule, freshness = case.config.schedule, case.config.freshness

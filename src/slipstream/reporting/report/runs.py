@@ -24,7 +24,7 @@ Column = tuple[list[float], list[float]]
 """Updates, and the values of a metric at these updates."""
 HELD_OUT_MEASURES = {"accuracy", "kl"}
 """Metrics that an evaluation may have: accuracy by the first reward, or else the KL to the teacher."""
-OPTIONAL_SECTIONS = ("environment", "environments", "policy", "reference", "freshness")
+OPTIONAL_SECTIONS = ("environment", "environments", "policy", "critic", "reference", "freshness", "reuse", "sft", "mix")
 """Config sections that have no effect unless they are written."""
 
 

@@ -98,7 +98,7 @@ def from_to(lines: Iterable[Mapping[str, Any]]) -> str:
     if not count:
         return ""
     changes = [
-        change(name, *(fmean(line.get(name, 0.0) for line in part) for part in (train[:count], train[-count:])))
+        change(name, *(fmean(line[name] for line in part if name in line) for part in (train[:count], train[-count:])))
         for name in train[-1]
         if GAINS.fullmatch(name) and name in train[0]
     ]

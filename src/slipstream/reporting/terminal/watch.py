@@ -145,7 +145,7 @@ class Watched:
         if stamp != self.stamp:
             config, self.stamp = self.run.config, stamp
             self.updates, self.proof = config.updates, config.health.proof
-            self.every = config.eval.shortest if config.data.eval is not None and config.task.names else 0
+            self.every = config.eval.shortest if config.data.eval is not None else 0
 
     def _metrics(self) -> None:
         dated = max(modified(self.metrics.path) or 0.0, modified(self.run.path / LOCK) or 0.0)
