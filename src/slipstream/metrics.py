@@ -327,6 +327,11 @@ DIGESTED = (
 """Metrics that a digest reads; a missing one counts as 0."""
 
 
+def new_tokens(line: Mapping[str, Any]) -> float:
+    """Return the tokens of an update that no update learned from before ([reuse])."""
+    return float(line.get("reuse/new_tokens", line.get("tokens", 0.0)))
+
+
 def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     """Summarise the metrics lines of a run after warm-up; return {} for fewer than two updates after update `since`.
 
@@ -340,7 +345,7 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     late, times = lines[warmup:], [line["time"] for line in lines]
     wall = max(sum(line["seconds/update"] for line in late), 1e-9)
     drawn = [sum(count for name, count in line.items() if name.startswith("lag/tokens_")) for line in late]
-    aged = drawn if any(drawn) else [line["tokens"] for line in late]
+    counts = drawn if any(drawn) else [line["tokens"] for line in late]  # without a histogram: an old run
     shares = ("overlap/busy", "busy/rollout", "busy/score", "busy/learn")
     waits = ("data", "turn", "weights")
     return {
@@ -350,7 +355,7 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
         "overlap/stages": sum(line["overlap/stages"] * line["seconds/update"] for line in lines)
         / max(sum(line["seconds/update"] for line in lines), 1e-9),
         **{f"waits/{name}": sum(line[f"seconds/{name}"] for line in late) / wall for name in waits},
-        "lag/mean": sum(line["lag/mean"] * count for line, count in zip(late, aged, strict=True)) / max(sum(aged), 1.0),
+        "lag/mean": sum(line["lag/mean"] * n for line, n in zip(late, counts, strict=True)) / max(sum(counts), 1.0),
         "lag/max": max(line["lag/max"] for line in lines),
         "lost": lines[-1]["dropped"] + lines[-1]["restarted"],
         "thrown_tokens": lines[-1]["thrown_tokens"],

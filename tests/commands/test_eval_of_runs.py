@@ -68,9 +68,12 @@ def test_prompts_that_a_run_leaves_out_as_too_long_are_left_out_here_too(capsys:
     rows = Path("math.jsonl").read_text()
     Path("math.jsonl").write_text(rows + json.dumps({"prompt": "A1" * 75 + "=", "answer": "1"}) + "\n")
     data = {"train": "math.jsonl", "eval": "math.jsonl", "too_long": "skip"}
-    lines = trained(data=data, eval={"every": 1, "prompts": 9}, task={"reward": "./grades.py:one"})
+    sampler = {"max_tokens": 12, "max_length": 60}
+    lines = trained(data=data, eval={"every": 1, "prompts": 9}, task={"reward": "./grades.py:one"}, sampler=sampler)
     (line,) = measured(capsys)
     assert lines[0]["samples"] == line["prompts"] == 8
+    (line,) = measured(capsys, "--max-tokens", "40")
+    assert line["prompts"] == 8, "the length that is set for the run's own answers drops none of longer ones"
 
 
 def test_other_data_have_no_setting_of_training_prompts(capsys: pytest.CaptureFixture[str]) -> None:

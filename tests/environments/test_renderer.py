@@ -578,6 +578,7 @@ def test_tags_give_text_where_the_schema_says_text() -> None:
         ({"type": ["string", "null"]}, "null", None),
         ({"type": ["number", "null"]}, "0.5", 0.5),
         ({"$ref": "#/$defs/Size"}, "7", 7),
+        ({"allOf": [{"$ref": "#/$defs/Size"}], "description": "of a page"}, "7", 7),
         ({"$ref": "#/$defs/Name"}, "7", "7"),
         ({"$ref": "#/$defs/Loop"}, "7", "7"),
         ({"$ref": "#/$defs/Nothing"}, "7", "7"),

@@ -247,8 +247,8 @@ def test_what_a_run_cost_is_read_off_it(tmp_path: Path) -> None:
         line |= {"sft": 1.0, "stage/rollout": 0.0}
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.0625, rel=0.02), "the rest is supervised"
-    with (tmp_path / "run" / "config.toml").open("a") as file:
-        file.write("\n[reuse]\ntimes = 2\n")
+    reused = [line | {"reuse/new_tokens": line.get("tokens", 0.0) / 2} for line in lines]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in reused))
     assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.125, rel=0.02), "half of the tokens are new"
 
 

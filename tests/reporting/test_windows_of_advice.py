@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from slipstream.metrics import digest
 from slipstream.pipeline.control.health import History, still_reward
 from slipstream.reporting.advice import learning, running
 from slipstream.reporting.advice.measurements import Case
-from slipstream.reporting.report.runs import in_use
+from slipstream.reporting.report.runs import Reading, in_use
 from slipstream.reporting.terminal.progress import from_to
+from slipstream.run_dir.reading import RunDir
 
 TEACHER = {"teachers": {"main": {"model": "builtin:teacher"}}}
 SELF = {"teachers": {"main": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.99}}}}
@@ -79,6 +81,14 @@ def test_a_change_compares_only_updates_that_have_the_metric() -> None:
     for line in (course[0], course[-1]):
         line |= {"teacher/a/kl": 1.0}
     assert "KL to teacher a 1.000 → 1.000" in from_to(course)
+
+
+def test_accuracy_on_a_set_that_has_left_the_config_has_no_error_bar(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    made = config(data={"eval": {"math": "m.jsonl"}}, eval={"every": 1, "n": {"math": 2}})
+    evaluations = [{"set": name, "update": 0, "accuracy": 0.5, "samples": 8.0} for name in ("math", "code")]
+    found = Reading("run", RunDir(tmp_path), made, {}, [], evaluations).held_out
+    assert found["accuracy", "math"].errors == [0.25] and found["accuracy", "code"].errors == [0.0]
 
 
 def test_sections_in_use_are_shown_with_their_defaults() -> None:

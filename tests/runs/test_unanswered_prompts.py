@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import slipstream
 from slipstream.cli import main
+from slipstream.commands.evaluate import Measured
 from slipstream.run_dir.writing import read_lines
 
 SHOP = """
@@ -85,6 +87,24 @@ def test_an_answer_that_its_environment_ruins_is_left_out_and_not_counted_as_wro
     (line,) = map(json.loads, said.splitlines())
     assert (line["prompts"], line["avg@2"], line["pass@2"], line["greedy"]) == (7, 1.0, 1.0, 1.0)
     assert "3 answers could not be made and are left out: start raised ValueError: this row is broken" in noted
+
+
+def test_a_probability_of_several_answers_is_unknown_if_one_of_each_prompt_failed() -> None:
+    measured = Measured(0.0, [[1.0], [0.0, 1.0]], [], Counter(), Counter({"crash": 1}), {}, 1.0, 1)
+    assert measured.passed(2) == [1.0] and measured.passed(3) == []
+
+
+def test_a_run_whose_model_card_cannot_be_written_saves_its_student(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> str:
+        raise KeyError("license")
+
+    monkeypatch.setattr("slipstream.pipeline.run.card", broken)
+    slipstream.train(with_environment([]))
+    assert (Path("run") / "final" / "model.safetensors").exists()
+    assert not (Path("run") / "final" / "README.md").exists()
+    assert "the final student has no model card: KeyError: 'license'" in capsys.readouterr().out
 
 
 def test_a_set_without_any_answer_has_no_line_and_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,11 +92,8 @@ class Measured:
         return avg_at_n(self.sampled)
 
     def passed(self, k: int) -> list[float]:
-        """Return pass@k of each prompt that has k answers."""
-        found = [pass_at_k([each], k) for each in self.sampled if len(each) >= k]
-        if not found:
-            raise EngineError(f"pass@{k}: no prompt has {k} answers, as others could not be made: {min(self.failed)}")
-        return found
+        """Return pass@k of each prompt that has k answers; others have failed."""
+        return [pass_at_k([each], k) for each in self.sampled if len(each) >= k]
 
 
 class Watch(Progress):
@@ -122,19 +119,20 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
     torch.set_num_threads(made.sampler.threads)
     sampler = build_sampler(made.sampler, made.tokenizer)
-    graded, reward, failed = GradingSampler(sampler, grader), name_of(made.grader.rewards[0]), Counter[str]()
+    graded, reward = GradingSampler(sampler, grader), name_of(made.grader.rewards[0])
 
     async def one_set(name: str) -> Measured:
         async def ask(sampling: Sampling, how: str) -> list[list[Handle]]:
             if watch:
                 watch.begin(f"{name} {how}".strip(), len(made.sets[name]))
-            groups = [group for group in await answers(generate, made.sets[name], sampling) if group]
-            if not groups:
+            every = await answers(generate, made.sets[name], sampling)
+            failed.update(h.header.cause for group in every for h in group if h.header.finish == "error")
+            kept = [[h for h in group if h.header.finish != "error"] for group in every]
+            if not any(kept):
                 raise EngineError(f"no prompt{f' of {name}' if name else ''} has an answer: {min(failed)}")
-            return groups
+            return [group for group in kept if group]
 
-        began, sampling = time.perf_counter(), made.sampling[name]
-        failed.clear()
+        began, sampling, failed = time.perf_counter(), made.sampling[name], Counter[str]()
         sampled = await ask(sampling, "sampled")
         once = sampling.temperature == 0  # all samples are greedy
         best = sampled if once else await ask(replace(sampling, group=1, temperature=0), "greedy")
@@ -144,7 +142,7 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
             sampled=correctness(sampled, reward),
             best=[group[0] for group in best],
             ungraded=Counter(handle.header.ungraded.text for handle in drawn if handle.header.ungraded),
-            failed=Counter(failed),
+            failed=failed,
             metrics=sample_metrics([handle.header for group in sampled for handle in group]),
             seconds=time.perf_counter() - began,
             tokens=sum(handle.header.tokens for handle in drawn),
@@ -154,8 +152,7 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
         group = await graded.generate(prompt, sampling)
         if watch:
             watch.answered()
-        failed.update(handle.header.cause for handle in group if handle.header.finish == "error")
-        return [handle for handle in group if handle.header.finish != "error"]
+        return group
 
     try:
         with asyncio.Runner() as runner:
@@ -356,7 +353,7 @@ def line_of(
         "prompts": len(result.sampled),
         f"avg@{n}": result.avg,
         "error": standard_error([fmean(samples) for samples in result.sampled]),
-        **{f"pass@{k}": fmean(result.passed(k)) for k in ks},
+        **{f"pass@{k}": fmean(passed) if (passed := result.passed(k)) else None for k in ks},
         **{f"pass@{k}/error": standard_error(result.passed(k)) for k in ks},
         "greedy": result.greedy,
         "truncated": result.metrics["truncated"],
@@ -398,7 +395,10 @@ def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{line['prompts']:,}",
             *([str(line["n"])] if len(numbers) > 1 else []),
             with_error(number(line[f"avg@{line['n']}"]), line["error"]),
-            *(with_error(f"{line[name]:.1%}", line[f"{name}/error"], "exact") for name in scores),
+            *(
+                "–" if line[name] is None else with_error(f"{line[name]:.1%}", line[f"{name}/error"], "exact")
+                for name in scores
+            ),
             number(line["greedy"]),
             *(number(line.get(name, 0.0), name.removeprefix("reward/")) for name in others),
             f"{line['truncated']:.1%}",

@@ -42,9 +42,10 @@ def centre_size(config: Config, kind: str) -> int:
 
 
 def eval_sampling(config: Config, name: str) -> Sampling:
-    """Return the sampling of a held-out set by the student alone.
+    """Return how the student, without its teacher, answers the prompts of a held-out set.
 
-    Without rewards it has the options of training, since the KL of that policy to the teacher is measured.
+    A run with rewards measures accuracy at eval.temperature. A run without rewards measures the KL to the teacher, of
+    answers that are sampled as rollouts are.
     """
     n, temperature = config.eval.of(name, "n"), config.eval.temperature
     if not config.task.reward:

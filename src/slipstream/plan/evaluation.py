@@ -142,7 +142,8 @@ def planned_evaluation(asked: EvalRequest, say: Callable[[str], None]) -> Evalua
     facts = Facts(config, kinds=kinds, options=asked.options)
     check(FAST, config, facts)
     check(EVALUATION, config, facts)
-    data = DataFacts(config, facts, say)
+    other = "sampler.max_tokens" in asked.options  # max_length of the run has room for its own answers alone
+    data = DataFacts(config.with_values(sampler={"max_length": None}) if other else config, facts, say)
     sets = {name: data.held_out_set(name)[1] for name in config.data.held_out}
     made = evaluation(asked, sets, data.tokenizer)
     check_alone(made.sampler, config.runtime.device)

@@ -165,7 +165,7 @@ class DataFacts:
         contexts = [teacher_context(config, self.facts, name) for name in same]
         lengths = (sampler.max_length, *(config.teachers[name].max_length for name in same))
         longest = [each for each in lengths if each is not None]
-        limit = min(sampler_context(config, self.facts), *contexts, *longest) - sampler.max_tokens
+        limit = min([sampler_context(config, self.facts), *contexts, *longest]) - sampler.max_tokens
         special = list(self.tokenizer.all_special_ids)
         return fitting(rows, tokens, limit=limit, how=how, special=special, what=what, say=self.say)
 

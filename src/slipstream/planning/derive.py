@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from statistics import fmean
 
 from slipstream.config.base import at_first
 from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PublishCost, ScoreCost, quantiles
 from slipstream.errors import RunDirError
+from slipstream.metrics import new_tokens
 from slipstream.planning.fit import Paid, fitted
 from slipstream.run_dir.reading import Line, RunDir
 
@@ -26,30 +28,29 @@ def costs_of(run: RunDir) -> Costs:
     if len(lines) < 2:
         raise RunDirError(f"{run.path} has too few updates with rollouts: to derive costs it needs {FIRST + 2} or more")
     samplers, scorers = at_first(config.sampler.replicas), sum(at_first(t.replicas) for t in config.teachers.values())
-    uses = config.reuse.times if config.reuse is not None else 1  # `lines` count a token at each use
     loads = [line["publish/load"] + line.get("publish/rebuild", 0.0) for line in lines if "publish/load" in line]
     return Costs(
-        decode=decode_cost(run, lines, samplers, uses),
-        score=ScoreCost(token=spent(lines, "score") * scorers * uses),
-        learn=LearnCost(token=spent(lines, "learn") * config.learner.ranks),
+        decode=decode_cost(run, lines, samplers),
+        score=ScoreCost(token=spent(lines, "score", new_tokens) * scorers),
+        learn=LearnCost(token=spent(lines, "learn", itemgetter("tokens")) * config.learner.ranks),
         publish=PublishCost(load=fmean(loads) if loads else 0.0),
         lengths=Lengths(responses=quantiles([n for entry in ledger for n in entry.get("tokens", ())])),
     )
 
 
-def decode_cost(run: RunDir, lines: Sequence[Line], samplers: int, uses: int) -> DecodeCost:
+def decode_cost(run: RunDir, lines: Sequence[Line], samplers: int) -> DecodeCost:
     config = run.config
     serial = config.schedule.serial and samplers == 1
     if not serial or config.learner.batch_size > config.sampler.slots:
-        return DecodeCost(step=0.0, row=spent(lines, "rollout") * samplers * uses)
+        return DecodeCost(step=0.0, row=spent(lines, "rollout", new_tokens) * samplers)
     paid = [
-        Paid(line["stage/rollout"] * line["seconds/update"], {"step": line["length/max"], "row": line["tokens"] / uses})
+        Paid(line["stage/rollout"] * line["seconds/update"], {"step": line["length/max"], "row": new_tokens(line)})
         for line in lines
     ]
     return DecodeCost(**fitted(paid))
 
 
-def spent(lines: Sequence[Line], stage: str) -> float:
-    """Return the seconds of a stage for each token of a response."""
+def spent(lines: Sequence[Line], stage: str, tokens: Callable[[Line], float]) -> float:
+    """Return the seconds of a stage for each token; `tokens` returns those of an update that pass the stage."""
     seconds = sum(line[f"stage/{stage}"] * line["seconds/update"] for line in lines)
-    return float(seconds / sum(line["tokens"] for line in lines))
+    return float(seconds / sum(map(tokens, lines)))

@@ -54,7 +54,7 @@ def _types(schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> set[s
         return {"string"}
     if isinstance(reference := schema.get("$ref"), str):
         return _types(definitions.get(reference.rpartition("/")[2]), definitions, depth - 1)
-    if isinstance(parts := schema.get("anyOf") or schema.get("oneOf"), list):
+    if isinstance(parts := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"), list):
         return set[str]().union(*(_types(part, definitions, depth - 1) for part in parts))
     types = schema.get("type")
     return {each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str)} or {"string"}

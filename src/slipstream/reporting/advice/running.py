@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.schedule import Async
-from slipstream.metrics import INTENDED, NO_ADVANTAGE
+from slipstream.metrics import INTENDED, NO_ADVANTAGE, new_tokens
 from slipstream.reporting.advice.measurements import Case, Change, Evidence
 
 LONG_WAIT = 0.5
@@ -54,8 +54,7 @@ def failed_responses(case: Case) -> Evidence | None:
 
 
 def discarded_tokens(case: Case) -> Evidence | None:
-    new = sum(line.get("reuse/new_tokens", line.get("tokens", 0.0)) for line in case.lines)
-    share = share_of(case.last("thrown_tokens"), new)
+    share = share_of(case.last("thrown_tokens"), sum(map(new_tokens, case.lines)))
     if share <= MUCH_DISCARDED or case.last(f"dropped/{NO_ADVANTAGE}"):
         return None
     schedule, freshness = case.config.schedule, case.config.freshness

@@ -84,8 +84,8 @@ class Reading:
             for measure in HELD_OUT_MEASURES & line.keys():
                 name = line.get("set", "")
                 each, numbers = found.setdefault((measure, name), HeldOut([], [], [])), self.config.eval.n
-                n = numbers.get(name, 1) if isinstance(numbers, dict) else numbers  # a set may have left the config
-                of_accuracy = binomial_error(line[measure], line.get("samples", 0.0) / n)
+                n = numbers.get(name) if isinstance(numbers, dict) else numbers  # None: the set has left the config
+                of_accuracy = 0.0 if n is None else binomial_error(line[measure], line.get("samples", 0.0) / n)
                 each.updates.append(float(line["update"]))
                 each.values.append(line[measure])
                 each.errors.append(line["kl_error"] if measure == "kl" else of_accuracy)
