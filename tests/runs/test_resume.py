@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import slipstream
 from slipstream.cli import main
 from slipstream.config.data import AdaptiveConfig, DataConfig
 from slipstream.config.objective import PolicyConfig
@@ -385,3 +387,52 @@ def test_a_run_that_evaluates_ends_with_an_evaluation_of_its_last_student(
             go(Path(place), Async(tau=tau), updates=end, evals=evals)
         found = [line["update"] for line in read_lines(Path(place) / "metrics.jsonl") if line["kind"] == "eval"]
     assert found == sorted({*range(0, ends[1] + 1, evals), *ends})
+
+
+@pytest.mark.parametrize(
+    ("m", "changes"),
+    [
+        (2, {"loss.m": "m = 4"}),
+        (4, {"loss.m": "m = 1"}),
+        (2, {"sampler.max_tokens": "max_tokens = 12"}),
+        (2, {"sampler.top_k": "top_k = 8", "sampler.keep_mask": "keep_mask = true"}),
+    ],
+    ids=str,
+)
+def test_groups_in_flight_begin_again_if_what_is_recorded_of_them_changes(
+    m: int, changes: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    slipstream.train(
+        {
+            "student": "builtin:student",
+            "teachers": {"main": {"model": "builtin:teacher"}},
+            "updates": 4,
+            "sampler": {"max_tokens": 40, "slots": 24},
+            "loss": {"kind": "reverse_kl_mc", "m": m},
+            "learner": {"batch_size": 8},
+            "schedule": {"kind": "async", "tau": 2},
+            "checkpoint": {"every": 1, "keep": 4},
+            "runtime": {"kind": "inline", "device": "cpu"},
+            "output": str(run),
+        }
+    )
+    in_flight = read_groups(run / "checkpoints" / "2")
+    assert any(handle.header.finish == "released" for group in in_flight for handle in group)
+    text = (run / "config.toml").read_text()
+    for line in changes.values():
+        text, count = re.subn(rf"(?m)^{line.partition(' ')[0]} = .*$", line, text, count=1)
+        assert count == 1
+    (run / "config.toml").write_text(text)
+    capsys.readouterr()
+    assert main(["resume", str(run), "--from", "2", "--change", *changes]) == 0
+    why = " ".join(capsys.readouterr().out.split())
+    assert any(f"groups in flight begin again, because {setting} was changed" in why for setting in changes)
+    ledger = read_lines(run / "ledger.jsonl")
+    assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger)))
+    assert [line["update"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"] == [1, 2, 3, 4]
+    # a checkpoint of before the change, in a run that has the new settings since then
+    assert main(["resume", str(run), "--from", "2"]) == 0
+    assert "groups in flight begin again" in " ".join(capsys.readouterr().out.split())
+    assert main(["resume", str(run), "--from", "3"]) == 0
+    assert "groups in flight continue" in " ".join(capsys.readouterr().out.split())

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.file import flat
+from slipstream.config.schema import Config
 from slipstream.errors import RunDirError
 from slipstream.pipeline.admission import NEW, AdmissionState
 from slipstream.pipeline.store import Stored
@@ -31,13 +33,18 @@ from slipstream.run_dir.formats import (
     upgraded,
     written_by,
 )
-from slipstream.run_dir.writing import LogPosition
+from slipstream.run_dir.writing import LogPosition, within
 
 STATE_FILE = "standing.json"
 CHECKPOINT_FIELDS_ON_DISK = {"zero_advantage": "alike"}
 """Names of fields of `AdmissionState` in standing.json, where they differ."""
 REPLACED_SUFFIX = ".old"
 """Suffix of a checkpoint whose place a new one takes."""
+RECORDED = (
+    *("sampler", "loss", "teachers", "policy", "correction", "freshness", "critic", "mix", "task"),
+    *("environment", "environments", "learner.router"),
+)
+"""Settings by which tokens are drawn, scored and rewarded, and that decide what is recorded of them."""
 SMALL_DIRECTORY = 1 << 24
 """Size of a directory in bytes above which checksums are computed in a thread, so that the event loop continues."""
 
@@ -55,9 +62,26 @@ class RunState:
     """Reference answers of each teacher to the canary texts (fixed texts that test the teacher), by teacher name."""
     choice: Mapping[str, Any] = field(default_factory=dict)
     """State of the choice of prompts, with the rows of the groups in flight; empty in older checkpoints."""
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the groups in flight (see RECORDED), by name; empty in older checkpoints."""
+
+    def changed(self, config: Config) -> list[str]:
+        """Return the names of the settings of `config` that the groups in flight do not have."""
+        now = recorded_settings(config)
+        return [name for name, value in self.recorded.items() if now.get(name) != value]
+
+    def with_groups_begun_again(self) -> RunState:
+        """Return the state with the same groups in flight, none of which has a token; teachers are unknown again."""
+        begun = replace(self.admission, waiting=[], ready=[], zero_advantage=[], versions={})
+        return replace(self, admission=begun, groups=(), canaries={})
 
 
 BEGINNING = RunState()
+
+
+def recorded_settings(config: Config) -> dict[str, Any]:
+    settings = flat(config.model_dump(mode="json"))
+    return {name: value for name, value in settings.items() if any(within(name, each) for each in RECORDED)}
 
 
 @dataclass(frozen=True)
@@ -155,6 +179,7 @@ def on_disk(state: RunState, mark: LogPosition) -> dict[str, Any]:
     admission = {CHECKPOINT_FIELDS_ON_DISK.get(name, name): value for name, value in asdict(state.admission).items()}
     choice = {"choice": state.choice} if state.choice else {}
     found = {"admission": admission, "log": mark, "attempts": state.attempts, "canaries": state.canaries}
+    found |= {"recorded": state.recorded}
     return found | choice | written_by()
 
 
@@ -250,7 +275,7 @@ def read(path: Path) -> Checkpoint:
     for by_number in ("in_flight", "versions", "sources", "stored"):
         saved[by_number] = {int(number): value for number, value in saved.get(by_number, {}).items()}
     saved["stored"] = {number: Stored(**stored) for number, stored in saved["stored"].items()}
-    others = {name: found.get(name, {}) for name in ("attempts", "canaries", "choice")}
+    others = {name: found.get(name, {}) for name in ("attempts", "canaries", "choice", "recorded")}
     return Checkpoint(path, RunState(AdmissionState(**saved), **others), found["log"])
 
 

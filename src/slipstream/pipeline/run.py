@@ -30,7 +30,7 @@ from slipstream.models.model_card import card
 from slipstream.pipeline.admission import Admission, AdmissionState
 from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.canary_rounds import Canaries, Watched
-from slipstream.pipeline.checkpoint import BEGINNING, Checkpoints, RunState
+from slipstream.pipeline.checkpoint import BEGINNING, Checkpoints, RunState, recorded_settings
 from slipstream.pipeline.control import canary
 from slipstream.pipeline.control.actions import Action, CheckTeachers, Resize, Say, SetLimits, SetRate, Stop
 from slipstream.pipeline.control.buffer_refresh import Buffer
@@ -236,7 +236,8 @@ class Run:
         kept = [*self.admission.store.groups, *self.admission.live]
         groups = [self.responses[number] for number in kept if self.responses.get(number)]
         references = self.pipeline.canaries.state if self.pipeline else self.references
-        return RunState(self.admission.state, groups, self.memory.state, references, self.choice.state)
+        kinds = self.memory.state, references, self.choice.state, recorded_settings(self.config)
+        return RunState(self.admission.state, groups, *kinds)
 
     def _now(self) -> float:
         return self.pipeline.trace.now() if self.pipeline else self.log.time

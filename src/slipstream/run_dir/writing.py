@@ -267,14 +267,14 @@ def check_unchanged(path: Path, config: Config, *, accepted: Iterable[str] = ())
         name: f"{name} = {json.dumps(now)} (it was {json.dumps(then)})" for name, then, now in differing(before, config)
     }
     for name, text in changes.items():
-        if any(_within(name, each) for each in FIXED):
+        if any(within(name, each) for each in FIXED):
             raise RunDirError(f"{path / 'config.toml'}: {text} cannot change in a run: put it back, or begin a new run")
     for each in {*accepted} - {"updates", "data.train"}:
         if each in DROPPED:
             raise RunDirError(f"--change {each}: it was dropped: {DROPPED[each]}; leave it out")
-        if not any(_within(name, each) for name in changes):
+        if not any(within(name, each) for name in changes):
             raise RunDirError(f"--change {each}: {path / 'config.toml'} does not change that; edit it there first")
-    other = {name: text for name, text in changes.items() if not any(_within(name, each) for each in accepted)}
+    other = {name: text for name, text in changes.items() if not any(within(name, each) for each in accepted)}
     if other:
         raise RunDirError(
             f"{path / 'config.toml'} was changed: {', '.join(other.values())}; put it back, or confirm the change: "
@@ -292,7 +292,7 @@ def check_prompts(path: Path, config: Config, prompts: str, *, accepted: Iterabl
         )
 
 
-def _within(name: str, section: str) -> bool:
+def within(name: str, section: str) -> bool:
     """Return whether a setting is `section` or below it; `log` and `log.*` both name all settings below `log`."""
     return f"{name}.".startswith(section.removesuffix("*").rstrip(".") + ".")
 

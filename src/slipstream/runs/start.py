@@ -162,6 +162,11 @@ def resume(
         made, state = planned_on(console, config, launcher), checkpoint.state
         check_prompts(path, made.config, made.prompts.digest, accepted=accepted)
         admission_of(made.config, choice_of(made.config, made.prompts, state.choice), state.admission)
+        if config.reuse is not None and (changed := state.changed(config)):
+            raise RunDirError(
+                f"{checkpoint.path} has samples that [reuse] learns from again, and {changed[0]} was changed since "
+                "they were drawn: put it back, or begin a new run"
+            )
         start = Start(made, launcher, path, path.name, console, caller)
         start.with_restarts(partial(start.continue_from, checkpoint))
     return path
@@ -211,8 +216,12 @@ class Start:
                 reading = checkpoint.restore(engines.learner)
                 with waiting(self.console, f"reading {checkpoint.path}"):
                     state = asyncio.run(with_timeout(reading, config.runtime.patience, f"reading {checkpoint.path}"))
-                in_flight = len(state.admission.in_flight)
-                self.say(f"continuing from {checkpoint.path}; {in_flight} groups in flight continue")
+                go_on = "continue"
+                if changed := state.changed(config):
+                    state, go_on = state.with_groups_begun_again(), f"begin again, because {changed[0]} was changed"
+                self.say(
+                    f"continuing from {checkpoint.path}; {len(state.admission.in_flight)} groups in flight {go_on}"
+                )
                 # before log lines are deleted, because later checkpoints need those lines
                 Checkpoints(self.path / "checkpoints").forget_after(state.admission.version)
                 with RunLog.reopen(config, self.path, checkpoint.mark, prompts=self.plan.prompts.digest) as log:

@@ -170,6 +170,34 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_is_counted(tmp_path: Pa
     other.close()
 
 
+@pytest.mark.parametrize("offload", [[], ["optimizer"]], ids=["on the device", "in host memory"])
+@pytest.mark.parametrize("moments", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moments_of_any_precision_are_resumed_bit_for_bit(
+    dtype: str, moments: str | None, offload: list[str], tmp_path: Path
+) -> None:
+    made = wrap(make_model(dtype=getattr(torch, dtype)))
+    config = LearnerConfig(lr=1e-2, dtype=dtype, optimizer_dtype=moments, offload=offload)
+    learner, other = (
+        native_learner(copy.deepcopy(made), method=Method(loss=ReverseKLMC(m=3)), config=config, updates=9)
+        for _ in range(2)
+    )
+    batch = batch_of()
+    for number in (1, 2):
+        run(update(learner, batch, number))
+    run(learner.save(tmp_path))
+    run(other.restore(tmp_path))
+    for a, b in zip(learner.lm.model.parameters(), other.lm.model.parameters(), strict=True):
+        one, resumed = learner.steps.optimizer.state[a], other.steps.optimizer.state[b]
+        assert one.keys() == resumed.keys()
+        assert all(one[name].dtype == resumed[name].dtype and torch.equal(one[name], resumed[name]) for name in one)
+    assert run(update(learner, batch, 3)) == run(update(other, batch, 3))
+    pairs = zip(learner.lm.model.parameters(), other.lm.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    learner.close()
+    other.close()
+
+
 def test_a_run_that_changes_to_float16_begins_with_the_first_scale(tmp_path: Path) -> None:
     """A checkpoint of a run without a loss scale has none: `resume --change learner.compute_dtype` starts one."""
     learner = learner_of(compute_dtype="bfloat16")

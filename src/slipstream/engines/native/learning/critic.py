@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.config.objective import CriticConfig
 from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.step import Steps
-from slipstream.engines.native.learning.storage import State, load_moments, moments_of, not_saved
+from slipstream.engines.native.learning.storage import State, moments_of, not_saved
 from slipstream.engines.native.learning.student import Student
 from slipstream.engines.native.learning.weights import Snapshots
 from slipstream.engines.native.model import LanguageModel
@@ -222,8 +222,7 @@ class Critic:
             with torch.no_grad():
                 for name, own in self._trained.items():
                     own.copy_(slice_of(parts[WEIGHTS][name], own))
-            load_moments(self.steps.optimizer, parts[MOMENTS])
-            self.steps.restore(path, found)
+            self.steps.restore(path, found._replace(moments=parts[MOMENTS]))
 
 
 def freeze_head(lm: LanguageModel) -> None:

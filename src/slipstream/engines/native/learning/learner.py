@@ -458,7 +458,7 @@ class NativeLearner(Offloading):
         save(path, self.lm, self.tokenizer, self.ranks, state, self.steps.optimizer if optimizer else None)
 
     def _restore(self, path: Path) -> Sequence[Group]:
-        state = restore(path, self.lm, self.steps.optimizer, self.ranks, lora=self.config.lora is not None)
+        state = restore(path, self.lm, self.ranks, lora=self.config.lora is not None)
         self.weights.restore(path, state)
         self.steps.restore(path, state)
         if self.critic is not None:

@@ -6,7 +6,7 @@ Moments can have their own precision, and be in host memory between steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.config.learner import LearnerConfig
 from slipstream.engines.native.learning.storage import State, not_saved
 from slipstream.engines.native.learning.student import Perturbation
-from slipstream.engines.native.ranks import Ranks, part_of
+from slipstream.engines.native.ranks import Ranks, part_of, slice_of
 from slipstream.engines.native.resources import HOST, copied
 from slipstream.engines.settings import LearnerSettings
 from slipstream.engines.weights import local
@@ -115,8 +115,7 @@ class Steps:
         }
 
     def restore(self, path: Path, found: State) -> None:
-        if "optimizer" in self.config.offload:
-            offload_moments(self.optimizer)
+        load_moments(self.optimizer, found.moments, in_host_memory="optimizer" in self.config.offload)
         if self.perturbation is not None:
             if not found.perturbation:
                 raise not_saved(path, "the learned noise on the layers", "learner.perturbation")
@@ -194,10 +193,28 @@ def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) 
     return MixedAdamW(parameters, moments=getattr(torch, config.optimizer_dtype), **options)
 
 
-def offload_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Move all moments to host memory; of sharded weights, those of this rank's shard."""
-    for state in optimizer.state.values():
-        state |= {name: copied(local(state[name]), HOST) for name in MOMENTS if name in state}
+def load_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor], *, in_host_memory: bool) -> None:
+    """Give an optimizer the state that `moments_of` returned, on any number of ranks.
+
+    torch's own `load_state_dict` loads the step counts alone: it would round moments to the dtype of the weights, and
+    move all of them to the weights' device.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = dict[int, dict[str, Tensor]]()
+    for key, value in saved.items():
+        index, _, name = key.partition(".")
+        own.setdefault(int(index), {})[name] = value
+    counts = {i: {"step": state.pop("step")} for i, state in own.items()}
+    # learning rate, betas and weight decay do not change
+    optimizer.load_state_dict({"state": counts, "param_groups": optimizer.state_dict()["param_groups"]})
+    for i, state in own.items():
+        like = parameters[i]
+        for name, value in state.items():  # sharded like its weight
+            is_moment = name in MOMENTS
+            dtype = getattr(optimizer, "moments", like.dtype) if is_moment else like.dtype
+            shard = slice_of(value, like)
+            there = local(shard).to(HOST) if in_host_memory and is_moment else shard.to(like.device)
+            optimizer.state[like][name] = there.to(dtype)
 
 
 def step_from_host(optimizer: torch.optim.Optimizer) -> None:
@@ -273,13 +290,6 @@ class MixedAdamW(torch.optim.Optimizer):
         scale = square.sqrt_().div_((1 - high**step) ** 0.5).add_(EPSILON)
         parameter.mul_(1 - lr * group["weight_decay"])
         parameter.copy_(parameter.to(wide).addcdiv_(mean, scale, value=-lr / (1 - low**step)))
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load the state and cast the moments back to dtype `moments`: torch casts them to the dtype of the weights."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            for name in MOMENTS:
-                state[name] = state[name].to(self.moments)
 
 
 # --- gradient of the previous update ----------------------------------------------------------------------------------

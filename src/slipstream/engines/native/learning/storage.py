@@ -53,6 +53,8 @@ class State(NamedTuple):
     """Loss scale, and the number of steps since its last change; None if the run had none."""
     groups: Sequence[Group]
     """Unfinished groups, on the first rank."""
+    moments: Mapping[str, Tensor] = {}
+    """State of the optimizer as a checkpoint holds it; set only in a state that was read from one."""
 
 
 def save(
@@ -113,20 +115,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def load_moments(optimizer: torch.optim.Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """Give an optimizer the state that `moments_of` returned, on any number of ranks."""
-    parameters, moments = [p for group in optimizer.param_groups for p in group["params"]], Moments()
-    for key, value in saved.items():
-        index, _, name = key.partition(".")
-        like = parameters[int(index)]
-        # every tensor except the step count is sharded like its weight
-        own = slice_of(value, like) if value.shape == like.shape else value
-        moments.setdefault(int(index), {})[name] = own
-    # learning rate, betas and weight decay do not change
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> State:
+def restore(path: Path, lm: LanguageModel, ranks: Ranks, *, lora: bool) -> State:
     """Load a checkpoint written by any number of ranks and return its state; only the first rank gets the groups."""
     saved = json.loads((path / LEARNER_NUMBERS).read_text())
     with safe_open(path / LEARNER_TENSORS, framework="pt") as file:
@@ -148,11 +137,12 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     own = lm.model.state_dict()
     weights = {name: slice_of(weights[name], own[name]) for name in weights}
     lm.model.load_state_dict(weights, strict=not lora)
-    load_moments(optimizer, moments)
     groups = [] if ranks.index else read_groups(path)
     update, loss_scale = int(saved["update"]), saved.get("loss_scale")
     coefficients = {name: saved[name] for name in Coefficients._fields if saved.get(name) is not None}
-    return State(update, previous, coefficients, versions, teachers, earlier, perturbation, critic, loss_scale, groups)
+    return State(
+        update, previous, coefficients, versions, teachers, earlier, perturbation, critic, loss_scale, groups, moments
+    )
 
 
 def not_saved(path: Path, content: str, key: str) -> RunDirError:
