@@ -67,6 +67,8 @@ def test_a_collapse_lasts_and_the_fall_is_from_the_best_ten_updates() -> None:
     assert collapse([0.04] * 40 + [0.0] * 40) is None, "nothing that could fall"
     assert peak_to_end(high + low) == pytest.approx(0.5) and peak_to_end(low + high) == 0
     assert peak_to_end([1.0] * 9) is None
+    for updates in range(1, 22):  # too few for the four updates of a collapse and the ten after them
+        assert collapse([1.0] * 8 + [0.0] * (updates - 8)) is None
 
 
 def test_lag_is_counted_token_by_token() -> None:

@@ -91,6 +91,11 @@ class Metric:
         return self.unit == SHARE
 
     @property
+    def is_total(self) -> bool:
+        """True for a number that counts from the beginning of the run: the meanings of these metrics say "so far"."""
+        return " so far" in self.meaning
+
+    @property
     def band(self) -> Band | None:
         return self.healthy if isinstance(self.healthy, Band) else None
 
@@ -490,7 +495,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("rows/filled", "share of the learner's computed tokens that are not padding", above(0.9), By.PASSES,
                "throughput", "Learner tokens that are not padding", SHARE),
         Metric("saved/prompt", "share of tokens that shared prompts saved", "–", By.PASSES),
-        Metric("time", "seconds since the run began", "–", By.LEDGER, "", "Time", "seconds"),
+        Metric("time", "seconds of the run so far", "–", By.LEDGER, "", "Time", "seconds"),
     ),
     "Waits, in seconds": (
         Metric("seconds/update", "wall-clock time since the previous update", "steady", By.LEDGER,
@@ -575,7 +580,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("restarts/WORKER", "restarts of this worker so far, after it died or hung", "0", By.LEDGER),
         Metric("ungraded/CAUSE", "responses so far without a reward; they are not trained on", "0", By.LEDGER),
         Metric("failed_samples", "responses so far that an engine could not produce", "0", By.LEDGER),
-        Metric("failed/CAUSE", "failed_samples whose environment failed: timeout, crash or error", "0", By.LEDGER),
+        Metric("failed/CAUSE", "responses so far whose environment failed: timeout, crash or error", "0", By.LEDGER),
     ),
 }  # fmt: skip
 

@@ -186,7 +186,7 @@ def window_means(values: Sequence[float]) -> list[float]:
 def collapse(rewards: Sequence[float]) -> int | None:
     """Return the update at which a run has collapsed (see WINDOW), by its rewards update by update; None if not."""
     best, means = 0.0, window_means(rewards)
-    for i, mean in enumerate(means[: len(means) - WINDOW]):  # the last window alone may be low by chance
+    for i, mean in enumerate(means[:-WINDOW]):  # the last window alone may be low by chance
         best = max(best, mean)
         if best >= LOWEST_PEAK and all(each <= COLLAPSED * best for each in means[i : i + COLLAPSE_LASTS]):
             return i + WINDOW

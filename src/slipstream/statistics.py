@@ -14,6 +14,8 @@ from typing import Literal
 Verdict = Literal["holds", "does not hold", "open"]
 SIGNIFICANT = 0.05
 """Largest p-value at which a claim is decided."""
+ROUNDING = 1e-9
+"""Largest standard error, relative to the mean, that rounding alone can leave between equal values."""
 BySeed = Mapping[int, float]
 
 
@@ -52,12 +54,13 @@ def p_value(difference: Estimate) -> float | None:
     """Return the two-sided p-value of a mean against 0, by Student's t; None without a standard error.
 
     The n − 1 degrees of freedom are an integer, so the distribution has a closed form: a finite sum of powers of the
-    cosine of atan(|t| / √(n − 1)).
+    cosine of atan(|t| / √(n − 1)). Equal differences have no spread to divide by. Their p-value is that of n equal
+    signs, 2 / 2ⁿ.
     """
     if difference.mean is None or difference.se is None:
         return None
-    if not difference.se:
-        return 0.0 if difference.mean else 1.0
+    if difference.se <= ROUNDING * abs(difference.mean):
+        return 2.0 ** (1 - difference.n) if difference.mean else 1.0
     degrees = difference.n - 1
     angle = atan(abs(difference.mean) / difference.se / sqrt(degrees))
     odd = degrees % 2

@@ -329,7 +329,10 @@ def test_a_slope_is_against_the_logarithm() -> None:
         (-12.71, 1.0, 2, "holds"),
         (-12.70, 1.0, 2, "open"),
         (0.0, 0.0, 5, "open"),
-        (-0.1, 0.0, 5, "holds"),
+        # equal differences: a half for each further sign
+        (-0.1, 0.0, 2, "open"),
+        (-0.1, 1e-17, 5, "open"),
+        (-0.1, 0.0, 6, "holds"),
         (-9.0, None, 1, "open"),
         (None, None, 0, "open"),
     ],
@@ -355,6 +358,11 @@ def test_a_measure_is_of_the_end() -> None:
     assert value_of_measure("loss", updates, [], last=3) == 1.5
     assert value_of_measure("loss", updates, [], last=2) == 1.0
     assert value_of_measure("time", updates, [], last=3) == 4.0
+    totals = [{"thrown_tokens": 100.0 * n, "dropped/too old": 1.0 * n} for n in range(1, 41)]
+    assert value_of_measure("thrown_tokens", totals, [], last=20) == 4000.0
+    assert value_of_measure("dropped/too old", totals, [], last=20) == 40.0
+    assert value_of_measure("collapse/reward/exact", [{"reward/exact": 0.5}] * 19, [], last=9) is None
+    assert value_of_measure("collapse/reward/exact", [{"reward/exact": 0.5}] * 20, [], last=9) == 0.0
     assert value_of_measure("eval/accuracy", updates, evaluations, last=3) == 0.2
     assert value_of_measure("eval/hard/accuracy", updates, evaluations, last=3) == 0.3
     assert value_of_measure("reward/exact", updates, [], last=4) is None
@@ -384,11 +392,11 @@ def test_what_is_left_is_shared_out() -> None:
 
 
 def written(path: Path, of: Study, values: dict[tuple[str, int, int], float]) -> Sweep:
-    """Write cells as if they had been run: their reward by arm, k and seed."""
+    """Write cells as if they had been run: their reward by arm, x and seed."""
     path.mkdir()
     (path / "study.toml").write_text(tomli_w.dumps(of.tree))
     for cell in Sweep(path).cells:
-        if (value := values.get((cell.point.arm, cell.point.settings["schedule.k"], cell.seed))) is not None:
+        if (value := values.get((cell.point.arm, cell.point.x, cell.seed))) is not None:
             cell.path.mkdir(parents=True)
             (cell.path / "config.toml").write_text('student = "builtin:student"\nloss.weight = 0\n')
             lines = [{"kind": "train", "update": 1, "reward/exact": 9.0, "tokens": 1}] * 3
@@ -409,6 +417,24 @@ VALUES = {
     ("forward", 0, 2): 0.4,
     ("forward", 1, 1): 0.6,
 }
+
+
+CLAMPS = {
+    "sweep__arms": '{forward = {loss = {kind = "forward_kl", k = 4}}}',
+    "sweep__x": "loss.log_prob_min_clamp",
+    "sweep__grid": '{"loss.log_prob_min_clamp" = [-20, -5], "schedule.k" = [0]}',
+    "sweep__claims": "[]",
+}
+
+
+def test_a_study_along_negative_numbers_has_results_and_no_slopes(tmp_path: Path) -> None:
+    made = study(**CLAMPS)
+    values = {("forward", x, seed): 0.5 - x / 100 for x in (-20, -5) for seed in (1, 2)}
+    sweep = written(tmp_path / "study", made, values)
+    assert [row.mean for row in sweep.table()] == pytest.approx([0.7, 0.55]) and sweep.slopes() == {}
+    assert list(summary(sweep))
+    with pytest.raises(ConfigError, match=r"a slope is against log2\(x \+ 1\), and x has -20: drop slope"):
+        study(**CLAMPS | {"sweep__claims": '[{says = "it falls", less = "forward", than = 0, slope = true}]'})
 
 
 def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.config.file import flat, read
 from slipstream.config.renamed_keys import former_setting
 from slipstream.errors import RunDirError, first_line
+from slipstream.metric_names import describe
 from slipstream.run_dir.reading import Line, RunDir
 from slipstream.statistics import (
     BySeed,
@@ -32,7 +33,6 @@ from slipstream.statistics import (
 )
 from slipstream.studies.study import (
     CONDITION,
-    CUMULATIVE_METRICS,
     OF_RUNS,
     Cell,
     Point,
@@ -173,8 +173,10 @@ class Sweep:
         return found
 
     def slopes(self, measure: str | None = None) -> dict[str, Estimate]:
-        """Return the slope against `doublings` of every series that has at least two numbers along x."""
+        """Return the slope of every series that has at least two numbers along x; {} if `doublings` has no value."""
         measure = measure or self.measures[0]
+        if any(point.x <= -self.shift for point in self.study.points if is_number(point.x)):
+            return {}
         return {
             name: estimate(list(self._slope_by_seed(points, measure).values()))
             for name, points in self.series().items()
@@ -246,9 +248,9 @@ class Sweep:
 
 
 def value_of_measure(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
-    """Return the last evaluation, last value of a growing metric, or mean of last updates; None if never written.
+    """Return the last evaluation, last value of a total, or mean of last updates; None if never written.
 
-    collapse/… and peak_to_end/… are computed from all updates.
+    collapse/… and peak_to_end/… are computed from all updates, and are None for runs that are too short.
     """
     if measure.startswith("eval/"):
         of_set = evaluations_of(measure, evaluations)
@@ -256,7 +258,9 @@ def value_of_measure(measure: str, updates: Sequence[Line], evaluations: Sequenc
     of_run, _, name = measure.partition("/")
     if of_run in OF_RUNS and (rewards := [line[name] for line in updates if name in line]):
         return OF_RUNS[of_run](rewards)
-    found = [line[measure] for line in updates[-1 if measure in CUMULATIVE_METRICS else -last :] if measure in line]
+    row = describe(measure)
+    window = updates[-1:] if row is not None and row.is_total else updates[-last:]
+    found = [line[measure] for line in window if measure in line]
     return fmean(found) if found else None
 
 

@@ -22,7 +22,7 @@ from slipstream.config.renamed_keys import DROPPED, new_setting, with_new_keys
 from slipstream.config.schedule import Replay
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.metrics import collapse, peak_to_end
+from slipstream.metrics import WINDOW, collapse, peak_to_end
 from slipstream.studies.table import Claim, read_table, with_value
 
 GRID = "grid"
@@ -32,10 +32,8 @@ DEFAULT_ARM = "all"
 """Name of the arm if a study names none."""
 RESERVED_KEYS = {"seed": "sweep.seeds are the seeds", "output": "output is the directory of the whole study"}
 """Settings that no arm and no grid may set, with the reason."""
-CUMULATIVE_METRICS = ("time",)
-"""Metrics that only grow; a study uses the last value of these metrics instead of a mean."""
 OF_RUNS: dict[str, Callable[[Sequence[float]], float | None]] = {
-    "collapse": lambda rewards: float(collapse(rewards) is not None),
+    "collapse": lambda rewards: float(collapse(rewards) is not None) if len(rewards) >= 2 * WINDOW else None,
     "peak_to_end": peak_to_end,
 }
 """Measures of all updates of a reward: has it collapsed (0 or 1), and how far is the end below the best."""
@@ -227,6 +225,8 @@ class Study:
             raise ConfigError(f"{where}: {names} have no x in common: name other arms")
         if claim.slope and sum(map(is_number, common)) < 2:
             raise ConfigError(f"{where}: slope needs numbers along x, two at least: set sweep.x, or drop slope")
+        if claim.slope and (lowest := min(filter(is_number, common))) <= -1:
+            raise ConfigError(f"{where}: a slope is against log2(x + 1), and x has {value_text(lowest)}: drop slope")
         if claim.slope and claim.at is not None:
             raise ConfigError(f"{where}: a slope is over all x: drop at, or slope")
 
