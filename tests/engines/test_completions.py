@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
 
-from slipstream.engines.server.api import Served, ServerEndpoint, served_name
+from slipstream.engines.http.scorer import WrongAnswer
+from slipstream.engines.server.api import Drawn, Served, ServerEndpoint, checked, served_name
 from slipstream.engines.server.sampler import CompletionsSampler
 from slipstream.errors import EngineError
 from slipstream.protocols import Sampling
@@ -68,3 +70,12 @@ def test_an_answer_that_does_not_fit_is_an_error(fault: str, message: str) -> No
         server.tell(fault)  # type: ignore[arg-type]
         with pytest.raises(EngineError, match=message):
             answers(sampler, Sampling(max_tokens=9, temperature=0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fits"), [([1, 2, 3, 4], True), ([1, 2, 3, END], True), ([1, END, 2, 3], False), ([END, 1, 2, 3], False)]
+)
+def test_no_token_follows_an_end_token(tokens: list[int], fits: bool) -> None:
+    drawn = Drawn(tokens, [(token, -0.5) for token in tokens], 4, "length", "")
+    with contextlib.nullcontext() if fits else pytest.raises(WrongAnswer, match="with end tokens at"):
+        assert checked(drawn, Sampling(max_tokens=4), [END], 100) is drawn

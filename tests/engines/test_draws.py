@@ -114,6 +114,14 @@ def test_logits_that_are_not_finite_are_an_error_however_a_token_is_drawn(row: l
         draw(process(logits, Sampling(max_tokens=1, temperature=temperature)), torch.full((2, 1), 0.5))
 
 
+def test_of_equally_likely_tokens_no_more_than_top_k_are_kept() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.5, 0.5, 0.5, -1.0], [1.0] * 7])
+    kept = process(logits, Sampling(max_tokens=1, top_k=4)) > -torch.inf
+    assert kept.sum(-1).tolist() == [4, 4] and kept[0, :3].all() and kept[0, 3:6].sum() == 1
+    few = process(logits, Sampling(max_tokens=1, top_k=4, min_p=0.5)) > -torch.inf
+    assert few.sum(-1).tolist() == [1, 4]
+
+
 def test_a_greedy_token_is_drawn_where_others_are_cut() -> None:
     logp = process(torch.tensor([[-torch.inf, 2.0, -torch.inf]]), Sampling(max_tokens=1, temperature=0))
     ids, found = draw(logp, torch.full((1, 1), 0.5))

@@ -55,6 +55,15 @@ def test_the_cause_is_one_line_and_the_rest_is_kept(log: str) -> None:
     report.close()
 
 
+def test_bytes_that_are_no_text_hide_no_cause() -> None:
+    report = Report()
+    report.path.write_bytes(b"\xff\xfe\nValueError: it is odd\n")
+    assert report.cause() == f"ValueError: it is odd (full output: {report.path})"
+    report.asked = False
+    report.quoted = False
+    report.close()
+
+
 def test_what_nobody_asked_for_is_gone_and_what_went_elsewhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report()
     assert report.cause() == "its output shows the reason"

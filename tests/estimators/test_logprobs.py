@@ -149,6 +149,22 @@ def test_entropies_that_are_only_looked_at_change_no_gradient() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_the_bias_of_a_head_in_bfloat16_is_added_in_float32() -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*size).bfloat16() * 3 for size in ((8, 64), (512, 64), (512,)))
+    found = dict[str, Tensor]()
+
+    def keep(logp: Tensor, rows: slice, best_ids: Tensor) -> tuple[Tensor, Metrics]:
+        found["logp"], found["best"] = logp.detach().clone(), best_ids
+        return logp.sum() * 0, {}
+
+    fused_loss(hidden, weight, None, keep, bias=bias, best=3)
+    every = torch.arange(512).expand(8, -1)
+    torch.testing.assert_close(found["logp"], logprobs_at(hidden, weight, every, bias=bias), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["logp"].exp().sum(-1), torch.ones(8), rtol=0, atol=1e-5)
+    assert torch.equal(found["best"], found["logp"].topk(3, -1).indices)
+
+
 def test_fused_loss_ignores_padding_ids() -> None:
     hidden, weight, _, ids = make()
     ids[:, 2:] = -1

@@ -831,7 +831,8 @@ def test_half_precision_products_leave_the_weights_whole(case: Case) -> None:
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> None:
-    from slipstream.engines.native.learning.step import make_optimizer
+    from slipstream.engines.native.learning.step import load_moments, make_optimizer
+    from slipstream.engines.native.learning.storage import moments_of
 
     config = {"lr": 1e-2, "weight_decay": 0.1, "dtype": "float64"}
     start = torch.randn(5, 7, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
@@ -845,9 +846,9 @@ def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> Non
         ours.step()
         theirs.step()
         if step == 4:
-            state = copy.deepcopy(ours.state_dict())
+            state = moments_of(ours)
             ours = make_optimizer([mixed], LearnerConfig(optimizer_dtype=moments, **config))
-            ours.load_state_dict(state)
+            load_moments(ours, state, in_host_memory=False)
     kept = ours.state[mixed]
     assert kept["exp_avg"].dtype == kept["exp_avg_sq"].dtype == getattr(torch, moments)
     torch.testing.assert_close(mixed, exact, atol={"float32": 1e-7, "bfloat16": 2e-3}[moments], rtol=0)
@@ -951,6 +952,7 @@ def test_the_prompt_explains_the_variance_between_groups() -> None:
     assert explained_variance(torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=DTYPE), groups) == 1.0
     assert explained_variance(torch.full((4,), 0.1, dtype=DTYPE), groups) is None
     assert explained_variance(rewards[:0], groups[:0]) is None
+    assert explained_variance(rewards[:2], groups[:2]) is None, "a group that comes alone is compared with none"
 
 
 def graded_alike(group: list[Handle]) -> list[Handle]:

@@ -218,6 +218,11 @@ WHOLE: dict[str, tuple[dict[str, Any], str]] = {
         {"correction": {"preset": "decoupled_token_is", "is_normalize": True}},
         "correction looks at the whole batch",
     ),
+    "a guard": (
+        {"correction": {"preset": "decoupled_token_is"}, "guards": {"ess": {}}},
+        "guards.ess looks at the whole batch",
+    ),
+    "a guard of the lag": ({"guards": {"ess": {}}}, ""),
     "two denominators": (
         {**DISTILLED, "policy": {"loss": "gspo"}},
         "parts of the loss are divided by tokens, and others by sequences",

@@ -531,7 +531,7 @@ def test_a_launcher_that_hangs_is_killed_like_an_engine() -> None:
     with ProcessLauncher(heartbeat=0.5) as made:
         assert made.gpus() == []
         os.kill(made.pid, signal.SIGSTOP)
-        with pytest.raises(EngineError, match="the process launcher, which forks them, is gone"):
+        with pytest.raises(EngineError, match="which forks them, has not answered for 0.5 s and was killed"):
             made.gpus()
         assert made.gone
 

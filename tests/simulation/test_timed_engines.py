@@ -86,6 +86,26 @@ def test_restarting_throws_tokens_away() -> None:
     assert [loaded.thrown for loaded in loads] == [3, 3]
 
 
+def test_restarting_throws_away_what_waiting_requests_had_begun() -> None:
+    sampler, alone = SleepSampler(lambda *_: 9, step=lambda _: 1.0, slots=1), Sampling(max_tokens=9)
+
+    async def main() -> Loaded:
+        first = asyncio.create_task(sampler.generate(prompt(0), alone))
+        await asyncio.sleep(5.5)
+        await sampler.release()
+        begun = await first
+        second = asyncio.create_task(sampler.generate(prompt(1), alone))  # takes the slot
+        await asyncio.sleep(2.5)
+        again = asyncio.create_task(sampler.generate(prompt(0), alone, begun))
+        await asyncio.sleep(0)
+        loaded = await sampler.publish(WeightsRef((), None, 1), "restart")
+        assert [group[0].header.versions for group in (await second, await again)] == [((1, 9),)] * 2
+        return loaded
+
+    loaded, _ = timed(main)
+    assert loaded.thrown == 2 + 5
+
+
 def test_an_aborted_request_makes_room() -> None:
     sampler = SleepSampler(lambda prompt, _: 5 + 95 * (prompt.number == 0), step=lambda _: 1.0, slots=1)
 

@@ -53,8 +53,8 @@ def process(logits_NV: Tensor, sampling: Sampling) -> Tensor:
         least_N1 = logp_NV.amax(-1, keepdim=True) + torch.tensor(sampling.min_p).log()
         logp_NV = _cut(logp_NV, logp_NV < least_N1)
     if 0 < sampling.top_k < logp_NV.shape[-1]:
-        kth_N1 = logp_NV.topk(sampling.top_k, -1).values[:, -1:]
-        logp_NV = _cut(logp_NV, logp_NV < kth_N1)
+        best_NK = logp_NV.topk(sampling.top_k, -1).indices  # not all that equal the last of them
+        logp_NV = _cut(logp_NV, torch.ones_like(logp_NV, dtype=torch.bool).scatter_(1, best_NK, False))
     if sampling.top_p < 1:
         sorted_NV, order_NV = logp_NV.sort(dim=-1, descending=True, stable=True)
         before_NV = sorted_NV.exp().cumsum(-1) - sorted_NV.exp()

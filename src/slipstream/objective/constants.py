@@ -127,8 +127,8 @@ def reward_metrics(episodes: Episodes, mask_BT: Tensor) -> Metrics:
 
 
 def explained_variance(reward_B: Tensor, group_B: Tensor) -> float | None:
-    """Return 1 − (variance within groups) / (variance); None if all rewards are equal."""
-    if not (reward_B != reward_B[:1]).any():
+    """Return 1 − (variance within groups) / (variance); None if all rewards are equal, or all of one group."""
+    if not (reward_B != reward_B[:1]).any() or not (group_B != group_B[:1]).any():
         return None
     same_BB = (group_B[:, None] == group_B).double()
     within_B = reward_B - same_BB @ reward_B / same_BB.sum(-1)

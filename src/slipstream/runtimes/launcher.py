@@ -28,6 +28,7 @@ from typing import Any
 
 from slipstream import processes
 from slipstream.engines.shared_memory import Mapped, Records
+from slipstream.errors import EngineError
 from slipstream.runtimes.channel import Channel
 from slipstream.runtimes.exchange import Answer, Call, EngineServer, failure_of, map_references
 
@@ -111,7 +112,10 @@ def count_gpus() -> int:
     child = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(cuda.device_count()))
     child.start()
     theirs.close()
-    return int(ours.recv())
+    try:
+        return int(ours.recv())
+    except EOFError:
+        raise EngineError("torch cannot count the GPUs: the process that asked CUDA for their number died") from None
 
 
 def visible_gpus() -> list[str]:

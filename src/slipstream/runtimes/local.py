@@ -62,7 +62,7 @@ FIRST_ANSWER_TIMEOUT = 120.0
 
 
 class LauncherGone(Exception):
-    pass
+    """The message is a predicate of the launcher."""
 
 
 class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
@@ -101,16 +101,16 @@ class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
         try:
             with theirs:
                 return LocalLink(ours, self._request(settings, theirs), self)
-        except LauncherGone:
+        except LauncherGone as fate:
             ours.close()
-            raise AllDied(f"{settings.name} cannot start: the process launcher, which forks it, is gone") from None
+            raise AllDied(f"{settings.name} cannot start: the process launcher, which forks it, {fate}") from None
 
     def gpus(self) -> list[str]:
         """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them, counted by the launcher."""
         try:
             names: list[str] = self._request(LIST_GPUS)
-        except LauncherGone:
-            raise AllDied("no engine can start: the process launcher, which forks them, is gone") from None
+        except LauncherGone as fate:
+            raise AllDied(f"no engine can start: the process launcher, which forks them, {fate}") from None
         return names
 
     def ended(self, pid: int) -> str:
@@ -125,16 +125,18 @@ class ProcessLauncher(AbstractContextManager["ProcessLauncher"]):
 
         `end` is a socket that the launcher gets, too.
         """
+        fate = "is gone"
         try:
             self.control.send(request)
             if end is not None:
                 send_handle(self.control, end.fileno(), self.pid)
             if not self.control.poll(self.patience):
+                fate = f"has not answered for {self.patience:g} s and was killed"
                 kill(self.pid)
             answer = self.control.recv()
         except (EOFError, ConnectionError):
             self.gone = True
-            raise LauncherGone from None
+            raise LauncherGone(fate) from None
         self.patience = self.heartbeat
         return answer
 

@@ -147,7 +147,8 @@ class SleepSampler:
         self._catch_up()
         stopped = clock()
         if mode == "restart":
-            thrown = sum(handle.header.tokens for request in self.running for handle in self._current_members(request))
+            begun = [*self.running, *self.waiting]
+            thrown = sum(handle.header.tokens for request in begun for handle in self._current_members(request))
             self.waiting.extendleft(reversed(self.running))
             for request in self.waiting:
                 request.begun = {}

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from slipstream.engines.draws import process
-from slipstream.engines.native.sampling import decoding
+from slipstream.engines.native.sampling import decoding, kv
 from slipstream.engines.native.sampling import sampler as sampler_file
 from slipstream.engines.native.sampling.decoding import MIN_SHORTER, compacted, ranges
 from slipstream.engines.native.sampling.requests import Row
@@ -269,6 +269,21 @@ def test_keep_mode_is_exact_at_every_token_boundary(name: str, apart: int | None
             np.testing.assert_array_equal(rollout.actions[:kept], before.actions[:kept])
             np.testing.assert_array_equal(rollout.action_logp[:kept], before.action_logp[:kept])
             assert_exact_in_every_segment(rollout, models)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "gemma3-window", "gemma2"])
+def test_long_sequences_are_read_again_a_few_queries_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = exact_models(name, 2)
+    expected, _ = publish_at(models, [4], "keep")
+    masks = list[int]()
+    whole = kv.additive_mask
+    monkeypatch.setattr(kv, "MASKED_AT_ONCE", 64)
+    monkeypatch.setattr(kv, "additive_mask", lambda *args: masks.append(args[1].shape[1]) or whole(*args))
+    rollouts, _ = publish_at(models, [4], "keep")
+    assert len(masks) > 8 and max(masks) < 9
+    for rollout, before in zip(rollouts, expected, strict=True):
+        np.testing.assert_array_equal(rollout.actions, before.actions)
+        np.testing.assert_allclose(rollout.action_logp, before.action_logp, rtol=0, atol=1e-11)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")

@@ -272,7 +272,8 @@ def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int], vocabulary: i
     if any(math.isnan(number(logp)) or logp <= CLAMPED_LOGP for _, logp in drawn.logps):
         raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
     ended = [i for i, token in enumerate(tokens) if token in ends]
-    fits = {"stop": ended == [len(tokens) - 1], "length": not ended[:-1] and len(tokens) == most, "abort": not ended}
+    at_end = [len(tokens) - 1]
+    fits = {"stop": ended == at_end, "length": ended in ([], at_end) and len(tokens) == most, "abort": not ended}
     if not fits.get(drawn.finish) or len(tokens) > most:
         raise WrongAnswer(
             f"it ended with {drawn.finish!r} after {len(tokens)} of {most} tokens, with end tokens at {ended}"

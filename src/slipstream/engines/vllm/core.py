@@ -375,7 +375,7 @@ class Report:
 
     def cause(self, otherwise: str = "its output shows the reason") -> str:
         """Return the first error and the path of the file, or `otherwise` if the file holds no error."""
-        match = CAUSE.search(self.path.read_text())
+        match = CAUSE.search(self.path.read_text(errors="replace"))
         if match is None:
             return otherwise
         self.quoted = True

@@ -204,6 +204,12 @@ def _at(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, local_CM: Tensor) ->
     return bend.logits(at_CM)
 
 
+def _biased(tile_CW: Tensor, bias_W: Tensor | None) -> Tensor:
+    """Return the logits of a tile before temperature, scale and cap, at least in float32."""
+    wide_CW = tile_CW.to(wide(tile_CW))
+    return wide_CW if bias_W is None else wide_CW + bias_W
+
+
 class _Grads:
     """Gradients of the head's inputs, summed over tiles of the gradient with respect to the products."""
 
@@ -319,9 +325,9 @@ class _FusedHead(torch.autograd.Function):
             lse_C, mean_C = kernels.fold(tile_CV, bias, bend, entropy=entropy)
             extras = {"entropy": lse_C - mean_C} if entropy else {}
             if best:  # the largest products are the largest logits
-                extras["best_ids"] = (tile_CV if bias is None else tile_CV + bias).topk(best, -1).indices
+                extras["best_ids"] = _biased(tile_CV, bias).topk(best, -1).indices
             if ids_NM is None:
-                x_CM = bend.logits(tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias)
+                x_CM = bend.logits(_biased(tile_CV, bias))
                 logp_CM = x_CM - lse_C[:, None]
             else:
                 local_CM, inside_CM = _local(ids_NM[rows] if isinstance(ids_NM, Tensor) else ids_NM(rows), columns)

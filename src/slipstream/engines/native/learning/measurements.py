@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -90,12 +91,15 @@ class Measurements:
 
 
 def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:
-    """Return the mean of each metric over all pairs that have it, weighted by the numbers of samples."""
-    means: Metrics = {}
+    """Return the mean of each metric over all pairs that have it, weighted by their samples, or its extreme."""
+    found: Metrics = {}
     for name in dict.fromkeys(name for _, part in noted for name in part):
-        having = [(size, part[name]) for size, part in noted if name in part]
-        means[name] = sum(size * value for size, value in having) / sum(size for size, _ in having)
-    return means
+        sizes, values = zip(*((size, part[name]) for size, part in noted if name in part), strict=True)
+        if which := extreme(name):
+            found[name] = max(values) if which == "max" else min(values)
+        else:
+            found[name] = sum(map(mul, sizes, values)) / sum(sizes)
+    return found
 
 
 class Noise:

@@ -232,7 +232,7 @@ class Passes:
             return hidden_NH
 
         def kl_to(before_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
-            hidden_NH, (weight, bias) = current.pop(0), heads[0]
+            hidden_NH, (weight, bias) = current.pop(0).to(before_NH.device), heads[0]
             support = support_of(chosen, hidden_NH.device)
             parts = [hidden_NH.new_empty(0, len(kinds))]
             size = max(1, held(hidden_NH) // len(weight))
@@ -247,7 +247,8 @@ class Passes:
             return torch.cat(parts)
 
         kl: dict[int, Tensor] = {}
-        current = [hidden_NH for _, _, hidden_NH in self._run(samples, keep)]
+        # in host memory, since they are those of the whole update and not of a pass
+        current = [hidden_NH.cpu() for _, _, hidden_NH in self._run(samples, keep)]
         for members, chosen, kl_N in self._run(samples, kl_to, version):
             kl |= zip(members, over_tokens(kl_N.cpu(), chosen), strict=True)
         return [kl[i] for i in range(len(samples))]

@@ -30,6 +30,8 @@ from slipstream.engines.native.routers import FREE
 SLOTS_ATTENTION = "slipstream_slots"
 BUFFER_STEP = 64
 """Buffers grow in multiples of this number of positions."""
+MASKED_AT_ONCE = 1 << 25
+"""Number of scores whose mask is in memory at once: that of a whole long answer would grow with its length squared."""
 
 
 class Slots:
@@ -242,9 +244,7 @@ class Step(Cache):  # type: ignore[misc]
             # blocks of running sequences share one mask, and each uses its own rows
             sharing = [other for other in self.blocks if other.going] if block.going else [block]
             at_NQ, length = torch.cat([each.at_NQ for each in sharing]), max(each.length for each in sharing)
-            hidden_NQL = reach.hides(at_NQ[:, :, None], torch.arange(length, device=at_NQ.device)).repeat(1, heads, 1)
-            mask_NQL = torch.zeros(hidden_NQL.shape, dtype=dtype, device=at_NQ.device)
-            self.masks[key] = mask_NQL.masked_fill_(hidden_NQL, -torch.inf)[:, None]
+            self.masks[key] = additive_mask(reach, at_NQ, length, heads, dtype)
         return self.masks[key][block.slots, :, :, : block.length] if block.going else self.masks[key]
 
     def masks_of_next(self, reach: Reach, j: int, heads: int, dtype: torch.dtype) -> list[tuple[slice, int, Tensor]]:
@@ -260,6 +260,12 @@ class Step(Cache):  # type: ignore[misc]
                 for number, (block, slots) in enumerate(zip(self.blocks, self.going, strict=False))
             ]
         return self.masks_of[key]
+
+
+def additive_mask(reach: Reach, at_NQ: Tensor, length: int, heads: int, dtype: torch.dtype) -> Tensor:
+    hidden_NQL = reach.hides(at_NQ[:, :, None], torch.arange(length, device=at_NQ.device)).repeat(1, heads, 1)
+    mask_NQL = torch.zeros(hidden_NQL.shape, dtype=dtype, device=at_NQ.device)
+    return mask_NQL.masked_fill_(hidden_NQL, -torch.inf)[:, None]
 
 
 CURRENT_STEP: ContextVar[Step] = ContextVar("step")
@@ -331,15 +337,25 @@ def attend_blocks(
                 query_NHQD, key_NJLD, value_NJLD, is_causal=True, scale=scaling, enable_gqa=h != j
             )
         else:  # grouped heads share keys: stack their queries in one head, so that no key is copied
-            out_NHQD = attend(
-                query_NHQD.reshape(n, j, h // j * q, d),
-                key_NJLD,
-                value_NJLD,
-                step.mask(number, reach, h // j, query_THD.dtype),
-                scaling=scaling,
-                softcap=softcap,
-                sinks=None if sinks is None else sinks.expand(1, j, h // j, q).reshape(1, j, -1, 1),
-            ).reshape(n, h, q, -1)  # on CUDA it is a transposed view
+            parts = list[Tensor]()
+            size = max(1, MASKED_AT_ONCE // (n * (h // j if plain else h) * block.length))
+            for part_NHQD, at_NQ in zip(query_NHQD.split(size, 2), block.at_NQ.split(size, 1), strict=True):
+                few = part_NHQD.shape[2]
+                if few == q:
+                    mask_N1QL = step.mask(number, reach, h // j, query_THD.dtype)
+                else:  # made anew in each layer
+                    mask_N1QL = additive_mask(reach, at_NQ, block.length, h // j, query_THD.dtype)
+                out_NHQD = attend(
+                    part_NHQD.reshape(n, j, h // j * few, d),
+                    key_NJLD,
+                    value_NJLD,
+                    mask_N1QL,
+                    scaling=scaling,
+                    softcap=softcap,
+                    sinks=None if sinks is None else sinks.expand(1, j, h // j, few).reshape(1, j, -1, 1),
+                )
+                parts.append(out_NHQD.reshape(n, h, few, -1))  # on CUDA it is a transposed view
+            out_NHQD = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         out_THD = out_NHQD.transpose(1, 2).flatten(0, 1)
         done.append(out_THD if block.real_T is None else out_THD[block.real_T])
         start += len(done[-1])
