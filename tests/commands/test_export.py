@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ def test_the_merged_student_or_its_adapter_alone(finished: Path, llama_cpp: Path
     assert main(["export", str(finished), "--gguf", str(alone), "--adapter", "--type", "f32"]) == 0
     to = ["--base", model_path("builtin:student"), "--outfile", str(alone), "--outtype", "f32"]
     assert arguments(alone) == [str(llama_cpp / "convert_lora_to_gguf.py"), f"{final}/adapter", *to]
+
+
+def test_the_base_of_an_adapter_may_be_a_name_on_the_hub(finished: Path, llama_cpp: Path, tmp_path: Path) -> None:
+    run, file = shutil.copytree(finished, tmp_path / "run"), tmp_path / "alone.gguf"
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace('"builtin:student"', '"someone/small-model"'))
+    assert main(["export", str(run), "--gguf", str(file), "--adapter"]) == 0
+    assert arguments(file)[2:4] == ["--base-model-id", "someone/small-model"]
 
 
 @pytest.mark.parametrize(("fails", "why"), [("loudly", "Error: no tokenizer"), ("silently", "it wrote no GGUF file")])

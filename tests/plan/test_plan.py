@@ -356,6 +356,8 @@ def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
     made = plan(load(config, settings, say=str))
     assert any("both a teacher and a reference" in warning for warning in made.warnings)
     assert any("rounds small updates away" in warning for warning in made.warnings)
+    coarse = [("learner.optimizer_dtype", "bfloat16"), ("learner.betas", [0.9, 0.999])]
+    assert any("the second moment cannot fall" in warning for warning in plan(load(config, coarse)).warnings)
     assert [need.name for need in made.needs] == ["learner", "sampler", "teacher main"]
     assert made.config.sampler.max_length == max(map(len, made.prompts.tokens)) + 16
     proximal = [("loss.kind", "decoupled_ppo")]

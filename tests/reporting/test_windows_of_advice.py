@@ -69,6 +69,16 @@ def test_lost_work_is_a_share_of_new_work() -> None:
     assert [each and round(each.value, 3) for each in found] == [0.4, 0.2]
 
 
+def test_work_lost_in_the_supervised_stage_is_not_lost_by_the_updates_after_it() -> None:
+    counters = {"thrown_tokens": 9000.0, "failed_samples": 100.0, "dropped": 30.0, "dropped/too old": 30.0}
+    stage = {"update": 30, "sft": True, **counters}
+    still = Case(config(), lines(60, **counters), supervised=stage)
+    more = {name: lambda update, value=value: value * (1 + update) for name, value in counters.items()}
+    worse = Case(config(), lines(60, **more), supervised=stage)
+    for lost in running.discarded_tokens, running.failed_responses, running.dropped_groups:
+        assert lost(still) is None and lost(worse) is not None
+
+
 def test_the_mean_lag_of_a_run_is_that_of_tokens_which_the_student_drew() -> None:
     given = [line | {"lag/mean": 0.0, "lag/max": 0.0, "time": float(line["update"])} for line in lines(50)]
     drawn = [{**line, "update": line["update"] + 50, "time": line["time"] + 50.0} for line in given]

@@ -12,6 +12,7 @@ import pytest
 import slipstream
 from slipstream.cli import main
 from slipstream.commands.evaluate import Measured
+from slipstream.pipeline import evaluate
 from slipstream.run_dir.writing import read_lines
 
 SHOP = """
@@ -89,6 +90,18 @@ def test_an_answer_that_its_environment_ruins_is_left_out_and_not_counted_as_wro
     assert "3 answers could not be made and are left out: start raised ValueError: this row is broken" in noted
 
 
+def test_an_evaluation_keeps_no_records_which_each_hold_a_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, summary = list[Any](), evaluate.summary
+
+    def watched(groups: Any, reward: str) -> Any:
+        seen.extend(handle.body for group in groups for handle in group)
+        return summary(groups, reward)
+
+    monkeypatch.setattr(evaluate, "summary", watched)
+    slipstream.train(with_environment([]))
+    assert seen == [None] * 3 * 8
+
+
 def test_a_probability_of_several_answers_is_unknown_if_one_of_each_prompt_failed() -> None:
     measured = Measured(0.0, [[1.0], [0.0, 1.0]], [], Counter(), Counter({"crash": 1}), {}, 1.0, 1)
     assert measured.passed(2) == [1.0] and measured.passed(3) == []
@@ -113,6 +126,12 @@ def test_a_set_without_any_answer_has_no_line_and_does_not_end_the_run(capsys: p
     assert "8 of 8 held-out prompts have no answer" in capsys.readouterr().out
     assert main(["eval", "run", "--json"]) == 2
     assert "no prompt has an answer: start raised ValueError: this row is broken" in capsys.readouterr().err
+    write("healthy.jsonl", [])
+    assert main(["eval", "run", "--json", "--data", "broken=eval.jsonl", "healthy=healthy.jsonl"]) == 2
+    said, noted = capsys.readouterr()
+    assert [json.loads(line)["set"] for line in said.splitlines()] == ["healthy"]
+    assert "error: no prompt of broken has an answer: start raised ValueError: this row is broken" in noted
+    assert len(list(read_lines(Path("run") / "eval.jsonl"))) == 1
 
 
 def test_an_answer_that_no_teacher_can_score_is_left_out_of_the_kl(capsys: pytest.CaptureFixture[str]) -> None:

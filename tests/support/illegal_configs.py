@@ -244,6 +244,13 @@ loss.kind=k2 loss.use=advantage loss.policy=cispo loss.dual_clip=3.0
 {BOTH} policy.loss=quatro policy.options={{radius=0.0}}
 {BOTH} policy.options={{clip_low=-0.1}}
 {BOTH} policy.options={{dual_clip=nan}}
+{BOTH} policy.options={{dual_clip=1.0}}
+{BOTH} policy.loss=decoupled_ppo policy.options={{weight_cap=0.0}}
+{BOTH} policy.loss=dppo_tv policy.options={{dppo_truncation=0.0}}
+{BOTH} policy.loss=clip_cov policy.options={{cov_low=5.0}}
+{BOTH} policy.loss=clip_cov policy.options={{cov_fraction=2.0}}
+{BOTH} policy.loss=espo policy.options={{espo_share=0.0}}
+{BOTH} policy.advantage=reinforce_plus_plus policy.advantage_options={{gamma=1.5}}
 {BOTH} policy.loss=sapo policy.options={{tau_pos=0.0}}
 {BOTH} policy.loss=sapo policy.options={{tau_neg=0.0}}
 {RL} policy.loss=oapl policy.advantage=oapl policy.advantage_options={{beta=0.0}}

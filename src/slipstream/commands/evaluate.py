@@ -96,6 +96,13 @@ class Measured:
         return [pass_at_k([each], k) for each in self.sampled if len(each) >= k]
 
 
+class UnansweredError(EngineError):
+    """No prompt of a set has an answer."""
+
+    measured: Mapping[str, Measured] = {}
+    """Results of the other sets."""
+
+
 class Watch(Progress):
     """A progress bar over answered prompts; invisible if the console is no terminal."""
 
@@ -112,7 +119,10 @@ class Watch(Progress):
 
 
 def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) -> dict[str, Measured]:
-    """Let the model answer all prompts, sampled and greedily; return the results by name of the prompt set."""
+    """Let the model answer all prompts, sampled and greedily; return the results by name of the prompt set.
+
+    If a set has no answer at all, raise UnansweredError, with the results of the others.
+    """
     import torch
 
     from slipstream.runtimes.build import build_sampler
@@ -129,7 +139,7 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
             failed.update(h.header.cause for group in every for h in group if h.header.finish == "error")
             kept = [[h for h in group if h.header.finish != "error"] for group in every]
             if not any(kept):
-                raise EngineError(f"no prompt{f' of {name}' if name else ''} has an answer: {min(failed)}")
+                raise UnansweredError(f"no prompt{f' of {name}' if name else ''} has an answer: {min(failed)}")
             return [group for group in kept if group]
 
         began, sampling, failed = time.perf_counter(), made.sampling[name], Counter[str]()
@@ -154,13 +164,22 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
             watch.answered()
         return group
 
+    found, unanswered = dict[str, Measured](), list[UnansweredError]()
     try:
         with asyncio.Runner() as runner:
-            return {name: runner.run(one_set(name)) for name in made.sets}
+            for name in made.sets:
+                try:
+                    found[name] = runner.run(one_set(name))
+                except UnansweredError as error:
+                    unanswered.append(error)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
         sampler.close()
+    if unanswered:
+        unanswered[0].measured = found
+        raise unanswered[0]
+    return found
 
 
 def run(args: Namespace) -> None:
@@ -201,10 +220,14 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     from slipstream.runtimes.build import build_grader
 
     announce_gateways(made.sampler.environments, None, note)
-    grader = build_grader(made.grader, made.tokenizer)
+    grader, unanswered = build_grader(made.grader, made.tokenizer), None
     try:
         with Watch(console) as watch:
-            found = measure(made, grader, watch)
+            found: Mapping[str, Measured] = measure(made, grader, watch)
+    except UnansweredError as error:
+        if not error.measured:
+            raise
+        found, unanswered = error.measured, error
     finally:
         grader.close()
     for each in found.values():
@@ -215,6 +238,8 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     show(
         subject, [line_of(subject, asked, name, each, ks) for name, each in found.items()], show_table, console, as_json
     )
+    if unanswered is not None:
+        raise unanswered
 
 
 def evaluate_suite(model: str, console: Console, options: Mapping[str, Any], as_json: bool) -> None:

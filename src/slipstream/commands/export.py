@@ -40,7 +40,8 @@ def export(directory: Path, file: Path, *, kind: str, adapter: bool) -> None:
             raise ConfigError(
                 f"--adapter: {subject.model} has no adapter, because the run trained none (learner.lora): drop it"
             )
-        options = ["--base", model_path(subject.config.student)]
+        base = model_path(subject.config.student)
+        options = ["--base" if Path(base).is_dir() else "--base-model-id", base]
     if file.exists():
         raise ConfigError(f"--gguf {file}: this file exists: name another, or remove it")
     converter = find_converter(ADAPTER_CONVERTER if adapter else MODEL_CONVERTER)

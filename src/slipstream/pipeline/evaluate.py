@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from slipstream.config.running import EvalConfig
@@ -65,9 +65,12 @@ class Evaluation:
         self.groups.ledger.add_evaluation(progress.trace.now() - began)
 
     async def _answer(self, failures: list[str], prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        """Return the answers to a prompt; if all have failed, none, and add the reason to `failures`."""
+        """Return the answers to a prompt; if all have failed, none, and add the reason to `failures`.
+
+        Only headers are kept: each record in shared memory would hold a file open until all prompts are answered.
+        """
         try:
-            group = await self._answer_or_give_up(prompt, sampling)
+            group = [replace(each, body=None) for each in await self._answer_or_give_up(prompt, sampling)]
         except GivenUp as failure:
             failures.append(str(failure))
             group = []

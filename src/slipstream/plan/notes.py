@@ -17,6 +17,8 @@ from slipstream.sandbox.cgroups import in_force, writable
 
 TOO_FAST = 0.1
 """Smallest learning rate that causes a warning, because training of any model would diverge."""
+MOST_ROUNDED_BETA = 0.99
+"""Largest decay rate of the second moment at which bfloat16 does not round all its decay away."""
 NEWEST_TESTED = {"datasets": "5.2", "peft": "0.21", "torch": "2.13", "transformers": "5.24"}
 """Newest versions, as major and minor number, that pass `make test-newest`."""
 LARGE = 1 << 18
@@ -165,6 +167,13 @@ def setting_warnings(config: Config, facts: Facts) -> Iterator[str]:
         )
     if config.learner.dtype == "bfloat16":
         yield "learner.dtype = 'bfloat16' rounds small updates away: write compute_dtype = 'bfloat16' instead"
+    elif config.critic is not None and config.critic.dtype == "bfloat16":
+        yield "critic.dtype = 'bfloat16' rounds small updates away: write learner.compute_dtype = 'bfloat16' instead"
+    if config.learner.optimizer_dtype == "bfloat16" and config.learner.betas[1] > MOST_ROUNDED_BETA:
+        yield (
+            f"learner.optimizer_dtype = 'bfloat16' with betas[1] = {config.learner.betas[1]:g}: the second moment "
+            f"cannot fall, because its changes are rounded away: write at most {MOST_ROUNDED_BETA}, or float32"
+        )
     proximal = config.loss.weight and "proximal" in config.loss.spec.takes
     if proximal and config.learner.minibatches * config.learner.epochs == 1:
         yield (
@@ -270,6 +279,8 @@ def whole_batch_reason(config: Config, method: Method) -> str:
         return "learner.minibatches and learner.epochs make several steps of an update"
     if config.learner.router_aux is not None:
         return "learner.router_aux looks at the whole batch"
+    if config.guards.ess is not None and method.correction.is_level is not None:
+        return "guards.ess looks at the whole batch"
     for part, scope in method.scopes.items():
         if scope == "batch":
             return f"{part} looks at the whole batch"

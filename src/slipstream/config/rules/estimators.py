@@ -13,10 +13,13 @@ from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import DISTILLATION_RATIOS, ONE_PER_ROW, check_combination
 from slipstream.estimators.tables.policy import POLICY_LOSSES
 
-DIVISORS = ("beta", "espo_share", "radius", "tau_neg", "tau_pos")
-"""Options of policy losses and advantages that must be above 0."""
-SIGNED = ("cov_low", "cov_high")
-"""Options that may be below 0: bounds of a covariance. All others must be at least 0."""
+ABOVE = {"dual_clip": 1.0} | dict.fromkeys(
+    ("beta", "dppo_truncation", "espo_share", "radius", "tau_neg", "tau_pos", "weight_cap"), 0.0
+)
+"""Numbers at which an option of a policy loss or advantage would divide by 0, or leave no gradient."""
+SHARES = ("cov_fraction", "espo_share", "gamma", "lam")
+COVARIANCES = {"cov_low": 1.0, "cov_high": 5.0}
+"""Bounds of a covariance, which may be below 0, with their defaults."""
 
 
 def correction(c: Sections) -> Clashes:
@@ -90,9 +93,14 @@ def options(where: str, given: Mapping[str, float], known: Sequence[str]) -> Cla
             yield f"{where}: it has none"
         elif name not in known:
             yield str(unknown(where, name, known))
-        if (value < 0 and name not in SIGNED) or (value == 0 and name in DIVISORS):
-            least = "above 0" if name in DIVISORS else "at least 0"
-            yield f"{where}: {name} = {value:g} must be {least}"
+        least = ABOVE.get(name)
+        if value < 0 and name not in COVARIANCES if least is None else value <= least:
+            yield f"{where}: {name} = {value:g} must be {'at least 0' if least is None else f'above {least:g}'}"
+        if value > 1 and name in SHARES:
+            yield f"{where}: {name} = {value:g} must be at most 1"
+    low, high = ((COVARIANCES | dict(given))[name] for name in COVARIANCES)
+    if "cov_low" in known and low >= high:
+        yield f"{where}: no covariance is between cov_low = {low:g} and cov_high = {high:g}: raise cov_high"
 
 
 def old_policy(c: Sections, policy: PolicyConfig) -> Clashes:

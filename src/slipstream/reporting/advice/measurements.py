@@ -7,7 +7,7 @@ is a `Level` (mean and standard error), and a limit counts as crossed only beyon
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from math import hypot, inf, sqrt
 from statistics import fmean
@@ -96,8 +96,10 @@ class Evidence:
 class Case:
     config: Config
     lines: Sequence[Line]
-    """Lines of metrics.jsonl, one for each update."""
+    """Lines of metrics.jsonl, one for each update after the supervised stage."""
     evaluations: Sequence[Line] = ()
+    supervised: Line = field(default_factory=dict)
+    """Last line of the supervised stage, at which the counters of `lines` stood; empty without [sft]."""
     samples: Sequence[Line] = ()
     ledger: Sequence[Line] = ()
     at: str = "RUN"
@@ -188,8 +190,9 @@ class Case:
         return Evidence(metric, now.mean, limit, changes, error=error) if now.under(limit) else None
 
     def last(self, name: str) -> float:
-        """Return the last value of a counter, or 0 if there is none."""
-        return next((line[name] for line in reversed(self.lines) if name in line), 0.0)
+        """Return what a counter has counted in `lines`; 0 if there is no such counter."""
+        begun: float = self.supervised.get(name, 0.0)
+        return next((line[name] for line in reversed(self.lines) if name in line), begun) - begun
 
     @property
     def running(self) -> Sequence[Line]:

@@ -33,7 +33,7 @@ def dropped_groups(case: Case) -> Evidence | None:
     if share <= MUCH_LOST:
         return None
     last = case.lines[-1] if case.lines else {}
-    reasons = {name: value for name, value in last.items() if name.startswith("dropped/") and name not in INTENDED}
+    reasons = {name: case.last(name) for name in last if name.startswith("dropped/") and name not in INTENDED}
     reason = max(reasons, key=lambda name: reasons[name], default="dropped")
     too_old = "old" in reason or "lag" in reason
     changes: list[Change] = [{"schedule.on_old": "wait"}, {"schedule.on_old": "restart"}] if too_old else []

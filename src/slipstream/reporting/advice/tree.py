@@ -295,6 +295,7 @@ def case_of(run: RunDir, config: Config, metrics: Sequence[Line], evaluations: S
     return Case(
         config=config,
         lines=[line for line in metrics if not line.get("sft")],
+        supervised=next((line for line in reversed(metrics) if line.get("sft")), {}),
         evaluations=evaluations,
         samples=[each for each in run.picked(SAMPLES, lambda n, _: n < SAMPLES_READ) if not each.get("source")],
         ledger=run.ledger if config.freshness is not None else (),
