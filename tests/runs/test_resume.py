@@ -389,6 +389,26 @@ def test_a_run_that_evaluates_ends_with_an_evaluation_of_its_last_student(
     assert found == sorted({*range(0, ends[1] + 1, evals), *ends})
 
 
+def trained(run: Path, m: int, **sections: Any) -> Path:
+    """Train four updates with a checkpoint after each, so that groups are in flight at the second."""
+    slipstream.train(
+        {
+            "student": "builtin:student",
+            "teachers": {"main": {"model": "builtin:teacher"}},
+            "updates": 4,
+            "sampler": {"max_tokens": 40, "slots": 24},
+            "loss": {"kind": "reverse_kl_mc", "m": m},
+            "learner": {"batch_size": 8},
+            "schedule": {"kind": "async", "tau": 2},
+            "checkpoint": {"every": 1, "keep": 4},
+            "runtime": {"kind": "inline", "device": "cpu"},
+            "output": str(run),
+            **sections,
+        }
+    )
+    return run
+
+
 @pytest.mark.parametrize(
     ("m", "changes"),
     [
@@ -402,21 +422,7 @@ def test_a_run_that_evaluates_ends_with_an_evaluation_of_its_last_student(
 def test_groups_in_flight_begin_again_if_what_is_recorded_of_them_changes(
     m: int, changes: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    slipstream.train(
-        {
-            "student": "builtin:student",
-            "teachers": {"main": {"model": "builtin:teacher"}},
-            "updates": 4,
-            "sampler": {"max_tokens": 40, "slots": 24},
-            "loss": {"kind": "reverse_kl_mc", "m": m},
-            "learner": {"batch_size": 8},
-            "schedule": {"kind": "async", "tau": 2},
-            "checkpoint": {"every": 1, "keep": 4},
-            "runtime": {"kind": "inline", "device": "cpu"},
-            "output": str(run),
-        }
-    )
+    run = trained(tmp_path / "run", m)
     in_flight = read_groups(run / "checkpoints" / "2")
     assert any(handle.header.finish == "released" for group in in_flight for handle in group)
     text = (run / "config.toml").read_text()
@@ -436,3 +442,14 @@ def test_groups_in_flight_begin_again_if_what_is_recorded_of_them_changes(
     assert "groups in flight begin again" in " ".join(capsys.readouterr().out.split())
     assert main(["resume", str(run), "--from", "3"]) == 0
     assert "groups in flight continue" in " ".join(capsys.readouterr().out.split())
+
+
+def test_samples_that_are_learned_from_again_keep_the_settings_of_their_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(tmp_path / "run", 2, reuse={})
+    assert main(["resume", str(run), "--from", "2"]) == 0
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("m = 2\n", "m = 4\n"))
+    capsys.readouterr()
+    assert main(["resume", str(run), "--from", "2", "--change", "loss.m"]) == 2
+    assert "has samples that [reuse] learns from again, and loss.m was changed since" in capsys.readouterr().err

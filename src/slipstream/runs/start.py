@@ -162,7 +162,7 @@ def resume(
         made, state = planned_on(console, config, launcher), checkpoint.state
         check_prompts(path, made.config, made.prompts.digest, accepted=accepted)
         admission_of(made.config, choice_of(made.config, made.prompts, state.choice), state.admission)
-        if config.reuse is not None and (changed := state.changed(config)):
+        if config.reuse is not None and (changed := state.changed(made.config)):
             raise RunDirError(
                 f"{checkpoint.path} has samples that [reuse] learns from again, and {changed[0]} was changed since "
                 "they were drawn: put it back, or begin a new run"
