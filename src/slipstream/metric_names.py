@@ -92,8 +92,8 @@ class Metric:
 
     @property
     def is_total(self) -> bool:
-        """True for a number that counts from the beginning of the run: the meanings of these metrics say "so far"."""
-        return " so far" in self.meaning
+        """True for a number that counts from the beginning of the run, as the meanings of these metrics say."""
+        return " so far" in self.meaning or self.meaning.endswith(" since the run began")
 
     @property
     def band(self) -> Band | None:
@@ -495,7 +495,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("rows/filled", "share of the learner's computed tokens that are not padding", above(0.9), By.PASSES,
                "throughput", "Learner tokens that are not padding", SHARE),
         Metric("saved/prompt", "share of tokens that shared prompts saved", "–", By.PASSES),
-        Metric("time", "seconds of the run so far", "–", By.LEDGER, "", "Time", "seconds"),
+        Metric("time", "seconds since the run began", "–", By.LEDGER, "", "Time", "seconds"),
     ),
     "Waits, in seconds": (
         Metric("seconds/update", "wall-clock time since the previous update", "steady", By.LEDGER,

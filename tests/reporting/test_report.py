@@ -412,9 +412,9 @@ def test_the_page_of_a_study_has_its_tables_and_verdicts(tmp_path: Path) -> None
     assert titles(text) == ["Result", "Claims", "Table", "Paired by seed", "Learning curves", "How it was run"]
     assert "<h1>Forward against reverse KL</h1>" in text
     assert "<td>reverse</td><td>62.00 ± 0.58 %</td><td>54.00 ± 0.58 %</td>" in text
-    row = ["Reward exact: forward − reverse at 0", "-10.00 ± 0.00 points", "3", "0", "holds"]
+    row = ["Reward exact: forward − reverse at 0", "-10.000 ± 0.012 points", "3", "2.7e-06", "holds"]
     assert "".join(f"<td>{cell}</td>" for cell in row) in text
-    assert "<td>forward − reverse</td><td>-10.00 ± 0.00 points</td>" in text
+    assert "<td>forward − reverse</td><td>-10.000 ± 0.012 points (-866.0 errors)</td>" in text
     assert "Reward exact at schedule.k = 16 ended at 29.3 % (reverse), 47.9 % (forward)" in text
     assert len(json.loads(Structure(text).scripts[0])) == 2 + 2 * 3
 
@@ -443,7 +443,7 @@ def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again
     text = "\n".join(markdown_page(Sweep(path), Path("docs")))
     assert f"slipstream sweep {path}/study.toml --output {path}\nslipstream report {path} --markdown docs\n" in text
     assert "| Reward exact | schedule.k = 0 |" in text and "18 runs; seeds 1, 2, 3;" in text
-    assert "| reverse | 62.00 ± 0.58 % |" in text and "| -10.00 ± 0.00 points | 0 | **holds** |" in text
+    assert "| reverse | 62.00 ± 0.58 % |" in text and "| -10.000 ± 0.012 points | 2.7e-06 | **holds** |" in text
     assert "![Reward exact: mean over seeds ± one standard error.](study.svg)" in text
     assert "](study-teacher-kl.svg)" in text and "| KL to teacher |" not in text
     assert "\n\nIn short: of 2 claims, 2 hold, 0 do not hold, 0 are open.\n" in text
@@ -460,7 +460,7 @@ def test_a_study_without_x_has_one_table_of_the_measures_that_claims_are_about(t
         "claims": claims
     }
     one = "\n".join(markdown_page(Sweep(write_study(tmp_path / "one", tree)), Path("docs")))
-    assert "|  | Reward exact |\n| --- | --- |\n| reverse | 62.00 ± 0.58 % |\n| forward | 52.00 ± 0.58 % |\n" in one
+    assert "|  | Reward exact |\n| --- | --- |\n| reverse | 62.00 ± 0.58 % |\n| forward | 52.00 ± 0.59 % |\n" in one
     tree["sweep"]["claims"].append(
         {"says": "forward is nearer", "measure": "teacher/kl", "less": "forward", "than": 9.0}
     )

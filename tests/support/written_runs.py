@@ -140,7 +140,8 @@ def write_study(path: Path, tree: Mapping[str, Any] = STUDY, *, left_out: int = 
         age = math.log2((cell.point.x or 0) + 1)
         reward = 0.6 - 0.08 * age if cell.point.arm == "reverse" else 0.5 - 0.01 * age
         run = path / CELLS / cell.folder
-        more = {"reward/exact": reward + 0.01 * cell.seed, "teacher/kl": 0.3 + 0.02 * age + 0.001 * cell.seed}
+        reward += 0.01 * cell.seed + (0.0002 * (cell.seed - 2) * (1 + age) if cell.point.arm == "forward" else 0.0)
+        more = {"reward/exact": reward, "teacher/kl": 0.3 + 0.02 * age + 0.001 * cell.seed}
         told = EVALUATIONS if cell.config.eval.every else ()
         write_run(run, 30, changes=changes_of(cell.config), seed=cell.seed, more=more, evaluations=told, trace=False)
         done = {"seconds": 60.0, "cpu_seconds": 90.0, "updates": 30, "tokens": 30000.0, "version": "0"}
