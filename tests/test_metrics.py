@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.metric_names import describe
 from slipstream.metrics import (
     avg_at_n,
     collapse,
@@ -26,6 +27,7 @@ from slipstream.metrics import (
     trend,
     usage,
 )
+from slipstream.pipeline import evaluate
 from slipstream.pipeline.evaluate import correctness
 from slipstream.records import Finish, Handle, Header
 
@@ -141,6 +143,25 @@ def test_an_episode_has_one_reward_however_many_branches_it_has() -> None:
     headers = [header((0, 2), rewards={"exact": 1.0})] * 3 + [header((0, 2), episode=1, rewards={"exact": 0.0})]
     assert sample_metrics(headers)["reward/exact"] == 0.5
     assert correctness([[Handle(header, None) for header in headers]], "exact") == [[1.0, 0.0]]
+
+
+def test_an_answer_without_a_reward_raises_no_mean() -> None:
+    def graded(*rewards: float | None) -> list[Handle]:
+        given = [{} if each is None else {"score": each} for each in rewards]
+        return [Handle(header((0, 2), episode=i, rewards=each), None) for i, each in enumerate(given)]
+
+    assert correctness([graded(-1.0, None), graded(0.5)], "score") == [[-1.0, -1.0], [0.5]]
+    assert correctness([graded(0.5, None), graded(1.0)], "score") == [[0.5, 0.0], [1.0]]
+    assert correctness([graded(None)], "score") == [[0.0]]
+
+
+def test_a_held_out_reward_has_the_error_of_its_prompts_and_is_no_percentage_beyond_1() -> None:
+    groups = [[Handle(header((0, 2), rewards={"score": each}), None)] for each in (8.0, 2.0, 5.0)]
+    found = evaluate.summary(groups, "score")
+    assert found["accuracy"] == 5.0 and found["accuracy_error"] == pytest.approx(3 / 3**0.5)
+    assert "accuracy_error" not in evaluate.summary(groups[:1], "score")
+    row = describe("accuracy")
+    assert row is not None and [row.text(each) for each in (0.5, 7.5, -0.25)] == ["50.0%", "7.5", "-0.25"]
 
 
 def test_throughput_leaves_the_warm_up_out() -> None:

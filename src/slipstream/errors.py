@@ -136,7 +136,11 @@ class HungUp(Terminated):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or the name of its type if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # user code may have such exceptions
+        lines = []
+    return next(iter(lines), type(error).__name__)
 
 
 def printable(text: str) -> str:

@@ -20,7 +20,7 @@ PLACEHOLDERS = {
     "TEACHER": (r"\w+", "a teacher's name in the config"),
     "ENVIRONMENT": (r"\w+", "an environment's name in the config, [environments.NAME]"),
     "REWARD": (
-        r"\w+(?:/\w+)?",
+        r"\w+(?:/\w[\w.-]*)?",
         "a reward of task.reward; NAME/PART is a component of that reward; greedy_… is the reward of the greedy answer",
     ),
     "CAUSE": (
@@ -100,7 +100,7 @@ class Metric:
         return self.healthy if isinstance(self.healthy, Band) else None
 
     def text(self, value: float) -> str:
-        return f"{value:.1%}" if self.is_share else format(value, self.format)
+        return f"{value:.1%}" if self.is_share and 0 <= value <= 1 else format(value, self.format)
 
 
 class By:
@@ -434,6 +434,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
                "lengths", "Responses cut off", SHARE, label="cut off"),
         Metric("accuracy", "mean reward on held-out prompts", "rises", By.EVALUATE,
                "", "Held-out accuracy", SHARE, label="held-out accuracy"),
+        Metric("accuracy_error", "standard error of accuracy over the prompts", "–", By.EVALUATE),
         Metric("kl", "without task.reward: reverse KL to the teacher on answers to held-out prompts", "falls",
                By.EVALUATE, label="held-out KL", format=".3f"),
         Metric("kl_error", "standard error of this KL", "–", By.EVALUATE),

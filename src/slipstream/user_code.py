@@ -37,13 +37,14 @@ def _from_file(path: Path) -> ModuleType:
     path = path.absolute()
     if not path.is_file():
         raise ConfigError(f"there is no file {displayed_path(str(path))}")
-    if (known := sys.modules.get(str(path))) is not None:
+    name = str(path).replace(".", ":")  # pickle looks for a module with dots in its name in a package
+    if (known := sys.modules.get(name)) is not None:
         return known
     sys.path.insert(0, str(path.parent))  # allow imports of files in the same directory, as for a script
-    spec = importlib.util.spec_from_file_location(str(path), path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[str(path)] = module  # a path cannot conflict with the name of another module
+    sys.modules[name] = module  # a path cannot conflict with the name of another module
     _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
     return module
 

@@ -21,6 +21,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from slipstream import children
@@ -335,6 +336,16 @@ def test_special_tokens_come_from_the_template_or_from_the_tokenizer_but_never_t
     (plain,) = encode_rows([Row("r", "Hi")], tokenizer, DataConfig())
     assert tokenizer.convert_ids_to_tokens(chat) == ["<bos>", "<user>", "H", "i", "<eos>", "<assistant>"]
     assert tokenizer.convert_ids_to_tokens(plain) == ["<bos>", "H", "i"]
+
+
+def test_no_end_token_stands_behind_a_text_whatever_the_tokenizer_appends() -> None:
+    tokenizer = build_tokenizer()
+    names = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<bos>", "<eos>")}
+    for single in ("<bos> $A <eos>", "$A <eos> <eos>", "$A"):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[*names.items()])
+        (plain,) = encode_rows([Row("r", "Hi")], tokenizer, DataConfig())
+        bos = ["<bos>"] if "<bos>" in single else []
+        assert tokenizer.convert_ids_to_tokens(plain) == [*bos, "H", "i"]
 
 
 def test_a_system_prompt_comes_first(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -30,6 +30,7 @@ from slipstream.data.layouts import (
     layout_of,
     reach,
     with_configured_paths,
+    without,
 )
 from slipstream.data.prompts import Row, load_rows
 from slipstream.data.tokenizers import encode_rows
@@ -244,6 +245,31 @@ def test_a_path_leads_into_objects_and_lists() -> None:
     for path in ("x", "a.x", "a.b.c", "a.b.2", "a.b.-1", "", ".", "a."):
         with pytest.raises(LookupError):
             reach(fields, path)
+
+
+def test_a_value_is_left_out_at_its_path() -> None:
+    fields = {"a": {"b": [1, {"c": 2}]}, "a.b": 3, "d": 4}
+    assert without(fields, "d") == {"a": fields["a"], "a.b": 3}
+    assert without(fields, "a.b") == {"a": fields["a"], "d": 4}
+    assert without(fields, "a.b.1.c") == fields | {"a": {"b": [1, {}]}}
+    assert without(fields["a"], "b.0") == {"b": [{"c": 2}]}
+    for path in ("x", "a.x", "a.b.c", "a.b.2", "a.b.-1", "", ".", "a."):
+        assert without(fields, path) == fields
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "hidden"),
+    [
+        ({"prompt": "q", "reward_model": {"ground_truth": "7"}}, {}, "reward_model.ground_truth"),
+        ({"prompt": "q", "info": {"gold": "7"}}, {"answer": "info.gold"}, "info.gold"),
+        ({"prompt": "q", "answer": "7", "solution": "thus 7"}, {"response": "solution"}, "solution"),
+    ],
+)
+def test_a_row_knows_where_its_answer_is(row: Any, data: Any, hidden: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    (made,) = load_rows(str(tmp_path / "a.jsonl"), DataConfig(**data))
+    assert made.ground_truth == "7" and "7" in str(made.meta)
+    assert hidden in made.hidden and "7" not in str(without(made.meta, hidden))
 
 
 # --- bad files ---------------------------------------------------------------------------------------------

@@ -204,13 +204,16 @@ def test_what_an_agent_is_told_and_what_it_is_not(tmp_path: Path, monkeypatch: p
         import json, os, sys
         task = json.load(open(os.environ["SLIPSTREAM_TASK"]))
         work = os.environ["SLIPSTREAM_WORKSPACE"]
-        assert task["ground_truth"] == "secret" and "ground_truth" not in json.load(open(work + "/task.json"))
+        seen = json.load(open(work + "/task.json"))
+        assert task["ground_truth"] == "secret" and "ground_truth" not in seen
+        assert task["meta"]["info"] == {"gold": "secret", "level": 2} and seen["meta"]["info"] == {"level": 2}
         assert open(work + "/bug.py").read() == "bug"
         assert "SECRET_KEY" not in os.environ and os.environ["HOME"] != os.path.expanduser("~root")
         json.dump(1, open(os.environ["SLIPSTREAM_VERDICT"], "w"))
     """
     with agents(tmp_path, verify=told) as made:
-        (group,) = played(made, asked())
+        prompt = replace(asked(info={"gold": "secret", "level": 2}), hidden=("info.gold", "solution"))
+        (group,) = played(made, prompt)
         assert {handle.header.outcome["reward"] for handle in group} == {1.0}, group[0].header.cause
     assert [each.name for each in (tmp_path / "given").iterdir()] == ["bug.py"]
     assert fill("a {b} {c} {b}", {"b": "{c}", "c": "d"}) == "a {c} d {c}"

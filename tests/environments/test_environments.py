@@ -44,6 +44,7 @@ TOOLS = '''
             import os, time, sys
             match how:
                 case "raise": raise ValueError("no such thing\\nat all")
+                case "stop": return next(iter([]))
                 case "exit": os._exit(3)
                 case "sleep": time.sleep(1000)
                 case "spin":
@@ -501,8 +502,17 @@ OPENINGS = {
     "pass": [],
     "return 7": "returned int 7: return a text, a list of messages, or None",
     "return ['a']": "returned the message str 'a': write",
-    "return []": "returned no message for the student: add one",
+    "return []": [],
 }
+
+
+def test_a_tool_that_raises_stop_iteration_is_answered_like_any_other(adder: str) -> None:
+    async def main(made: EnvironmentPool) -> Any:
+        episode = await opened(made)
+        return (await asyncio.wait_for(episode.step(call("fail", how="stop")), 60)).messages[0]
+
+    with hosts(adder) as made:
+        assert asyncio.run(main(made))["content"] == "error: RuntimeError: raised StopIteration"
 
 
 @pytest.mark.parametrize("code", OPENINGS)

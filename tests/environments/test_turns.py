@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from slipstream.engines.draws import process
+from slipstream.environments import Reply
+from slipstream.environments.episodes import Episodes
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, GradingSampler, Sampling, TensorSpec, WeightsRef
-from slipstream.records import Handle, Prompt, Rollout, derive_seed, parts_of, unfinished
+from slipstream.records import Handle, Ints, Prompt, Rollout, derive_seed, parts_of, unfinished
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from support import tabular_engines as toy
@@ -24,6 +26,13 @@ from support.toy_runs import PROMPTS, VOCAB, config
 TABLE = toy.random_table(VOCAB, seed=0)
 FULL = Sampling(max_tokens=30, group=3, draws=4)
 PROMPT = Prompt(id="p", number=7, tokens=np.array([1, 2], np.int32), seed=derive_seed(0, 7))
+
+
+class Silent(Numbers):
+    """A student that calls no tools."""
+
+    def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
+        return replace(super().parse(ids, cut=cut), calls=())
 
 
 def played(world: World, sampling: Sampling = FULL, limits: Any = WIDE, **of_sampler: Any) -> list[Rollout]:
@@ -129,6 +138,15 @@ def test_limits_end_an_episode_and_say_so() -> None:
         assert rollout.finish == "time" and rollout.outcome["turns"] == 3 and rollout.outcome["seconds"] == 10.0
         assert rollout.outcome["reward"] == 3.0 and rollout.outcome["failures"] == 0.0
     assert slow.closed == 3 and slow.dropped == 0
+
+
+def test_a_last_turn_that_is_cut_off_did_not_end_by_itself() -> None:
+    for most in (None, 1, 2):
+        limits, world = replace(WIDE, turns=9, turn_tokens=most), World(turns=1)
+        sampler = Episodes(toy.ToySampler(TABLE), Silent(), world, limits)
+        for rollout in (handle.body for handle in virtual.run(sampler.generate(PROMPT, FULL))[0]):
+            assert rollout.finish == ("eos" if rollout.tokens[-1] == toy.EOS else "length")
+        assert {rollout.finish for rollout in played(world, limits=limits)} == {"eos"}, "it ended with a call"
 
 
 @pytest.mark.parametrize("faults", [0.1, 0.5, 1.0])

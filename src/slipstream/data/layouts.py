@@ -91,6 +91,19 @@ def reach(fields: Any, path: str) -> Any:
     return reach(below, rest) if dot else below
 
 
+def without(fields: Any, path: str) -> Any:
+    """Return the fields without the value at a path, if there is one."""
+    if isinstance(fields, Mapping) and path in fields:
+        return {name: value for name, value in fields.items() if name != path}
+    head, dot, rest = path.partition(".")
+    if isinstance(fields, Mapping) and dot and head in fields:
+        return {**fields, head: without(fields[head], rest)}
+    if isinstance(fields, list) and head.isdecimal() and int(head) < len(fields):
+        at = int(head)
+        return [*fields[:at], *([without(fields[at], rest)] if dot else ()), *fields[at + 1 :]]
+    return fields
+
+
 def first_of(fields: Mapping[str, Any], paths: Iterable[str]) -> Any:
     """Return the value at the first path that has a value other than None; None if no path has one."""
     for path in paths:

@@ -57,6 +57,8 @@ class Row:
     """JSON schemas of tools for the chat template; None if the row names no tools."""
     response: str | None = field(default=None, compare=False)
     """Whole text of the answer, for [sft] and [mix]; None if the row has none."""
+    hidden: tuple[str, ...] = field(default=(), compare=False)
+    """Paths in `meta` of the answer, which agents must not see."""
     environment: str = ""
     """Name of the environment in which the row is answered; empty if the run has one or none."""
     where: str = field(default="", compare=False)
@@ -182,7 +184,7 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
     if not is_json(truth):
         kind, write = type(truth).__name__, "write it as text, a number, or lists and objects of those"
         raise DataError(f"{where}: the answer is of type {kind}, which cannot be stored as JSON: {write}")
-    known = {"data_source", "id", "tools", *layout.prompt, *layout.answer}
+    known = {"data_source", "id", "tools", *layout.prompt, *layout.answer} & fields.keys()
     return Row(
         id=str(fields["id"]) if fields.get("id") is not None else where,
         prompt=prompt,
@@ -191,6 +193,7 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
         meta={key: value for key, value in fields.items() if key not in known},
         tools=tools,
         response=_response(where, fields, layout, data, last_turn, truth),
+        hidden=tuple(path for path in (*layout.answer, data.response) if path is not None and path not in known),
         where=where,
     )
 
@@ -393,6 +396,7 @@ class Prompts:
             environment=row.environment,
             seed=derive_seed(self.seed, number),
             meta={name: value for name, value in row.meta.items() if is_json(value)},
+            hidden=row.hidden,
             asked=row.prompt if self.tells else None,
             place=row.where,
             respelled=self.respelled[index],

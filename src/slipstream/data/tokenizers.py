@@ -83,10 +83,19 @@ def encode_rows(
             raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
     # the text of a rendered template already includes the special tokens
     ids = encode_texts(texts, rows, tokenizer, special=plain, what="prompt")
+    if plain and (ends := appended_tokens(tokenizer)):  # an answer would begin behind an end token
+        ids = [tokens[:-ends] for tokens in ids]
     for row, tokens in zip(rows, ids, strict=True):
         if not tokens:
             raise DataError(f"{row.place}: the prompt has no tokens")
     return [np.array(tokens, np.int32) for tokens in ids]
+
+
+def appended_tokens(tokenizer: Tokenizer) -> int:
+    """Return the number of special tokens that a tokenizer puts behind a text."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    places = range(len(whole) - len(bare) + 1)
+    return next((n for n in places if whole[len(whole) - n - len(bare) : len(whole) - n] == bare), 0)
 
 
 def encode_texts(
@@ -107,7 +116,9 @@ def encode_texts(
     return found
 
 
-def rendered(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Mapping[str, Tools]) -> str:
+def rendered(
+    row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Mapping[str, Tools], *, begins_answer: bool = True
+) -> str:
     if tokenizer.chat_template is None:
         why = "data.chat needs one: drop it" if data.chat else f"{row.place} holds messages: use text prompts"
         raise ModelError(f"{tokenizer.name_or_path} has no chat template, and {why}")
@@ -117,7 +128,8 @@ def rendered(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Mapping[st
     schemas = row.tools or list(tools.get(row.environment) or ())
     options = data.template_args | ({"tools": schemas} if schemas else {})
     try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
+        options |= {"add_generation_prompt": begins_answer}
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:  # a template is a program, and may raise anything
         raise DataError(f"{row.place}: the chat template refuses these messages: {first_line(error)}") from None
 

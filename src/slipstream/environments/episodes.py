@@ -343,7 +343,7 @@ class Episodes:
                 return "time"
             episode.record(reply, step)
             if step.done:
-                return "eos"
+                return "length" if turn.finish == "length" and not reply.calls else "eos"
             if episode.turns >= self.limits.turns:
                 return "turns"
             if self._now() >= episode.deadline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections import Counter
@@ -23,7 +22,7 @@ from slipstream.config.integrations import integration_of
 from slipstream.environments import Call, Message, Reply, Start, Step, ToolError
 from slipstream.environments.tools import InvalidArguments, ServedTool, Tool, schema_of
 from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
-from slipstream.rewards.functions import LARGEST_REWARD, Unusable, number, result_of, rewards_of
+from slipstream.rewards.functions import LARGEST_REWARD, Unusable, awaited, number, rewards_of
 from slipstream.user_code import describe_error, field_names, file_of, load_object, parameters, short_repr
 
 SHIPPED = "slipstream.environments"
@@ -63,7 +62,7 @@ class Kind:
                 if callable(known):
                     known = known()
                 if inspect.isawaitable(known):
-                    known = asyncio.run(result_of(known))
+                    known = awaited(known)
                 return [plain(schema) for schema in known]
             except Exception as error:  # `tools` may be code of the user
                 why = f"tools is not, or does not return, a list of JSON schemas: {failure_text(self, error)}"
@@ -168,7 +167,7 @@ class Acting:
             case str():
                 seen = Step(({"role": "user", "content": returned},))
             case Sequence():
-                seen = self._check("start", Step(tuple(returned)))
+                seen = self._check("start", Step(tuple(returned), done=not returned))
             case _:
                 raise self._wrong("start", f"returned {short_repr(returned)}: return {OF_START[1]}")
         return self._limit(seen).messages

@@ -174,9 +174,16 @@ class EnvironmentServer:
     async def _run(self, number: int, method: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*args, **arguments)
-        call = partial(method, *args, **arguments)
+        call = partial(called, method, *args, **arguments)
         found = await asyncio.get_running_loop().run_in_executor(self.threads[number], call)
         return await found if inspect.isawaitable(found) else found
+
+
+def called(method: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
+    try:
+        return method(*args, **arguments)
+    except StopIteration as error:  # a future cannot hold it, so that the call would never end
+        raise RuntimeError("raised StopIteration") from error
 
 
 # --- in the parent ----------------------------------------------------------------------------------------------------

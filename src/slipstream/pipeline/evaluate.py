@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 
 from slipstream.config.running import EvalConfig
 from slipstream.errors import RecordsLost
@@ -22,6 +23,7 @@ from slipstream.pipeline.stages import Scoring, answered_members
 from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.run_dir.writing import RunLog
+from slipstream.statistics import standard_error
 
 Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]
 
@@ -103,8 +105,11 @@ async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampl
 
 
 def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:
-    """Return the reward of each episode of each group; an answer that cannot be graded counts as 0."""
-    return [list({h.header.episode: h.header.rewards.get(reward, 0.0) for h in group}.values()) for group in groups]
+    """Return the reward of each episode of each group; an answer that cannot be graded has the lowest, or 0 if less."""
+    groups = list(groups)
+    known = [h.header.rewards[reward] for group in groups for h in group if reward in h.header.rewards]
+    worst = min([0.0, *known])
+    return [list({h.header.episode: h.header.rewards.get(reward, worst) for h in group}.values()) for group in groups]
 
 
 def summary(groups: list[list[Handle]], reward: str) -> Metrics:
@@ -114,4 +119,7 @@ def summary(groups: list[list[Handle]], reward: str) -> Metrics:
         kl, error = kl_and_error([header for header in headers if header.trained_tokens])
         return {"kl": kl, "kl_error": error, **sample_metrics(headers)}
     ungraded = Counter(f"ungraded/{header.ungraded.cause}" for header in headers if header.ungraded is not None)
-    return {"accuracy": avg_at_n(correctness(groups, reward)), **sample_metrics(headers), **ungraded}
+    rewards = correctness(groups, reward)
+    of_mean = standard_error([fmean(each) for each in rewards])
+    accuracy = {"accuracy": avg_at_n(rewards), **({} if of_mean is None else {"accuracy_error": of_mean})}
+    return {**accuracy, **sample_metrics(headers), **ungraded}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import atexit
 import importlib.util
 import inspect
 import logging
@@ -194,7 +195,7 @@ class Reward:
 
     def call(self, answer: Any) -> Any:
         returned = self.function(**{name: getattr(answer, name) for name in self.asks})
-        return asyncio.run(result_of(returned)) if inspect.isawaitable(returned) else returned
+        return awaited(returned) if inspect.isawaitable(returned) else returned
 
     def evaluate(self, answer: Any) -> dict[str, Any]:
         """Call the function; return the total under the reward's name NAME, and each part under NAME/PART."""
@@ -204,7 +205,7 @@ class Reward:
         if not returned:
             raise Unusable("type", "returned no number")
         for part in returned:
-            if not isinstance(part, str) or not re.fullmatch(r"\w+", part):
+            if not isinstance(part, str) or not REWARD_NAME.fullmatch(part):
                 raise Unusable("type", f"returned a number under the name {part!r}: a name is one word")
         return with_total(self.name, {part: number(value, part) for part, value in returned.items()})
 
@@ -220,8 +221,29 @@ class ContextFunction(Reward):
         return {"context": returned}
 
 
-async def result_of(work: Awaitable[Any]) -> Any:
-    return await work
+RUNNERS: list[asyncio.Runner] = []
+"""Event loop of this process, if a function needed one: connections of a client in a user's module belong to it."""
+
+
+def awaited(work: Awaitable[Any]) -> Any:
+    async def result() -> Any:
+        return await work
+
+    if not RUNNERS:
+        RUNNERS.append(asyncio.Runner())
+        atexit.register(end_runner)
+    try:
+        return RUNNERS[0].run(result())
+    except Exception:
+        raise
+    except BaseException:  # out of time: what still runs ends with the loop
+        end_runner()
+        raise
+
+
+def end_runner() -> None:
+    atexit.unregister(end_runner)
+    RUNNERS.pop().close()
 
 
 class Unusable(Exception):

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from slipstream import processes
 from slipstream.agents.snapshot import OPEN_DIRECTORY, OPEN_FILE
 from slipstream.agents.workspace import snapshot_of
+from slipstream.data.layouts import without
 from slipstream.environments.gateway import judging
 from slipstream.environments.gateway.agent_sandbox import GATEWAY_PORT, AgentSandbox
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
@@ -60,11 +61,13 @@ class Programs:
         """Directory of all episodes."""
 
     @asynccontextmanager
-    async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Program]:
+    async def playing(
+        self, row: dict[str, Any], base_url: str, session: str, *, hidden: Sequence[str] = ()
+    ) -> AsyncIterator[Program]:
         place = Path(tempfile.mkdtemp(prefix="agent-", dir=self.made.path))
         try:
             walls = AgentSandbox.new() if self.agent.walled else None
-            program = Program(self, place, row, base_url, session, walls)
+            program = Program(self, place, row, hidden, base_url, session, walls)
             await in_thread(program.prepare)
             try:
                 await program.start(self.agent.command, place, "workspace", program._environment(), self.socket)
@@ -99,6 +102,8 @@ class Program:
     kind: Programs
     place: Path
     row: dict[str, Any]
+    hidden: Sequence[str]
+    """Paths of answers in the row's `meta`."""
     base_url: str
     session: str
     walls: AgentSandbox | None
@@ -136,6 +141,8 @@ class Program:
         for each in ("home", "tmp"):
             (self.place / each).mkdir()
         visible = {name: value for name, value in self.row.items() if name != JUDGE_ONLY}
+        for path in self.hidden:
+            visible["meta"] = without(visible["meta"], path)
         (self.workspace / "task.json").write_text(json.dumps(visible, ensure_ascii=False), "utf-8", "replace")
         (self.place / "prompt.txt").write_text(self.prompt, "utf-8", "replace")
         if self.walls is not None:

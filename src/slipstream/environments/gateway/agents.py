@@ -10,7 +10,7 @@ sampler. At another sampler, incomplete episodes start again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,7 +49,10 @@ class Player(Protocol):
 
 
 class Players(Protocol):
-    def playing(self, row: dict[str, Any], base_url: str, session: str) -> AbstractAsyncContextManager[Player]: ...
+    def playing(
+        self, row: dict[str, Any], base_url: str, session: str, *, hidden: Sequence[str]
+    ) -> AbstractAsyncContextManager[Player]:
+        """Play an episode of a row; agents must not see the values at the paths `hidden` in its `meta`."""
 
     def close(self) -> None: ...
 
@@ -158,7 +161,8 @@ class Agents:
         name = self.server.open(session)
         row = row_of(prompt, self.renderer.text(prompt.tokens) if prompt.asked is None else prompt.asked, prompt.seed)
         try:
-            async with self.players.playing(row, self.server.base_url(name), name) as player:
+            there = self.server.base_url(name)
+            async with self.players.playing(row, there, name, hidden=prompt.hidden) as player:
                 session.began = asyncio.get_running_loop().time()
                 why = await self._wait_for_agent(session, player)
                 session.close()

@@ -100,9 +100,24 @@ def digest_of_ids(ids: Ints) -> bytes:
 
 
 def canonical(message: Message) -> str:
-    """Return, as JSON, the parts of a message that distinguish it from other messages."""
-    calls = [[each["function"]["name"], each["function"]["arguments"]] for each in message.get("tool_calls") or ()]
+    """Return, as JSON, the parts of a message that distinguish it from other messages.
+
+    Whole numbers are integers, because JavaScript's agents give back 1.0 as 1.
+    """
+    functions = [each["function"] for each in message.get("tool_calls") or ()]
+    calls = [[each["name"], as_integers(each["arguments"])] for each in functions]
     return SORTED_JSON([message["role"], message["content"], message.get("name"), calls])
+
+
+def as_integers(value: Any) -> Any:
+    match value:
+        case float():
+            return int(value) if value.is_integer() else value
+        case dict():
+            return {name: as_integers(each) for name, each in value.items()}
+        case list():
+            return [as_integers(each) for each in value]
+    return value
 
 
 def digest(before: bytes, text: str) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,10 @@ class ExternalAgents:
         """Requests for an episode that wait because none is offered."""
 
     @asynccontextmanager
-    async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[ExternalAgent]:
+    async def playing(
+        self, row: dict[str, Any], base_url: str, session: str, *, hidden: Sequence[str] = ()
+    ) -> AsyncIterator[ExternalAgent]:
+        """Offer an episode with its whole row, because external agents compute their own rewards."""
         loop = asyncio.get_running_loop()
         offer = {"id": session, "base_url": base_url, "row": row}
         guest = ExternalAgent(offer, loop.create_future(), loop.create_future(), self.grace)

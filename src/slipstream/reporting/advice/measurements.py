@@ -339,11 +339,11 @@ def same_version_kl(line: Line, steps: int) -> tuple[float, float]:
 
 
 def accuracy_of(evaluations: Sequence[Line]) -> dict[str, list[Level]]:
-    """Return accuracies by held-out set, with binomial errors as if all samples were independent."""
+    """Return accuracies by held-out set; those of older runs have binomial errors, as if samples were independent."""
     by_set: dict[str, list[Level]] = {}
     for line in evaluations:
         mean, count = line.get("accuracy", -1.0), line.get("samples", 0.0)
-        if count and 0 <= mean <= 1:
-            error = sqrt(max(mean * (1 - mean), 1 / count) / count)
-            by_set.setdefault(line.get("set", ""), []).append(Level(mean, error))
+        if count and ("accuracy_error" in line or 0 <= mean <= 1):
+            error = line.get("accuracy_error", sqrt(max(mean * (1 - mean), 0.0) / count))
+            by_set.setdefault(line.get("set", ""), []).append(Level(mean, max(error, 1 / count)))
     return by_set

@@ -86,13 +86,14 @@ def by_stage(name: str, label: str, runs: Sequence[Reading]) -> list[tuple[str, 
 
 
 def held_out(runs: Sequence[Reading]) -> Iterator[Figure]:
-    note = "Error bars: one standard error over the held-out prompts, at most."
+    note = "Error bars: one standard error over the held-out prompts."
     for key in held_out_sets(runs):
         measure, name = key
-        share, kind = measure == "accuracy", "accuracy" if measure == "accuracy" else "KL to the teacher"
-        y = kind if share else "nats per token"
-        label = f"{kind[0].upper()}{kind[1:]} on {name}" if name else f"Held-out {kind}"
         found = [(slot, run, run.held_out[key]) for slot, run in enumerate(runs) if key in run.held_out]
+        share = measure == "accuracy" and all(0 <= value <= 1 for *_, each in found for value in each.values)
+        kind = "KL to the teacher" if measure == "kl" else "accuracy" if share else "reward"
+        y = "nats per token" if measure == "kl" else kind
+        label = f"{kind[0].upper()}{kind[1:]} on {name}" if name else f"Held-out {kind}"
         measured = [run for _, run, _ in found]
         series = [Series(run.name, each.updates, each.values, slot, each.errors) for slot, run, each in found]
         changes = [f"{short(each.y[0], share=share)} → {short(each.y[-1], share=share)}" for each in series]

@@ -34,7 +34,7 @@ class HeldOut(NamedTuple):
     updates: list[float]
     values: list[float]
     errors: list[float | None]
-    """Standard errors; those of accuracy are upper bounds."""
+    """Standard errors; those of accuracy in runs of older versions are upper bounds."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ class Reading:
                 name = line.get("set", "")
                 each, numbers = found.setdefault((measure, name), HeldOut([], [], [])), self.config.eval.n
                 n = numbers.get(name) if isinstance(numbers, dict) else numbers  # None: the set has left the config
-                of_accuracy = 0.0 if n is None else binomial_error(line[measure], line.get("samples", 0.0) / n)
+                bound = 0.0 if n is None else binomial_error(line[measure], line.get("samples", 0.0) / n)
                 each.updates.append(float(line["update"]))
                 each.values.append(line[measure])
-                each.errors.append(line["kl_error"] if measure == "kl" else of_accuracy)
+                each.errors.append(line.get(f"{measure}_error", bound))  # runs of older versions have no accuracy_error
         return found
 
 

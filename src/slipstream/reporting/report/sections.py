@@ -142,7 +142,7 @@ def held_out_of(run: Reading, key: tuple[str, str]) -> str:
     if key not in run.held_out:
         return ""
     _, values, errors = run.held_out[key]
-    if key[0] == "kl":
+    if key[0] == "kl" or not all(0 <= value <= 1 for value in values):
         return f"{short(values[0])} → {short(values[-1])}" + (f" ± {errors[-1]:.2g}" if errors[-1] else "")
     error = f" ± {100 * errors[-1]:.2g}" if errors[-1] else ""
     return f"{100 * values[0]:.3g} → {100 * values[-1]:.3g}{error} %"

@@ -339,7 +339,8 @@ def attend_blocks(
         else:  # grouped heads share keys: stack their queries in one head, so that no key is copied
             parts = list[Tensor]()
             size = max(1, MASKED_AT_ONCE // (n * (h // j if plain else h) * block.length))
-            for part_NHQD, at_NQ in zip(query_NHQD.split(size, 2), block.at_NQ.split(size, 1), strict=True):
+            split = torch.split(query_NHQD, size, 2), torch.split(block.at_NQ, size, 1)
+            for part_NHQD, at_NQ in zip(*split, strict=True):
                 few = part_NHQD.shape[2]
                 if few == q:
                     mask_N1QL = step.mask(number, reach, h // j, query_THD.dtype)
