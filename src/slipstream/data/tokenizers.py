@@ -83,7 +83,7 @@ def encode_rows(
             raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
     # the text of a rendered template already includes the special tokens
     ids = encode_texts(texts, rows, tokenizer, special=plain, what="prompt")
-    if plain and (ends := appended_tokens(tokenizer)):  # an answer would begin behind an end token
+    if plain and (ends := appended_tokens(tokenizer, texts[0])):  # an answer would begin behind an end token
         ids = [tokens[:-ends] for tokens in ids]
     for row, tokens in zip(rows, ids, strict=True):
         if not tokens:
@@ -91,9 +91,10 @@ def encode_rows(
     return [np.array(tokens, np.int32) for tokens in ids]
 
 
-def appended_tokens(tokenizer: Tokenizer) -> int:
+def appended_tokens(tokenizer: Tokenizer, text: str) -> int:
     """Return the number of special tokens that a tokenizer puts behind a text."""
-    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    both = (tokenizer(text, add_special_tokens=special, verbose=False) for special in (False, True))
+    bare, whole = (each["input_ids"] for each in both)
     places = range(len(whole) - len(bare) + 1)
     return next((n for n in places if whole[len(whole) - n - len(bare) : len(whole) - n] == bare), 0)
 
