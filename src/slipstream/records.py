@@ -116,7 +116,7 @@ class Prompt:
     """Index in the group of the first response to sample; a continued response keeps its index."""
     meta: dict[str, Any] = field(default_factory=dict)
     """All other columns of the data row, without values that JSON cannot represent."""
-    hidden: tuple[str, ...] = ()
+    hidden: list[str] = field(default_factory=list)
     """Paths in `meta` of the answer, which agents must not see."""
     asked: Any = None
     """Prompt as text or messages, for agents; None if the run has no agent."""

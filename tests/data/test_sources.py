@@ -36,7 +36,7 @@ from slipstream.data.prompts import Row, load_rows
 from slipstream.data.tokenizers import encode_rows
 from slipstream.errors import ConfigError, DataError
 from slipstream.plan.plan import plan
-from slipstream.plan.prompts import graded_rows
+from slipstream.plan.prompts import check_ids_differ, graded_rows
 from slipstream.rewards.functions import exact, math, unfit
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start as launch
@@ -270,6 +270,13 @@ def test_a_row_knows_where_its_answer_is(row: Any, data: Any, hidden: str, tmp_p
     (made,) = load_rows(str(tmp_path / "a.jsonl"), DataConfig(**data))
     assert made.ground_truth == "7" and "7" in str(made.meta)
     assert hidden in made.hidden and "7" not in str(without(made.meta, hidden))
+
+
+def test_two_prompts_with_one_id_are_refused_where_answers_are_found_by_it() -> None:
+    rows = [Row("0", "a", where="x.jsonl:1"), Row("1", "b"), Row("0", "a", where="x.jsonl:3"), Row("1", "b")]
+    check_ids_differ(rows)
+    with pytest.raises(DataError, match=r"^y.jsonl:1: id '0' is that of x.jsonl:1, too, and attempts or trajectories"):
+        check_ids_differ([*rows, Row("0", "c", where="y.jsonl:1")])
 
 
 # --- bad files ---------------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ def test_what_an_agent_is_told_and_what_it_is_not(tmp_path: Path, monkeypatch: p
         json.dump(1, open(os.environ["SLIPSTREAM_VERDICT"], "w"))
     """
     with agents(tmp_path, verify=told) as made:
-        prompt = replace(asked(info={"gold": "secret", "level": 2}), hidden=("info.gold", "solution"))
+        prompt = replace(asked(info={"gold": "secret", "level": 2}), hidden=["info.gold", "solution"])
         (group,) = played(made, prompt)
         assert {handle.header.outcome["reward"] for handle in group} == {1.0}, group[0].header.cause
     assert [each.name for each in (tmp_path / "given").iterdir()] == ["bug.py"]

@@ -256,6 +256,21 @@ def test_a_tau_that_was_another_in_an_earlier_part_is_gone_on_with() -> None:
     assert autopilot.tau == 6
 
 
+@pytest.mark.parametrize(
+    ("limits", "tau", "every"),
+    [((2, 1, 1), 2, 1), ((MOST, 4, 4), 1, 4), ((MOST, 2, 2), 3, 2), ((MOST, 1, 8), 6, 1)],
+)
+def test_limits_that_were_others_in_an_earlier_part_are_kept(
+    limits: tuple[int, int, int], tau: int, every: int
+) -> None:
+    """The line is of a part with tau = 6 and a publish after each update."""
+    most, often, rarest = limits
+    autopilot = Autopilot(most, BUDGET, often=often, rarest=rarest)
+    change(autopilot, line(6, 0.0, 0.001) | {"publish_every": 1.0})
+    assert autopilot.every == every and 0 <= autopilot.ahead <= most
+    assert autopilot.tau == tau
+
+
 # --- of a whole run ---------------------------------------------------------------------------------------------------
 
 

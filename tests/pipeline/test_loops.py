@@ -199,6 +199,7 @@ def test_a_member_without_a_reward_is_not_learned_from_and_counted_by_its_cause(
     last = read_lines(tmp_path / "metrics.jsonl")[-1]
     assert last["failed_samples"] == 0 and last["samples"] < 8
     assert last["ungraded/timeout"] >= 5 and last["ungraded/error"] == 2 * last["dropped"] >= 8
+    assert last["thrown_tokens"] >= last["ungraded/timeout"] + last["ungraded/error"], "each has a token at least"
     causes = sorted(line.partition("has no reward and is dropped: ")[2] for line in said)
     assert causes == ["ended raised KeyError: 'x'", "ended took more than 1 s"], "once for each"
 

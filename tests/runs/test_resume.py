@@ -453,3 +453,29 @@ def test_samples_that_are_learned_from_again_keep_the_settings_of_their_records(
     capsys.readouterr()
     assert main(["resume", str(run), "--from", "2", "--change", "loss.m"]) == 2
     assert "has samples that [reuse] learns from again, and loss.m was changed since" in capsys.readouterr().err
+
+
+def rows_of(path: Path, first: int) -> str:
+    rows = [{"prompt": f"A{i}B{9 - i}C1=", "answer": "1"} for i in range(first, first + 6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    return str(path)
+
+
+@pytest.mark.parametrize("setting", ["data.train", "data.shuffle"])
+def test_other_data_begins_groups_again_and_accuses_no_teacher(
+    setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Canary texts are made from the first prompts, so the reference of a teacher is of other texts now."""
+    data = {"train": rows_of(tmp_path / "rows.jsonl", 0), "shuffle": True}
+    run = trained(tmp_path / "run", 2, data=data, health={"canary": 1})
+    if setting == "data.train":
+        rows_of(tmp_path / "rows.jsonl", 3)
+    else:
+        config = (run / "config.toml").read_text()
+        (run / "config.toml").write_text(config.replace("shuffle = true", "shuffle = false"))
+    capsys.readouterr()
+    assert main(["resume", str(run), "--from", "2", "--change", setting]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    again = "begin again, because data.train was changed"
+    assert (again if setting == "data.train" else "groups in flight continue") in said
+    assert not list((run / "checkpoints").glob("*.suspect"))

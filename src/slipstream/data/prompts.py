@@ -396,7 +396,7 @@ class Prompts:
             environment=row.environment,
             seed=derive_seed(self.seed, number),
             meta={name: value for name, value in row.meta.items() if is_json(value)},
-            hidden=row.hidden,
+            hidden=list(row.hidden),
             asked=row.prompt if self.tells else None,
             place=row.where,
             respelled=self.respelled[index],

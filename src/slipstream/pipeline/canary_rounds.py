@@ -10,6 +10,7 @@ of a wrong replica since its last passed check (`Worker.since`).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,9 +61,18 @@ class Watched:
     @property
     def state(self) -> dict[str, Any]:
         known = [None if each is None else each.tolist() for each in self.reference]
-        return {"reference": known, "limit": self.limit, "good": self.good}
+        return {"texts": self.digest, "reference": known, "limit": self.limit, "good": self.good}
+
+    @property
+    def digest(self) -> str:
+        """Hash of the texts, which are of other prompts after a change of the data."""
+        ids = (ids for text in self.texts for ids in (text.prompt.tokens, text.tokens))
+        return hashlib.sha256(b"".join(each.astype(np.int64).tobytes() + b"/" for each in ids)).hexdigest()
 
     def recall(self, state: Mapping[str, Any]) -> None:
+        """Take over the reference of an earlier part of the run, unless it is of other texts."""
+        if state.get("texts", self.digest) != self.digest:  # older checkpoints do not say of which
+            return
         self.reference = [None if each is None else np.array(each) for each in state["reference"]]
         self.limit, self.good = state["limit"], state["good"]
 

@@ -65,10 +65,11 @@ class RunState:
     recorded: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the groups in flight (see RECORDED), by name; empty in older checkpoints."""
 
-    def changed(self, config: Config) -> list[str]:
-        """Return the names of the settings of `config` that the groups in flight do not have."""
+    def changed(self, config: Config, prompts: str) -> list[str]:
+        """Return the names of the settings of `config` that the groups in flight do not have; `prompts` is a digest."""
         now = recorded_settings(config)
-        return [name for name, value in self.recorded.items() if now.get(name) != value]
+        data = ["data.train"] if self.choice.get("prompts", prompts) != prompts else []
+        return [*data, *(name for name, value in self.recorded.items() if now.get(name) != value)]
 
     def with_groups_begun_again(self) -> RunState:
         """Return the state with the same groups in flight, none of which has a token; teachers are unknown again."""

@@ -157,6 +157,7 @@ class Ledger:
             if header.ungraded.cause not in self.unrewarded:
                 say(f"an answer to {header.prompt} has no reward and is dropped: {header.ungraded.text}")
             self.unrewarded[header.ungraded.cause] += 1
+            self.thrown_tokens += header.tokens
             self.failed_in[header.environment] += 1
             self.causes.setdefault(number, []).append(header.ungraded.text)
 

@@ -89,13 +89,15 @@ class Rollouts:
     async def _generate(self, prompt: Prompt, worker: Worker[Sampler]) -> Group:
         """Let a sampler begin or continue the group of this prompt.
 
-        If schedule.publish is "restart", a partial rollout with tokens of older weights is discarded first.
+        A partial rollout is discarded first if another sampler began it, before a resume with more updates ([mix] has
+        moved), or if schedule.publish is "restart" and it has tokens of older weights.
         """
         groups, admission, ledger, number = self.groups, self.groups.admission, self.groups.ledger, prompt.number
         begun, newest = groups.responses.get(number, ()), self.samplers.version
         if groups.paused:
             return begun
-        if admission.schedule.publish == "restart" and any(handle.header.oldest < newest for handle in begun):
+        older = admission.schedule.publish == "restart" and any(handle.header.oldest < newest for handle in begun)
+        if older or any(handle.header.source != prompt.source for handle in begun):
             ledger.thrown_tokens += tokens_of(groups.responses.pop(number))
             begun = ()
         self.generating.add(number)
@@ -116,12 +118,12 @@ class Rollouts:
             worker.track.tokens += tokens_of(rolled)
             return rolled
         headers = [handle.header for handle in rolled]
+        greedy_tokens = sum(header.greedy_tokens for header in headers)
+        worker.track.tokens += greedy_tokens + tokens_of(rolled)
+        ledger.greedy_tokens += greedy_tokens
         ledger.count_ungraded(number, headers, self.samplers.say)
         ledger.count_failed(number, headers, self.samplers.say)
         group = gradable_members(rolled)
-        greedy_tokens = sum(header.greedy_tokens for header in headers)
-        ledger.greedy_tokens += greedy_tokens
-        worker.track.tokens += greedy_tokens + tokens_of(group)
         worker.track.trace.leaves(worker.track, number)
         worker.track.trace.episodes(headers)
         return [handle.with_header(spans=()) if handle.header.spans else handle for handle in group]

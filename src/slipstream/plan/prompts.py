@@ -91,6 +91,8 @@ class DataFacts:
                 f"{data.sources[missing[0]]}: no row is left of it (data.deduplicate, data.too_long): drop it"
             )
         check_used(config, rows)
+        if "file" in config.offpolicy_sources or any(teacher.shows for teacher in config.teachers.values()):
+            check_ids_differ(rows)
         self.check(rows, tokens)
         longest = max(map(len, tokens)) + config.sampler.max_tokens
         check_budget("learner", config.learner.token_budget, longest)
@@ -220,6 +222,18 @@ def check_used(config: Config, rows: Sequence[Row]) -> None:
             f"environments.{unused[0]}: no prompt uses it, or data.too_long leaves them all out: write its name in "
             "the column 'environment' of rows, or as that of a source in data.train, or drop it"
         )
+
+
+def check_ids_differ(rows: Sequence[Row]) -> None:
+    """Raise DataError if two prompts have one id, by which attempts and trajectories of a file are found."""
+    known: dict[str, Row] = {}
+    for row in rows:
+        other = known.setdefault(row.id, row)
+        if other.prompt != row.prompt:
+            raise DataError(
+                f"{row.place}: id {row.id!r} is that of {other.place}, too, and attempts or trajectories belong to an "
+                "id: rename one, or leave the ids out"
+            )
 
 
 def order_of(config: Config, rows: Sequence[Row], names: Sequence[str]) -> Mixture:

@@ -162,7 +162,7 @@ def resume(
         made, state = planned_on(console, config, launcher), checkpoint.state
         check_prompts(path, made.config, made.prompts.digest, accepted=accepted)
         admission_of(made.config, choice_of(made.config, made.prompts, state.choice), state.admission)
-        if config.reuse is not None and (changed := state.changed(made.config)):
+        if config.reuse is not None and (changed := state.changed(made.config, made.prompts.digest)):
             raise RunDirError(
                 f"{checkpoint.path} has samples that [reuse] learns from again, and {changed[0]} was changed since "
                 "they were drawn: put it back, or begin a new run"
@@ -217,7 +217,7 @@ class Start:
                 with waiting(self.console, f"reading {checkpoint.path}"):
                     state = asyncio.run(with_timeout(reading, config.runtime.patience, f"reading {checkpoint.path}"))
                 go_on = "continue"
-                if changed := state.changed(config):
+                if changed := state.changed(config, self.plan.prompts.digest):
                     state, go_on = state.with_groups_begun_again(), f"begin again, because {changed[0]} was changed"
                 self.say(
                     f"continuing from {checkpoint.path}; {len(state.admission.in_flight)} groups in flight {go_on}"

@@ -109,6 +109,11 @@ class Autopilot(Controller):
         """The current tau; (tau + 1) · every batches are in flight."""
         return (self.ahead + 1) * self.often / self.every - 1
 
+    @property
+    def intervals(self) -> list[int]:
+        """Publish intervals that may be tried, each twice the one before."""
+        return [self.often << n for n in range((self.rarest // self.often).bit_length())]
+
     def on_update(self, line: Line) -> list[Say]:
         if "tau" not in line or line.get("sft"):  # from a part of the run in which nothing was to be chosen
             return []
@@ -122,7 +127,9 @@ class Autopilot(Controller):
             self.memory *= 2
             self.low, self.high, self.too_rare = -1, self.most + 1, 2 * self.rarest
         tau, every = line.get("tau", self.tau), round(line.get("publish_every", self.every))
-        ahead = round((tau + 1) * every / self.often) - 1
+        ahead = min(max(round((tau + 1) * every / self.often) - 1, 0), self.most)
+        if every not in self.intervals:
+            every = self.often
         if (ahead, every) != (self.ahead, self.every):  # the line is from an earlier part with another config
             self._set(ahead, every)
         if self.settling:
