@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -50,7 +49,6 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "phi": lambda: PhiConfig(**SHAPE),  # LayerNorm with biases: the others round to fp32 in the middle of every norm
     "mistral-window": lambda: MistralConfig(**SHAPE, sliding_window=6),
-    "gemma2": lambda: Gemma2Config(**SHAPE, attn_logit_softcapping=2.0, sliding_window=6),
     "gemma3-window": lambda: Gemma3TextConfig(
         **SHAPE, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
     ),

@@ -99,7 +99,8 @@ class Room:
                     raise EnvironmentFailed("crash", "it is gone")
                 case _:
                     raise EnvironmentFailed("error", "it raised")
-        spoken = sum(reply.calls[0].arguments["ids"], self.number if self.world.moody else 0)
+        ids = reply.calls[0].arguments["ids"] if reply.calls else ()
+        spoken = sum(ids, self.number if self.world.moody else 0)
         seen = f"{1 + spoken % 5} {2 + len(said) % 3}"
         done = len(said) == self.world.turns
         return Step(

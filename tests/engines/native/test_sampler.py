@@ -6,13 +6,14 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal, TypeVar
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, Gemma2Config, PreTrainedModel
 
 from slipstream.engines.draws import process
 from slipstream.engines.native.sampling import decoding, kv
@@ -26,7 +27,7 @@ from slipstream.estimators import products
 from slipstream.protocols import Loaded, Mode, Sampling
 from slipstream.records import Handle, Prompt, Rollout
 from support.engines import native_sampler
-from support.tiny_models import CONFIGS, EOS, VOCAB, ByHand, make_model, make_prompts, wrap
+from support.tiny_models import CONFIGS, EOS, SHAPE, VOCAB, ByHand, make_model, make_prompts, wrap
 
 T = TypeVar("T")
 
@@ -273,6 +274,8 @@ def test_keep_mode_is_exact_at_every_token_boundary(name: str, apart: int | None
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window", "gemma3-window", "gemma2"])
 def test_long_sequences_are_read_again_a_few_queries_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capped = partial(Gemma2Config, **SHAPE, attn_logit_softcapping=2.0, sliding_window=6)
+    monkeypatch.setitem(CONFIGS, "gemma2", capped)
     models = exact_models(name, 2)
     expected, _ = publish_at(models, [4], "keep")
     masks = list[int]()
