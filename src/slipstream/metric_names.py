@@ -100,7 +100,8 @@ class Metric:
         return self.healthy if isinstance(self.healthy, Band) else None
 
     def text(self, value: float) -> str:
-        return f"{value:.1%}" if self.is_share and 0 <= value <= 1 else format(value, self.format)
+        is_share = self.is_share and (self.names != "accuracy" or 0 <= value <= 1)  # of a reward that may be any number
+        return f"{value:.1%}" if is_share else format(value, self.format)
 
 
 class By:

@@ -35,6 +35,7 @@ from slipstream.data.tokenizers import (
     check_same_vocabulary,
     encode_rows,
     load_tokenizer,
+    separates_answers,
     stop_ids,
 )
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
@@ -346,6 +347,24 @@ def test_no_end_token_stands_behind_a_text_whatever_the_tokenizer_appends() -> N
         (plain,) = encode_rows([Row("r", "Hi")], tokenizer, DataConfig())
         bos = ["<bos>"] if "<bos>" in single else []
         assert tokenizer.convert_ids_to_tokens(plain) == [*bos, "H", "i"]
+        *_, last = encode_rows([Row("q", "<eos>"), Row("r", "Hi")], tokenizer, DataConfig())
+        assert tokenizer.convert_ids_to_tokens(last) == [*bos, "H", "i"], "the first text says nothing"
+
+
+@pytest.mark.parametrize(
+    ("template", "separates"),
+    [
+        ("{{ m['content'] }}{% if add_generation_prompt %}>{% endif %}", True),
+        ("[INST] {{ m['content'] }} [/INST]", True),
+        ("{{ m['content'] }}<eos>", False),
+        ("{{ m['content'] }}", False),
+        ("{{ m['content'] }}{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}", True),
+    ],
+)
+def test_a_template_separates_an_answer_from_its_prompt_or_not(template: str, separates: bool) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+    assert separates_answers(Row("r", [USER]), tokenizer, DataConfig(), {}) is separates
 
 
 def test_a_system_prompt_comes_first(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -27,8 +27,15 @@ async def client(text):
     return float(LOOPS[0] is LOOPS[-1] and not LOOPS[0].is_closed())
 
 
+async def forgetful(text):
+    """Return the number of tasks that earlier calls have left running."""
+    running = len(asyncio.all_tasks()) - 1
+    asyncio.create_task(asyncio.sleep(1000))
+    return running
+
+
 def named(text):
-    return {"exact-match": 0.5, "v.1": 0.25}
+    return {"exact-match": 0.5, "v.1": 0.25, "précision": 0}
 
 
 def doubled(number):
@@ -65,8 +72,13 @@ def test_async_functions_share_one_event_loop_until_one_is_out_of_time(tmp_path:
     assert grade(reward, answer(), 30.0) == {"client": 0.0}, "a new loop: the old one had a call that did not end"
 
 
+def test_tasks_that_a_function_leaves_running_end_with_its_answer(tmp_path: Path) -> None:
+    reward = [reward_of(f"{written(tmp_path)}:forgetful")]
+    assert [grade(reward, answer(), 30.0) for _ in range(3)] == [{"forgetful": 0.0}] * 3
+
+
 def test_parts_have_the_names_that_environments_and_agents_may_report(tmp_path: Path) -> None:
-    expected = {"named": 0.75, "named/exact-match": 0.5, "named/v.1": 0.25}
+    expected = {"named": 0.75, "named/exact-match": 0.5, "named/v.1": 0.25, "named/précision": 0.0}
     assert grade([reward_of(f"{written(tmp_path)}:named")], answer(), 30.0) == expected
     outcome = {"reward": 1.0, "reward/exact-match": 0.5}
     found: Grades = grade([reward_of("environment")], answer(**outcome), 30.0)

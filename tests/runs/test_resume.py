@@ -416,6 +416,7 @@ def trained(run: Path, m: int, **sections: Any) -> Path:
         (4, {"loss.m": "m = 1"}),
         (2, {"sampler.max_tokens": "max_tokens = 12"}),
         (2, {"sampler.top_k": "top_k = 8", "sampler.keep_mask": "keep_mask = true"}),
+        (2, {"freshness": "[freshness]"}),
     ],
     ids=str,
 )
@@ -427,13 +428,16 @@ def test_groups_in_flight_begin_again_if_what_is_recorded_of_them_changes(
     assert any(handle.header.finish == "released" for group in in_flight for handle in group)
     text = (run / "config.toml").read_text()
     for line in changes.values():
+        if line.startswith("["):
+            text += f"\n{line}\n"
+            continue
         text, count = re.subn(rf"(?m)^{line.partition(' ')[0]} = .*$", line, text, count=1)
         assert count == 1
     (run / "config.toml").write_text(text)
     capsys.readouterr()
     assert main(["resume", str(run), "--from", "2", "--change", *changes]) == 0
     why = " ".join(capsys.readouterr().out.split())
-    assert any(f"groups in flight begin again, because {setting} was changed" in why for setting in changes)
+    assert any(f"groups in flight begin again, because {setting}" in why for setting in changes)
     ledger = read_lines(run / "ledger.jsonl")
     assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger)))
     assert [line["update"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"] == [1, 2, 3, 4]
@@ -449,6 +453,8 @@ def test_samples_that_are_learned_from_again_keep_the_settings_of_their_records(
 ) -> None:
     run = trained(tmp_path / "run", 2, reuse={})
     assert main(["resume", str(run), "--from", "2"]) == 0
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("slots = 24\n", "slots = 12\n"))
+    assert main(["resume", str(run), "--from", "2", "--change", "sampler.slots"]) == 0
     (run / "config.toml").write_text((run / "config.toml").read_text().replace("m = 2\n", "m = 4\n"))
     capsys.readouterr()
     assert main(["resume", str(run), "--from", "2", "--change", "loss.m"]) == 2

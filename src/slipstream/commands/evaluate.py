@@ -79,7 +79,7 @@ class Measured:
     best: list[Handle]
     """Greedy answers, one per prompt."""
     ungraded: Counter[str]
-    """Number of answers that could not be graded, by cause; they count as wrong."""
+    """Number of answers that could not be graded, by cause; they count as 0, or as the lowest reward below 0."""
     failed: Counter[str]
     """Number of answers that could not be made, by cause; they are left out."""
     metrics: Metrics

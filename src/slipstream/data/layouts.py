@@ -35,6 +35,8 @@ class Layout:
 
 PLAIN_LAYOUT = Layout("the plain layout", ("prompt", "messages"), ("ground_truth", "answer"))
 VERL = Layout("verl", ("prompt",), ("reward_model.ground_truth",))
+VERL_SOLUTION = "extra_info.answer"
+"""Path of the whole solution beside verl's ground truth."""
 TRL = Layout("TRL", ("prompt",), ("completion",), take="last turn")
 OPENAI = Layout("OpenAI messages", ("messages",), (), take="last turn")
 DEEPMATH = Layout("DeepMath", ("question",), ("final_answer",))

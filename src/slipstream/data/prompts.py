@@ -22,6 +22,7 @@ from slipstream.data import arithmetic, builtin, generated, sources, words
 from slipstream.data.layouts import (
     GSM8K_MARK,
     PLAIN_LAYOUT,
+    VERL_SOLUTION,
     Layout,
     filled,
     first_of,
@@ -193,7 +194,7 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
         meta={key: value for key, value in fields.items() if key not in known},
         tools=tools,
         response=_response(where, fields, layout, data, last_turn, truth),
-        hidden=tuple(path for path in (*layout.answer, data.response) if path is not None and path not in known),
+        hidden=tuple(path for path in (*layout.answer, data.response, VERL_SOLUTION) if path and path not in known),
         where=where,
     )
 

@@ -18,6 +18,8 @@ from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import check_reachable, model_path
 from slipstream.records import Ints, Prompt
 
+PROBED = 8
+"""Number of prompts that show how many special tokens a tokenizer puts behind a text."""
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -83,7 +85,8 @@ def encode_rows(
             raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
     # the text of a rendered template already includes the special tokens
     ids = encode_texts(texts, rows, tokenizer, special=plain, what="prompt")
-    if plain and (ends := appended_tokens(tokenizer, texts[0])):  # an answer would begin behind an end token
+    # an answer would begin behind an end token; a text that is itself an end token says nothing
+    if plain and (ends := max(appended_tokens(tokenizer, text) for text in texts[:PROBED])):
         ids = [tokens[:-ends] for tokens in ids]
     for row, tokens in zip(rows, ids, strict=True):
         if not tokens:
@@ -129,10 +132,22 @@ def rendered(
     schemas = row.tools or list(tools.get(row.environment) or ())
     options = data.template_args | ({"tools": schemas} if schemas else {})
     try:
-        options |= {"add_generation_prompt": begins_answer}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        made = tokenizer.apply_chat_template(messages, add_generation_prompt=begins_answer, tokenize=False, **options)
+        return str(made)
     except Exception as error:  # a template is a program, and may raise anything
         raise DataError(f"{row.place}: the chat template refuses these messages: {first_line(error)}") from None
+
+
+def separates_answers(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Mapping[str, Tools]) -> bool:
+    """Return whether a chat template writes something between a prompt and its answer, besides an end token."""
+    whole, last = rendered(row, tokenizer, data, tools), row.prompt if isinstance(row.prompt, str) else row.prompt[-1]
+    content = last if isinstance(last, str) else str(last["content"])
+    if whole.rpartition(content.strip())[2].strip() not in ("", tokenizer.eos_token):
+        return True
+    try:
+        return whole != rendered(row, tokenizer, data, tools, begins_answer=False)
+    except DataError:  # it has another way to end a prompt
+        return True
 
 
 def check_fits(

@@ -45,6 +45,13 @@ RECORDED = (
     *("environment", "environments", "learner.router"),
 )
 """Settings by which tokens are drawn, scored and rewarded, and that decide what is recorded of them."""
+OPERATIONAL = {
+    *("api_key_env", "base_url", "concurrency", "devices", "noise", "on_publish", "packing", "processes", "recheck"),
+    *("replicas", "replicas_max", "sandbox", "seconds", "server", "slots", "step_seconds", "timeout", "token_budget"),
+}
+"""Names of settings in these sections that only say where and how fast the work is done."""
+REFERENCE = ("teachers", "sampler", "loss", "data")
+"""Sections on which a teacher's answers to fixed texts depend."""
 SMALL_DIRECTORY = 1 << 24
 """Size of a directory in bytes above which checksums are computed in a thread, so that the event loop continues."""
 
@@ -67,14 +74,20 @@ class RunState:
 
     def changed(self, config: Config, prompts: str) -> list[str]:
         """Return the names of the settings of `config` that the groups in flight do not have; `prompts` is a digest."""
-        now = recorded_settings(config)
+        now, sections = recorded_settings(config), {section_of(name) for name in self.recorded}
         data = ["data.train"] if self.choice.get("prompts", prompts) != prompts else []
-        return [*data, *(name for name, value in self.recorded.items() if now.get(name) != value)]
+        # a single new name is a setting that an older version did not know
+        added = [name for name in now if self.recorded and section_of(name) not in sections]
+        return [*data, *(name for name, value in self.recorded.items() if now.get(name) != value), *added]
 
-    def with_groups_begun_again(self) -> RunState:
-        """Return the state with the same groups in flight, none of which has a token; teachers are unknown again."""
+    def with_groups_begun_again(self, changed: Iterable[str]) -> RunState:
+        """Return the state with the same groups in flight, none of which has a token.
+
+        Reference answers of teachers are kept, unless one of the changed settings decides what they are.
+        """
         begun = replace(self.admission, waiting=[], ready=[], zero_advantage=[], versions={})
-        return replace(self, admission=begun, groups=(), canaries={})
+        canaries = {} if any(name.startswith(REFERENCE) for name in changed) else self.canaries
+        return replace(self, admission=begun, groups=(), canaries=canaries)
 
 
 BEGINNING = RunState()
@@ -82,7 +95,12 @@ BEGINNING = RunState()
 
 def recorded_settings(config: Config) -> dict[str, Any]:
     settings = flat(config.model_dump(mode="json"))
-    return {name: value for name, value in settings.items() if any(within(name, each) for each in RECORDED)}
+    kept = {name: value for name, value in settings.items() if any(within(name, each) for each in RECORDED)}
+    return {name: value for name, value in kept.items() if OPERATIONAL.isdisjoint(name.split("."))}
+
+
+def section_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)

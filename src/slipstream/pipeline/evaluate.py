@@ -105,7 +105,10 @@ async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampl
 
 
 def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:
-    """Return the reward of each episode of each group; an answer that cannot be graded has the lowest, or 0 if less."""
+    """Return the reward of each episode of each group.
+
+    An answer that cannot be graded counts as 0, or as the lowest reward if that is below 0.
+    """
     groups = list(groups)
     known = [h.header.rewards[reward] for group in groups for h in group if reward in h.header.rewards]
     worst = min([0.0, *known])

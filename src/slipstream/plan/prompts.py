@@ -19,7 +19,7 @@ from slipstream.data.offpolicy import OffPolicy
 from slipstream.data.order import Epochs, Mixture, shares_of
 from slipstream.data.prompts import Prompts, Row, load_rows
 from slipstream.data.selection import FILTER_WORDS, difficulties, fitting, overlap_of, without_copies
-from slipstream.data.tokenizers import Tokenizer, Tools, check_fits, check_ids, encode_rows, rendered
+from slipstream.data.tokenizers import Tokenizer, Tools, check_fits, check_ids, encode_rows, separates_answers
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.plan.ends import end_ids, template_end
 from slipstream.plan.environment import environments_of, tools_of
@@ -74,13 +74,12 @@ class DataFacts:
             self.say(
                 f"prompts are text, sent to {config.student} unchanged: data.chat = true sends it as a user's message"
             )
-        elif not isinstance(rows[0].prompt, str) or data.chat:
-            first = rows[0], self.tokenizer, data, self.tools
-            if rendered(*first) == rendered(*first, begins_answer=False):
-                self.say(
-                    f"warning: the chat template of {config.student} ignores add_generation_prompt: no header "
-                    "separates an answer from its prompt"
-                )
+        chats = not isinstance(rows[0].prompt, str) or data.chat
+        if chats and not separates_answers(rows[0], self.tokenizer, data, self.tools):
+            self.say(
+                f"warning: the chat template of {config.student} ignores add_generation_prompt: no header separates an "
+                "answer from its prompt"
+            )
         if data.deduplicate:
             kept = without_copies(rows, tokens, columns=bool(config.every_environment), say=self.say)
             rows, names, tokens = [rows[i] for i in kept], [names[i] for i in kept], [tokens[i] for i in kept]

@@ -205,7 +205,7 @@ class Reward:
         if not returned:
             raise Unusable("type", "returned no number")
         for part in returned:
-            if not isinstance(part, str) or not REWARD_NAME.fullmatch(part):
+            if not isinstance(part, str) or not re.fullmatch(r"\w[\w.-]*", part):
                 raise Unusable("type", f"returned a number under the name {part!r}: a name is one word")
         return with_total(self.name, {part: number(value, part) for part, value in returned.items()})
 
@@ -226,8 +226,17 @@ RUNNERS: list[asyncio.Runner] = []
 
 
 def awaited(work: Awaitable[Any]) -> Any:
+    """Await in the event loop of this process, and cancel the tasks that are left over."""
+
     async def result() -> Any:
-        return await work
+        before = asyncio.all_tasks()
+        try:
+            return await work
+        finally:
+            left = asyncio.all_tasks() - before
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
     if not RUNNERS:
         RUNNERS.append(asyncio.Runner())

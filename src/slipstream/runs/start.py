@@ -218,7 +218,8 @@ class Start:
                     state = asyncio.run(with_timeout(reading, config.runtime.patience, f"reading {checkpoint.path}"))
                 go_on = "continue"
                 if changed := state.changed(config, self.plan.prompts.digest):
-                    state, go_on = state.with_groups_begun_again(), f"begin again, because {changed[0]} was changed"
+                    go_on = f"begin again, because {changed[0]} was changed"
+                    state = state.with_groups_begun_again(changed)
                 self.say(
                     f"continuing from {checkpoint.path}; {len(state.admission.in_flight)} groups in flight {go_on}"
                 )

@@ -325,7 +325,7 @@ class _FusedHead(torch.autograd.Function):
             lse_C, mean_C = kernels.fold(tile_CV, bias, bend, entropy=entropy)
             extras = {"entropy": lse_C - mean_C} if entropy else {}
             if best:  # the largest products are the largest logits
-                extras["best_ids"] = _biased(tile_CV, bias).topk(best, -1).indices
+                extras["best_ids"] = (tile_CV if bias is None else _biased(tile_CV, bias)).topk(best, -1).indices
             if ids_NM is None:
                 x_CM = bend.logits(_biased(tile_CV, bias))
                 logp_CM = x_CM - lse_C[:, None]
