@@ -14,7 +14,7 @@ from typing import Literal
 Verdict = Literal["holds", "does not hold", "open"]
 SIGNIFICANT = 0.05
 """Largest p-value at which a claim is decided."""
-ROUNDING = 1e-9
+ROUNDING_ERROR = 1e-9
 """Largest standard error, relative to the mean, that rounding alone can leave between equal values."""
 BySeed = Mapping[int, float]
 
@@ -59,7 +59,7 @@ def p_value(difference: Estimate) -> float | None:
     """
     if difference.mean is None or difference.se is None:
         return None
-    if difference.se <= ROUNDING * abs(difference.mean):
+    if difference.se <= ROUNDING_ERROR * abs(difference.mean):
         return 2.0 ** (1 - difference.n) if difference.mean else 1.0
     degrees = difference.n - 1
     angle = atan(abs(difference.mean) / difference.se / sqrt(degrees))

@@ -18,7 +18,7 @@ from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import check_reachable, model_path
 from slipstream.records import Ints, Prompt
 
-PROBED = 8
+PROBED_TEXTS = 8
 """Number of prompts that show how many special tokens a tokenizer puts behind a text."""
 TOKENIZERS = (
     "tokenizer.json",
@@ -86,7 +86,7 @@ def encode_rows(
     # the text of a rendered template already includes the special tokens
     ids = encode_texts(texts, rows, tokenizer, special=plain, what="prompt")
     # an answer would begin behind an end token; a text that is itself an end token says nothing
-    if plain and (ends := max(appended_tokens(tokenizer, text) for text in texts[:PROBED])):
+    if plain and (ends := max(appended_tokens(tokenizer, text) for text in texts[:PROBED_TEXTS])):
         ids = [tokens[:-ends] for tokens in ids]
     for row, tokens in zip(rows, ids, strict=True):
         if not tokens:
