@@ -364,7 +364,8 @@ def test_no_end_token_stands_behind_a_text_whatever_the_tokenizer_appends() -> N
 def test_a_template_separates_an_answer_from_its_prompt_or_not(template: str, separates: bool) -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
-    assert separates_answers(Row("r", [USER]), tokenizer, DataConfig(), {}) is separates
+    for message in USER, {"role": "user", "content": " "}:
+        assert separates_answers(Row("r", [message]), tokenizer, DataConfig(), {}) is separates
 
 
 def test_a_system_prompt_comes_first(tokenizer: PreTrainedTokenizerFast) -> None:

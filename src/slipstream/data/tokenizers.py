@@ -86,7 +86,7 @@ def encode_rows(
     # the text of a rendered template already includes the special tokens
     ids = encode_texts(texts, rows, tokenizer, special=plain, what="prompt")
     # an answer would begin behind an end token; a text that is itself an end token says nothing
-    if plain and (ends := max(appended_tokens(tokenizer, text) for text in texts[:PROBED_TEXTS])):
+    if plain and (ends := max((appended_tokens(tokenizer, text) for text in texts[:PROBED_TEXTS]), default=0)):
         ids = [tokens[:-ends] for tokens in ids]
     for row, tokens in zip(rows, ids, strict=True):
         if not tokens:
@@ -140,9 +140,10 @@ def rendered(
 
 def separates_answers(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Mapping[str, Tools]) -> bool:
     """Return whether a chat template writes something between a prompt and its answer, besides an end token."""
-    whole, last = rendered(row, tokenizer, data, tools), row.prompt if isinstance(row.prompt, str) else row.prompt[-1]
-    content = last if isinstance(last, str) else str(last["content"])
-    if whole.rpartition(content.strip())[2].strip() not in ("", tokenizer.eos_token):
+    whole = rendered(row, tokenizer, data, tools)
+    content = (row.prompt if isinstance(row.prompt, str) else str(row.prompt[-1]["content"])).strip()
+    behind = whole.rpartition(content)[2] if content else whole
+    if behind.strip() not in ("", tokenizer.eos_token):
         return True
     try:
         return whole != rendered(row, tokenizer, data, tools, begins_answer=False)

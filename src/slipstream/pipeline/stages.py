@@ -89,8 +89,9 @@ class Rollouts:
     async def _generate(self, prompt: Prompt, worker: Worker[Sampler]) -> Group:
         """Let a sampler begin or continue the group of this prompt.
 
-        A partial rollout is discarded first if another sampler began it, before a resume with more updates ([mix] has
-        moved), or if schedule.publish is "restart" and it has tokens of older weights.
+        A partial rollout is discarded first in two cases: schedule.publish is "restart", and it has tokens of older
+        weights; or the student began it, and the teacher must draw it now, or the reverse. `resume --updates` may move
+        a group of [mix] in this way.
         """
         groups, admission, ledger, number = self.groups, self.groups.admission, self.groups.ledger, prompt.number
         begun, newest = groups.responses.get(number, ()), self.samplers.version
