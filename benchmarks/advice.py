@@ -12,8 +12,6 @@ of `make real`; `python benchmarks/honest.py --runs 0` makes the student without
 is told what is said of their runs, which no rule was made by.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

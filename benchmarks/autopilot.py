@@ -9,8 +9,6 @@ that is fastest over all seeds, of those whose mean drift is within the budget: 
 one that chance favoured.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile

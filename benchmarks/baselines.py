@@ -7,8 +7,6 @@ each learner makes one update from these answers in every repeat, in turn; the f
 the batch again. CPU seconds are those of the process; medians and ranges over the repeats, and of the ratios to grpo.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import time

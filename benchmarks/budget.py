@@ -9,8 +9,6 @@ the gain of agreeing engines stands beside that. Before, short runs measure whic
 budget, for a dense student and for a mixture of experts.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

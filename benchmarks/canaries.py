@@ -7,8 +7,6 @@ teacher, two samplers, every schedule in turn. Log-probs of teachers are rounded
 teachers with much noise are configured as what has it, an endpoint.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Sequence

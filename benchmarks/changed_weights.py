@@ -8,8 +8,6 @@ every weight, and two bytes for each changed one. The first five updates, in whi
 `seconds` is CPU time on one core to find and pack the changes of 1 GiB of weights, of which this share changes.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import statistics

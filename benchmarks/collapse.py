@@ -12,8 +12,6 @@ the student that drew them. At every tenth update before that it is asked whethe
 AUROC: how often, among runs of the same settings, one that will is ranked above one that will not (or not yet).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import defaultdict

@@ -6,8 +6,6 @@ Every sample goes the whole way: credit, dispatch, rollout, score, batch, update
 engines answer at once with records that hold a header only, so what is left is the coordinator.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

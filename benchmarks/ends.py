@@ -7,8 +7,6 @@ The built-in student learns the built-in teacher's arithmetic. In the arms after
 without start checks, and with files that still name `<eos>`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

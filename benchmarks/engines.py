@@ -12,8 +12,6 @@ With --train the asynchronous pipeline trains the student in vLLM's interpreter,
 every seed, and the accuracy of both students on held-out prompts and the wall-clock time are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -9,8 +9,6 @@ turns. CPU of the sampler's process and of the environments', and wall time, per
 with tools that take log-normal times (σ = 1), by sync and by async(4) in turns; samples per second after five updates.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -5,8 +5,6 @@ python benchmarks/episode_picture.py > docs/episode.svg
 The shipped teacher answers a question about the hidden table; new weights come in the middle of its second turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from html import escape

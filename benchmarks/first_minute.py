@@ -4,8 +4,6 @@
 python benchmarks/first_minute.py [--repeats 3] [--no-demo]
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import resource

@@ -7,8 +7,6 @@ study's arms and settings. All that is in flight rolls out at the same time (sam
 as tau allows. Throughput is after five updates; async(4) with freshness is compared to that without, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

@@ -3,8 +3,6 @@
 python benchmarks/freshness_picture.py > docs/freshness.svg
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -14,8 +14,6 @@ between 0 and 1, and in the same order as a / (tr Var ĝ / n + ‖E ĝ − g‖�
 policy is a real transformer of random weights, gradients are by all of them, and g is that of fresh responses.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -7,8 +7,6 @@ The gateway has one core, and the clients another where there is one. Every call
 the comparison with what was told, ids, log-probs, the text of the answer and its calls. Clients keep their connections.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc

@@ -13,8 +13,6 @@ and the same as JSON lines; a stage that fails or is cut off also leaves its who
 was, in OUT/STAGE.log.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import importlib

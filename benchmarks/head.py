@@ -8,8 +8,6 @@ backward, less what was resident before and less the gradient of the weight, whi
 machine the ratio of CPU seconds is steadier than that of seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -9,8 +9,6 @@ eight or without fifteen layers, after a supervised start, after distillation, o
 if it stops, or prints a line about health.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -7,8 +7,6 @@ Reads a study (configs/lab/fopd.toml, fopd_tools.toml). The mean reward of ten u
 mean of the run. A run has collapsed by the definition of f-OPD.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

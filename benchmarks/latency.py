@@ -8,8 +8,6 @@ its own process. For every latency and seed the schedules take their turn. Throu
 after five updates.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import statistics

@@ -13,8 +13,6 @@ the micro-batch that suits it best. Contenders take turns, each in a process of 
 counts. On a shared machine the ratio of CPU seconds is steadier than that of seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

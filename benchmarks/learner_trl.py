@@ -6,8 +6,6 @@ step, from `on_step_begin` to `on_step_end`, and inside of it the teacher's forw
 result, in JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

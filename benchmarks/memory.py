@@ -18,8 +18,6 @@ memory and of the memory that they share, above that of the same ranks of a tiny
 Freed weights go back to the system at once, as those of large models do (`MALLOC_MMAP_THRESHOLD_`).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

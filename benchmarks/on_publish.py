@@ -8,8 +8,6 @@ running responses. `drift/k3_kl` is between what drew a token and the student th
 lie between: what reuse adds to the drift of lag itself. Medians and ranges over the seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

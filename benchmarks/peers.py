@@ -15,8 +15,6 @@ the clocks start. It adds TRL with two threads, and all programs in bfloat16. as
 others, and its clocks stop four updates before the end, because rollouts of the last updates start early.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ both predictions are the same; elsewhere neither says much. What does is CPU mil
 the coordinator: what the schedule does to the work that there is.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -10,8 +10,6 @@ values under the new weights, and `wait`, the time until the next token boundary
 At the end, the rate at which one thread and several compute a checksum of the weights: the best of nine.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

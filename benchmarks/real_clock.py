@@ -13,8 +13,6 @@ those of updates; for Slipstream they include saving. The results are lines of J
 docs/real_clock.svg. `--arms async` trains only `async` again, and `--arms` nothing: all are measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

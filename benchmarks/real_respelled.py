@@ -12,8 +12,6 @@ run takes these from the teacher's own 64 most likely tokens, as it would with v
 are measured in their own tokens, with the teacher itself. The results are lines of JSON in `--output`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

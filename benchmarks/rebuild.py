@@ -6,8 +6,6 @@ The built-in student answers 512 samples of heavy-tailed arithmetic, 64 at a tim
 own) after every 64 responses. CPU seconds of the engine's thread; medians and ranges over the repeats.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import time

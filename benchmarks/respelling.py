@@ -9,8 +9,6 @@ the same tokens. The difference is the cost of re-spelling alone, for a small mo
 (`make tokenizers` fetches both).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import time

@@ -4,8 +4,6 @@ memory and of multiplying, and the share of either that programs reach.
 The larger of reading and multiplying would be the roof of each kernel; sums are taken here, which is never faster.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost

@@ -11,8 +11,6 @@ gradient and bias are sums over all states, actions and steps. With `--model` th
 weights, with two tokens: every response is enumerated, so nothing is sampled but which choices flip.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

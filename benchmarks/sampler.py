@@ -13,8 +13,6 @@ answers that repeat nothing (arithmetic), on answers that copy their prompt (by 
 15 s), and on the tool calls of builtin:tool_teacher. The tokens have to be the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import copy

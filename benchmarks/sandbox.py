@@ -3,8 +3,6 @@
 python benchmarks/sandbox.py [--repeats 30]
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

@@ -12,8 +12,6 @@ The bound of a run is the time that its CPU work would take if both cores were a
 and of the coordinator, divided by two. What a run reaches of it is how well it keeps the cores busy.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

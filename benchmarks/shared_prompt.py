@@ -8,8 +8,6 @@ linear layers on every token, attention on every pair of tokens that see each ot
 Time over promise is how much of it is lost. The two take turns; medians and ranges over the repeats.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

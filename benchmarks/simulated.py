@@ -9,8 +9,6 @@ is assumed, and so is how long responses are: a log-normal, of which some do not
 number is from, and what the ratios say of it, is in docs/planning.md. `--sensitivity` changes one assumption at a time.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The shipped table, whose tools take their time: log-normal, σ = 1, around SECONDS."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

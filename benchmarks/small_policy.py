@@ -5,8 +5,6 @@ Weights are random, as wide as keeps hidden states near 1. A response has no pro
 Shapes: B responses, T tokens of each, V tokens of the policy.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig

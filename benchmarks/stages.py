@@ -11,8 +11,6 @@ learner. Products have the speed of `torch.nn.functional.linear` in a perceptron
 response.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

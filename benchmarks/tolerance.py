@@ -9,8 +9,6 @@ evaluation is not 30 % or more below its best. A law L ≤ c · ESS^α calls run
 mean of the share of stable and that of unstable ones, for the best c of every α.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,6 @@ the model for it. The contenders take turns; medians and ranges over the repeats
 all members, as without episodes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import statistics

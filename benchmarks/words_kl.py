@@ -8,8 +8,6 @@ student of the study (`keep = true`) gives its distribution after each word of t
 all tokens is exact, so that the only error is that of the seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Iterator, Mapping

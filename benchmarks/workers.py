@@ -8,8 +8,6 @@ one learner and ever more samplers, and with four samplers for each rank of the 
 Table 4 (2511.18871). Ranks are taken to share an update out evenly, and scorers to be enough.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import tempfile

@@ -7,8 +7,6 @@ A sampler draws with another temperature than it says, and records the log-probs
 ratio are exact at each position, and means over 40 answers of 8 tokens. docs/trust.md has the limits of canaries.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

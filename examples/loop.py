@@ -10,8 +10,6 @@ counter-based random numbers and the estimator.
 Shapes: T response tokens, M draws (tokens sampled at the same position), V vocabulary.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 

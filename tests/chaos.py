@@ -9,8 +9,6 @@ stories of this kind; `make chaos` runs long ones. The seed decides at which upd
 gives the same faults. Which process has made how much progress by then differs from run to run.
 """
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import os

@@ -5,8 +5,6 @@ A run of six updates that was stopped after the fourth, with all its files and o
 older version wrote is never written again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Interface for scripts and notebooks."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line as a person meets it: instant help, one line for every mistake, and a run from beginning to end."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

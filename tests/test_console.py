@@ -1,7 +1,5 @@
 """Text of models, endpoints and data is shown on a terminal and never obeyed by it, whichever command prints it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

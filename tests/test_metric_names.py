@@ -1,7 +1,5 @@
 """Every name that a run writes is in the vocabulary once, and nothing is in it that no run writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Numbers worked out by hand, with the working shown."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from math import isnan

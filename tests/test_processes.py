@@ -1,7 +1,5 @@
 """Child processes: all that a program started ends with it, and the end of each is told in one phrase."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

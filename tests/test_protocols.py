@@ -1,7 +1,5 @@
 """A proxy has every method of its protocols, and sends each call on under the method's name."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from pathlib import Path

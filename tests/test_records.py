@@ -1,7 +1,5 @@
 """A record that breaks alignment cannot be built; versions and seeds are exact."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import pairwise

@@ -8,8 +8,6 @@ digits are one token.  On one machine the same command gives the same bytes, so
 whoever doubts the shipped weights can make them again.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

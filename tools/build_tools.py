@@ -7,8 +7,6 @@ has also learned the task `doors`, where a wrong key costs the episode. It is ca
 before the question, and so it can teach itself. On one machine the same command gives the same bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

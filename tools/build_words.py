@@ -5,8 +5,6 @@ dialect: a share of the words does not fit the word before, and within every cla
 many words to learn again, and unlikely words to unlearn. On one machine the same command gives the same bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -3,8 +3,6 @@
 `python tools/cold_student.py build/cold` is the student of the study configs/lab/warm_start.toml.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

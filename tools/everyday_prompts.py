@@ -3,8 +3,6 @@
 Every prompt is a request for a short text about an everyday thing. Held-out prompts are about other things.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -6,8 +6,6 @@ Processors with AMX or AVX512-BF16 multiply bfloat16 several times as fast as fl
 more slowly: for them nothing is printed, because float32 is the default.
 """
 
-from __future__ import annotations
-
 import torch
 
 from slipstream.plan.facts import speed_of_bfloat16

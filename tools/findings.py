@@ -3,8 +3,6 @@
 The pages are written by `slipstream report STUDY --markdown docs/findings`, or by scripts.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ of the whole model. Layers are chosen greedily: each choice is measured without 
 result is an ordinary directory, which any program loads. `--layers 17 26 14` skips the measurement.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

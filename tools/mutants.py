@@ -5,8 +5,6 @@ mutants of the same code: compare the lists before and after tests were removed 
 because they change nothing that a caller can see, such as a default that every caller overrides.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

@@ -3,8 +3,6 @@
 Tests compare the pages with what this tool makes, so they cannot say anything else than the code.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping
 from pathlib import Path

@@ -8,8 +8,6 @@ that end by themselves, and the share of 4-grams that repeat an earlier one of t
 prompts with the answers of all models. Answers and KL have the temperature of configs/real.toml.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ fails if its command fails, as it does when a start check or a canary complains,
 `--python` is a Python with Slipstream and vLLM, for the parts that need vLLM; without it they are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

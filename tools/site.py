@@ -8,8 +8,6 @@ Zensical builds the copy strictly, so a missing page or heading ends the build. 
 sources: every code block and heading must be on its page, and every file that a page loads must be in the site.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ What is said follows a script, and what comes back is from the task's own enviro
 brace, takes a tool that is not there, asks for another key, adds what should be taken off, or answers too soon.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The ceilings of the device: how fast it copies its own memory, and how fast it multiplies matrices."""
 
-from __future__ import annotations
-
 import torch
 
 from on_gpu.report import Report, Setting, peak_tflops, seconds_of

@@ -1,7 +1,5 @@
 """Nine families of models on the device against float64 on the CPU: scores by packed rows, and sampled answers."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import sys

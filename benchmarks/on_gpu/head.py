@@ -6,8 +6,6 @@ so they are compared with ours at one id per row.
 Shapes: N rows, V vocabulary, H hidden, M ids per row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The learner's update: model FLOP utilisation, tokens per second, and peak memory against the plan's arithmetic."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import tempfile

@@ -1,7 +1,5 @@
 """The whole loop in one process on one device: sync against async(4), with and without a CUDA stream per engine."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from pathlib import Path

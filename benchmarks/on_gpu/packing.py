@@ -1,7 +1,5 @@
 """Packed rows by FlexAttention: exactness against one sequence at a time, speed against padded SDPA, shared prompts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

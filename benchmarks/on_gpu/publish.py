@@ -1,7 +1,5 @@
 """New weights on their way to a sampler: through host memory as the project publishes, by device copy, by CUDA IPC."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ A stage reports one line of JSON per figure, on standard output, at the moment a
 either a measurement, or a check: an error that must not exceed a limit.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """The native sampler: tokens per second by slots, log-probs against a forward pass, and a publish in mid-response."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

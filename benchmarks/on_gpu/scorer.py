@@ -1,7 +1,5 @@
 """Teachers: scored tokens per second for draws, top-k and hidden states, with a 4B teacher."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 

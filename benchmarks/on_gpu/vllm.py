@@ -1,7 +1,5 @@
 """Rollouts by vLLM, where it is installed: tokens per second, a publish, and agreement with a forward pass."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import time

@@ -3,8 +3,6 @@
 If the parent process ends, even by a crash, then its children and all processes that they started end, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

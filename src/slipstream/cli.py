@@ -1,7 +1,5 @@
 """The command line: read the arguments by the table of commands, run the command, and report how it ended."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

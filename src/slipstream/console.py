@@ -1,7 +1,5 @@
 """Console of all commands, which prints control characters in text as escape sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

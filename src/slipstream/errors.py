@@ -25,8 +25,6 @@ Terminated              not an error: SIGTERM stops the run, as Ctrl-C does by K
 Any other exception is a defect of this package and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from unicodedata import category

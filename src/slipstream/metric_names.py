@@ -5,8 +5,6 @@ docs/metrics.md is generated from them (`python tools/pages.py`). A word in capi
 PLACEHOLDERS. A healthy range is a rule of thumb for people; no code decides by it.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache

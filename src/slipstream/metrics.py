@@ -1,7 +1,5 @@
 """The metrics of a run: pure functions from sample headers and times to numbers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb, sqrt

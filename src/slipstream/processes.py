@@ -1,7 +1,5 @@
 """Child processes: start them, end them with their parent or with all descendants, and describe how they ended."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

@@ -4,8 +4,6 @@ The pipeline knows engines only through this file. Engines receive and return wh
 `Handle.body` is the record itself, or a reference to a record in another process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Scope of a loss: which tokens the loss of one token depends on, and so where a batch may be split (invariant 5)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 Scope = Literal["token", "row", "batch"]

@@ -3,8 +3,6 @@
 The error of a mean is the standard error, sd / √n with n − 1 in sd. One value has no error, so its verdict stays open.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import atan, cos, log2, pi, sin, sqrt

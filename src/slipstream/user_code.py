@@ -1,7 +1,5 @@
 """Loader of user code: import functions and classes by name, read their parameters, describe errors in one line."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

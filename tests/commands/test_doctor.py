@@ -1,7 +1,5 @@
 """Planted faults in real engines: each is found, and named with its cause."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil

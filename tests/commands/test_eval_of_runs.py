@@ -1,7 +1,5 @@
 """`slipstream eval` of a run measures what the run itself measures: its sources, prompts, splits and end tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`eval` of a run: asked what the run asks, without a trace in it but for what was found."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """`slipstream export`: what llama.cpp's converters are asked for, and what is refused; the converters are fakes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`slipstream doctor --gpu`: what each step is, what it says without GPUs or vLLM, and its report."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """`slipstream init`: configs for six situations, each of which the check accepts and trains in miniature."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`slipstream push`: what would be sent, what is sent, and what is refused. The hub is a service, and a fake here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

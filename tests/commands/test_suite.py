@@ -1,7 +1,5 @@
 """Options of `eval --suite`; tests/with_agents has lm-evaluation-harness itself."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Each choice is a config of its own, read as a user's is, and makes two updates o
 has drawn before, the second time one version late.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Faults of a config are named, with a value to write instead; a valid config survives the way to TOML and back."""
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """The table of engines: every engine of a config has a row, a plan and classes, and every refusal is a real one."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

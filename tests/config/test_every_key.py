@@ -3,8 +3,6 @@
 What neither can show has a consumer that is named here, and that reads it.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Every example config that needs no download trains: real models, few and short updates."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

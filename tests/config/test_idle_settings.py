@@ -1,7 +1,5 @@
 """Settings that would do nothing, or next to nothing: each is refused, warned of or noted, and says so itself."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

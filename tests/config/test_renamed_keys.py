@@ -1,7 +1,5 @@
 """Renamed settings: users are told the new name, and runs and studies of older versions are read by it."""
 
-from __future__ import annotations
-
 import json
 from operator import attrgetter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sources whose rows a package makes, in a process of its own: rows in order, and one line for each way to fail."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The origin of groups is a pure function of seed and number, and known responses are checked line by line."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

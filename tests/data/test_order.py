@@ -1,7 +1,5 @@
 """Which prompt comes next: mixtures, curricula, and an adaptive choice."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import pairwise

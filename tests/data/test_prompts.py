@@ -1,7 +1,5 @@
 """From rows to prompts, and from answers to rewards."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

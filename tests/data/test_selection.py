@@ -1,7 +1,5 @@
 """Rows that are left out or cut, and held-out prompts that are in the training data."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

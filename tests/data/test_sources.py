@@ -1,7 +1,5 @@
 """Data as it is found: good files and bad ones, layouts, columns that a config names, answers that can be compared."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Two spellings of one text: bytes of tokens, boundaries, roles and cuts, with toy and with real tokenizers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache

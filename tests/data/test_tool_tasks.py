@@ -1,7 +1,5 @@
 """The built-in tasks for tools: their rows, their environments, and the tiny models that play them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

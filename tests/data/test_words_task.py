@@ -1,7 +1,5 @@
 """The built-in task `words`: its language, its reward, and the tiny models that speak it."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

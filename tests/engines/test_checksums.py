@@ -1,7 +1,5 @@
 """Checksums: their definition, the agreement of devices and threads, and the changes that they show."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

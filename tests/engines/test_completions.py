@@ -1,7 +1,5 @@
 """The sampler that asks an OpenAI-compatible server, against a table whose answers are known."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """Code in the directory of a model is not run, even if somebody at the terminal would answer "y"."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

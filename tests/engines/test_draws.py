@@ -1,7 +1,5 @@
 """Which token is drawn: the random numbers, the processed distribution, and the inversion."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Teachers behind endpoints: every fault ends in a retry that succeeds, or in an error that says who and what."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

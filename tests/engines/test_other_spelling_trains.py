@@ -3,8 +3,6 @@
 So a run with either must have the same losses, as long as every token is written alike.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Eight-bit weights: codes by hand, laws over random weights, and the fingerprint of what was quantised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

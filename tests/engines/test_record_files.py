@@ -1,7 +1,5 @@
 """Records on disk: whatever one can hold comes back as it was, without pickle."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Episodes for a teacher with another tokenizer: its own template between turns, and the exact bytes within them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

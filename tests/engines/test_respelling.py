@@ -3,8 +3,6 @@
 The student writes letters. Teachers write blocks of two letters, or merge a and b to one token wherever they can.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence

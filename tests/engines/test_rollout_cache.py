@@ -1,7 +1,5 @@
 """Stored rollouts are those that were drawn, under a key of everything that determines them; damage is found."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Teachers that lie, by the number and by the run: each lie is found, and named with its cause."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import re

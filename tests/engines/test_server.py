@@ -1,7 +1,5 @@
 """Rollout servers: both interfaces against a fake with a real model; each fault ends in a recovery or in a line."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -1,7 +1,5 @@
 """One process of a machine builds an object, and the others map its tensors: the same bits in the same pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

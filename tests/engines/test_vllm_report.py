@@ -1,7 +1,5 @@
 """Reports from the logs of vLLM's processes, and the logs that are kept."""
 
-from __future__ import annotations
-
 import json
 import logging
 import logging.config

@@ -1,7 +1,5 @@
 """Fingerprints cover weights family by family, and one wrong number in any of them shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 from typing import Any

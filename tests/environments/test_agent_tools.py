@@ -1,7 +1,5 @@
 """Tools of agents: a workspace that goes into the sandbox and comes back, and their commands."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -1,7 +1,5 @@
 """Agents that are started here: what they are given, how they may end, and what is learned from them."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """OpenAI's responses and Anthropic's messages: the same turns, tokens and branches as chat completions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Environments of the user's own: their tools, and the processes in which they may do what they like."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Episodes of several turns by a scripted policy: what is recorded, what stays the same, what counts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

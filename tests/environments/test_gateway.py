@@ -1,7 +1,5 @@
 """The gateway over HTTP: agents in any language, at any speed, with any manners."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import http.client

@@ -1,7 +1,5 @@
 """Rows whose environment always ends its process: exactly these are left out, whoever was in that process with them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Real tokenizers and chat templates of five model families, if `make tokenizers` has fetched them; else skipped."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampled ids stay as they are; the template writes everything else, and the text of tools controls nothing."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Environments that reward single turns: what `step` may return, the reward of the episode, and training on them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tools of a server, without a server: the check of arguments by a schema, and commands that cannot be read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The calls of an agent as lineages: nothing that was sampled is tokenised again, left out or trained twice."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

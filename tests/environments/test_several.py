@@ -1,7 +1,5 @@
 """Several environments in one run: which one a row uses, with what limits, and what is measured of each."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The copy of a workspace for its judge: random trees, and trees that change while they are copied."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

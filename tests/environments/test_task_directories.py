@@ -1,7 +1,5 @@
 """Task directories of Harbor and Terminal-Bench: rows, a shell in their files, tests that give rewards, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

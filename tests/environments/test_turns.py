@@ -1,7 +1,5 @@
 """Episodes: turns and observations as one lineage, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Verdicts that a model cannot forge: attacks on what `environment.gateway.verify` runs, each of which is worth 0."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,7 +1,5 @@
 """Advantages: six tokens by hand, verl's values and where we differ, mistakes. Their laws: test_advantage_laws.py."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Laws of all advantages: masks, rejected rows, order, declared scope, tool output, degenerate groups."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From per-token losses to one number: by hand, against verl, and cut in pieces."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of all estimators is what the code says, and says it of every one of them."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args, get_origin
 
 import pytest

@@ -1,7 +1,5 @@
 """Score centering, by enumeration of every draw of a small vocabulary: what it removes, and what it leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Rollout correction: verl's weights and masks, where ours differs on purpose, laws of rejection, presets, failures."""
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib

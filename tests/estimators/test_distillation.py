@@ -5,8 +5,6 @@ weights into that gradient, so every test below says what its estimator follows,
 largest component of the bias, where the largest of the gradient itself is 0.197.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Laws of all distillation estimators: order, cuts, masks, numerics, and the text of the catalogue."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable

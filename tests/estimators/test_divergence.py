@@ -1,7 +1,5 @@
 """Divergences by hand, against verl's golden vectors, and where their inputs contradict each other."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Off-policy metrics: verl's numbers, numbers by hand, and the laws that make them readable."""
 
-from __future__ import annotations
-
 import json
 from math import exp, inf, log, nan
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Freshness: scores and weights by hand, the drift estimated from the cache, and the loss."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The head's definition, found by asking the model: scales and caps are part of it, and whatever else is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """KL terms by exact enumeration on a small vocabulary; controllers and guards by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

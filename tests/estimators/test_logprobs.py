@@ -1,7 +1,5 @@
 """The chunked head against the dense log-softmax: values, gradients, padding, memory layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

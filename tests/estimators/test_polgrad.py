@@ -1,7 +1,5 @@
 """Policy losses, advantages and diagnostics against polgrad, an independent reference implementation (PyPI)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

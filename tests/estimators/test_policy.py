@@ -1,7 +1,5 @@
 """Policy losses: six tokens by hand, verl's values and where we differ, mistakes. Their laws: test_policy_laws.py."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Laws of all policy losses: masks, order, the plain gradient at r = 1, declared scope, finite everywhere."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products by oneDNN: the same numbers, gradients and layers as torch's own products, whatever the processor."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

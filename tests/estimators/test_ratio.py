@@ -1,7 +1,5 @@
 """Importance ratios at every unit: six tokens by hand, laws that tie the units together, what each may depend on."""
 
-from __future__ import annotations
-
 from math import exp, inf, log, nan, sqrt
 from typing import get_args
 

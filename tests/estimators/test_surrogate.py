@@ -3,8 +3,6 @@
 Probabilities are powers of two, so every log is a multiple of L = ln 2 and the expected numbers are in units of L.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

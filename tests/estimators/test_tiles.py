@@ -1,7 +1,5 @@
 """The two passes over a tile: against plain formulas in torch, and Triton's kernels in its interpreter on the CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Weights of tokens by their position: six tokens by hand, and the laws that all methods share."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Returns and losses of a critic, against hand computations and the formulas written out as sums."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

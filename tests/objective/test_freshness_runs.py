@@ -1,7 +1,5 @@
 """Freshness at work: the loss of every arm against its formula, how drift is known, and runs that refresh."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

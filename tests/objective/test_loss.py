@@ -1,7 +1,5 @@
 """The learner's whole loss, gradient by gradient, against one dense computation of it from full log-softmaxes."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import math

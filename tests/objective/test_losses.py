@@ -3,8 +3,6 @@
 The reference computes whole distributions with plain models in float64, and then what the loss says, by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Methods that would do nothing, count twice, or need what the schedule does not give are refused at the start."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from itertools import product

@@ -1,7 +1,5 @@
 """Sampling supports travel with every token: ratios and KLs on them are exact, whatever was left out."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from dataclasses import replace

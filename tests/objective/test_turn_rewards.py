@@ -1,7 +1,5 @@
 """Rewards of single turns: where they are in an episode, and what advantages make of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Admission as a state machine: every schedule, any legal order of events."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import asdict

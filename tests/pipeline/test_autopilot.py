@@ -1,7 +1,5 @@
 """tau = "auto": as fast as the best fixed tau within the drift that is allowed, found in a few steps, and kept."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """replicas = "auto": the right number of workers is found in a few steps, and kept, however noisy lengths are."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

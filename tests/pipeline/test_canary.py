@@ -1,7 +1,5 @@
 """Canaries: a teacher or a sampler that changes while a run goes on is found within two periods, and named."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable, Sequence

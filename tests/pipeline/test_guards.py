@@ -1,7 +1,5 @@
 """Each guard on a run in which it must act, and on one in which it must not; and what it does to a real one."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterable

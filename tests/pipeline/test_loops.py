@@ -1,7 +1,5 @@
 """The loops over toy engines: order, credits, drops, failures."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs with responses that the student does not draw, of toys on a virtual clock: order, origin, age and resuming."""
 
-from __future__ import annotations
-
 import shutil
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers that die or hang at any moment, on a virtual clock: others come, and nothing is lost or done twice."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

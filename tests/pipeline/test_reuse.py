@@ -1,7 +1,5 @@
 """Groups that several updates learn from: what the store promises, in any order of events and on the virtual clock."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """More workers, and fewer: what is asked, the socket by which it is, and what becomes of the work."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

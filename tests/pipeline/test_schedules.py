@@ -1,7 +1,5 @@
 """Every schedule under a virtual clock: who overlaps whom, how old tokens get, and that nothing is ever lost."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """Checkpoints that are scored in a process beside the run; tests/with_agents has lm-evaluation-harness itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Trace of all workers: it agrees with the metrics, and an arrow leads from each rollout to its update."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Pairs that end answers with different tokens are refused, by their files or by what the teacher says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Memory of a learner's rank besides its shards, of compressed caches, and of records, worked out by hand."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from subprocess import PIPE, run

@@ -1,7 +1,5 @@
 """GPUs and memory of a plan, by hand arithmetic: sums, workers that must be on one machine, and unused GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory in the host's own space by the plan, and the longest sequence that fits a device."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

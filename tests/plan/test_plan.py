@@ -1,7 +1,5 @@
 """One place decides: what `config --check` refuses `train` refuses, with the same line, before a process or a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Advice about number formats on a CPU, given how fast it multiplies in bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

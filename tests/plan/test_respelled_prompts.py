@@ -1,7 +1,5 @@
 """Plans with a teacher of another tokenizer: its prompts, the roles of special tokens, lengths, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

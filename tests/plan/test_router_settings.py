@@ -1,7 +1,5 @@
 """Settings of a mixture of experts: what is refused, in which words, and a whole run that records and replays."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

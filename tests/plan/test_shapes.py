@@ -1,7 +1,5 @@
 """`config --check --shapes`: a config is checked by the config.json of its models alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The plan's estimate of activations against those that a pass stores, and the number of tokens of a pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Several teachers: whose answers each scores, at what context; and what is found wrong before anything starts."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

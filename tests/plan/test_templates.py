@@ -1,7 +1,5 @@
 """A teacher that never saw the student's chat template is named in one line before the first update."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

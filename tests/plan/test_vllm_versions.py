@@ -1,7 +1,5 @@
 """Versions of vLLM: a run with another one than the code was written for says so when it begins."""
 
-from __future__ import annotations
-
 import pytest
 
 from slipstream.config.file import parse

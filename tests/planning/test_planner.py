@@ -1,7 +1,5 @@
 """Predictions of a run elsewhere: hand arithmetic, laws of devices, costs and their file, and the command."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Scripts for clusters: the Slurm job starts Ray on its nodes, trains, and collects the logs of all nodes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

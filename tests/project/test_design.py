@@ -1,7 +1,5 @@
 """The page about the house and the code say the same, and neither leans on a document that is not here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

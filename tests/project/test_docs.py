@@ -1,7 +1,5 @@
 """Every command, target, script, option and setting that the documentation names exists."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

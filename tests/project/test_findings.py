@@ -1,7 +1,5 @@
 """Pages of docs/findings by scripts: each at a size at which it says nothing yet, and the laws of its verdicts."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

@@ -3,8 +3,6 @@
 What is shown beneath a command must be among the lines that it prints; … stands for whatever is there.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import socket

@@ -1,7 +1,5 @@
 """`make gpu` without a GPU: what it refuses, how it survives a stage that fails, and the arithmetic of its table."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

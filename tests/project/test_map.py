@@ -1,7 +1,5 @@
 """docs/map.md: the settings that it names are accepted, and choose something."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

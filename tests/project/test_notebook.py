@@ -4,8 +4,6 @@ Its cells are executed here as a kernel does, in one namespace and with `await` 
 that brings some thirty packages, and nothing that these cells use.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Dependencies that `pip install` brings are those of the default path."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

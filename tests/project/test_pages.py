@@ -1,7 +1,5 @@
 """Pages of the documentation that are made from the code say what the code says."""
 
-from __future__ import annotations
-
 import pytest
 
 import pages

@@ -1,7 +1,5 @@
 """The documentation site says what its sources say: no code block, heading or title of a page is lost."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

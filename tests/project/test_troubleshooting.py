@@ -1,7 +1,5 @@
 """The lines in docs/troubleshooting.md are those that the source has: none of them can outlive what says it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The wheel outside a checkout: it holds everything that the demo needs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

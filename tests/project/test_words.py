@@ -1,7 +1,5 @@
 """Docstrings and comments are plain: none begins with a word that hides its subject, and no sentence is long."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

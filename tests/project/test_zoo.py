@@ -1,7 +1,5 @@
 """A walk through the zoo: one family of each kind of attention and of memory. `make zoo` sees them all."""
 
-from __future__ import annotations
-
 import pytest
 
 from zoo import families

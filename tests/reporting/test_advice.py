@@ -1,7 +1,5 @@
 """Advice on runs that are written by hand: each cause just beyond its threshold is named, and just within it is not."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

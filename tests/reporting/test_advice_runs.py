@@ -1,7 +1,5 @@
 """Advice on real runs in which something was planted: three miniatures of benchmarks/advice.py, which has them all."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from dataclasses import replace

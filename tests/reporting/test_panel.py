@@ -1,7 +1,5 @@
 """The picture of a run on terminals of every size: nothing is wider or higher, and what matters most is there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

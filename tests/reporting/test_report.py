@@ -1,7 +1,5 @@
 """A report: one file, everything escaped, and one line where there is nothing to report."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import gzip

@@ -1,7 +1,5 @@
 """Reports in a real browser: every figure is drawn and can be read, in light, in the dark, on a phone and on paper."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

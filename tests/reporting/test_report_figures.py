@@ -1,7 +1,5 @@
 """Figures of a report: the numbers that they draw, and their titles."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

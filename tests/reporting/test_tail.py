@@ -1,7 +1,5 @@
 """A file that somebody else writes is read once, whatever happens to it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

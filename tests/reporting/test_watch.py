@@ -1,7 +1,5 @@
 """A run directory as it grows, is cut, and is left alone: what is read of it, and what it is said to be doing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

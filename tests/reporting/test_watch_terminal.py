@@ -1,7 +1,5 @@
 """`slipstream watch` on a terminal: it takes all of it, follows its size, and gives it back however it ends."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

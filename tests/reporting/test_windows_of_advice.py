@@ -1,7 +1,5 @@
 """Numbers of advice and of the last lines of a run: which updates, samples and tokens they are about."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards of form and length: `format` and `overlong`."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards from models: a reward model in its own process, and a judge behind an endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

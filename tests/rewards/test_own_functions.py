@@ -1,7 +1,5 @@
 """Reward functions of a user's file: event loops, names of their parts, and what other processes can import."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 from pathlib import Path

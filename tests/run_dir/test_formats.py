@@ -3,8 +3,6 @@
 No command that reads it ends in a traceback.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

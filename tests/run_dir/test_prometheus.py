@@ -1,7 +1,5 @@
 """Metrics of a run in the text format of Prometheus, read by plain HTTP while the run is open."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import socket

@@ -1,7 +1,5 @@
 """Temporary directories of a killed process are removed by the next; those of a living one are not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

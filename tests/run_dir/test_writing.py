@@ -1,7 +1,5 @@
 """The run directory: what is in it, and that nothing in it is ever overwritten or half written."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

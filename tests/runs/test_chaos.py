@@ -1,7 +1,5 @@
 """Real runs whose processes are killed and stopped, a few times: `make chaos` does so a hundred times."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

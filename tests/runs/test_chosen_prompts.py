@@ -1,7 +1,5 @@
 """Runs of tiny students whose prompts are chosen, mixed, replaced or cut: they train, and go on exactly."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Display of a run on a terminal."""
 
-from __future__ import annotations
-
 import re
 import threading
 from io import StringIO

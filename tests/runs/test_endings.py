@@ -1,7 +1,5 @@
 """Every end of a run, as a command that is killed, stopped and told to stop: nothing is left of it, and it goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

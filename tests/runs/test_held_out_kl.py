@@ -1,7 +1,5 @@
 """Evaluations of a run without rewards: the reverse KL to the teacher on held-out prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

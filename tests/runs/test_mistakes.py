@@ -9,8 +9,6 @@ are wrong by themselves are tested in tests/plan/test_plan.py, bad rows in tests
 tests/engines/test_http.py, and files of a run that were changed by hand in tests/run_dir.
 """
 
-from __future__ import annotations
-
 import gzip
 import os
 import shlex

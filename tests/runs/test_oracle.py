@@ -1,7 +1,5 @@
 """The pipeline against `examples/loop.py`, and its on-policy schedules against each other: same losses and weights."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import importlib.util

@@ -1,8 +1,6 @@
 """A mistake is told before anything heavy is imported, in every command; and whoever coordinates local engines never is
 heavy: what computes is imported where they live."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

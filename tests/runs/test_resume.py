@@ -1,7 +1,5 @@
 """A run that was stopped goes on where it was: every group ends exactly once, and the weights are the same."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

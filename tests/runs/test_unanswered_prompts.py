@@ -1,7 +1,5 @@
 """Held-out prompts whose environment or teacher fails: evaluations leave them out, and runs go on."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs with supervised updates and off-policy parts: what they write, and that stopping changes nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

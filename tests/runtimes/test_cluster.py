@@ -1,7 +1,5 @@
 """A Ray cluster of several machines, which are processes here: they join and die while a run goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Callable, Iterator

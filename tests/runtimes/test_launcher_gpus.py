@@ -4,8 +4,6 @@ torch is made to look as if it had CUDA, and `flash_attn` is an empty package: t
 it is imported if that package is installed. Each call of CUDA is written down with its process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

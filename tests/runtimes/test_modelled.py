@@ -1,7 +1,5 @@
 """Runs of real engines on modelled time: equal for one seed, and lags that follow the costs."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Engines in processes of their own, local ones and Ray's: what travels, what stays, what comes back when something
 breaks, and that nothing is left, however it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

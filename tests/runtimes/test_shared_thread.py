@@ -1,7 +1,5 @@
 """Inline engines share one thread if their stages never overlap and their operations are parallel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

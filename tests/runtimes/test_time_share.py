@@ -3,8 +3,6 @@
 On a CPU both memory spaces are host memory, so these tests hold that values survive and who has them, not speed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

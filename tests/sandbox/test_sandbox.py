@@ -1,7 +1,5 @@
 """Programs of a model in a sandbox: they can do their work, within limits, and cannot get out."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

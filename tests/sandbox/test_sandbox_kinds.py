@@ -1,7 +1,5 @@
 """Three ways to run code, of one interface: the same programs come out alike. And the tool that is made of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

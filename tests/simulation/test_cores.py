@@ -1,7 +1,5 @@
 """Work that shares cores: who works with whom decides how long it takes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Engines that only take time: they keep the promises of a sampler, and their times are what the model says."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

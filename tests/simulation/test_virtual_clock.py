@@ -1,7 +1,5 @@
 """The virtual clock: time passes as asked, in order, and a deadlock is found at once."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Processes that end in every way, and studies from end to end."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal

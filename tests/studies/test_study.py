@@ -1,7 +1,5 @@
 """Study files, numbers of several seeds, and the content of a study's directory."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

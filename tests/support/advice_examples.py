@@ -1,7 +1,5 @@
 """Runs written by hand, one for every rule of advice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sin

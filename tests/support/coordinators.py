@@ -6,8 +6,6 @@ its exit status (of a signal: negative), and the names of all that it has left. 
 child of this process, so nothing can hide.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Native engines and scorers from single settings, as tests need them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

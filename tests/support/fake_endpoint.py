@@ -9,8 +9,6 @@ The endpoint serves until the block ends.
 Shapes: T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections import deque

@@ -3,8 +3,6 @@
 It fills a file system of its own, goes on once there is more room, and at last finds that nothing can be written.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A policy that babbles in tokens of a real tokenizer, and a client that speaks to a gateway in plain Python."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

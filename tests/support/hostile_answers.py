@@ -1,7 +1,5 @@
 """Right answers that misbehave when they are read, to be sent to a real grading process."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -1,7 +1,5 @@
 """Configs that must be refused, and the smallest one that is accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo

@@ -1,7 +1,5 @@
 """Jobs that end in every way there is, for processes that import nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Shortcuts that roll out, score and train with native engines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Every distillation loss as a formula over whole distributions, written with plain torch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """The distillation loss m2po in one call. Runs call its two parts, because the batch is cut between them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from slipstream.estimators.surrogate import Metrics, kept_reverse_kl, m2po_mask

@@ -1,7 +1,5 @@
 """Runs that write every metric."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

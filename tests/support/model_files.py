@@ -1,7 +1,5 @@
 """Directories of models with one fault each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Workers that die or hang at chosen moments."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run directories with one odd line: what a person, a program or a disk may have changed."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A model in another spelling: the ids of its tokens are permuted, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

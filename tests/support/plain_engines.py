@@ -1,7 +1,5 @@
 """Engines that do one thing each, for any runtime to put into a process, which can import them in no time."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Proofs that engines make about their model at the start, made once for each architecture: for many tiny engines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -10,8 +10,6 @@ Weights change between two tokens. A request that was aborted answers with the t
 Shapes: T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from dataclasses import dataclass, field

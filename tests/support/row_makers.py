@@ -1,7 +1,5 @@
 """Makers of rows that end in every way there is, for sources that tests add to the table of integrations."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

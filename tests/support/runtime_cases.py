@@ -1,7 +1,5 @@
 """Engines and prompts for tests of every runtime."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

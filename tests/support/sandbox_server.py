@@ -7,8 +7,6 @@
 The server runs until the block ends. Without a sandbox it refuses every program.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

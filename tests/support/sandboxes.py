@@ -1,7 +1,5 @@
 """Check that bubblewrap works here. If it does not, its tests are skipped, and the last lines of a run say so."""
 
-from __future__ import annotations
-
 import asyncio
 
 from slipstream.errors import SlipstreamError

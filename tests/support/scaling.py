@@ -1,7 +1,5 @@
 """Simulated runs whose number of workers can change."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -3,8 +3,6 @@
 So do scripts: `python FILE`.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs of engines that only take time, on a virtual clock."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A study that is small in every way."""
 
-from __future__ import annotations
-
 STUDY = """
 student = "builtin:student"
 updates = 2

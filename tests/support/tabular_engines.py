@@ -6,8 +6,6 @@ the real engines. A row of the table holds the logits after one token. Durations
 Shapes: V vocabulary, N trained tokens, M draws (tokens sampled at the same position, the emitted token first).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Builders of tabular engines, which workers of any runtime can import."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from slipstream.protocols import GradingSampler

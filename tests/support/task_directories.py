@@ -1,7 +1,5 @@
 """Small tasks in the forms of Harbor and Terminal-Bench."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 HARBOR = {

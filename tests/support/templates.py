@@ -3,8 +3,6 @@
 Each is a small one of our own, with the traits of its family that matter to a conversation of several turns.
 """
 
-from __future__ import annotations
-
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -1,8 +1,6 @@
 """Tiny models with a mixture of experts, routers that choose other experts than their scores say, and a written-out
 mixture that computes every expert for every token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models of real architectures with weights large enough that every part of them shows in the logits."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Sequence

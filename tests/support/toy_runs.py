@@ -1,7 +1,5 @@
 """A toy run on a virtual clock, which is begun, stopped and gone on with in milliseconds."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ outputs, whether it imported torch, and the names of all processes that it left.
 child of this process, so nothing can hide.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

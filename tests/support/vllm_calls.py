@@ -1,7 +1,5 @@
 """Asking vLLM's sampler, and what full forward passes say of the answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path

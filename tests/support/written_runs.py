@@ -1,7 +1,5 @@
 """Run directories and studies as a run would have written them: what reads them needs no training."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

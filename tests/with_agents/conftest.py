@@ -1,7 +1,5 @@
 """Packages of .venv-agents for runs of this process: the last place in which they and their children look."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

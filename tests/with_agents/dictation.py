@@ -1,7 +1,5 @@
 """A student that says what it is told to: scripted replies as tokens, with log-probs that a real model gives them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

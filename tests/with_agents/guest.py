@@ -4,8 +4,6 @@ The smallest environment there is: one question, one answer, and a reward for it
 which knows no more than an address and asks in plain OpenAI.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Runs of which agents are the environment, and the lineages that they learn from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

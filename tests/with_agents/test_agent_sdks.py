@@ -1,7 +1,5 @@
 """Agents of five packages in their default modes, unmodified: each calls a tool and ends with the student's answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 `make test-agents` installs them into an environment of their own; without it these are not collected.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import tomllib

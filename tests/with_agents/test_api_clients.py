@@ -1,7 +1,5 @@
 """The clients of OpenAI and Anthropic, unmodified, with the gateway's responses and messages, whole and streamed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """TextArena and Gymnasium, unmodified: rows from seeds, games that play again exactly, and runs that learn."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

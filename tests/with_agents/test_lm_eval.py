@@ -1,7 +1,5 @@
 """`slipstream eval --suite`: lm-evaluation-harness as it comes, with a task of local data."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

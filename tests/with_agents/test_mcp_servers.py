@@ -1,7 +1,5 @@
 """MCP servers of the official SDK as environments: over stdio and HTTP, for each episode or shared, and lost ones."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

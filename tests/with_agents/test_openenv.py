@@ -1,7 +1,5 @@
 """OpenEnv's own server, unmodified: rows from seeds, moves by its schema, and runs that learn from its rewards."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """reasoning-gym, unmodified: its tasks are rows, its scorers the reward, its curricula columns, and a run learns."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Task directories as the environment of a run: the shell's turns are trained, and the tests give the reward."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

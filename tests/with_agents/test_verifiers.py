@@ -1,7 +1,5 @@
 """A taskset of verifiers, unmodified, with its harness and rewards: its tasks are the rows, and a run learns."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Adapters that a learner trains, in vLLM: exact at every token, proven after every publish, and small on the way."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace

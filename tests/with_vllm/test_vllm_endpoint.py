@@ -3,8 +3,6 @@
 Needs vLLM in this Python, or in the one that VLLM_PYTHON names.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -3,8 +3,6 @@
 An engine for each of them, which takes it some twenty seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

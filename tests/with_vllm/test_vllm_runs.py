@@ -1,7 +1,5 @@
 """Whole runs with rollouts by vLLM: every law of the pipeline, through both runtimes, on the student that ships."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

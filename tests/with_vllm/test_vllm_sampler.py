@@ -3,8 +3,6 @@
 `make test-vllm` runs this in an environment of its own; without vLLM it is not collected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

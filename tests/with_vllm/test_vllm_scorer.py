@@ -1,7 +1,5 @@
 """vLLM as a teacher, on the real engine, against the native scorer."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Loading of new weights into a model, on modules that load as vLLM's do, or should not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`make zoo`: every family on trial, and the table of docs/models.md. Fails where one is neither exact nor refused."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -4,8 +4,6 @@ Sizes are shrunk by the names that configs use for them, so a family of a later 
 what needs more to be small, or to be built at all, stands in `OWN`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

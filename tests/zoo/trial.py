@@ -3,8 +3,6 @@
 A trial returns the largest error; a ModelError is a refusal, and its sentence the answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable, Sequence

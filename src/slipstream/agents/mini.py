@@ -5,8 +5,6 @@ environment, commands run in a copy of the workspace. The copy replaces the work
 can run only one agent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os

@@ -4,8 +4,6 @@
 As an environment it stands for a gateway, whose command is this file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Copies of a workspace: into a sandbox and back, and for its judge. Links that leave the workspace are dropped."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

@@ -1,7 +1,5 @@
 """`slipstream advise`: problems of a run and the settings that solve them, as text or as JSON."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """`slipstream demo`: a tiny student learns arithmetic from a tiny teacher, first synchronously, then asynchronously."""
 
-from __future__ import annotations
-
 import time
 from argparse import Namespace
 from pathlib import Path

@@ -4,8 +4,6 @@ Checks that need no weights run first. Then the engines start as in `train`, pas
 update and publish it. Each finding is printed at once, with its fix.
 """
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections.abc import Sequence

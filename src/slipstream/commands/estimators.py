@@ -1,7 +1,5 @@
 """`slipstream estimators`: all losses, corrections and advantages, or the details of one."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 from rich.table import Table

@@ -3,8 +3,6 @@
 For the model of a run, the defaults are the run's settings, and results are appended to the run's eval.jsonl.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from argparse import Namespace

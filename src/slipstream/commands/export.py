@@ -1,7 +1,5 @@
 """`slipstream export`: write the student of a run as a GGUF file, by llama.cpp's own converters."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Each step is a command in a process of its own, with a time limit and a log. A s
 `runtime.device = "cpu"` the same steps run in miniature.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """`slipstream gateway`: serve a student to agents and record episodes. A lineage is the tokens after one prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

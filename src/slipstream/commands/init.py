@@ -1,7 +1,5 @@
 """`slipstream init`: write a commented config for one of six situations."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """`slipstream push`: upload the student of a finished run to the hub, with its card, config, metrics and report."""
 
-from __future__ import annotations
-
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`slipstream report`: one HTML page about runs or a study, or a study as Markdown."""
 
-from __future__ import annotations
-
 import shlex
 from argparse import Namespace
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`slipstream samples`: responses of the student in a run, as text."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`slipstream eval --suite`: tasks of lm-evaluation-harness, for the student of a run or any other model."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence

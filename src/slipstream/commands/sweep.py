@@ -1,7 +1,5 @@
 """`slipstream sweep`: run or continue all runs of a study, show their progress, and print a summary."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

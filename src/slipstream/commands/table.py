@@ -1,7 +1,5 @@
 """Table of all commands with their options. Nothing here imports what a command does, so that --help is fast."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial

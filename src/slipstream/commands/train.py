@@ -1,7 +1,5 @@
 """`slipstream train`, `resume` and `scale`: start a run, continue it, and change its number of workers."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`slipstream watch`: full-screen view of an active run; one frame as plain text if there is no terminal."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Types and limits that all sections of the configuration share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from string import Formatter

@@ -1,7 +1,5 @@
 """Section `[data]`: training and held-out prompts, their columns and their order."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal, Self
 

@@ -4,8 +4,6 @@ The schema, the plan and the simulation read this table; an engine that is not i
 Module `plan/engines` makes the plan of an engine, and `runtimes/build` makes its objects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod

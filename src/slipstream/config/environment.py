@@ -1,7 +1,5 @@
 """Settings of environments, in which the student acts in several turns, and limits of an episode."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from typing import Annotated, Any, Literal, Self

@@ -1,7 +1,5 @@
 """Convert TOML files and `--a.b value` overrides to a `Config`, and back. Each mistake is reported in one line."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """Names of verl and TRL for settings, and what to write here instead. Only error messages use them."""
 
-from __future__ import annotations
-
 FOREIGN_KEYS = {
     **dict.fromkeys(("lr", "learning_rate"), "learner.lr"),
     **dict.fromkeys(("max_steps", "total_training_steps"), "updates"),

@@ -1,7 +1,5 @@
 """Names of data and environments of other packages: PREFIX:NAME in data.train, data.eval and environment.use."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import NamedTuple
 

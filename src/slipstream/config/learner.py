@@ -1,7 +1,5 @@
 """Section `[learner]`: optimizer, batch, number formats, adapters and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 

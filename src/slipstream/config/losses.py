@@ -6,8 +6,6 @@ loss needs a row here and in `LossConfig` or `SupervisedLoss`, a formula in esti
 tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args

@@ -1,7 +1,5 @@
 """Sections `[sft]` and `[mix]`: responses that the student did not draw, before its own rollouts and beside them."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator

@@ -3,8 +3,6 @@
 Configs of users are refused with the new name, or the reason. Saved runs and studies are translated.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

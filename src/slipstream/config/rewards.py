@@ -1,7 +1,5 @@
 """Section `[task]`: rewards that grade answers, and a section for each built-in reward with settings, `[task.NAME]`."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Self
 

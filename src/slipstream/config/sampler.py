@@ -1,7 +1,5 @@
 """Section `[sampler]`: the engine that generates the rollouts, and how it samples."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator

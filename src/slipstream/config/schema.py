@@ -1,7 +1,5 @@
 """The configuration: all sections and the rules between them. Unknown keys are errors. `file.py` reads config files."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import model_validator

@@ -4,8 +4,6 @@ The string under each field is the help text that `slipstream config` prints. A 
 `kind` (`loss`, `schedule`) is a union of sections.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 

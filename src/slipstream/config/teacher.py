@@ -4,8 +4,6 @@ A teacher behind an endpoint returns log-probs of the given tokens and of a few 
 loss that needs more raises an error here, and the message names settings to write instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self
 

@@ -5,8 +5,6 @@ The answer to ``C3D8E5=`` is ``C33D81E56``: every letter is followed by its digi
 per token therefore still fails most problems. Chain lengths are heavy-tailed, as the lengths of real rollouts are.
 """
 
-from __future__ import annotations
-
 import random
 import string
 import zlib

@@ -7,8 +7,6 @@ the question is which key follows a start key after some hops. `doors`: the tabl
 behind it, in the order of the doors: the next key, and at last a number, which is the answer.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Callable

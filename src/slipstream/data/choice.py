@@ -6,8 +6,6 @@ update is finished, except for the numbers that were submitted since. So a `sync
 with this state resumes exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 Child processes have a fixed hash seed, so that a source has the same rows in every process.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Read responses that exist before the run: the answers of the data, and a file of trajectories with log-probs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

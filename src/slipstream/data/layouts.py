@@ -3,8 +3,6 @@
 A path names a column, or a part of a column's value by dots: `reward_model.ground_truth`, `choices.0.text`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import Formatter

@@ -4,8 +4,6 @@ The origin of a group's responses depends only on the seed and the number of the
 group, and no restart, delay or order of completion changes the origin.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Mapping, Sequence

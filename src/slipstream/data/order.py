@@ -3,8 +3,6 @@
 Everything here is a pure function of the seed and the prompt's number, so a run can continue from any number.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

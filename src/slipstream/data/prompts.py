@@ -4,8 +4,6 @@ A row becomes a prompt (text or a list of messages) and an optional answer, whos
 `id`, `data_source` and `tools` are read, too. `tools` holds JSON schemas; the prompt must then be messages.
 """
 
-from __future__ import annotations
-
 import hashlib
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Several tasks are separated by commas, each with its weight after `=`. Levels of a task's curriculum come after `@`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

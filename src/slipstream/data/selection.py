@@ -1,7 +1,5 @@
 """Selection of rows: drop copies, treat prompts that are too long, find held-out prompts in the training data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

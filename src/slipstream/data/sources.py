@@ -3,8 +3,6 @@
 Files are streamed and must be UTF-8; the extension selects the parser. An error message names file and line.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

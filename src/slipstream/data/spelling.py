@@ -9,8 +9,6 @@ The teacher's tokenizer normalizes no Unicode and adds no prefix, because it mus
 that are no UTF-8 are spelled by its tokens of single bytes.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import json

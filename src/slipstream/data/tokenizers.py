@@ -1,7 +1,5 @@
 """Conversion of data rows to token ids by the model's tokenizer and chat template, and checks of tokenizers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ of every fourth class. The next word has an entropy of 4.9 nats, so the 64 most 
 probability.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from functools import cache

@@ -7,8 +7,6 @@ number takes any one value with that probability at most. A checksum is a hash o
 accidents, and no adversary, who knows a and b.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor

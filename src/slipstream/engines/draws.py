@@ -7,8 +7,6 @@ belongs to the distribution that was sampled from, after temperature, min-p, top
 Shapes: N rows, M draws, V vocabulary.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -10,8 +10,6 @@ output. fp8: the nearest float8 (e4m3) to w / scale, scale = max|w| / 448.
 Shapes: O outputs, I inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any

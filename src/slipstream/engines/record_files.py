@@ -4,8 +4,6 @@ Groups are arrays in `groups.safetensors` and all other fields in `groups.json`.
 written, including data types. A prompt shared by several members is written once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Base of samplers that send a request for each response: groups in flight, and the end of their requests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ prompts are not respelled are in the teacher's tokens already. The checks before
 Shapes: T tokens of the student, N trained tokens, Q tokens of the teacher, S spans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType

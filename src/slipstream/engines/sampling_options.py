@@ -1,7 +1,5 @@
 """Sampling options that follow from a config."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from slipstream.config.schema import Config

@@ -10,8 +10,6 @@ If a response was scored before, the header of the new record holds the differen
 Shapes: N trained tokens, X log-probs per trained token.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

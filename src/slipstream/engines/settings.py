@@ -1,7 +1,5 @@
 """Settings of native engines, which plans extend by models, replicas and places. Nothing here needs torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -7,8 +7,6 @@ received and of the codes and scales that it made of them; the learner computes 
 exports.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

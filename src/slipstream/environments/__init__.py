@@ -6,8 +6,6 @@ the second form `step(reply)` handles every reply. Optional in both forms: `star
 parameters are named after; `close` returns a reward or several rewards by name. All methods may be `async`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 Models were trained with the docstrings of the tools: do not edit these.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from slipstream.sandbox.base import Limits, Ran, Sandbox, run_python

@@ -13,8 +13,6 @@ After a release or a failure, an episode continues with a new environment, to wh
 an answer differs from the recorded one, the rest of the episode is sampled anew.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Adapter from a user's environment class to replies and steps: find its tools, make their schemas, call them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections import Counter

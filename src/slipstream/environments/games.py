@@ -4,8 +4,6 @@ As data, such a name has rows whose prompts are the texts of `reset` with differ
 the game of a row again from its seed.
 """
 
-from __future__ import annotations
-
 import importlib
 import platform
 import random

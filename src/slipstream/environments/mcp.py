@@ -4,8 +4,6 @@ A task of its own opens and closes each connection, because the SDK closes a con
 A server that is lost fails the episode. The next try connects again, and sends it all earlier calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

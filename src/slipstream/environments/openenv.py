@@ -1,7 +1,5 @@
 """Environments behind an OpenEnv server: `openenv:URL`. Each episode is a session of its own, over a WebSocket."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

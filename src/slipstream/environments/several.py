@@ -1,7 +1,5 @@
 """Sampler of a run with several environments: each group goes to the episodes of its prompt's environment."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack

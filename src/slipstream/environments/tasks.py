@@ -4,8 +4,6 @@ A task may copy files to /app, where the student has a shell. Afterwards its tes
 task that needs an image or a network is refused, since the sandbox has neither.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Tools of a student: methods of a class, or tools of a server; their schemas, and the check of arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

@@ -10,8 +10,6 @@ G_t = Σ_{s≥t} reward, the reward-to-go.
 Shapes: B rows, T positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ stop-gradient. The right estimate depends on where the term is used; tests check
 Shapes: B rows, T positions, N tokens, E experts, X of which a router chooses for a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 docs/estimators.md and `slipstream estimators` show these descriptions.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, get_args
 
 from slipstream.config.losses import DISTILLATION_LOSSES, DistillationLoss

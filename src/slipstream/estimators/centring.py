@@ -16,8 +16,6 @@ emitted token, and is 0: a token must not be its own baseline.
 Shapes: N trained tokens, M draws (the emitted token first), K most likely tokens of q.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -15,8 +15,6 @@ whole batch.
 Shapes: B rows, T positions.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

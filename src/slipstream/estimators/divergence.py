@@ -6,8 +6,6 @@ teacher (`logq`). Log-probs are floored at −1e4 on entry.
 Shapes: N positions, K support, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

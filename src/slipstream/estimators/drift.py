@@ -6,8 +6,6 @@ and non-empty rows, in float64. Names are verl's names if verl has the metric.
 Shapes: B rows (samples), T positions, N valid tokens, samples or flat positions, M cached draws.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

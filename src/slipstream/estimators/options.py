@@ -4,8 +4,6 @@ A keyword-only parameter whose type is a number is a setting that users choose. 
 program computes (`objective/columns`).
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import inspect

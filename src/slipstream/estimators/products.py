@@ -10,8 +10,6 @@ the same weights many times, keeps them in this layout.
 Shapes: I input features, O output features; `x` is […, I].
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

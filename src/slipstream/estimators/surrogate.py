@@ -7,8 +7,6 @@ per position. Token scope, except `m2po_mask`, which needs the batch.
 Shapes: N positions, M cached draws.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

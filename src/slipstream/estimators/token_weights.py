@@ -6,8 +6,6 @@ not at hand; these are the ideas of their abstracts, and each docstring says whe
 Shape: T tokens of one response, of which the mask marks the trained ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

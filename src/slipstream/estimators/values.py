@@ -3,8 +3,6 @@
 Shapes: B rows, T positions, N trained tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

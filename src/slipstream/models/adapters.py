@@ -4,8 +4,6 @@ adapter_config.json holds base model, rank and scale. adapter_model.safetensors 
 ModelError refuses adapters that do anything else than add scale · B A to the weights of linear layers.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

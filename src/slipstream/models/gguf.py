@@ -4,8 +4,6 @@ A child process converts, because this needs torch and the memory of a whole mod
 which holds them exactly. A file whose tensors are all bfloat16 (or all float16) keeps this format.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Model card of a final student (README.md): settings and results of the training run, read from the run's files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

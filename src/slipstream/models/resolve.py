@@ -4,8 +4,6 @@ A GGUF file is converted to a directory once. `builtin:NAME` is a tiny model. `s
 weights, of a model on the hub.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

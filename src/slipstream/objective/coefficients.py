@@ -1,7 +1,5 @@
 """Coefficients of the loss that may change between updates, and the controllers that change them. No tensors here."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

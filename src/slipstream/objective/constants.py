@@ -6,8 +6,6 @@ leaves out, are in no loss, denominator or baseline.
 Shapes: B episodes; T positions (of one of them, or of the longest).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

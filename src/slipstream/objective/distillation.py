@@ -3,8 +3,6 @@
 Shapes: N trained tokens, C rows of a chunk, M cached draws, K support, V vocabulary, D teacher's hidden size.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Objective of an update: losses, correction and coefficients, the columns that they take, and their scopes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ episode. Weights stay the same for all steps of the update.
 Shapes: B samples, N trained tokens (of one sample, or of several, one after the other), M cached draws.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -19,8 +19,6 @@ the rewards and the order of submission decide, so long answers are at no disadv
 sources (`mixture`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace

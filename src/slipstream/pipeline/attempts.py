@@ -4,8 +4,6 @@
 attempt by another group. Memory is bounded: the prompts tried least recently are forgotten first.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field

@@ -7,8 +7,6 @@ before the first rollout under the new weights: then the learner has the same we
 of a wrong replica since its last passed check (`Worker.since`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The end of a run: it saves the final student, or stops with a checkpoint from which `resume` continues."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass

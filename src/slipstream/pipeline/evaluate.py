@@ -3,8 +3,6 @@
 With rewards it measures accuracy, without rewards the reverse KL to the teachers.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence

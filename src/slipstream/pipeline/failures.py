@@ -5,8 +5,6 @@ of whole groups, with pauses of seconds. An engine may retry a request at once b
 connection. The engine must raise soon, so that this layer can report the problem.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping

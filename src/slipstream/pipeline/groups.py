@@ -4,8 +4,6 @@
 called after each change.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from statistics import fmean

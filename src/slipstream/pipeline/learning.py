@@ -1,7 +1,5 @@
 """The loop of the learner: it makes updates of scored groups, steers the run after each, and starts their publish."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """The ledger entries of a run (how each group ended) and its metrics line for each update."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import inf

@@ -5,8 +5,6 @@ appends one turn for its source. Each turn goes to the first ready group of its 
 shares of sources. No update waits for a group that another group of the same source can replace.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -4,8 +4,6 @@ When a worker dies, its groups go to other workers at once, and a replacement st
 Workers can be added and removed while a run continues. A call waits if no worker is ready but one is starting.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from heapq import heapify, heappop, heappush

@@ -3,8 +3,6 @@
 Guarantor of invariant 9: every wait has a name, and `Progress.watch` bounds it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

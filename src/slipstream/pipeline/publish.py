@@ -4,8 +4,6 @@ A publish stops new groups (`Admission.gated`), pauses engines, loads and checks
 guarantees that every engine runs the exported weights: the fingerprint of the loaded weights must equal the learner's.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The replicas: all workers whose number can be changed while a run continues, by request or by `replicas = "auto"`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 

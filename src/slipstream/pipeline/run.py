@@ -10,8 +10,6 @@ has the coroutines roll and score, `learning` the loop of the learner, and `publ
 each stage what it needs. After every update the controllers of `steering` decide, and `Run._carry_out` does it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

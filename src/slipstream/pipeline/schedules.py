@@ -12,8 +12,6 @@ Credits count groups in flight. B groups make one update, and a publish follows 
 With [reuse] of n times, B is a n-th of the groups of an update: those that are new. The others come from the store.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import Literal

@@ -11,8 +11,6 @@
 samplers, before a checkpoint or a refresh of the buffer. `Groups.resume` sends them back to be continued.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Steering of a run: all controllers, and the learning rate and limits that follow from their state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from slipstream.config.guards import GuardsConfig

@@ -9,8 +9,6 @@ Guarantor of three promises: no group is used more than `most` times, none beyon
 was learned from leaves exactly once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The process is `slipstream eval CHECKPOINT --suite TASK …`, which appends its results to the run's eval.jsonl.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

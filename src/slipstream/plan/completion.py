@@ -4,8 +4,6 @@ Each function returns a changed config and says why. What the config asks for ex
 refuse it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 

@@ -4,8 +4,6 @@ If the student stops at another token than the teacher, training makes answers e
 end token a low probability, so training removes it. The student does not stop at the teacher's end token.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Plans of engines: all settings with which a runtime can build each engine, in any process."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field

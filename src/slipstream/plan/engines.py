@@ -1,7 +1,5 @@
 """Decisions on engines: derive the plan of each engine from a config."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace

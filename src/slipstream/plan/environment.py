@@ -1,7 +1,5 @@
 """Plans and checks of an environment: its class or agent exists, and the chat template supports several turns."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shlex

@@ -3,8 +3,6 @@
 An evaluation is planned as a run is: from a config, which trains nothing, by the same facts and rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Decisions on what grades answers: rewards of this process, reward models and judges."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lengths of sequences: what the data need, what models and token budgets allow, and `max_length` if it is not set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

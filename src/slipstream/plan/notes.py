@@ -1,7 +1,5 @@
 """Notes and warnings of a plan: what follows from a config that is allowed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from slipstream.config.rules.estimators import first_ratio_to_sampler

@@ -1,7 +1,5 @@
 """Prompts of a run: read, encoded, chosen, routed to teachers, and in the order of training; responses of others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks of rewards on the answers of the data: each has an answer that the rewards can compare, in some form."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

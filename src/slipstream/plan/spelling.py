@@ -1,7 +1,5 @@
 """Teachers with another tokenizer: prompts in their own templates, roles of special tokens, and checks of both."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice

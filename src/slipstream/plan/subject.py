@@ -1,7 +1,5 @@
 """Model that `eval` evaluates, and the run that saved the model. Nothing is written, since the run may be active."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Teachers in a plan: checks that each knows the student's tokens, end tokens and template, and fits its sequences."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from slipstream.data.tokenizers import check_same_vocabulary

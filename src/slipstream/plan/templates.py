@@ -4,8 +4,6 @@ A teacher that never saw the student's template scores responses to prompts that
 update the teacher scores prompts in the student's template and the same messages in its own form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice

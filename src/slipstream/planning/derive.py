@@ -1,7 +1,5 @@
 """Costs of stages, derived from the metrics of an existing run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Fits of costs to measured times: least squares without negative costs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -3,8 +3,6 @@
 On CPUs, costs are CPU seconds, so that other load on the machine does not count; on GPUs they are wall-clock seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

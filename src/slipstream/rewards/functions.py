@@ -4,8 +4,6 @@ A function gets the fields of `Answer` that its parameters are named after. It r
 name. A failure is reported in one line that names the line of the user's file. A failure is never a reward of 0.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import atexit

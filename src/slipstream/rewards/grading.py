@@ -4,8 +4,6 @@ A reward may loop, crash or run out of memory on a model's text, so it does not 
 `Ungraded` if its grading takes too long, ends the process, raises, or returns no number. Other responses are graded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

@@ -4,8 +4,6 @@ A run directory and each of its checkpoints have a format number: `format` in me
 number means 1. Data of an older format is converted by `UPGRADES` whenever it is read. A newer format is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from math import inf, isfinite

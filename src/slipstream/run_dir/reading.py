@@ -1,7 +1,5 @@
 """The reader of a run directory; each access reads the files again, so it also works while the run continues."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike

@@ -3,8 +3,6 @@
 A directory is locked while its process, or a process forked from it, runs. SIGKILL releases the lock, too.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Trackers that receive metrics and samples of a run while it writes its own files: one line of a config each."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence

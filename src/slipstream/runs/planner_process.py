@@ -1,7 +1,5 @@
 """Planning of a run; for local engines in a separate process, which has imported the model libraries."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Callable, Mapping

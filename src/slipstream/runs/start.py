@@ -1,7 +1,5 @@
 """`slipstream train` and `slipstream resume`: from a config to a run. Errors are found before a file is written."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

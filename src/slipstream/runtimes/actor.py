@@ -11,8 +11,6 @@ made, and calls that accumulate leave together. The coordinator has `bodies`, th
 and never fetches it. The coordinator owns `bodies`, so they outlive the actor and are freed with the last `Body`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

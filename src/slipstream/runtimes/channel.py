@@ -7,8 +7,6 @@ Only `drain` blocks: `read` takes the available bytes, `write` sends what the so
 both. Partial messages stay in the channel, so it can move to another event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import pickle

@@ -8,8 +8,6 @@ It sleeps while engines work, notices dead engines, and adopts processes that en
 coordinator ends, and then ends all engines. If it is killed, the kernel kills engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

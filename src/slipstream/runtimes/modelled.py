@@ -5,8 +5,6 @@ for the modelled seconds. So lags depend on the costs and on the seed, and not o
 On any other event loop, for example in the start checks, no modelled time passes.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace

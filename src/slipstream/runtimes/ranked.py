@@ -9,8 +9,6 @@ is cancelled, its call continues and the next call waits for it. When a single r
 others is unknown: from then on every call fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy

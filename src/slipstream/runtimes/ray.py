@@ -4,8 +4,6 @@ Ray handles placement, processes and the transport of records. Ray restarts noth
 dies or hangs, Slipstream creates another actor.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -5,8 +5,6 @@ schedule must not let stages overlap. In one process every engine is a holder. A
 student are one holder, and all ranks of the learner another.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

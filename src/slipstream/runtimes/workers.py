@@ -1,7 +1,5 @@
 """Workers: the specification of an engine in its own process, the client of each engine, and their manager."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Sandboxes for code that a model wrote; `environment.sandbox` and `task.sandbox` select one."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 from slipstream.errors import ConfigError

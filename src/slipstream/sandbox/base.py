@@ -3,8 +3,6 @@
 `Ran` is the result of a program that ran, even if it failed. SandboxError means that a program could not be run.
 """
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A cgroup is made next to or below this process's own cgroup. The controllers `me
 and this user must have write access. This module enables no controller and moves no other process.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator

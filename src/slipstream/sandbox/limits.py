@@ -1,7 +1,5 @@
 """Limits of a sandboxed program: set them, measure its memory, and end the program when it exceeds one."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -3,8 +3,6 @@
 Requests are retried after temporary failures. Other failures of the server raise SandboxError, not a failed `Ran`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

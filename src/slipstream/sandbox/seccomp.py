@@ -5,8 +5,6 @@ namespaces do not isolate some socket families (vsock reaches the host of a virt
 administrators only have been used to escape from containers.
 """
 
-from __future__ import annotations
-
 import errno
 import struct
 

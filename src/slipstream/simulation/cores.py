@@ -4,8 +4,6 @@ Work runs at full speed while there are enough cores. If there are too few, all 
 service clock is enough: it advances at that common speed. Work ends when the clock has advanced by the work's seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math

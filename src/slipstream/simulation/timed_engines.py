@@ -5,8 +5,6 @@ they attend to. Durations of scorers and the learner depend on the number of tok
 have only a length and versions. Use these engines with a virtual clock.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from collections import deque

@@ -8,8 +8,6 @@ On a `ModelledLoop`, engines may compute: calls in threads are finished at once,
 other processes are awaited while the clock stands still. The engine sleeps for the time that its work should take.
 """
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import AsyncIterator, Callable, Coroutine

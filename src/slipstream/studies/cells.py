@@ -4,8 +4,6 @@ Jobs are forked from a process that has already imported slow libraries. Output 
 when this process ends.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -3,8 +3,6 @@
 A finished cell is kept if its config is unchanged; an unfinished one starts again from the beginning.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

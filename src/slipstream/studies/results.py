@@ -4,8 +4,6 @@ study.toml     the study, with overrides applied         results.csv, results.pa
 cells/ARM/…    one run directory per cell; a finished cell has a cell.json with its config and its costs
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

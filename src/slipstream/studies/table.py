@@ -1,7 +1,5 @@
 """Schema of the table [sweep]: settings to vary, measures and claims."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ last completion; without a port it uses a free one. For trying a config whose te
 Shapes: T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

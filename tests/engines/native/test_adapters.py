@@ -1,7 +1,5 @@
 """Adapter directories: written as PEFT reads them, read as PEFT writes them, trained on, and refused by name."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Learning from an agent's branches equals learning from each of its calls, weighted by episode."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """A critic on the student or on a model of its own: its values, gradients, warm-up and checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that continue what they read, and those that only seem to: refused before the first token."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable

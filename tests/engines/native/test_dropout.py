@@ -1,7 +1,5 @@
 """Dropout and router noise: off in training unless asked for, wherever a model draws them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

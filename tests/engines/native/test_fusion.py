@@ -1,7 +1,5 @@
 """Logit fusion: rollouts of a mixture of student and teacher, its share over updates, and what learns from them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """GGUF files as models: converted once, trained like any other model, and refused in one line if broken."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A process with a native engine reuses the memory of freed tensors, without new pages from the system."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters: what is trained, what travels, what is saved."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollouts of the quantised student, and training in float16 with a loss scale."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

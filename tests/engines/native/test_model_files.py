@@ -1,7 +1,5 @@
 """Files in a model's directory: every fault is one line, the same from `config --check` and `train`."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs and evaluations of models that were silently wrong: recurrent ones, and positions chosen by length."""
 
-from __future__ import annotations
-
 import json
 import re
 from io import StringIO

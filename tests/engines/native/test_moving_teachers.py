@@ -1,7 +1,5 @@
 """Teachers that move: whose weights follow the student's, and what is recorded of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The learner on responses that the student did not draw: supervised updates, and true behaviour log-probs."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

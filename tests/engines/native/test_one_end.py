@@ -3,8 +3,6 @@
 Shapes: T positions, N trained tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

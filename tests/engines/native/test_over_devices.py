@@ -3,8 +3,6 @@
 On the CPU all devices are one; test_pretended_gpu.py has two devices between which values must move.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from itertools import combinations

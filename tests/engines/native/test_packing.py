@@ -1,7 +1,5 @@
 """Packed rows: the plan in integers, and that a sample's answer does not depend on what lies beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

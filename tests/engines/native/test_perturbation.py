@@ -1,7 +1,5 @@
 """Learned noise on the layers: where it acts, its gradient, and what a checkpoint keeps."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Position factors that a model chooses by the longest position of a pass: one set for a whole run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequences that go on from what is known of them: the same records as by reading them again, and less to read."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

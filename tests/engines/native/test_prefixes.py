@@ -1,7 +1,5 @@
 """Responses that begin with given tokens: the student draws the rest exactly as if it had drawn the beginning, too."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Triton's kernels and compiled FlexAttention are replaced by plain formulas; `make gpu` is for those.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor, Future

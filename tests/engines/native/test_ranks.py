@@ -1,7 +1,5 @@
 """One to four learner ranks: the same weights, the same files, and no rank left waiting for another."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import multiprocessing

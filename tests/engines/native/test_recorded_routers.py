@@ -1,7 +1,5 @@
 """Experts that the native sampler records: row t has the choices of the pass that predicted token t."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rollouts that are handed over at a token boundary go on elsewhere as if nothing had happened."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace

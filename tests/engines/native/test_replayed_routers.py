@@ -1,7 +1,5 @@
 """The learner's passes with prescribed experts: they agree with the sampler, and gradients pass through the gates."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import re

@@ -1,7 +1,5 @@
 """The native sampler against full forward passes of the same model."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Native scorer and learner against dense computations on the same models."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import re

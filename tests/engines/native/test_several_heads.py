@@ -1,7 +1,5 @@
 """Losses over the whole vocabulary with several teachers, and with teachers whose weights follow the student's."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import io

@@ -1,7 +1,5 @@
 """Speculative sampling: the tokens, draws and log-probs of plain sampling, at every limit and across publishes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

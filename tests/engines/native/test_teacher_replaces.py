@@ -1,7 +1,5 @@
 """Speculative knowledge distillation: what the student and the teacher draw together, and the log-probs of it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

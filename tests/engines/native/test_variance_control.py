@@ -1,7 +1,5 @@
 """Exact gradient norms (VCPO), projected gradients (GAC) and an averaged old policy, against computations by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A rule needs nothing but the config. Rules that need models, data or the machine are in `plan/rules`.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 
 from slipstream.config.rules import estimators, evaluation, objective, offpolicy, reuse, workers

@@ -1,7 +1,5 @@
 """Rules between policy loss, advantage, correction, snapshots and truncated sampling: no ratio counts twice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import isclose
 

@@ -1,7 +1,5 @@
 """Rules of evaluation, and a table of settings that have no effect without another setting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import NamedTuple

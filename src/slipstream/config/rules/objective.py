@@ -1,7 +1,5 @@
 """Rules between the losses, teachers, rewards, guards and other sections of the method."""
 
-from __future__ import annotations
-
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.sections import Clashes, Sections
 from slipstream.config.teacher import TeacherConfig, problems

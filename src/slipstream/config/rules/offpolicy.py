@@ -1,7 +1,5 @@
 """Rules for responses that the student does not draw alone: `[sft]`, `[mix]`, and teachers beside the sampler."""
 
-from __future__ import annotations
-
 from slipstream.config.offpolicy import MixConfig, SupervisedConfig
 from slipstream.config.sections import Clashes, Sections
 from slipstream.config.teacher import problems

@@ -1,7 +1,5 @@
 """Rules for groups that several updates learn from (`[reuse]`)."""
 
-from __future__ import annotations
-
 from slipstream.config.schedule import ReuseConfig
 from slipstream.config.sections import Clashes, Sections
 from slipstream.estimators.tables.policy import POLICY_LOSSES

@@ -1,7 +1,5 @@
 """Rules between the sampler, the learner, the environment, the clock and the runtime."""
 
-from __future__ import annotations
-
 from slipstream.config.base import HALVES
 from slipstream.config.engines import ENGINES, reserved
 from slipstream.config.sections import Clashes, Sections

@@ -3,8 +3,6 @@
 The endpoint must serve the model, accept token ids, and return the log-probs that the loss needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

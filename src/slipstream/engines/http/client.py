@@ -16,8 +16,6 @@ Other calls wait during an outage. After MAX_OUTAGE seconds they raise the error
 so an outage costs time but no group, until the retries of the pipeline are used up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -8,8 +8,6 @@ request, or rows shifted by one. Therefore each row must hold the sent token, an
 Shapes: N requested positions, K top-k.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace

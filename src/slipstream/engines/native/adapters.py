@@ -5,8 +5,6 @@ Learner and sampler both run the base with separate adapters, so the fingerprint
 the weights in use. A saved model has the adapters merged; the adapters are also saved separately.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

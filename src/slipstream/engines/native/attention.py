@@ -3,8 +3,6 @@
 Shapes: N rows, Q queries, L keys, H heads, J key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median

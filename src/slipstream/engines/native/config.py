@@ -1,7 +1,5 @@
 """Read facts about a model from its config files, without loading weights."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 Names and shapes come from file headers. Values are read in parts, so a model larger than the memory can be checked.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

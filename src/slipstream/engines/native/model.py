@@ -1,7 +1,5 @@
 """Load a Hugging Face causal LM, split it into backbone and head, pin its positions, and give it adapters."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Each device holds a contiguous run of layers, and the hidden states move from de
 starts and ends on the first device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any

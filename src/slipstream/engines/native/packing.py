@@ -12,8 +12,6 @@ A model that cannot separate items gets one sample per row, padded on the right.
 token sees a pad, and no mask is needed.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

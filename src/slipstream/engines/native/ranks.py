@@ -4,8 +4,6 @@ Every rank stores a slice of every weight, gradient and optimizer state (FSDP2).
 while the layer computes. Gradients are summed over ranks, not averaged: losses are divided by counts of the whole step.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -11,8 +11,6 @@ An engine has two memory spaces: the device for its tensors while it works, and 
 both are host memory. The same code moves the values, so that tests need no GPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 from collections.abc import Iterable, Iterator

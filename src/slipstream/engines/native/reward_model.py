@@ -3,8 +3,6 @@
 A response that is too long for the model is ungraded; it is never cut and never a reward of 0.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import suppress

@@ -7,8 +7,6 @@ the experts (gates) follow from these scores as the model computes them, so grad
 Shapes: T tokens of a pass, R routers in the order in which a pass runs them, E experts, X of which a router chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

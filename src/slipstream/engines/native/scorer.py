@@ -5,8 +5,6 @@ Calls that arrive during a pass are scored together in the next pass. New weight
 Shapes: N trained tokens, C trained tokens of a chunk, M scored ids per token, K top-k, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -4,8 +4,6 @@ Both interfaces generate from token ids, abort requests, and load weights from a
 weights; every answer repeats it. `Client` retries short failures. All other failures raise EndpointError.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

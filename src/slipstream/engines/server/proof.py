@@ -13,8 +13,6 @@ counts as old only if its effect stands out from all other differences between s
 Shapes: N tokens of all texts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ request. SGLang's draws depend on its load.
 Shapes: T tokens, N tokens of the fixed texts, H hidden size.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

@@ -4,8 +4,6 @@ Every added token of a tokenizer counts as a control token: `<|im_end|>`, and al
 not mark as special. If quoted text contains the name of a control token, the name is encoded as ordinary text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

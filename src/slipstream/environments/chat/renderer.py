@@ -3,8 +3,6 @@
 Text of the chat template is appended to sampled tokens. Text of tool results never becomes control tokens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence

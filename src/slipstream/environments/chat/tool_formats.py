@@ -1,7 +1,5 @@
 """Detection of a chat template's tool-call format: render example calls, and find the marks around them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

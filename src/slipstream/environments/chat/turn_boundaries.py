@@ -3,8 +3,6 @@
 A tail is the text after an assistant's turn: the turn's end, the observations, and the header of the next turn.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import secrets

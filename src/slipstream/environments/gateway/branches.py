@@ -1,7 +1,5 @@
 """State of an agent's conversations: branches (token sequences to which turns are appended), and message digests."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

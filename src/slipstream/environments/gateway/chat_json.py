@@ -1,7 +1,5 @@
 """JSON of the chat API: parse requests, refuse options that are not supported, and format answers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each request is translated to one of chat completions, so that all agents share 
 answer is complete before its first byte is sent: a stream sends it in the events that clients of its API expect.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count

@@ -7,8 +7,6 @@ Both requests need the run's token. The program grades the episode itself, so a 
 gets only the base_url of its session, which permits completions but no grading.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections import deque

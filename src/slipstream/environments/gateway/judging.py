@@ -8,8 +8,6 @@ has limits of size, number and time; a workspace that exceeds one is worth 0. Th
 programs of the solution. These programs run in another sandbox, which holds only the copy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

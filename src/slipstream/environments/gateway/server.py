@@ -7,8 +7,6 @@ POST /sessions/ID/inference/v1/generate     token ids in and out, with their log
 GET  /sessions/ID/v1/models
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import shutil

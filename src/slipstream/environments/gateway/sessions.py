@@ -8,8 +8,6 @@ thinking, so thinking tokens stay in the branch. Random numbers of a branch depe
 branch's prompt and the position. A branch that starts with the episode's prompt samples as without a gateway.
 """
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_left
 from collections import Counter

@@ -1,7 +1,5 @@
 """HTTP layer below the gateway's routes: access checks, limits of bodies, lost clients, and the uvicorn server."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re

@@ -9,8 +9,6 @@ Shapes: N rows, C rows of a chunk, M ids per row, V vocabulary, W columns of a t
 of `hidden`. Everything after them, and every sum over tiles, is in at least float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec

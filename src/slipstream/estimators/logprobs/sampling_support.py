@@ -8,8 +8,6 @@ Shapes: N rows, C rows of a chunk, M ids per row, S ids of all supports, H hidde
 E. K is the number of ids in the largest support of a chunk (−1 pads smaller ones).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

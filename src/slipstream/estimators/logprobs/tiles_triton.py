@@ -3,8 +3,6 @@
 Shapes: C rows, W columns of a tile.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ formula for the loss of each token is in `token`, `row` or `batch`. `tables.poli
 Shapes: B rows, T positions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

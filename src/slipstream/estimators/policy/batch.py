@@ -9,8 +9,6 @@
 Shapes: B rows, T positions, N some of the B·T positions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ the other.
 Shapes: B rows, T positions.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ Each function returns (loss, acted): the loss of every token, and a mask of toke
 Shapes: B rows, T positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Table of advantages. Formulas and descriptions are beside the functions, in `estimators.advantage`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Table of corrections: units, rejection modes, presets, and their valid combinations with losses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Table of policy losses. Formulas and descriptions are beside the functions, in `estimators.policy`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, cast
 

@@ -4,8 +4,6 @@ A controller gets the metrics line of every update and decides. An action is a s
 do; `Run` carries it out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ At most half of the groups in flight are learned from between two publishes, or 
 passes all its metrics lines to the autopilot again.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ mean is too low, all groups that began under older weights are rolled out again 
 before the line is written, because the line also counts what the refresh discards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, isfinite, sqrt

@@ -12,8 +12,6 @@ by PEAK_FACTOR if that is more; both are weighted by `weights`.
 Shapes: N tokens of a text, M draws (tokens sampled at the same position), X log-probs per token (emitted one first).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice

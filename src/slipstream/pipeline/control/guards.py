@@ -13,8 +13,6 @@ that noise does not switch it on and off. A resumed run passes all its metrics l
 their state.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from math import ceil, prod

@@ -16,8 +16,6 @@
 The thresholds are settings of [health]. `Health` reports a finding, or stops the run.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every rule names the facts that it needs. `train`, `--check`, `--shapes`, `eval`
 table. Rules whose facts are not there are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Rules between the config and its data sources, before any row is read."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import chain
 

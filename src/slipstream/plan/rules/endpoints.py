@@ -1,7 +1,5 @@
 """Rules that ask endpoints: small requests show whether a teacher, the judge or a rollout server can serve the run."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

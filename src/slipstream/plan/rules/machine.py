@@ -1,7 +1,5 @@
 """Rules between the config and this machine: packages, devices, processes, memory of samples in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from slipstream.config.base import at_first

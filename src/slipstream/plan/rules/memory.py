@@ -1,7 +1,5 @@
 """Rules about memory: what every engine of a plan needs must fit its device and the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from slipstream.config.running import RuntimeConfig

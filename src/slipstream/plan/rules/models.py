@@ -1,7 +1,5 @@
 """Rules between the config and its models: their files, sizes, adapters and layers. No weight is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules about tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path

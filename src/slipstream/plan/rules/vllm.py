@@ -1,7 +1,5 @@
 """Rules between the config and vLLM or a rollout server, and what each can score. Nothing is started or asked here."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

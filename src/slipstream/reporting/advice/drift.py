@@ -5,8 +5,6 @@ an engine, and no correction removes it. Drift that grows with the lag is stalen
 (Liu, Off-Policy Drift in LLM RL.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil, exp, floor, isnan, log1p, sqrt
 from statistics import fmean

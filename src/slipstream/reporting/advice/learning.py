@@ -1,7 +1,5 @@
 """Rules about learning: step size, response length and completeness, entropy, rewards, and freshness of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from math import log, nan, sqrt

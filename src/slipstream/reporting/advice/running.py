@@ -1,7 +1,5 @@
 """Rules about lost work and about waiting."""
 
-from __future__ import annotations
-
 from slipstream.config.schedule import Async
 from slipstream.metrics import INTENDED, NO_ADVANTAGE, new_tokens
 from slipstream.reporting.advice.measurements import Case, Change, Evidence

@@ -1,7 +1,5 @@
 """Rules about teachers: impossible or unrelated scores, another prompt or end token, and lower rewards."""
 
-from __future__ import annotations
-
 from math import exp, hypot, sqrt
 from statistics import correlation, fmean
 

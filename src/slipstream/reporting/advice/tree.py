@@ -6,8 +6,6 @@ consequences, and lists their names; only an error hides errors. Answers are sor
 severity are in the order of the rules.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """Figures of runs: one for each metric that has a title, and those that combine several metrics."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

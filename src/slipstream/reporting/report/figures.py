@@ -5,8 +5,6 @@ that a figure suits light mode, dark mode and paper. `page.js` inserts the colou
 are thinned, so that a page stays small.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Report page of a plan: speed, staleness and waits of every schedule, and the gain from one more device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 The template escapes all text, and makes control characters visible: generated text can contain anything.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs for a report: unique names, metrics by name, and settings that differ from the defaults."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Samples for a page: every token is coloured by the difference between student and teacher log-prob."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Report page of one or several runs, section by section."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Report of a study as HTML or Markdown: result figures, claims with verdicts, tables, and learning curves."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest

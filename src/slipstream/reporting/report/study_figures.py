@@ -1,7 +1,5 @@
 """Figures of a study: final results by arm, and learning curves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import log2, nan

@@ -1,7 +1,5 @@
 """Figures as SVG files on white, drawn by the code of a report in a headless Chromium without network."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

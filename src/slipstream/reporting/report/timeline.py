@@ -3,8 +3,6 @@
 A run can have millions of events, so the chart shows UPDATES updates, and the shares TIMELINE_STEPS time steps.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Numbers as text, and titles of figures: sentences made from the numbers that a figure shows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

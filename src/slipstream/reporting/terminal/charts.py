@@ -1,7 +1,5 @@
 """Parts of the terminal display of a run: tables, bars and summary lines of its progress, and samples as text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Its blocks share the lines of the terminal: less important blocks get fewer lines, or none.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

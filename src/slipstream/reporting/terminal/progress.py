@@ -1,7 +1,5 @@
 """Progress of a run, updated from its lines of metrics, and its numbers as text; `train` and `watch` display them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """State of a run and its notable events, derived from signs in its directory, its metrics and its ledger."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Observer of an active or ended run: it reads new lines of the run directory, and writes nothing."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

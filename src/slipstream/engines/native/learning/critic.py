@@ -7,8 +7,6 @@ passes, so that no gradient of the values reaches the student.
 Shapes: N trained tokens, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Passes over a batch before its first gradient: log-probs of its tokens under each policy that the method needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ The parts: `weights` has the student's weights and those of other versions, `pas
 them, and `measurements` collects the metrics of a step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter

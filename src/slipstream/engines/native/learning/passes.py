@@ -1,7 +1,5 @@
 """Forward passes of the student over packed rows: log-probs and KLs, for any stored version of its weights."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Moments can have their own precision, and be in host memory between steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -5,8 +5,6 @@ drew tokens of unfinished groups, and those of teachers that follow the student.
 `record_files.py` stores the unfinished groups.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Only trained weights are stored; each rank stores its own shard, in host memory 
 its weights replace the model's weights, which are restored afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

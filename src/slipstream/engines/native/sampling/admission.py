@@ -8,8 +8,6 @@ if they need slots. So prefixes need no extra memory and delay no request.
 This file only plans moves. Copy all moves of a returned list at once, because two slots may be exchanged.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ match a plain pass (whole sequence, no cache) with the reference attention.
 Shapes: S slots, L positions, N rows, Q new tokens per row, T tokens of a pass, W written tokens, H hidden.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

@@ -7,8 +7,6 @@ results are equal bit for bit.
 Shapes: T tokens of a step, H hidden, N query heads, J key/value heads, D head size, L positions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ invariant 3: every token has the version of the weights that drew it.
 Shapes: N rows of a step, M draws, V vocabulary; tape.py lists the shapes of the tape (the record of all slots).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -3,8 +3,6 @@
 Shapes: S slots, L positions, T response positions, M draws, K best ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
