@@ -87,6 +87,8 @@ def test_who_returns_false_ends_the_run_and_it_can_go_on(config: dict[str, Any])
     on = list[int]()
     again = slipstream.resume(run.path, on_update=lambda line: on.append(line["update"]), quiet=True)
     assert on == [4, 5, 6] and again.finished and len(again.metrics) == 6
+    with pytest.raises(slipstream.SlipstreamError, match="--change learner.lr: "):
+        slipstream.resume(run, updates=7, change="learner.lr", quiet=True)
     assert len(slipstream.resume(run, updates=7, quiet=True).metrics) == 7
     last = slipstream.train(
         config | {"output": config["output"] + "-2", "updates": 3}, on_eval=lambda line: line["update"] < 3, quiet=True

@@ -1,6 +1,7 @@
 """The command line as a person meets it: instant help, one line for every mistake, and a run from beginning to end."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -87,6 +88,30 @@ def shell(tmp_path_factory: pytest.TempPathFactory, models_dir: Path) -> Iterato
     shell = Shell(home)
     yield shell
     shell.close()
+
+
+@pytest.mark.parametrize("command", [["report"], ["samples"], ["watch", "--once"], ["advise"], ["resume"], ["export"]])
+def test_a_run_of_another_user_is_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").touch()
+    words = [*command, str(run), *(["--gguf", str(tmp_path / "a.gguf")] if command == ["export"] else [])]
+    run.chmod(0)
+    tmp_path.chmod(0o755)
+    user = os.geteuid()
+    try:
+        if not user:  # root may read everything
+            for parent in tmp_path.parents[:2]:
+                parent.chmod(0o755)
+            os.seteuid(65534)
+        assert main(words) == 2
+    finally:
+        os.seteuid(user)
+        run.chmod(0o700)
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and "Permission denied" in said
 
 
 # --- help --------------------------------------------------------------------------------------------------

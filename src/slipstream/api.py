@@ -74,7 +74,12 @@ def resume(
     checkpoint to start from, by default the last one. `change` lists the settings that were edited in config.toml.
     """
     caller = Caller(callbacks_by_kind(on_update, on_eval))
-    options: Any = {"number": checkpoint, "updates": updates, "accepted": tuple(change), "caller": caller}
+    options: Any = {
+        "number": checkpoint,
+        "updates": updates,
+        "accepted": (change,) if isinstance(change, str) else tuple(change),
+        "caller": caller,
+    }
     return Run(run_in_thread(partial(command.resume, Path(path), screen_for(quiet), **options), caller))
 
 

@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlipstreamError as error:
         note(" ".join(["error:", *str(error).splitlines()]))
         return 2
+    except PermissionError as error:  # files of another user
+        note(f"error: {error.filename}: {error.strerror}")
+        return 2
     except (KeyboardInterrupt, Terminated) as stopped:
         number = received[0] if received else SIGNAL_OF[type(stopped)]
         print(SIGNAL_NAMES[number], file=sys.stderr)

@@ -105,3 +105,6 @@ def test_what_cannot_be_exported_is_refused(
         f"--adapter: {plain / 'final'} has no adapter, because the run trained none (learner.lora): drop it"
         in refused(str(plain), *to, "--adapter")
     )
+    unfinished = shutil.copytree(finished, tmp_path / "unfinished")
+    shutil.rmtree(unfinished / "final")
+    assert "has no adapter, because a run saves it at its end" in refused(str(unfinished), *to, "--adapter")

@@ -140,6 +140,7 @@ def test_the_file_that_a_run_writes_can_be_loaded(tmp_path: Path) -> None:
         ("loss.clip", "[0.2, 0.3]", (0.2, 0.3)),
         ("loss.clip", "0.2", 0.2),
         ("loss.clip", "none", None),
+        ("task.sandbox", "none", "none"),
         ("output", "runs/a", "runs/a"),
         ("output", '"2024"', "2024"),
         ("output", "2024-05-01", "2024-05-01"),

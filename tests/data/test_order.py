@@ -50,6 +50,25 @@ def test_temperature_makes_shares_more_equal() -> None:
     assert shares_of([1e300, 1e-300], 0.01) == [1.0, 0.0]
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=3),
+    st.sampled_from([(), (1.0, 5.0, 2.0)]),
+    st.booleans(),
+)
+def test_visits_count_how_often_a_row_came_before(
+    sources: list[list[int]], shares: tuple[float, ...], curriculum: bool
+) -> None:
+    starts = [sum(map(len, sources[:i])) for i in range(len(sources) + 1)]
+    orders = [
+        Epochs(range(*ends), seed=1, difficulty=levels if curriculum else (), curriculum_epochs=1.5)
+        for ends, levels in zip(pairwise(starts), sources, strict=True)
+    ]
+    mixture, seen = Mixture(orders, shares[: len(sources)]), Counter[int]()
+    for number in range(60):
+        assert mixture.visits(number) == seen[mixture.at(number)]
+        seen[mixture.at(number)] += 1
+
+
 # --- curriculum -------------------------------------------------------------------------------------------------------
 
 

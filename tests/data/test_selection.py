@@ -83,6 +83,8 @@ def test_prompts_that_are_left_out_are_counted() -> None:
     assert said == ["data.too_long: 2 of 4 prompts of data.train have more than 4 tokens and are left out, f:2 first"]
     with pytest.raises(DataError, match="data.eval: no prompt has at most 1 tokens: lower sampler.max_tokens"):
         fitting(rows("abc"), ids("abc"), limit=1, how="skip", special=[], what="data.eval", say=str)
+    with pytest.raises(DataError, match="sampler.max_tokens leaves no token of the context to a prompt: lower it"):
+        fitting(rows("abc"), ids("abc"), limit=-5, how="skip", special=[], what="data.eval", say=str)
 
 
 # --- curricula --------------------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ GOOD: dict[str, tuple[str, Any, dict[str, Any], tuple[Any, Any], str]] = {
     "ground truth first": ("a.jsonl", lines({"prompt": "a", "answer": 1, "ground_truth": 2}), {}, ("a", 2), "plain"),
     "gzip": ("a.jsonl.gz", lines({"prompt": "a", "answer": "7"}), {}, ("a", "7"), "plain"),
     "a list": ("a.json", b' [\n {"prompt": "a",\n "answer": "7"}]\n', {}, ("a", "7"), "plain"),
+    "a list after an empty line": ("a.json", b'\n[{"prompt": "a",\n "answer": "7"}]', {}, ("a", "7"), "plain"),
     "a list in one line": ("a.json", b'[{"prompt": "a", "answer": "7"}]', {}, ("a", "7"), "plain"),
     "a list, gzip": ("a.json.gz", b'[{"prompt": "a", "answer": "7"}]', {}, ("a", "7"), "plain"),
     "lines in .json": ("a.json", lines({"prompt": "a", "answer": "7"}), {}, ("a", "7"), "plain"),

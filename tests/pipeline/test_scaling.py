@@ -37,6 +37,7 @@ def test_what_is_asked() -> None:
     [
         ("sampler", r"'sampler' is not a valid change: write sampler=\+2, teacher.main=-1 or sampler=3"),
         ("sampler=1.5", "is not a valid change"),
+        (f"sampler={'1' * 5000}", "is not a valid change"),
         ("samplers=1", "no kind of worker is called 'samplers'; did you mean 'sampler'"),
         ("learner=2", "no kind of worker is called 'learner'; known: sampler, teacher.main"),
         ("sampler=-2", "sampler=-2: there are 2, and at least one must stay"),
@@ -111,7 +112,9 @@ def test_a_run_that_was_killed_does_not_go_on(tmp_path: Path) -> None:
         scale(tmp_path, [])
 
 
-@pytest.mark.parametrize("line", [b"{\n", b"[1]\n", b'{"scale": []}\n', b"\xff\n", b"x" * 70_000])
+@pytest.mark.parametrize(
+    "line", [b"{\n", b"[1]\n", b'{"scale": []}\n', b"\xff\n", b"x" * 70_000, b"[" * 60_000 + b"\n"]
+)
 def test_whoever_talks_nonsense_is_told_so(tmp_path: Path, line: bytes) -> None:
     def talk() -> Any:
         with socket.socket(socket.AF_UNIX) as there:

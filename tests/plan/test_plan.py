@@ -408,6 +408,10 @@ def test_a_reward_that_gives_nothing_to_right_answers_is_warned_of(config: str, 
     for name in ("boxed", "fails"):
         made = plan(load(config, [("task.reward", f"./own.py:{name}")]))
         assert not any("gives 0" in warning for warning in made.warnings), name
+    (told,) = [warning for warning in made.warnings if "task.reward" in warning]
+    assert told.startswith("task.reward: ./own.py:fails grades the right answer of train:0 and others") and (
+        "in none of the forms that were tried" in told and "ValueError" in told
+    )
     with pytest.raises(ConfigError) as refused:
         plan(load(config, [("task.reward", "./own.py:slow"), ("task.timeout", "2")]))
     assert str(refused.value) == (

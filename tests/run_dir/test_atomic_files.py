@@ -8,11 +8,13 @@ import inspect
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import stat
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -25,7 +27,7 @@ from slipstream.cli import main
 from slipstream.config.schedule import Sync
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints, newest
-from slipstream.run_dir.atomic_files import Lines, damage, directory_lock, held, writer
+from slipstream.run_dir.atomic_files import Lines, append, damage, directory_lock, held, writer
 from slipstream.run_dir.writing import RunLog, check_lines, read_lines
 from support.toy_runs import ends, go
 
@@ -357,6 +359,21 @@ def test_a_line_that_cannot_be_written_is_taken_back_and_said_once(
     assert (tmp_path / "lines").read_text() == "one\n"
 
 
+def test_a_line_that_does_not_fit_is_taken_back_whole(tmp_path: Path) -> None:
+    """A file that several processes extend, on a disk with room for half a line."""
+    file = tmp_path / "eval.jsonl"
+    append(file, "one\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(RunDirError, match="eval.jsonl cannot be written: File too large"):
+            append(file, f"{'x' * 100_000}\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    append(file, "two\n")
+    assert file.read_text() == "one\ntwo\n"
+
+
 def gone(run: Path) -> None:
     shutil.rmtree(run)
 
@@ -405,6 +422,17 @@ def test_a_directory_has_one_writer_who_lets_go_when_it_is_killed(tmp_path: Path
     with directory_lock(tmp_path):
         pass
     assert not (tmp_path / "lock").exists(), "no run came about here"
+
+
+def test_a_lock_that_its_holder_removes_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder who made no run removes the lock as it leaves; another has opened it already, and waits."""
+    holder = directory_lock(tmp_path)
+    holder.__enter__()
+    monkeypatch.setattr(time, "sleep", lambda _: holder.__exit__(None, None, None))
+    with pytest.raises(RunDirError, match="was in use by a process that ended just now: try again"):
+        directory_lock(tmp_path).__enter__()
+    with directory_lock(tmp_path):
+        assert held(tmp_path)
 
 
 def test_who_only_looks_whether_somebody_writes_keeps_nobody_out(tmp_path: Path) -> None:
@@ -589,6 +617,12 @@ def test_a_finished_run_is_extended_with_changes_that_are_meant(home: Path, caps
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["2", "4", "6"], "2 has proven sound"
     assert damage(run / "final") is None
     assert main(["resume", str(run), "--updates", "7"]) == 0, "what was meant is no change any more"
+    earlier = [(run / name / "model.safetensors").read_bytes() for name in ("final-4", "final-6", "final")]
+    assert main(["resume", str(run), "--updates", "7", "--from", "6"]) == 0
+    assert main(["resume", str(run), "--updates", "7", "--from", "6"]) == 0
+    assert {"final-4", "final-6", "final-7", "final-7.1"} < {path.name for path in run.iterdir()}
+    kept = [(run / name / "model.safetensors").read_bytes() for name in ("final-4", "final-6", "final-7")]
+    assert kept == earlier, "no student is lost"
 
 
 # --- how much is looked at --------------------------------------------------------------------------------------------

@@ -523,6 +523,7 @@ def test_a_worker_says_with_what_status_it_left(launcher: ProcessLauncher) -> No
         (worker,) = local.start([WorkerSpec(RemoteScorer, "w", 1, Broken)], launcher, stack, say=silent).specs
         with pytest.raises(WorkerDied, match=r"^w \(pid \d+\) is gone: exit status 3$"):
             asyncio.run(worker.call("leave"))
+        assert worker.link.channel.socket.fileno() < 0, "nobody closes it later"
 
 
 def test_a_launcher_that_hangs_is_killed_like_an_engine() -> None:

@@ -35,9 +35,8 @@ def export(directory: Path, file: Path, *, kind: str, adapter: bool) -> None:
     if adapter:
         model /= "adapter"
         if not model.is_dir():
-            raise ConfigError(
-                f"--adapter: {subject.model} has no adapter, because the run trained none (learner.lora): drop it"
-            )
+            why = "a run saves it at its end" if subject.config.learner.lora else "the run trained none (learner.lora)"
+            raise ConfigError(f"--adapter: {subject.model} has no adapter, because {why}: drop it")
         base = model_path(subject.config.student)
         options = ["--base" if Path(base).is_dir() else "--base-model-id", base]
     if file.exists():

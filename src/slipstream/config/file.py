@@ -80,7 +80,8 @@ def overridden(
     """Return a copy with the overrides applied, `kind` first: a new kind discards other settings of its section."""
     tree = _add_kinds(tree)
     for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
-        tree = _override(tree, key.split("."), value_of(text), say)
+        value = text if (key.rpartition(".")[2], text) == ("sandbox", "none") else value_of(text)  # a kind of sandbox
+        tree = _override(tree, key.split("."), value, say)
     return tree
 
 

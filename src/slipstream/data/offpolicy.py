@@ -49,11 +49,11 @@ class OffPolicy:
         others = floor(self.mix.share_at(update, self.updates) * self.groups + rng.random())
         return self.mix.source if place in rng.sample(range(self.groups), min(others, self.groups)) else ""
 
-    def prefix(self, number: int, row: int, epoch: int) -> Ints | None:
+    def prefix(self, number: int, row: int, visits: int) -> Ints | None:
         """Return the start of a known response with which a mixed-in group of this row begins; None if it is empty."""
         assert self.mix is not None and self.mix.prefix is not None
         known = [self.answers[row]] if self.mix.source == "data" else self.trajectories[row]
-        tokens = known[epoch % len(known)].tokens
+        tokens = known[visits % len(known)].tokens
         share = self.mix.prefix * random.Random(derive_seed(self.seed, "prefix", number)).random()
         return tokens[: int(share * len(tokens))] if share * len(tokens) >= 1 else None
 
@@ -69,10 +69,10 @@ class OffPolicy:
             found.update(given.logp.tobytes())
         return found.hexdigest() if known else ""
 
-    def responses(self, prompt: Prompt, row: int, epoch: int) -> Sequence[Given]:
-        """Return the known responses of a group: the answer of its row, or the next trajectories in every epoch."""
+    def responses(self, prompt: Prompt, row: int, visits: int) -> Sequence[Given]:
+        """Return the known responses of a group: the answer of its row, or at each visit its next trajectories."""
         if prompt.source == "data":
             return [self.answers[row]]
         known = (self.lessons if prompt.supervised else self.trajectories)[row]
         size = min(self.group, len(known))
-        return [known[(epoch * size + index) % len(known)] for index in range(size)]
+        return [known[(visits * size + index) % len(known)] for index in range(size)]

@@ -47,6 +47,14 @@ class Epochs:
             self._random("epoch", epoch).shuffle(self._order)
         return self.rows[self._order[place]]
 
+    def visits(self, number: int) -> int:
+        """Return how often the row at this place came before it."""
+        if number < len(self.curriculum):
+            return self.curriculum[:number].count(self.curriculum[number])
+        epoch, place = divmod(number - len(self.curriculum), len(self.rows))
+        row = self.rows.index(self.at(number)) if self.curriculum else place
+        return epoch + self.curriculum.count(row)
+
     def _random(self, *what: int | str) -> random.Random:
         return random.Random(derive_seed(self.seed, *what, *([self.name] if self.name else [])))
 
@@ -68,6 +76,10 @@ class Mixture:
     def at(self, number: int) -> int:
         source, place = self.place(number)
         return self.orders[source].at(place)
+
+    def visits(self, number: int) -> int:
+        source, place = self.place(number)
+        return self.orders[source].visits(place)
 
     def place(self, number: int) -> tuple[int, int]:
         """Return the source of a prompt, and the prompt's number among those of this source."""

@@ -59,7 +59,9 @@ def fitting(
         found = [(place, ids) for place, ids in enumerate(tokens) if len(ids) <= limit]
     else:
         found = [(place, _cut(ids, limit, how == "cut_left", special)) for place, ids in enumerate(tokens)]
-    if not found or limit <= 0:
+    if limit <= 0:
+        raise DataError(f"{what}: sampler.max_tokens leaves no token of the context to a prompt: lower it")
+    if not found:
         raise DataError(f"{what}: no prompt has at most {limit} tokens: lower sampler.max_tokens")
     return found
 

@@ -90,8 +90,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _json(path: Path) -> Rows:
     """Yield rows from a file that has one JSON object per line, or one JSON list of objects."""
     lines = ((number, line) for number, line in _lines(path) if line.strip())
-    for number, line in lines:
-        if number == 1 and line.lstrip().startswith("["):
+    for before, (number, line) in enumerate(lines):
+        if not before and line.lstrip().startswith("["):
             whole = "".join([line, *(rest for _, rest in lines)])
             yield from ((f"{path}:{row}", fields) for row, fields in enumerate(_parsed(str(path), whole, "list"), 1))
         else:

@@ -9,11 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.errors import ModelError, first_line
+from slipstream.run_dir.temporary import TemporaryDirectory
 
 
 def directory_of(file: str) -> str:
@@ -33,9 +34,15 @@ def directory_of(file: str) -> str:
 
 
 def _convert_in_child(file: str, path: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        made = Path(work) / "model"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work = TemporaryDirectory("converting-", str(folder.parent))
+    except OSError as error:
+        raise ModelError(
+            f"{file}: {folder.parent} cannot be written: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"
+        ) from None
+    with closing(work):
+        made = work.path / "model"
         command = [sys.executable, "-m", __name__, str(path), str(made)]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:

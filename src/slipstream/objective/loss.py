@@ -77,9 +77,12 @@ class Objective:
         hidden_NH, weight, bias = head.inputs(hidden_NH)
         shape: dict[str, Any] = {"bias": bias, **head.bend}
         parts, entropy = list[tuple[Tensor, Metrics]](), Metrics()
+        fused_N: Tensor | None = None
+        """Log-probs of the emitted tokens at the temperature of the distillation loss."""
         if self.distillation or self.single_pass:
             loss, metrics, logp_N = self._fused(hidden_NH, weight, shape, samples, terms)
             parts.append((loss / self.scale, metrics))
+            fused_N = logp_N if self.distillation else None
         if not self.single_pass:
             with torch.set_grad_enabled(self.has_policy_terms or terms.draws_NM is not None):
                 logp_NM, entropy_N = kept_logprobs_and_entropy_at(
@@ -102,7 +105,8 @@ class Objective:
                 parts.append(terms.others(terms.rows(logp_N), terms.rows, centre_BT))
         total, metrics = _summed_parts(parts)
         metrics = entropy | metrics | {"loss": total.detach()}  # the entropy of the fused pass comes first
-        metrics |= terms.forward_kl(samples, logp_N.detach())
+        if fused_N is not None or self.method.loss.temperature == self.method.temperature:  # that of teacher_logp
+            metrics |= terms.forward_kl(samples, (logp_N if fused_N is None else fused_N).detach())
         if terms.support is not None:
             sizes_N = torch.from_numpy(terms.support.sizes_N).to(hidden_NH.device)
             metrics["kept/size"] = sizes_N[terms.mask_N].sum() / max(counts.n_tokens, 1)

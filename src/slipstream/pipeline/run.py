@@ -281,7 +281,7 @@ class Run:
         self.steering.controllers += [*autoscale, canaries]
         memory = self.memory if any(teacher.shows for teacher in teachers.values()) else None
         zero_advantage = partial(has_zero_advantage, weights, policy is not None and policy.advantage == "gdpo")
-        options = partial(sampling_of, config, sampling, self.choice)
+        options = partial(sampling_of, config, sampling, self.choice, self.admission)
         rollouts = Rollouts(groups, samplers, teacher_samplers, sampling, options, canaries, memory, zero_advantage)
         needed = config.sft is not None and config.sft.loss.spec.cache != "none"
         scoring = Scoring(groups, teachers, self.memory, config.seed, needed)
@@ -392,11 +392,11 @@ class Run:
         return Buffer(self.config.freshness, steps=learner.minibatches * learner.epochs, last=self.log.last)
 
 
-def sampling_of(config: Config, sampling: Sampling, choice: Choice, prompt: Prompt) -> Sampling:
+def sampling_of(config: Config, sampling: Sampling, choice: Choice, admission: Admission, prompt: Prompt) -> Sampling:
     """Return the sampling options of a group: with logit fusion the teacher's share depends on update and prompt."""
     if config.sampler.fusion is None:
         return sampling
-    update, difficulty = prompt.number // config.new_groups + 1, 1.0
+    update, difficulty = admission.live[prompt.number].version - admission.supervised + 1, 1.0
     if config.sampler.fusion.difficulty:
         difficulty = choice.difficulty(prompt.number)
     return replace(sampling, fusion=config.sampler.fusion.share(update, difficulty))

@@ -17,7 +17,7 @@ TOO_FAST = 0.1
 """Smallest learning rate that causes a warning, because training of any model would diverge."""
 MOST_ROUNDED_BETA = 0.99
 """Largest decay rate of the second moment at which bfloat16 does not round all its decay away."""
-NEWEST_TESTED = {"datasets": "5.2", "peft": "0.21", "torch": "2.13", "transformers": "5.24"}
+NEWEST_TESTED = {"datasets": "5.2", "peft": "0.21", "torch": "2.14", "transformers": "5.24"}
 """Newest versions, as major and minor number, that pass `make test-newest`."""
 LARGE = 1 << 18
 """Minimum number of weights of a perceptron's matrix for which formats are compared; smaller ones gain little."""

@@ -38,6 +38,8 @@ def graded_rows(
 def reward_warnings(rows: Sequence[Row], rewards: Sequence[str], timeout: float) -> list[str]:
     """Return a warning for each reward that gives 0 to the first right answers of the data in every form of `FORMS`.
 
+    Rewards that grade none of these answers get a warning, too.
+
     Raise ConfigError if grading the first answer takes more than `timeout` seconds.
     """
     answered = [row for row in rows[:3] if isinstance(row.ground_truth, str | int | float)]
@@ -61,9 +63,15 @@ def reward_warnings(rows: Sequence[Row], rewards: Sequence[str], timeout: float)
                     "or raise the limit"
                 )
             return [f"task.reward: {', '.join(rewards)} took {seconds:.1f} s for the first answer, {limit}"]
-        grades = [each for each in process.grades(answers) if isinstance(each, dict)]
+        graded = process.grades(answers)
     finally:
         process.close()
+    grades = [each for each in graded if isinstance(each, dict)]
+    if why := "" if grades else next((each.text for each in graded if isinstance(each, Ungraded)), ""):
+        return [
+            f"task.reward: {', '.join(rewards)} grades the right answer of {answered[0].place} and others, "
+            f"{answers[0].text!r}, in none of the forms that were tried ({answers[3].text!r} …): {why}"
+        ]
     return [
         f"task.reward = {reward!r} gives 0 to the right answer of {answered[0].place} and others, {answers[0].text!r}, "
         f"in every form that was tried ({answers[3].text!r} …): check that it can give more"

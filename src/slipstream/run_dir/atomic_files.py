@@ -94,6 +94,8 @@ def directory_lock(path: Path) -> Iterator[None]:
             raise RunDirError(
                 f"{path}: its file system has no locks ({error.strerror}): keep runs on another file system"
             ) from None
+        if not os.fstat(file.fileno()).st_nlink:
+            raise RunDirError(f"{path} was in use by a process that ended just now: try again")  # it removed the lock
         file.truncate(0)
         with suppress(OSError):  # on a full disk the lock file stays empty, but the lock is held
             file.write(f"{os.getpid()} on {socket.gethostname()}")
@@ -189,15 +191,17 @@ def remove_unfinished(directory: Path) -> None:
 
 def append(path: Path, lines: str) -> None:
     """Append complete lines to a file, after removing an incomplete last one; several processes may do so at once."""
-    with writing(path), os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
+    # without a buffer, which would write the rest of the lines when the file is closed, after they were taken back
+    with writing(path), os.fdopen(opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "ab", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = os.fstat(file.fileno()).st_size
         if before and os.pread(file.fileno(), 1, before - 1) != b"\n":  # of a process that was killed
             before = os.pread(file.fileno(), before, 0).rfind(b"\n") + 1
             os.ftruncate(file.fileno(), before)
+        left = memoryview(lines.encode())
         try:
-            file.write(lines)
-            file.flush()
+            while left:
+                left = left[file.write(left) :]
         except OSError:
             os.ftruncate(file.fileno(), before)
             raise

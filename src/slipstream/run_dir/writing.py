@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,17 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     @classmethod
     def reopen(cls, config: Config, path: Path, mark: LogPosition, *, prompts: str | None = None) -> RunLog:
-        """Open a run directory to resume from a checkpoint; `final` of a finished run is renamed to `final-N`."""
+        """Open a run directory to resume from a checkpoint; `final` of a finished run is renamed to `final-N`.
+
+        If that name is taken, by a student after the same number of updates, it is `final-N.1`, `final-N.2`, and so on.
+        """
         check_trackers(config.log.to)
         meta = read_meta(path)
         with writing(path):
             if (path / "final").exists():
-                earlier = path / f"final-{meta['config']['updates']}"
-                shutil.rmtree(earlier, ignore_errors=True)
-                (path / "final").rename(earlier)
+                name = f"final-{meta['config']['updates']}"
+                names = chain([name], (f"{name}.{number}" for number in count(1)))
+                (path / "final").rename(next(path / each for each in names if not (path / each).exists()))
             write_atomic(path / "config.toml", to_toml(config))
             meta |= begun_with(config, prompts)
             write_meta(path, meta)  # last, so that a killed `resume` can be repeated

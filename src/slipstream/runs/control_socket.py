@@ -73,7 +73,7 @@ class Conversation:
 def answer_of(line: bytes, answer: Answering) -> dict[str, Any]:
     try:
         changes = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         changes = None
     if not isinstance(changes, list) or not all(isinstance(change, str) for change in changes):
         return {"error": 'expected one line of JSON, such as ["sampler=+2"]'}

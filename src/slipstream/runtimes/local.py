@@ -212,6 +212,7 @@ class LocalLink:
     def _on_closed(self) -> None:
         self.lost.set()
         self.worker.mark_gone(self.ended())
+        self.channel.close()
 
     async def leave(self, worker: RemoteWorker) -> None:
         if not worker.gone:

@@ -14,7 +14,8 @@ from slipstream.config.file import parse
 from slipstream.config.sampler import FusionConfig
 from slipstream.engines.draws import fused
 from slipstream.errors import NonFiniteError
-from slipstream.pipeline.run import choice_of, sampling_of
+from slipstream.pipeline.admission import AdmissionState
+from slipstream.pipeline.run import admission_of, choice_of, sampling_of
 from slipstream.plan.plan import plan
 from slipstream.protocols import Sampling
 from slipstream.records import Rollout
@@ -90,8 +91,24 @@ def test_difficulty_is_measured_by_the_adaptive_order() -> None:
     made = plan(parse(TREE | {"data": {"order": "adaptive"}} | fusion), ask=False)
     choice = choice_of(made.config, made.prompts, None)
     choice.source(0)
-    options = sampling_of(made.config, made.sampling, choice, choice.prompt(0))
+    admission = admission_of(made.config, choice, AdmissionState())
+    admission.submit()
+    options = sampling_of(made.config, made.sampling, choice, admission, choice.prompt(0))
     assert options.fusion == 0.4, "without answers the mean reward counts as one half"
+
+
+def test_the_share_falls_with_updates_after_the_supervised_ones() -> None:
+    """Not with groups: those that policy.refill drops do not count."""
+    tree = TREE | {"sft": {"updates": 3, "source": "teacher"}, "updates": 5}
+    made = plan(parse(tree), ask=False)
+    choice = choice_of(made.config, made.prompts, None)
+    admission = admission_of(made.config, choice, AdmissionState(version=3, submitted=70, supervised=3, first=24))
+    (number, *_) = admission.submit()
+    options = sampling_of(made.config, made.sampling, choice, admission, choice.prompt(number))
+    assert options.fusion == 1.0
+    admission.live[number].version = 4
+    options = sampling_of(made.config, made.sampling, choice, admission, choice.prompt(number))
+    assert options.fusion == 0.5
 
 
 def test_a_run_draws_like_its_teacher_at_first_and_like_the_student_later(tmp_path: Path) -> None:

@@ -120,6 +120,20 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, cache: Path) -> 
         model_path(str(tmp_path / "none.gguf"))
 
 
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "tiny.gguf", quantised=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "tiny.gguf"))
+    with pytest.raises(ModelError, match=r"cannot be written: Not a directory; set XDG_CACHE_HOME to a directory of"):
+        model_path(str(tmp_path / "tiny.gguf"))
+
+
+def test_a_conversion_that_was_killed_leaves_nothing_for_long(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path / "tiny.gguf", quantised=False)
+    (cache / "converting-killed").mkdir(parents=True)
+    path = Path(model_path(str(tmp_path / "tiny.gguf")))
+    assert list(cache.iterdir()) == [path]
+
+
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.gguf").touch()
     monkeypatch.setattr("slipstream.models.gguf.find_spec", lambda name: None if name == "accelerate" else object())

@@ -250,6 +250,8 @@ def test_an_update_of_mixed_in_groups_alone_changes_no_coefficient(into: str) ->
     for step in asyncio.run(work()):
         assert step["grad_norm"] > 0
         assert (step["policy/variance_coef"], step["reference/beta"]) == (0.04, 0.1)
+        of_own = {"policy/ratio", "policy/kl", *(["reference/kl"] if into == "loss" else [])}
+        assert not of_own & step.keys(), "means over no token"
 
 
 def replace_weight(loss: Any) -> Any:
@@ -263,7 +265,11 @@ def replace_number(handle: Handle, more: int) -> Handle:
     return Handle(replace(handle.header, number=prompt.number), replace(rollout, prompt=prompt))
 
 
-@pytest.mark.parametrize("loss", [ForwardKL(k=5), ReverseKLMC(m=1)], ids=["forward_kl", "reverse_kl_mc"])
+@pytest.mark.parametrize(
+    "loss",
+    [ForwardKL(k=5), ReverseKLMC(m=1), ForwardKL(k=5, temperature=2.0)],
+    ids=["forward_kl", "reverse_kl_mc", "another temperature"],
+)
 def test_forward_kl_is_estimated_on_the_responses_of_a_teacher_alone(loss: Any) -> None:
     """The mean of log q − log p over tokens of the source "teacher", whatever the loss; other sources do not count."""
     student, teacher = make_model(dtype=torch.float64), make_model(seed=3, dtype=torch.float64)
@@ -272,7 +278,7 @@ def test_forward_kl_is_estimated_on_the_responses_of_a_teacher_alone(loss: Any) 
     needs = {"cache": "teacher_topk", "k": 5} if isinstance(loss, ForwardKL) else {}
 
     async def work() -> dict[str, float]:
-        await accumulated(learner, await scored_by(teacher, groups, **needs), 1)
+        await accumulated(learner, await scored_by(teacher, groups, temperature=loss.temperature, **needs), 1)
         return await learner.step()
 
     metrics = asyncio.run(work())
@@ -280,7 +286,7 @@ def test_forward_kl_is_estimated_on_the_responses_of_a_teacher_alone(loss: Any) 
     samples = samples_of(groups[:2])
     tokens = torch.cat([torch.from_numpy(s.rollout.tokens).long() for s in samples])[:, None]
     p, q = (
-        torch.cat(logits_of(m, samples)).log_softmax(-1).gather(1, tokens)
+        (torch.cat(logits_of(m, samples)) / loss.temperature).log_softmax(-1).gather(1, tokens)
         for m in (make_model(dtype=torch.float64), teacher)
     )
     assert metrics["teacher/forward_kl"] == pytest.approx((q - p).mean().item(), rel=1e-6)

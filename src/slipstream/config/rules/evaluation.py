@@ -53,6 +53,7 @@ class Needed(NamedTuple):
     """The other setting, as the error message names it."""
 
 
+EVERY = "eval.every (0 if it is for `slipstream eval` alone)"
 NEEDED = (
     Needed(
         "task",
@@ -64,8 +65,8 @@ NEEDED = (
     Needed(
         "runtime", ("heartbeat", "restarts"), lambda c: c.runtime.kind != "inline", 'runtime.kind = "local" or "ray"'
     ),
-    Needed("data", ("eval", "eval_split"), lambda c: "every" in c.eval.model_fields_set, "eval.every"),
-    Needed("eval", ("prompts", "n", "temperature"), lambda c: "every" in c.eval.model_fields_set, "eval.every"),
+    Needed("data", ("eval", "eval_split"), lambda c: "every" in c.eval.model_fields_set, EVERY),
+    Needed("eval", ("prompts", "n", "temperature"), lambda c: "every" in c.eval.model_fields_set, EVERY),
     Needed("log", ("project",), lambda c: bool({*c.log.to} - {"tensorboard"}), "a tracker in log.to that has projects"),
     Needed("data", ("teacher_key",), lambda c: len(c.teachers) > 1, "several teachers"),
     Needed(

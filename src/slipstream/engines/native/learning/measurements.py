@@ -31,6 +31,8 @@ PER_STEP = ("policy/loss", "loss", "freshness/anchor")
 """Metrics that are divided like the loss; all other sums are divided by the number of tokens."""
 OF_OWN = ("policy/", "reference/kl")
 """Prefixes of metrics that are means over the tokens that the student drew."""
+ROUNDING = 1e-6
+"""Share of the tokens below which there is none: shares are sums of rounded numbers."""
 OF_SUPPORT = ("distill/student_mass", "distill/teacher_mass", "distill/overlap_ratio", "distill/overlap_any")
 """Metrics of a teacher's top-k that are means over the tokens that are compared."""
 NOISE_METRICS = {
@@ -70,11 +72,15 @@ class Measurements:
         for name in means:
             if not extreme(name):
                 means[name] *= loss_scale if name in PER_STEP else token_scale
-        own = 1 - means.pop(MIXED, 0.0) or 1.0
-        for name in [name for name in means if name.startswith(OF_OWN) and not (name in PER_STEP or extreme(name))]:
-            means[name] /= own
-        for name in [name for name in means if name.startswith("teacher/") and name.endswith("/loss")]:
-            means[name] /= means[name.removesuffix("loss") + "share"] or 1.0  # mean over this teacher's tokens
+        own = 1 - means.pop(MIXED, 0.0)
+        shares = {name: own for name in means if name.startswith(OF_OWN) and name not in PER_STEP}
+        for name in [each for each in means if each.startswith("teacher/") and each.endswith("/loss")]:
+            shares[name] = means[name.removesuffix("loss") + "share"]  # mean over this teacher's tokens
+        for name, share in shares.items():
+            if share < ROUNDING:
+                del means[name]
+            elif not extreme(name):
+                means[name] /= share
         if taught := means.pop(TAUGHT, 0.0):
             means["teacher/forward_kl"] /= taught
         if "distill/overlap_any" in means:
