@@ -153,4 +153,4 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     known = sorted(choices)
     initials = "".join(word[:1] for word in name.split("_"))
     near = [initials] if initials in known else difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"

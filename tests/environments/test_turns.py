@@ -12,6 +12,7 @@ import torch
 from slipstream.engines.draws import process
 from slipstream.environments import Reply
 from slipstream.environments.episodes import Episodes
+from slipstream.errors import EnvironmentFailed
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, GradingSampler, Sampling, TensorSpec, WeightsRef
 from slipstream.records import Handle, Ints, Prompt, Rollout, derive_seed, parts_of, unfinished
@@ -163,6 +164,31 @@ def test_an_environment_that_fails_is_begun_again_and_told_what_was_said(faults:
         for name in ("tokens", "action_logp", "turn"):
             np.testing.assert_array_equal(getattr(handle.body, name), getattr(expected, name))
     assert (left < 12) == (failures > 0) == (faults < 1) and (left > 0) == (faults > 0.2)
+
+
+@pytest.mark.parametrize(("turn_tokens", "most"), [(None, 3), (2, 30)], ids=["of the episode", "of a turn"])
+def test_a_reply_that_a_limit_cut_is_still_cut_when_its_environment_is_begun_again(
+    turn_tokens: int | None, most: int
+) -> None:
+    class Unlucky(World):
+        def place(self, *, alone: bool = False) -> Any:
+            room = super().place(alone=alone)
+            if self.opened <= 8:
+                room.close = fails  # type: ignore[method-assign]
+            return room
+
+    async def fails() -> dict[str, float]:
+        raise EnvironmentFailed("timeout", "closing took too long")
+
+    def seen(world: World) -> list[Any]:
+        limits = replace(WIDE, turns=9, turn_tokens=turn_tokens)
+        sampler = Episodes(toy.ToySampler(TABLE), Silent(), world, limits)
+        group = virtual.run(sampler.generate(PROMPT, replace(FULL, max_tokens=most, group=8)))[0]
+        return [(h.body.tokens.tolist(), h.body.finish, h.body.outcome["reward"]) for h in group]
+
+    whole = seen(World(turns=1))
+    assert "length" in {finish for _, finish, _ in whole}
+    assert seen(Unlucky(turns=1)) == whole
 
 
 def test_a_first_observation_is_read_before_the_first_turn_and_counts_as_tokens_of_the_episode() -> None:

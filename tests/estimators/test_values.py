@@ -109,6 +109,18 @@ def test_a_value_that_moved_too_far_has_no_gradient() -> None:
     assert weighted.item() == pytest.approx(0.51 / 24)
 
 
+def test_a_value_head_stays_where_it_is_without_any_gradient() -> None:
+    """Momentum alone must not move it: an update may have no token of the student."""
+    head = ValueHead(CriticConfig(lr=0.1), 3, torch.empty(0), Ranks())
+    head(torch.ones(5, 3)).sum().backward()
+    head.step(1.0)
+    before = head.weight.detach().clone()
+    assert before.any()
+    (0 * head(torch.ones(5, 3)).sum()).backward()
+    head.step(1.0)
+    assert torch.equal(head.weight, before)
+
+
 def test_a_value_head_reaches_the_known_values_of_a_table() -> None:
     """A walk over five states that ends left with 0 and right with 1 begins at state s with the value (s + 1) / 6."""
     head = ValueHead(CriticConfig(lr=0.02, clip=1e9), 5, torch.empty(0), Ranks())

@@ -308,6 +308,16 @@ def test_and_plain_numbers(home: Path, capsys: pytest.CaptureFixture[str], monke
     assert found["best"]["sync"] == numbers(seen)["best"]["sync"]
 
 
+def test_engines_of_one_process_share_one_core(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "train.toml", "--costs", "costs.toml", "--json", "--learner.batch_size", "4"]
+    assert main([*words, "--runtime.kind", "inline"]) == 0
+    out, err = capsys.readouterr()
+    assert 'note: runtime.kind = "inline" has all engines in one process: cores = 1' in err
+    one = costs().model_copy(update={"cores": 1.0})
+    seen = outlook(one, Work.of(config(learner={"batch_size": 4})), devices=3, updates=12, schedules=[Sync()])
+    assert json.loads(out)["best"]["sync"] == numbers(seen)["best"]["sync"]
+
+
 def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "train.toml", "--costs", "costs.toml", "--learner.batch_size", "4"]
     assert main([*words, "--report", "plan.html"]) == 0

@@ -127,6 +127,9 @@ sft.updates=1 sft.source=file sft.path=missing.jsonl
 sft.updates=1 sft.source=file sft.path=levels.jsonl
 sft.updates=1 sft.until=0.9
 sft.updates=1 sft.until=0.9 sft.loss.kind=jsd
+sft.updates=1 sft.until=0.9 sft.loss.kind=forward_kl sft.loss.cache=hidden
+schedule.kind=sync sampler.on_publish=reuse
+schedule.on_publish=drain sampler.on_publish=reuse
 sft.updates=1 sft.until=1 sft.loss.kind=forward_kl
 sft.updates=1 reference.weight=0.1
 sft.updates=1 data.train=table.csv data.prompt=question

@@ -74,7 +74,11 @@ def costs_of(subject: PlannedConfig, file: Path | None, measure: bool) -> Costs 
     from slipstream.planning import derive
 
     if file is not None:
-        return costs.load(file)
+        found = costs.load(file)
+        if subject.config.runtime.kind != "inline" or found.cores == 1:
+            return found
+        note('note: runtime.kind = "inline" has all engines in one process: cores = 1')
+        return found.model_copy(update={"cores": 1.0})
     if measure:
         return measured_costs(subject)
     return derive.costs_of(subject.run) if subject.run is not None else None

@@ -56,10 +56,10 @@ class SupervisedConfig(Section):
         if self.warmup > self.updates:
             raise ValueError(f"warmup = {self.warmup} is more than updates = {self.updates}: lower it")
         if self.until is not None and self.loss.spec.cache != "teacher_topk":
+            now = f'loss.kind = "{self.loss.kind}", loss.cache = "{self.loss.spec.cache}"'
             raise ValueError(
-                f"until = {self.until:g} is a bound of the mass on the teacher's top-k tokens, and loss.kind = "
-                f'"{self.loss.kind}" does not compare these here: write loss.kind = "forward_kl"; jsd and common_topk '
-                'need loss.cache = "teacher_topk"'
+                f"until = {self.until:g} is a bound of the mass on the teacher's top-k tokens, and {now} does not "
+                'compare these: write loss.cache = "teacher_topk" and loss.kind = "forward_kl", "jsd" or "common_topk"'
             )
         _check_path(self.source, self.path)
         if self.cache is not None and self.source != "teacher":

@@ -308,6 +308,10 @@ class Episodes:
         episode.prompt = replace(episode.prompt, tokens=tokens)
         episode.conversation = [{"added": first}]
 
+    def _cut(self, turn: Rollout) -> bool:
+        """Return whether a turn reached its length limit."""
+        return int(turn.tokens[-1]) not in self.renderer.stop_ids
+
     async def _turns(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Finish:
         known = list[Rollout | Ints]()
         if begun is not None and np.array_equal(begun.prompt.tokens, episode.prompt.tokens):
@@ -317,7 +321,7 @@ class Episodes:
             recorded = known.pop(0) if known else None
             assert not isinstance(recorded, np.ndarray)
             if recorded is not None and episode.turns < complete:
-                turn = replace(recorded, finish="eos")
+                turn = replace(recorded, finish="length" if self._cut(recorded) else "eos")
             else:
                 try:
                     turn = await self._turn(episode, recorded)
@@ -330,7 +334,7 @@ class Episodes:
                 return "released"
             if turn.finish == "length" and episode.room <= 0:
                 return "length"
-            reply = self.renderer.parse(turn.tokens, cut=int(turn.tokens[-1]) not in self.renderer.stop_ids)
+            reply = self.renderer.parse(turn.tokens, cut=self._cut(turn))
             if episode.metrics.get("calls", 0) + len(reply.calls) + len(reply.faults) > self.limits.calls:
                 return "turns"
             try:

@@ -33,6 +33,11 @@ def sampling(c: Sections) -> Clashes:
             "sampler.speculation proposes tokens between the first and the last of a response, and "
             f"sampler.max_tokens = {c.sampler.max_tokens} leaves none: drop it"
         )
+    if c.sampler.on_publish == "reuse" and getattr(c.schedule, "on_publish", None) != "keep":
+        yield (
+            'sampler.on_publish = "reuse" does nothing: no response runs while weights are published; drop it, or '
+            'write schedule.kind = "async" with on_publish = "keep"'
+        )
     if c.sampler.group > c.sampler.slots:
         yield f"sampler.group = {c.sampler.group} needs sampler.slots of at least {c.sampler.group}"
 

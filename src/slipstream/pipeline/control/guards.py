@@ -111,8 +111,9 @@ class Ess:
             return Act()
         ess = min(known)
         before, now = self.latch.shut, self.latch.turn(ess)
-        new = f"the effective sample size is {ess:.2g}: the learning rate is scaled by it"
-        return Act(lr=min(ess / self.target, 1.0) ** self.power, message=new if now and not before else "")
+        begun = f"the effective sample size is {ess:.2g}: the learning rate is scaled by it"
+        message = "" if now == before else begun if now else f"the guard ended, the effective sample size is {ess:.2g}"
+        return Act(lr=min(ess / self.target, 1.0) ** self.power, message=message)
 
 
 class Brake:

@@ -87,11 +87,12 @@ class ValueHead:
         return loss, {f"critic/{name}": x for name, x in metrics.items()}
 
     def step(self, factor: float) -> None:
-        """Multiply the sum of all ranks' gradients by a factor, clip it, and make a step."""
+        """Multiply the sum of all ranks' gradients by a factor, clip it, and make a step, unless all are 0."""
         own = torch.zeros_like(self.weight) if self.weight.grad is None else self.weight.grad
         total = sum((each.to(own) for each in self.ranks.gathered(own)), torch.zeros_like(own)) * factor
-        self.weight.grad = total * min(1.0, CLIP_NORM / (float(total.norm()) + 1e-6))
-        self.optimizer.step()
+        if total.any():
+            self.weight.grad = total * min(1.0, CLIP_NORM / (float(total.norm()) + 1e-6))
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
