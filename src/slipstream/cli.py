@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         note(" ".join(["error:", *str(error).splitlines()]))
         return 2
     except PermissionError as error:  # files of another user
+        if error.filename is None:
+            raise
         note(f"error: {error.filename}: {error.strerror}")
         return 2
     except (KeyboardInterrupt, Terminated) as stopped:

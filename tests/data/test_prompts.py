@@ -393,20 +393,6 @@ def test_tools_their_calls_and_their_results_reach_the_chat_template(tmp_path: P
     assert texts == ['add?Hicall_1=add{"a": 1, "b": 2}add#call_13', "Hi"]
 
 
-def test_tools_of_a_row_are_among_those_of_its_environment() -> None:
-    tokenizer, look = build_tokenizer(template=TOOL_TEMPLATE), {"type": "function", "function": {"name": "look"}}
-
-    def text(*tools: dict[str, Any]) -> str:
-        rows = [Row("r", [USER], tools=list(tools), where="a.jsonl:1")]
-        return str(tokenizer.decode(encode_rows(rows, tokenizer, DataConfig(), {"": [ADD, look]})[0]))
-
-    assert text() == "add?look?Hi" and text(look) == "look?Hi"
-    with pytest.raises(
-        DataError, match="a.jsonl:1: its column 'tools' has 'sell', and its environment has only add, l"
-    ):
-        text(look, {"name": "sell"})
-
-
 def test_a_template_that_raises_whatever_it_likes_is_told_in_a_line() -> None:
     tokenizer = build_tokenizer(template="{{ messages[0].content + 1 }}")
     with pytest.raises(DataError, match="^r: the chat template refuses these messages: can only concatenate str"):

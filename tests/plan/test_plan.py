@@ -14,10 +14,12 @@ import torch
 from slipstream.cli import main
 from slipstream.config.file import load
 from slipstream.config.schema import Config
+from slipstream.data.prompts import Row
 from slipstream.engines.http import client
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.models.resolve import model_path
 from slipstream.plan.plan import check_shapes, plan
+from slipstream.plan.prompts import notes_on_tools
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start as command
 from support.illegal_configs import BASE, BOTH, ILLEGAL, RL, SCHEMA
@@ -409,8 +411,8 @@ def test_a_reward_that_gives_nothing_to_right_answers_is_warned_of(config: str, 
         made = plan(load(config, [("task.reward", f"./own.py:{name}")]))
         assert not any("gives 0" in warning for warning in made.warnings), name
     (told,) = [warning for warning in made.warnings if "task.reward" in warning]
-    assert told.startswith("task.reward: ./own.py:fails grades the right answer of train:0 and others") and (
-        "in none of the forms that were tried" in told and "ValueError" in told
+    assert told.startswith("task.reward: ./own.py:fails does not grade the right answer of train:0, '") and (
+        "in any form that was tried" in told and "ValueError" in told
     )
     with pytest.raises(ConfigError) as refused:
         plan(load(config, [("task.reward", "./own.py:slow"), ("task.timeout", "2")]))
@@ -421,6 +423,20 @@ def test_a_reward_that_gives_nothing_to_right_answers_is_warned_of(config: str, 
     (told,) = [w for w in plan(load(config, [("task.reward", "./own.py:other_column")])).warnings if "gives 0" in w]
     assert told.startswith("task.reward = './own.py:other_column' gives 0 to the right answer of train:0 and others")
     assert not any("gives 0" in warning for warning in plan(load(config, [("task.reward", "math")])).warnings)
+
+
+def test_tools_of_rows_that_their_environment_does_not_have_are_warned_of() -> None:
+    add, look = ({"type": "function", "function": {"name": name}} for name in ("add", "look"))
+
+    def row(place: str, environment: str, *tools: Any) -> Row:
+        return Row(place, "Hi", tools=list(tools), environment=environment, where=place)
+
+    offered = {"": [add, look], "games": [look], "agents": None}
+    rows = [row("a:1", "", look), row("a:2", "agents", add), row("a:3", "", look, {"name": "sell", "function": None})]
+    assert list(notes_on_tools([*rows, row("a:4", "", {"name": "buy"})], offered)) == [
+        "warning: a:3: the column 'tools' replaces the tools of the environment in the prompt, and names 'sell'; the "
+        "environment has add, look"
+    ]
 
 
 def test_an_evaluation_that_cannot_be_is_refused_before_a_weight_is_loaded(

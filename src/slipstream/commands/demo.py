@@ -94,7 +94,10 @@ def configs_to_compare(config: Config) -> list[Config]:
     if config.schedule.kind == "sync":
         return [config]
     output = config.output
-    both = [config.with_values(schedule=Sync(), runtime={"kind": "inline", "address": None}), config]
+    alone = config.with_values(
+        schedule=Sync(), runtime={"kind": "inline", "address": None}, sampler={"on_publish": "rebuild"}
+    )
+    both = [alone, config]
     return [one.with_values(output=f"{output}/{one.schedule.kind}") if output else one for one in both]
 
 

@@ -56,7 +56,8 @@ class SupervisedConfig(Section):
         if self.warmup > self.updates:
             raise ValueError(f"warmup = {self.warmup} is more than updates = {self.updates}: lower it")
         if self.until is not None and self.loss.spec.cache != "teacher_topk":
-            now = f'loss.kind = "{self.loss.kind}", loss.cache = "{self.loss.spec.cache}"'
+            now = f'loss.kind = "{self.loss.kind}"'
+            now += f', loss.cache = "{cache}"' if (cache := getattr(self.loss, "cache", None)) else ""
             raise ValueError(
                 f"until = {self.until:g} is a bound of the mass on the teacher's top-k tokens, and {now} does not "
                 'compare these: write loss.cache = "teacher_topk" and loss.kind = "forward_kl", "jsd" or "common_topk"'

@@ -50,8 +50,8 @@ class FusionConfig(Section):
     alpha: float = Field(0.5, ge=0.05, le=1)
     """Share of the teacher in the logits at the start: logits are alpha · teacher + (1 − alpha) · student."""
     updates: int | None = Field(None, ge=1)
-    """Number of updates, not counting those of [sft], after which rollouts begin with a share of 0; it falls linearly.
-    None keeps it."""
+    """Number of updates, after those of [sft], until the share is 0. It falls linearly; a rollout keeps the share with
+    which it begins. None keeps it."""
     difficulty: bool = False
     """Multiply the share by the difficulty of the prompt: 1 minus the mean reward of its earlier answers. Needs
     data.order = "adaptive", which measures it."""

@@ -367,12 +367,16 @@ class Prompts:
         source = off_policy.source(prompt.number)
         if not source or off_policy.mix is None or off_policy.mix.prefix is None:
             return replace(prompt, source=source)
-        return replace(prompt, prefix=off_policy.prefix(prompt.number, row, self.order.visits(prompt.number)))
+        return replace(prompt, prefix=off_policy.prefix(prompt.number, row, self._visits(prompt.number, row)))
 
     def responses(self, prompt: Prompt, row: int) -> Sequence[Given]:
         """Return the responses of an off-policy group with this row that are known before the run."""
         assert self.off_policy is not None
-        return self.off_policy.responses(prompt, row, self.order.visits(prompt.number))
+        return self.off_policy.responses(prompt, row, self._visits(prompt.number, row))
+
+    def _visits(self, number: int, row: int) -> int:
+        """Return how often this row came before; a random number if an adaptive order has chosen it."""
+        return self.order.visits(number) if self.order.at(number) == row else derive_seed(self.seed, "visit", number)
 
     def source(self, number: int) -> str:
         """Return the mixture component of prompt `number` in the fixed order."""

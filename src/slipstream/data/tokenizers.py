@@ -1,7 +1,7 @@
 """Conversion of data rows to token ids by the model's tokenizer and chat template, and checks of tokenizers."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -127,23 +127,13 @@ def rendered(
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
-    offered = list(tools.get(row.environment) or ())
-    if offered and (strange := tool_names(row.tools or ()) - tool_names(offered)):
-        raise DataError(
-            f"{row.place}: its column 'tools' has {min(strange)!r}, and its environment has only "
-            f"{', '.join(sorted(tool_names(offered)))}: drop the column"
-        )
-    schemas = row.tools or offered
+    schemas = row.tools or list(tools.get(row.environment) or ())
     options = data.template_args | ({"tools": schemas} if schemas else {})
     try:
         made = tokenizer.apply_chat_template(messages, add_generation_prompt=begins_answer, tokenize=False, **options)
         return str(made)
     except Exception as error:  # a template is a program, and may raise anything
         raise DataError(f"{row.place}: the chat template refuses these messages: {first_line(error)}") from None
-
-
-def tool_names(schemas: Iterable[dict[str, Any]]) -> set[str]:
-    return {str(schema.get("function", schema).get("name")) for schema in schemas}
 
 
 def separates_answers(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Mapping[str, Tools]) -> bool:

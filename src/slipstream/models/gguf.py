@@ -36,7 +36,7 @@ def directory_of(file: str) -> str:
 def _convert_in_child(file: str, path: Path, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = TemporaryDirectory("converting-", str(folder.parent))
+        work = TemporaryDirectory("converting-", str(folder.parent.parent))
     except OSError as error:
         raise ModelError(
             f"{file}: {folder.parent} cannot be written: {error.strerror}; set XDG_CACHE_HOME to a directory of yours"

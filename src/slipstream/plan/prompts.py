@@ -1,7 +1,7 @@
 """Prompts of a run: read, encoded, chosen, routed to teachers, and in the order of training; responses of others."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +67,8 @@ class DataFacts:
             rows += with_source(loaded, name)
             names += [name] * len(loaded)
         graded_rows(rows, config.task.reward, config.task.sandbox, reward_settings(config))
+        for note in notes_on_tools(rows, self.tools):
+            self.say(note)
         tokens = encode_rows(rows, self.tokenizer, data, self.tools)
         if isinstance(rows[0].prompt, str) and not data.chat and self.tokenizer.chat_template is not None:
             self.say(
@@ -344,6 +346,25 @@ def routes(config: Config, rows: Sequence[Row], *, held_out: bool = False) -> li
                 f"teachers.{name}.key, or drop it; prompts have {', '.join(sorted(known))}"
             )
     return [by_key[str(key)] for key in keys]
+
+
+def notes_on_tools(rows: Sequence[Row], tools: Mapping[str, Tools]) -> Iterator[str]:
+    """Yield a warning about the first row of each environment with a tool that the environment does not name."""
+    for name, offered in tools.items():
+        known = names_in(offered or ())
+        for row in rows if known else ():
+            if row.environment == name and (strange := names_in(row.tools or ()) - known):
+                yield (
+                    f"warning: {row.place}: the column 'tools' replaces the tools of the environment in the prompt, "
+                    f"and names {min(strange)!r}; the environment has {', '.join(sorted(known))}"
+                )
+                break
+
+
+def names_in(tools: Iterable[dict[str, Any]]) -> set[str]:
+    """Return the names in these JSON schemas, with or without the level `function`."""
+    inner = (tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools)
+    return {str(each.get("name")) for each in inner}
 
 
 def sources_of(config: Config, rows: Sequence[Row], names: Sequence[str], teachers: Sequence[str]) -> list[str]:

@@ -44,7 +44,7 @@ def reward_warnings(rows: Sequence[Row], rewards: Sequence[str], timeout: float)
     """
     answered = [row for row in rows[:3] if isinstance(row.ground_truth, str | int | float)]
     answers = [
-        Answer(text=text, messages=[{"role": "assistant", "content": text}], tokens=[], prompt=str(row.prompt),
+        Answer(text=text, messages=[{"role": "assistant", "content": text}], tokens=[0], prompt=str(row.prompt),
                ground_truth=row.ground_truth, meta=row.meta, data_source=row.data_source, finish="eos", outcome={})
         for row in answered
         for text in (form.format(row.ground_truth) for form in FORMS)
@@ -69,8 +69,8 @@ def reward_warnings(rows: Sequence[Row], rewards: Sequence[str], timeout: float)
     grades = [each for each in graded if isinstance(each, dict)]
     if why := "" if grades else next((each.text for each in graded if isinstance(each, Ungraded)), ""):
         return [
-            f"task.reward: {', '.join(rewards)} grades the right answer of {answered[0].place} and others, "
-            f"{answers[0].text!r}, in none of the forms that were tried ({answers[3].text!r} …): {why}"
+            f"task.reward: {', '.join(rewards)} does not grade the right answer of {answered[0].place}, "
+            f"{answers[0].text!r}, in any form that was tried ({answers[3].text!r} …): {why}"
         ]
     return [
         f"task.reward = {reward!r} gives 0 to the right answer of {answered[0].place} and others, {answers[0].text!r}, "

@@ -129,9 +129,9 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
 
 def test_a_conversion_that_was_killed_leaves_nothing_for_long(tmp_path: Path, cache: Path) -> None:
     write(tmp_path / "tiny.gguf", quantised=False)
-    (cache / "converting-killed").mkdir(parents=True)
+    (cache.parent / "converting-killed").mkdir(parents=True)
     path = Path(model_path(str(tmp_path / "tiny.gguf")))
-    assert list(cache.iterdir()) == [path]
+    assert list(cache.iterdir()) == [path] and list(cache.parent.iterdir()) == [cache]
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

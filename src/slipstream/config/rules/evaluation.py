@@ -53,7 +53,7 @@ class Needed(NamedTuple):
     """The other setting, as the error message names it."""
 
 
-EVERY = "eval.every (0 if it is for `slipstream eval` alone)"
+EVERY = "eval.every (0 if only `slipstream eval` uses it)"
 NEEDED = (
     Needed(
         "task",

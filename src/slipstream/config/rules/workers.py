@@ -35,8 +35,8 @@ def sampling(c: Sections) -> Clashes:
         )
     if c.sampler.on_publish == "reuse" and getattr(c.schedule, "on_publish", None) != "keep":
         yield (
-            'sampler.on_publish = "reuse" does nothing: no response runs while weights are published; drop it, or '
-            'write schedule.kind = "async" with on_publish = "keep"'
+            'sampler.on_publish = "reuse" does nothing: no response continues under new weights; drop it, or write '
+            'schedule.kind = "async" with on_publish = "keep"'
         )
     if c.sampler.group > c.sampler.slots:
         yield f"sampler.group = {c.sampler.group} needs sampler.slots of at least {c.sampler.group}"

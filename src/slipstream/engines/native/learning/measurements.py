@@ -83,6 +83,8 @@ class Measurements:
                 means[name] /= share
         if taught := means.pop(TAUGHT, 0.0):
             means["teacher/forward_kl"] /= taught
+        else:
+            means.pop("teacher/forward_kl", None)
         if "distill/overlap_any" in means:
             means["distill/overlap_token_advantage"] /= means["distill/overlap_any"] or 1.0  # mean where any overlap
         if compared := means.pop(f"distill/{SUPPORTED}", 0.0):
