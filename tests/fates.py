@@ -6,6 +6,8 @@ delays these, and the processes end, stop for a while, or cannot start. Workers 
 stopped, killed, and gone on with from any of their checkpoints. Whatever happens, the laws in `check` hold.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import contextlib

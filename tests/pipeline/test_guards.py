@@ -85,8 +85,9 @@ def test_length_surge_leaves_slow_growth_and_noise_alone() -> None:
 def test_ess_makes_steps_as_small_as_the_batch_really_is() -> None:
     found = acts(of("drift/ess", [1.0, 0.93, 0.45, 0.45, 0.92, 0.99, 0.6]), ess=EssGuard(target=0.9))
     assert found[0] == pytest.approx([1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.6 / 0.9])
-    scaled = "the effective sample size is 0.{}: the learning rate is scaled by it"
-    assert found[2] == [scaled.format(45), "the guard ended, the effective sample size is 0.99", scaled.format(6)]
+    scaled = "guards.ess: the effective sample size is 0.{}: the learning rate is scaled by it"
+    ended = "guards.ess: the guard ended, the effective sample size is 0.99"
+    assert found[2] == [scaled.format(45), ended, scaled.format(6)]
     # of the weights, where there are any
     found = acts(of("drift/ess", [0.225, 0.9]), ess=EssGuard(target=0.9, scale="sqrt"))
     assert found[0] == pytest.approx([0.5, 1]), "√(0.225 / 0.9)"
