@@ -23,9 +23,9 @@ from slipstream.config.teacher import TeacherConfig, endpoint_defaults, spelling
 from slipstream.errors import ConfigError, did_you_mean
 
 SHOULD = "Input should be "
-SANDBOXES = re.compile(r"(task|environment|environments\.[^.]+)\.sandbox")
-"""Settings that have \"none\" as a value of their own."""
 """First words of pydantic's error messages about an expected value."""
+SANDBOXES = re.compile(r"(task|environment|environments\.[^.]+)\.sandbox")
+"""Names of the settings of which "none" is a value, a sandbox that isolates nothing."""
 STUDY = "sweep"
 """Name of the TOML table that makes a config file a study, which consists of several runs."""
 SAVED, BESIDE = "config.toml", "meta.json"
@@ -83,7 +83,7 @@ def overridden(
     """Return a copy with the overrides applied, `kind` first: a new kind discards other settings of its section."""
     tree = _add_kinds(tree)
     for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
-        value = text if text == "none" and SANDBOXES.fullmatch(key) else value_of(text)  # a kind of sandbox
+        value = text if text == "none" and SANDBOXES.fullmatch(key) else value_of(text)
         tree = _override(tree, key.split("."), value, say)
     return tree
 
