@@ -135,6 +135,11 @@ def test_tool_calls_are_counted_by_teacher_if_there_are_several() -> None:
     assert (found["teacher/a/calls"], found["teacher/b/calls"]) == (2.0, 0.0)
     assert found["episode/calls"] == pytest.approx(4 / 3)
     assert "teacher/a/calls" not in sample_metrics(headers[:3])
+    alone = sample_metrics(headers[:3], several_teachers=True)
+    assert (alone["teacher/a/calls"], alone["teacher/a/tokens"]) == (
+        found["teacher/a/calls"],
+        found["teacher/a/tokens"],
+    )
 
 
 def test_an_episode_has_one_reward_however_many_branches_it_has() -> None:

@@ -74,8 +74,11 @@ def mean_lag(header: Header, version: int) -> float:
     return sum((version - made_at) * count for made_at, count in header.versions) / max(header.trained_tokens, 1)
 
 
-def sample_metrics(headers: Sequence[Header]) -> Metrics:
-    """Return metrics of samples and episodes; an episode's reward counts once, even with branches."""
+def sample_metrics(headers: Sequence[Header], *, several_teachers: bool = False) -> Metrics:
+    """Return metrics of samples and episodes; an episode's reward counts once, even with branches.
+
+    With several teachers in a run, those in the headers have numbers of their own, also if only one is there.
+    """
     episodes = {(header.number, header.episode): header for header in drawn_by_student(headers)}.values()
     lengths = [header.tokens for header in headers]
     numbers: Metrics = {
@@ -88,13 +91,17 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
     by_teacher = Counter[str]()
     for header in headers:
         by_teacher[header.teacher] += header.tokens
-    if len(by_teacher) > 1:
+    if several_teachers or len(by_teacher) > 1:
         numbers |= {f"teacher/{name}/tokens": float(count) for name, count in sorted(by_teacher.items())}
     if own := drawn_by_student(headers):
         numbers["student/repeated"] = fmean(header.repeated for header in own)
         numbers["student/distinct"] = fmean(header.distinct for header in own)
     rewards = means_where_reported((header.environment, header.rewards) for header in episodes)
-    return numbers | {f"reward/{name}": mean for name, mean in rewards.items()} | episode_metrics(headers)
+    return (
+        numbers
+        | {f"reward/{name}": mean for name, mean in rewards.items()}
+        | episode_metrics(headers, several_teachers)
+    )
 
 
 def means_where_reported(found: Iterable[tuple[str, Mapping[str, float]]]) -> Metrics:
@@ -120,7 +127,7 @@ OWN_COUNTS = "own/"
 """Prefix of the counts that an environment defines itself."""
 
 
-def episode_metrics(headers: Sequence[Header]) -> Metrics:
+def episode_metrics(headers: Sequence[Header], several_teachers: bool = False) -> Metrics:
     episodes = list({(h.number, h.episode): h for h in headers if "turns" in h.outcome}.values())
     if not episodes:
         return {}
@@ -132,7 +139,7 @@ def episode_metrics(headers: Sequence[Header]) -> Metrics:
         if name.startswith(OWN_COUNTS)
     }
     teachers = sorted({header.teacher for header in episodes})
-    for name in teachers if len(teachers) > 1 else ():
+    for name in teachers if several_teachers or len(teachers) > 1 else ():
         its = (header.outcome.get("calls", 0.0) for header in episodes if header.teacher == name)
         numbers[f"teacher/{name}/calls"] = fmean(its)
     return {
@@ -197,8 +204,10 @@ def peak_to_end(rewards: Sequence[float]) -> float | None:
     return max(means) - means[-1] if means else None
 
 
-def trust_metrics(headers: Sequence[Header]) -> Metrics:
+def trust_metrics(headers: Sequence[Header], *, several_teachers: bool = False) -> Metrics:
     """Return the reverse KL from the sampler to each teacher, and the number of floored teacher log-probs.
+
+    Names contain the teacher's if there are several in the run or in the headers.
 
     teacher/kl is the mean of log b − log q over tokens drawn from b (b: sampler, q: teacher). Its expectation is
     KL(b ‖ q) ≥ 0. Tokens of a response are not independent, so the error is that of a ratio of sums over k responses:
@@ -210,7 +219,7 @@ def trust_metrics(headers: Sequence[Header]) -> Metrics:
             by_teacher.setdefault(header.teacher, []).append(header)
     numbers: Metrics = {"teacher/floored": float(sum(header.floored for header in headers))} if by_teacher else {}
     for name, scored in sorted(by_teacher.items()):
-        prefix = f"teacher/{name}" if len(by_teacher) > 1 else "teacher"
+        prefix = f"teacher/{name}" if several_teachers or len(by_teacher) > 1 else "teacher"
         kl, error = kl_and_error(scored)
         numbers |= {f"{prefix}/kl": kl, f"{prefix}/kl_error": error}
     return numbers

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -246,6 +247,9 @@ def test_by_kl_prompts_far_from_the_teacher_come_more_often() -> None:
         expected = {first: (1.0 + 0.3) / 3, second: (0.2 + 0.3) / 3}
         assert chooser.weights == pytest.approx([expected[0], expected[1]])
     assert chooser.metrics["prompts/tried"] == len({first, second})
+    noted = group(2, 0.0, gap=2.0)  # two of its four tokens have no log-prob of the teacher
+    chooser.note([Handle(replace(noted[0].header, left_out=(2, 0, 0, 0)), None)])
+    assert chooser.noted[2] == (1.0, 1)
 
 
 def test_sources_keep_their_shares_and_each_has_a_choice_of_its_own() -> None:

@@ -140,6 +140,8 @@ def test_the_kl_to_a_teacher_and_its_error_by_hand() -> None:
     both = trust_metrics([*headers, replace(header, teacher="b", gap=-4.0)])
     assert both["teacher/a/kl"] == 1.0 and (both["teacher/b/kl"], both["teacher/b/kl_error"]) == (-2.0, 2.0)
     assert trust_metrics([replace(header, teacher="")]) == {}
+    alone = trust_metrics(headers, several_teachers=True)  # this update has responses to one of two teachers
+    assert alone == {"teacher/a/kl": 1.0, "teacher/a/kl_error": 0.5, "teacher/floored": 1.0}
 
 
 # --- a run's own numbers ----------------------------------------------------------------------------------------------
@@ -257,6 +259,25 @@ def test_a_run_that_only_looks_odd_goes_on(case: str) -> None:
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 30])
 def test_a_sound_run_is_found_sound_however_short(length: int) -> None:
     assert list(find_troubles(run_of(lambda n: {}, sound=length, then=0), HEALTH)) == []
+
+
+def test_a_teacher_that_lies_is_found_though_many_updates_lack_it() -> None:
+    """Each third update has responses to teacher a alone, so that no three updates in a row have both teachers."""
+    a, b = ({f"teacher/{name}/kl": kl, f"teacher/{name}/kl_error": 0.01} for name, kl in (("a", 0.1), ("b", -2.0)))
+    lines = [a if update % 3 == 0 else a | b for update in range(1, 16)]
+    found = [trouble.message for trouble in find_troubles(History(lines[:3], lines), HealthConfig())]
+    assert [message.partition(" is ")[0] for message in found] == ["teacher/b: mean reverse KL"]
+
+
+def test_a_kl_has_not_risen_if_the_first_updates_lack_the_teacher_with_the_larger_one() -> None:
+    a, b = ({f"teacher/{name}/kl": kl, f"teacher/{name}/kl_error": 0.01} for name, kl in (("a", 0.1), ("b", 6.0)))
+    lines = [*[a] * 5, *[b] * 15]
+    assert not list(find_troubles(History(lines[:5], lines), HealthConfig()))
+    risen = [
+        trouble.message
+        for trouble in find_troubles(History([a | b], [*lines, *[a | b | {"teacher/b/kl": 20.0}] * 5]), HealthConfig())
+    ]
+    assert "mean reverse KL rose from 6 to 20" in risen[0]
 
 
 def test_a_run_that_goes_on_is_compared_with_its_own_beginning() -> None:

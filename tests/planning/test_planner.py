@@ -175,7 +175,7 @@ def test_costs_go_through_their_file() -> None:
         ({"decode": {"stepp": 1}}, "unknown key 'decode.stepp'; did you mean 'step'?"),
         ({"decode": {"row": 1}}, "'decode.step' is missing: slipstream plan --measure -o FILE writes all costs"),
         ({"decode": {"step": 0}}, "decode: a decoding step must take time: write step or row"),
-        ({"cores": 0}, "cores: input should be greater than 0, got 0"),
+        ({"cores": 0}, "cores: input should be greater than or equal to 0.01, got 0"),
         ({"score": {"token": -1}}, "score.token: input should be greater than or equal to 0, got -1"),
         ({"lengths": {"prompt": 1}}, "lengths: write either mean (with sigma) or responses"),
         ({"lengths": {"mean": 5, "responses": [5]}}, "lengths: write either mean (with sigma) or responses"),
@@ -248,6 +248,27 @@ def test_what_a_run_cost_is_read_off_it(tmp_path: Path) -> None:
     reused = [line | {"reuse/new_tokens": line.get("tokens", 0.0) / 2} for line in lines]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in reused))
     assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.125, rel=0.02), "half of the tokens are new"
+
+
+def test_the_cost_of_scoring_is_the_same_however_many_copies_of_the_teacher_shared_it(tmp_path: Path) -> None:
+    """Four copies are each idle for half of the time, and not at the same moments."""
+    known = costs(read={}, lengths={"prompt": 4, "responses": [4, 8, 12, 16, 20]}, score={"call": 0.0, "token": 0.03})
+    teachers = {"main": {"model": "builtin:teacher", "replicas": 4}}
+    wanted = config(
+        schedule={"kind": "async", "tau": 2},
+        learner={"batch_size": 8},
+        updates=40,
+        teachers=teachers,
+        health={"canary": 0},
+    )
+    found = list[Costs]()
+    for split in (ONE, Split(1, 4, 1)):
+        with RunLog.create(wanted, tmp_path / str(split)) as log:
+            virtual.run(
+                Run(wanted, engines(known, split, WORK, Cores()), prompts(known), log, say=lambda _: None).train()
+            )
+        found.append(costs_of(RunDir(tmp_path / str(split))))
+    assert found[1].score.token == pytest.approx(found[0].score.token, rel=0.1)
 
 
 def test_what_a_gpu_costs_follows_from_its_data_sheet() -> None:
@@ -339,6 +360,20 @@ def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str])
         (
             ["train.toml", "--costs", "costs.toml", "--devices", "2"],
             "--devices 2: sampler, scorer and learner need one each: write 3 or more",
+        ),
+        (
+            [
+                "train.toml",
+                "--costs",
+                "costs.toml",
+                "--devices",
+                "1",
+                "--teachers.main.base_url",
+                "http://127.0.0.1:1/v1",
+                "--loss.m",
+                "1",
+            ],
+            "--devices 1: sampler and learner need one each: write 2 or more",
         ),
         (
             ["train.toml", "--costs", "costs.toml", "--devices", "4", "--runtime.kind", "inline"],

@@ -31,6 +31,7 @@ from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.engines.record_files import read_groups
 from slipstream.errors import RunDirError, WorkerDied
 from slipstream.pipeline.checkpoint import newest
+from slipstream.pipeline.ledger import Ledger
 from slipstream.records import unfinished
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs import start as command
@@ -135,6 +136,24 @@ def test_gone_on_with_from_any_checkpoint_a_run_makes_the_updates_of_one_never_s
             assert places == {"half", "ready"}
         case _:
             assert "ready" in places
+
+
+@pytest.mark.parametrize("changes", [{"max_lag": 1, "on_old": "restart"}, {"on_publish": "restart"}], ids=str)
+def test_tokens_thrown_away_since_the_last_update_count_after_a_stop_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    ledgers, init = list[Ledger](), Ledger.__init__
+
+    def remembered(self: Ledger, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        ledgers.append(self)
+
+    monkeypatch.setattr(Ledger, "__init__", remembered)
+    go(tmp_path, Async(tau=3, **changes), until=8.0)
+    before, last = ledgers[0].totals, read_lines(tmp_path / "metrics.jsonl")[-1]
+    assert before["thrown_tokens"] > last["thrown_tokens"]
+    go(tmp_path, Async(tau=3, **changes))
+    assert read_lines(tmp_path / "metrics.jsonl")[-1]["thrown_tokens"] >= before["thrown_tokens"]
 
 
 CHOSEN: dict[str, Any] = {

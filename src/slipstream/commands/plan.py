@@ -14,6 +14,7 @@ from rich.table import Table
 from slipstream.commands.common import note
 from slipstream.console import Screen
 from slipstream.errors import ConfigError, RunDirError
+from slipstream.reporting.report.titles import short
 from slipstream.run_dir.atomic_files import check_regular, write_atomic, writing
 from slipstream.runs.display import waiting
 from slipstream.runs.start import opened, planned_on, process_launcher
@@ -110,7 +111,7 @@ def forecast_lines(seen: Outlook, subject: PlannedConfig, costs: Costs) -> list[
     lines: list[str | Table] = [table]
     if own in seen.best:
         others = [offer for offer in seen.offers if offer.schedule == own and offer is not seen.best[own]]
-        lines += [f"* {own} split {offer.split}: {speed(offer):.3g} samples/s" for offer in others]
+        lines += [f"* {own} split {offer.split}: {short(speed(offer))} samples/s" for offer in others]
     return [
         *lines,
         f"idle: rollout, scoring, learner; time: {subject.config.updates} updates without evaluation and checkpoints",
@@ -122,7 +123,7 @@ def cells(name: str, offer: Offer, more: Offer) -> list[str]:
     return [
         name,
         str(offer.split),
-        f"{seen.samples_per_s:,.3g}",
+        short(seen.samples_per_s),
         f"{seen.lag:.1f}, {seen.max_lag:.0f}",
         " ".join(f"{100 * seen.idle[stage]:.0f}" for stage in ("rollout", "score", "learn")),
         duration(offer.seconds),

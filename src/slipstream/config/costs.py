@@ -99,7 +99,7 @@ class Lengths(Section):
 
 
 class Costs(Section):
-    cores: float | None = Field(None, gt=0)
+    cores: float | None = Field(None, ge=0.01)
     """Number of cores that all devices share; without it each device has its own."""
     others: float = Field(0.0, ge=0)
     """Number of unrelated threads that use those cores all the time."""

@@ -130,7 +130,7 @@ class AdaptiveChoice(Choice):
         if self.weight_by == "reward":
             values = [min(max(header.rewards[self.reward], 0.0), 1.0) for header in headers]
         else:
-            values = [header.gap / header.trained_tokens for header in headers if header.trained_tokens]
+            values = [header.gap / header.compared_tokens for header in headers if header.compared_tokens]
         self.noted[group[0].header.number] = sum(values), len(values)
 
     def update(self, live: Container[int]) -> None:

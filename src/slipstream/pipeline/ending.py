@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from slipstream.errors import NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
+from slipstream.metrics import Metrics
 from slipstream.pipeline.checkpoint import Checkpoints, RunState, save_whole
 from slipstream.pipeline.learning import Learning, Save
 from slipstream.pipeline.suites import SuiteRuns
@@ -28,6 +29,8 @@ class Ending:
     checkpoints: Checkpoints
     suites: SuiteRuns
     state: Callable[[], RunState]
+    totals: Callable[[], Metrics]
+    """Return counts of the whole run until now, of which the last metrics line may be older."""
     now: Callable[[], float]
     """Return the seconds since the run began, also before it goes on after a resume."""
     patience: float | None
@@ -35,7 +38,7 @@ class Ending:
     say: Callable[[str], None]
 
     def mark(self) -> LogPosition:
-        return self.log.mark(time=self.now())
+        return self.log.mark(time=self.now(), totals=self.totals())
 
     def capture(self, mark: LogPosition | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
         """Capture the state of the run now, and return the function that saves it as a checkpoint."""

@@ -40,6 +40,7 @@ class Ledger:
         traffic: Callable[[], Mapping[str, int]],
         devices: int,
         size: int,
+        several_teachers: bool,
     ) -> None:
         """Start or continue the records of a run; `controllers` returns metrics, `traffic` the bytes so far by path.
 
@@ -47,6 +48,7 @@ class Ledger:
         """
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
         self.controllers, self.traffic, self.devices, self.size = controllers, traffic, devices, size
+        self.several_teachers = several_teachers
         self.thrown_tokens = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and never learned from, in the whole run."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
@@ -211,9 +213,22 @@ class Ledger:
         if line["lag/max"] < line["update"] - self.admission.supervised - 1:
             self.lengths.append(line["length/mean"])
 
+    @property
+    def totals(self) -> Metrics:
+        """Counts of the whole run until now."""
+        return {
+            "thrown_tokens": float(self.thrown_tokens),
+            "failed_samples": float(self.failed_samples),
+            **{kind: float(count) for kind, count in sorted(self.failures.items())},
+            **{f"ungraded/{cause}": float(count) for cause, count in sorted(self.unrewarded.items())},
+            **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
+            **self.restarts.metrics,
+        }
+
     def write_update(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
         """Write and return the metrics of an update, including how long each worker was busy since the last update."""
-        admission, samples, window = self.admission, sample_metrics(batch.headers), self.trace.busy_window()
+        admission, window = self.admission, self.trace.busy_window()
+        samples = sample_metrics(batch.headers, several_teachers=self.several_teachers)
         wall = max(window.seconds, 1e-9)
         tokens = Counter[str]()
         for track in self.trace.tracks:
@@ -252,12 +267,7 @@ class Ledger:
             "dropped": float(admission.dropped.total()),
             **{f"dropped/{reason}": float(count) for reason, count in sorted(admission.dropped.items())},
             "restarted": float(admission.restarted),
-            "thrown_tokens": float(self.thrown_tokens),
-            "failed_samples": float(self.failed_samples),
-            **{kind: float(count) for kind, count in sorted(self.failures.items())},
-            **{f"ungraded/{cause}": float(count) for cause, count in sorted(self.unrewarded.items())},
-            **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
-            **self.restarts.metrics,
+            **self.totals,
             **self.controllers(),
             "version": float(batch.update),
             "time": self.trace.now(),
@@ -268,7 +278,7 @@ class Ledger:
         return line
 
     def _trust(self, batch: Batch) -> Metrics:
-        found = trust_metrics(batch.headers)
+        found = trust_metrics(batch.headers, several_teachers=self.several_teachers)
         if found:
             found |= {
                 "teacher/invalid": float(self.unusable),

@@ -119,7 +119,7 @@ class Run:
         )
         self.suites = SuiteRuns(config.eval.suite, config.learner.dtype, self.checkpoints.in_use, say)
         files = log, self.checkpoints, self.suites
-        self.ending = Ending(engines.learner, *files, self._state, self._now, patience, say)
+        self.ending = Ending(engines.learner, *files, self._state, self._totals, self._now, patience, say)
         self.rate = 1.0
         """Factor on the learning rate of the next update."""
         self.steering = Steering(config.schedule, config.guards, config.health, config.new_groups, log)
@@ -237,6 +237,9 @@ class Run:
         kinds = self.memory.state, references, self.choice.state, recorded_settings(self.config)
         return RunState(self.admission.state, groups, *kinds)
 
+    def _totals(self) -> Metrics:
+        return self.pipeline.groups.ledger.totals | self.pipeline.canaries.metrics if self.pipeline else {}
+
     def _now(self) -> float:
         return self.pipeline.trace.now() if self.pipeline else self.log.time
 
@@ -271,6 +274,7 @@ class Run:
             self.engines.traffic,
             devices=1 if config.runtime.kind == "inline" else config.devices,
             size=config.sampler.group,
+            several_teachers=len(config.teachers) > 1,
         )
         policy, sampling = config.policy, rollout_sampling(config)
         weights = {name: policy.reward_weights.get(name, 1.0) for name in config.task.names} if policy else {}

@@ -25,11 +25,11 @@ def costs_of(run: RunDir) -> Costs:
     lines = [line for line in run.metrics if not line.get("sft")][FIRST:]
     if len(lines) < 2:
         raise RunDirError(f"{run.path} has too few updates with rollouts: to derive costs it needs {FIRST + 2} or more")
-    samplers, scorers = at_first(config.sampler.replicas), sum(at_first(t.replicas) for t in config.teachers.values())
+    samplers = at_first(config.sampler.replicas)
     loads = [line["publish/load"] + line.get("publish/rebuild", 0.0) for line in lines if "publish/load" in line]
     return Costs(
         decode=decode_cost(run, lines, samplers),
-        score=ScoreCost(token=spent(lines, "score", new_tokens) * scorers),
+        score=ScoreCost(token=scoring_seconds(lines) / sum(map(new_tokens, lines))),
         learn=LearnCost(token=spent(lines, "learn", itemgetter("tokens")) * config.learner.ranks),
         publish=PublishCost(load=fmean(loads) if loads else 0.0),
         lengths=Lengths(responses=quantiles([n for entry in ledger for n in entry.get("tokens", ())])),
@@ -52,3 +52,12 @@ def spent(lines: Sequence[Line], stage: str, tokens: Callable[[Line], float]) ->
     """Return the seconds of a stage for each token; `tokens` returns those of an update that pass the stage."""
     seconds = sum(line[f"stage/{stage}"] * line["seconds/update"] for line in lines)
     return float(seconds / sum(map(tokens, lines)))
+
+
+def scoring_seconds(lines: Sequence[Line]) -> float:
+    """Return the seconds of all scorers together; stage/score counts a moment once, however many of them are busy."""
+    total = 0.0
+    for line in lines:
+        busy = sum(1 - idle for name, idle in line.items() if name.startswith("idle/scorer"))
+        total += line["stage/score"] * line["seconds/update"] * busy / max(line["busy/score"], 1e-9)
+    return total

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from slipstream.config.base import at_first
 from slipstream.config.costs import Costs
 from slipstream.config.engines import devices_of
 from slipstream.config.file import load
@@ -50,8 +51,10 @@ def check_enough(devices: int, scorers: int | None, each: Split) -> None:
     """Raise a ConfigError if some stage would have no worker; see `splits`."""
     least = each.samplers + (each.scorers if scorers is None else 0) + 1
     if devices < least:
-        needed = "one each" if each == ONE_SPLIT else f"{each.samplers}, {each.scorers} and 1"
-        raise ConfigError(f"--devices {devices}: sampler, scorer and learner need {needed}: write {least} or more")
+        counts = [each.samplers, *([each.scorers] if scorers is None else []), 1]
+        needed = "one each" if set(counts) == {1} else f"{', '.join(map(str, counts[:-1]))} and 1"
+        stages = "sampler, scorer and learner" if scorers is None else "sampler and learner"
+        raise ConfigError(f"--devices {devices}: {stages} need {needed}: write {least} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +201,8 @@ class PlannedConfig:
     @property
     def scorers(self) -> int | None:
         """Number of scorers if none needs a device, else None."""
-        endpoints = [teacher.base_url is not None for teacher in self.config.teachers.values()]
-        return len(endpoints) if all(endpoints) else None
+        teachers = self.config.teachers.values()
+        return sum(at_first(each.replicas) for each in teachers) if all(each.base_url for each in teachers) else None
 
     def outlook(self, costs: Costs, devices: int | None, say: Callable[[str], None]) -> Outlook:
         return outlook(

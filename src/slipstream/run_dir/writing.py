@@ -119,10 +119,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         sinks = started_trackers(config, path, meta)
         return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace, mark=mark)
 
-    def mark(self, *, time: float = 0.0) -> LogPosition:
-        """Sync all files to disk and return their state, which a checkpoint saves."""
+    def mark(self, *, time: float = 0.0, totals: Mapping[str, float] | None = None) -> LogPosition:
+        """Sync all files to disk and return their state, which a checkpoint saves.
+
+        `totals` are counts of the run until now. They replace those of the last metrics line.
+        """
         ends = {name: file.end() for name, file in self.files.items()}
-        return {"files": ends, "last": self.last, "evaluated": self.evaluated, "time": time}
+        return {"files": ends, "last": {**self.last, **(totals or {})}, "evaluated": self.evaluated, "time": time}
 
     def updates(self) -> Iterator[dict[str, Any]]:
         """Yield the metrics of every update so far, from which a resumed run rebuilds its decisions."""

@@ -99,10 +99,10 @@ def find_troubles(history: History, health: HealthConfig) -> Iterator[Trouble]:
 
 def negative_kl(history: History, health: HealthConfig) -> Trouble | None:
     """Return a finding if reverse KL is negative: KL(sampler ‖ teacher) ≥ 0 for all distributions, also truncated."""
-    last = history.recent[-health.updates :]
-    if len(last) < health.updates:
-        return None
-    for name in sorted(set.intersection(*(kl_names(line) for line in last))):
+    for name in kl_names(history.recent):
+        last = [line for line in history.recent if name in line][-health.updates :]
+        if len(last) < health.updates:
+            continue
         mean = fmean(line[name] for line in last)
         error = hypot(*(line[f"{name}_error"] for line in last)) / len(last)
         if mean + MIN_ERRORS_TO_WARN * error < -health.kl:
@@ -117,8 +117,9 @@ def negative_kl(history: History, health: HealthConfig) -> Trouble | None:
     return None
 
 
-def kl_names(line: Line) -> set[str]:
-    return {name for name in line if name.startswith("teacher/") and name.endswith("/kl")}
+def kl_names(lines: Sequence[Line]) -> list[str]:
+    names = {name for line in lines for name in line if name.startswith("teacher/") and name.endswith("/kl")}
+    return sorted(names)
 
 
 def unusable_scores(history: History, health: HealthConfig) -> Trouble | None:
@@ -161,13 +162,16 @@ def dead(history: History, health: HealthConfig) -> Trouble | None:
     first, last = history.first, history.recent[-health.updates :]
     if len(history.recent) < 2 * health.updates or reward_improved(first, last):
         return None
-    start, now = mean_kl(first), [mean_kl([line]) for line in last]
-    if start is not None and all(kl is not None and kl > start + health.rise for kl in now):
-        return dead_student(f"mean reverse KL rose from {start:.2g} to {now[-1]:.2g}")
-    if start is not None and all(kl is not None and kl < start / 2 for kl in now):
-        return None  # the student is much closer to its teacher, so low entropy or length can be right
+    halved = list[bool]()
+    for name in kl_names(first):  # of each teacher alone: an update may have responses to only some of them
+        start, now = fmean(values_of(first, name)), values_of(history.recent, name)[-health.updates :]
+        if len(now) == health.updates and all(kl > start + health.rise for kl in now):
+            return dead_student(f"mean reverse KL rose from {start:.2g} to {now[-1]:.2g}")
+        halved.append(len(now) == health.updates and all(kl < start / 2 for kl in now))
+    if halved and all(halved):
+        return None  # the student is much closer to its teachers, so low entropy or length can be right
     for name, what in (("student/entropy", "entropy"), ("length/mean", "length of responses")):
-        was, values = mean_of(first, name), [line[name] for line in last if name in line]
+        was, values = mean_of(first, name), values_of(last, name)
         if was and len(values) == len(last) and all(value < health.collapse * was for value in values):
             return dead_student(
                 f"the {what} fell from {was:.3g} to {values[-1]:.2g}, and neither KL nor reward improved"
@@ -200,7 +204,7 @@ def dead_student(how: str) -> Trouble:
 
 
 def mean_kl(lines: Sequence[Line]) -> float | None:
-    values = [line[name] for line in lines for name in kl_names(line)]
+    values = [line[name] for line in lines for name in kl_names([line])]
     return fmean(values) if values else None
 
 
@@ -241,6 +245,10 @@ def sum_of(lines: Sequence[Line], name: str) -> float:
     return sum(line.get(name, 0.0) for line in lines)
 
 
+def values_of(lines: Sequence[Line], name: str) -> list[float]:
+    return [line[name] for line in lines if name in line]
+
+
 def mean_of(lines: Sequence[Line], name: str) -> float | None:
-    values = [line[name] for line in lines if name in line]
+    values = values_of(lines, name)
     return fmean(values) if values else None
