@@ -13,11 +13,11 @@ ESSENTIAL := tests/config/test_config.py tests/objective/test_losses.py tests/ob
 
 CHECK := tests/estimators tests/objective/test_method.py tests/pipeline/test_admission.py tests/pipeline/test_schedules.py \
   tests/runs/test_oracle.py tests/config/test_config.py tests/project/test_layers.py tests/project/test_words.py tests/project/test_docs.py
-APART := slow or processes or browser
-FAST := not ($(APART) or vllm or agents)
+APART := processes or browser
+FAST := not ($(APART) or slow or vllm or agents)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: check demo docs test test-processes test-lowest test-newer test-newest test-vllm test-agents zoo chaos real real-checks tokenizers gpu lint format clean
+.PHONY: check demo docs test test-processes test-slow test-lowest test-newer test-newest test-vllm test-agents zoo chaos real real-checks tokenizers gpu lint format clean
 
 demo: .venv/demo
 	$(BIN)/slipstream demo
@@ -29,9 +29,13 @@ check: lint
 test: .venv/ready
 	$(PYTEST) -m "$(FAST)"
 
-# Slow tests: engines in processes of their own and on Ray, ranks, faults, the notebook, pages in a browser (10 minutes)
+# Engines in processes of their own and on Ray, ranks, faults, the notebook, pages in a browser (15 minutes)
 test-processes: .venv/ready
-	$(PYTEST) -m "$(APART)" --timeout 300
+	$(PYTEST) -m "($(APART)) and not slow" --timeout 300
+
+# Larger samples of what the other tests prove: not in CI (10 minutes)
+test-slow: .venv/ready
+	$(PYTEST) -m slow --timeout 300
 
 # Essential tests with the lowest versions of pyproject.toml, and with a newer Python (each 5 minutes, and the packages)
 test-lowest: .venv-lowest/ready
@@ -133,7 +137,7 @@ format: .venv/ready
 # Tests start hundreds of processes; where Python writes no bytecode, each would compile its imports again for 4 seconds.
 .venv/ready: .venv/demo requirements-dev.txt
 	$(PIP) -c constraints.txt -r requirements-dev.txt
-	$(BIN)/python -m compileall -q -j 2 .venv/lib >/dev/null || true
+	$(BIN)/python -m compileall -q -j 2 .venv/lib src >/dev/null || true
 	touch $@
 
 .venv-lowest/ready: requirements-lowest.txt pyproject.toml

@@ -13,6 +13,7 @@ from slipstream.config.file import parse
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start as launch
 from support.other_spelling import permuted
+from support.slow_cases import with_slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHORT: dict[str, Any] = {
@@ -70,7 +71,10 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 LOSSES: list[dict[str, Any]] = [{"m": 1}, {"kind": "gold"}, {"kind": "uld"}, {"kind": "common_topk"}]
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ["answers of the data", "supervised on one span each, then on merged spans", "begun answers"]
+
+
+@pytest.mark.parametrize("name", with_slow(CASES, quick=QUICK))
 def test_a_run_has_the_losses_of_its_twin(name: str, tmp_path: Path) -> None:
     tree, teacher, more = CASES[name]
     other = permuted(teacher, tmp_path / "other")

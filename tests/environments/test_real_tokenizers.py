@@ -12,6 +12,7 @@ from slipstream.environments import Call
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.chat.tool_formats import call_message
 from slipstream.errors import ModelError
+from support.slow_cases import with_slow
 
 FOLDER = Path(__file__).parents[2] / "build" / "tokenizers"
 LOOK = {
@@ -49,22 +50,16 @@ def renderer_of(family: str) -> Renderer:
     return Renderer(tokenizer_of(family), stop_ids=stops_of(family), format=FORMATS[family], tools=[LOOK])
 
 
-@pytest.mark.parametrize("family", ENDS)
-def test_the_end_token_is_the_one_that_the_template_writes_after_an_answer(family: str) -> None:
-    tokenizer = tokenizer_of(family)
-    (end,) = stop_ids(tokenizer, None)
-    assert tokenizer.convert_ids_to_tokens(end) == ENDS[family]
-    answered = [*QUESTION, {"role": "assistant", "content": "A door."}]
-    assert ENDS[family] in tokenizer.apply_chat_template(answered, tokenize=False).rpartition("A door.")[2]
+HERMES = [family for family, format in FORMATS.items() if format == "hermes"]
 
 
-@pytest.mark.parametrize("family", [family for family, format in FORMATS.items() if format == "hermes"])
+@pytest.mark.parametrize("family", with_slow(HERMES, quick=["llama3_1"]))
 def test_a_template_without_usable_calls_is_refused_with_what_to_write(family: str) -> None:
     with pytest.raises(ModelError, match='write environment.format = "hermes"'):
         Renderer(tokenizer_of(family), stop_ids=stops_of(family), format="auto", tools=[LOOK])
 
 
-@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("family", with_slow(FORMATS, quick=["qwen3", "llama3_1"]))
 def test_a_conversation_with_a_call_is_read_and_goes_on_as_the_template_writes_it(family: str) -> None:
     renderer, calls = renderer_of(family), (Call("look", {"what": "there", "count": 3}),)
     prompt, whole = (renderer.open(each, [LOOK]) for each in (QUESTION, [*QUESTION, call_message(calls), RESULT]))

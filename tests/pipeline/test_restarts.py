@@ -20,9 +20,10 @@ from slipstream.simulation import virtual_clock as virtual
 from slipstream.simulation.timed_engines import SleepLearner, SleepSampler, SleepScorer
 from support.mortal_workers import mortal
 from support.simulated_runs import PROMPTS, Simulated, config, long_tailed
+from support.slow_cases import with_slow
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", with_slow(range(0, 200, 50), quick=[0]))
 def test_whatever_happens_to_its_processes_a_run_ends_and_keeps_its_promises(first: int) -> None:
     """Fifty lives from each of these seeds; `make chaos` lives many more."""
     for seed in range(first, first + 50):

@@ -43,9 +43,9 @@ def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> M
     ("script", "words"),
     [
         ("frontier", ["--seeds", "2"]),
-        ("frontier", ["--seeds", "2", "--model"]),
+        pytest.param("frontier", ["--seeds", "2", "--model"], marks=pytest.mark.slow),
         ("router", []),
-        ("router", ["--model"]),
+        pytest.param("router", ["--model"], marks=pytest.mark.slow),
         ("budget", ["runs/precision", "--precisions"]),
     ],
     indirect=["script"],

@@ -2,6 +2,7 @@
 
 import pytest
 
+from support.slow_cases import with_slow
 from zoo import families
 from zoo.__main__ import BEGIN, PAGE
 from zoo.trial import LIMIT, TRIALS, attempt
@@ -9,9 +10,9 @@ from zoo.trial import LIMIT, TRIALS, attempt
 WALK = [
     "gpt_oss",  # sinks, windows, experts
     "deepseek_v3",  # latent attention: values of another size than keys
-    "falcon_h1",  # attention and state space in one layer
 ]
 SLOW = [
+    "falcon_h1",  # attention and state space in one layer
     "gemma2, small caps",
     "llama4_text",  # chunks, no positions in some layers
     "afmoe",
@@ -22,7 +23,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("name", [*WALK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", with_slow([*WALK, *SLOW], quick=WALK))
 def test_a_family_is_exact(name: str) -> None:
     model = families.make(name)
     for trial in ("generates", "packed", "padded", "adapters", "saved"):

@@ -31,7 +31,12 @@ def script() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "name, updates", [("sampler at temperature 1.4", 2), ("teacher sees Q{prompt}A", 6), ("lr 2e-2, sync", 8)]
+    "name, updates",
+    [
+        ("sampler at temperature 1.4", 2),
+        ("teacher sees Q{prompt}A", 6),
+        pytest.param("lr 2e-2, sync", 8, marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_planted_comes_first(name: str, updates: int, script: ModuleType, tmp_path: Path) -> None:
     plant = script.PLANTED[name]

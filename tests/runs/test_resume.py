@@ -430,9 +430,11 @@ def trained(run: Path, m: int, **sections: Any) -> Path:
     ("m", "changes"),
     [
         (2, {"loss.m": "m = 4"}),
-        (4, {"loss.m": "m = 1"}),
-        (2, {"sampler.max_tokens": "max_tokens = 12"}),
-        (2, {"sampler.top_k": "top_k = 8", "sampler.keep_mask": "keep_mask = true"}),
+        pytest.param(4, {"loss.m": "m = 1"}, marks=pytest.mark.slow),
+        pytest.param(2, {"sampler.max_tokens": "max_tokens = 12"}, marks=pytest.mark.slow),
+        pytest.param(
+            2, {"sampler.top_k": "top_k = 8", "sampler.keep_mask": "keep_mask = true"}, marks=pytest.mark.slow
+        ),
         (2, {"freshness": "[freshness]"}),
     ],
     ids=str,

@@ -17,6 +17,7 @@ from slipstream.data.prompts import load_rows
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import resume, train
+from support.slow_cases import with_slow
 
 QUIET = Console(quiet=True)
 TREE = {
@@ -229,7 +230,7 @@ UNTIL = {
 }
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "periodic"])
+@pytest.mark.parametrize("kind", with_slow(["sync", "async", "periodic"], quick=["async"]))
 def test_the_supervised_stage_ends_with_the_first_update_whose_mass_passes_the_bound(kind: str, tmp_path: Path) -> None:
     """The bound lies between the masses of updates 4 and all earlier ones; both runs agree until then."""
     changes = {**TREE, **UNTIL, "schedule": {"kind": kind}}

@@ -20,6 +20,7 @@ from slipstream.plan.plan import fast_checks
 from slipstream.run_dir.writing import read_lines
 from slipstream.simulation import virtual_clock
 from slipstream.simulation.virtual_clock import Deadlock, ModelledLoop
+from support.slow_cases import with_slow
 
 TREE: dict[str, Any] = {
     "student": "builtin:student",
@@ -58,7 +59,7 @@ def lines_of(tree: dict[str, Any], path: Path) -> tuple[list[dict[str, Any]], li
     return read_lines(path / "metrics.jsonl"), read_lines(path / "ledger.jsonl")
 
 
-@pytest.mark.parametrize("change", [{}, LOOKUP], ids=["answers", "episodes"])
+@pytest.mark.parametrize("change", with_slow([{}, LOOKUP], quick=[LOOKUP]), ids=["answers", "episodes"])
 def test_two_runs_of_one_seed_are_equal(tmp_path: Path, change: dict[str, Any]) -> None:
     first = lines_of(TREE | change, tmp_path / "first")
     with busy_process():

@@ -21,6 +21,7 @@ from slipstream.plan.plan import fast_checks
 from slipstream.run_dir.writing import read_lines
 from slipstream.runtimes.time_share import Holder, TimeShare
 from slipstream.runtimes.workers import Party
+from support.slow_cases import with_slow
 
 RUNTIME = {"kind": "inline", "device": "cpu", "time_share": True}
 TREE: dict[str, Any] = {
@@ -53,7 +54,9 @@ def weights_of(path: Path) -> bytes:
     return (path / "final" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("change", [{}, FOLLOWS, WATCHED], ids=["reference", "follows", "teacher replaces"])
+@pytest.mark.parametrize(
+    "change", with_slow([{}, FOLLOWS, WATCHED], quick=[FOLLOWS]), ids=["reference", "follows", "replaces"]
+)
 def test_a_run_in_turns_has_the_losses_and_weights_of_one_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:

@@ -23,6 +23,7 @@ from slipstream.studies.cells import Job, run_jobs
 from slipstream.studies.results import Sweep
 from slipstream.studies.study import Study
 from support import jobs
+from support.slow_cases import with_slow
 from support.small_study import STUDY
 
 STUDIES = sorted((Path(__file__).parents[2] / "configs" / "lab").glob("*.toml"))
@@ -163,7 +164,7 @@ def miniature(path: Path, to: Path) -> Path:
     return to / path.name
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", with_slow(STUDIES, quick=STUDIES[::3]), ids=lambda path: path.stem)
 def test_two_cells_of_every_study_train(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Study.load(path).cells  # every config of it is valid
     assert main(["sweep", str(miniature(path, tmp_path)), "--jobs", "2"]) == 0, capsys.readouterr()

@@ -21,6 +21,7 @@ from slipstream.protocols import Metrics
 from slipstream.records import Batch, Handle, Scored, total
 from support.engines import native_learner
 from support.learners import roll_out, run
+from support.slow_cases import with_slow
 from support.tiny_models import make_model, wrap
 
 DTYPE = torch.float64
@@ -279,7 +280,7 @@ def test_a_checkpoint_of_another_critic_is_refused(batch: Batch, tmp_path: Path)
             run(other.restore(tmp_path / name))
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("lora", with_slow([None, LoraConfig(rank=4)], quick=[None]), ids=["all weights", "adapters"])
 def test_a_model_of_its_own_learns_which_prompts_are_rewarded(batch: Batch, lora: LoraConfig | None) -> None:
     """Answers to prompts with an even number are worth 1, others 0: the true value of every state is known."""
     table = Batch(

@@ -15,6 +15,7 @@ from slipstream.config.file import parse
 from slipstream.errors import ModelError
 from slipstream.models.resolve import model_path
 from slipstream.runs.start import train
+from support.slow_cases import with_slow
 
 HIDDEN, LAYERS, HEADS, INNER = 32, 2, 2, 64
 
@@ -72,7 +73,7 @@ BLOCK = {
 }
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", with_slow([False, True], quick=[True]))
 def test_a_file_becomes_a_directory_once_with_exactly_its_weights(quantised: bool, tmp_path: Path, cache: Path) -> None:
     tensors = write(tmp_path / "tiny.gguf", quantised=quantised)
     path = Path(model_path(str(tmp_path / "tiny.gguf")))

@@ -34,6 +34,7 @@ from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Prompt, total
 from support.engines import native_learner, native_sampler, native_scorer
 from support.pretended_gpu import CUDA, OnGpu, pretend_gpu
+from support.slow_cases import with_slow
 from support.tiny_models import make_model
 
 
@@ -209,7 +210,7 @@ def learned(device: torch.device, name: str, handles: list[Handle]) -> list[Any]
         return asyncio.run(work())
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", with_slow(METHODS, quick=list(METHODS)[::3]))
 def test_the_learner_learns_the_same(gpu: None, name: str) -> None:
     handles = sampled(CPU)[:8]
     *ours, weights, _ = learned(CUDA, name, handles)
@@ -234,7 +235,9 @@ def split_over(devices: list[torch.device], name: str, seed: int) -> LanguageMod
     return split(name, model)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "phi", "mistral-window", "gemma3-window"])
+@pytest.mark.parametrize(
+    "name", with_slow(["qwen3", "llama", "phi", "mistral-window", "gemma3-window"], quick=["qwen3", "gemma3-window"])
+)
 @pytest.mark.parametrize("cache", ["sampled", "teacher_topk", "hidden"])
 def test_a_teacher_whose_layers_are_on_two_devices_says_the_same(gpu: None, name: str, cache: Any) -> None:
     """The first layer is on the GPU, where the head is, and the second on the CPU: all values have to move."""
