@@ -90,7 +90,7 @@ build/tokenizers/%:
 # A real language model on a laptop: SmolLM2-135M, as a GGUF file from a package, teaches itself without eight of its layers.
 # Its answers before and after stand side by side at the end (docs/real_model.md)
 REAL := build/real
-real: $(REAL)/student
+real: $(REAL)/refitted
 	OMP_NUM_THREADS=1 $(BIN)/slipstream train configs/real.toml --output runs/real $$($(BIN)/python tools/fastest_format.py)
 	$(BIN)/python tools/real.py $(REAL)/teacher.gguf $(REAL)/student runs/real
 
@@ -111,6 +111,9 @@ $(REAL)/train.jsonl: tools/everyday_prompts.py | .venv/demo
 
 $(REAL)/student: | $(REAL)/teacher.gguf $(REAL)/train.jsonl
 	$(BIN)/python tools/leave_out_layers.py $(REAL)/teacher.gguf $@ --count 8 --prompts $(REAL)/train.jsonl
+
+$(REAL)/refitted: | $(REAL)/student
+	$(BIN)/python tools/refit.py $(REAL)/teacher.gguf $(REAL)/student $@ --prompts $(REAL)/train.jsonl
 
 # Measurements that need a GPU, in ten minutes; the results are a dated table in runs/gpu. Exit status 2 without a GPU.
 gpu: .venv/ready

@@ -2,10 +2,10 @@
 
     python tools/real.py TEACHER STUDENT RUN
 
-STUDENT is the student before training, and RUN the run directory. The table has, for each model: forward KL from the
-teacher on the teacher's own answers and reverse KL on the model's own answers (nats per token), the share of answers
-that end by themselves, and the share of 4-grams that repeat an earlier one of the same answer. Below it, the first
-prompts with the answers of all models. Answers and KL have the temperature of configs/real.toml.
+STUDENT is the student before its layers were refitted, and RUN the run directory. The table has, for each model:
+forward KL from the teacher on the teacher's own answers and reverse KL on the model's own answers (nats per token), the
+share of answers that end by themselves, and the share of 4-grams that repeat an earlier one of the same answer. Below
+it, the first prompts with the answers of all models. Answers and KL have the temperature of configs/real.toml.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from leave_out_layers import Answer, answers, log_probs, questions
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.records import REPEATED_N, repetition
+from slipstream.run_dir.reading import RunDir
 
 PROMPTS, TOKENS, PRINTED = 64, 128, 4
 """Number of held-out prompts, maximum tokens of an answer, and number of prompts whose answers are printed."""
@@ -43,7 +44,8 @@ def main() -> None:
     theirs = answers(teacher, tokenizer, asked, TOKENS, TEMPERATURE)
     console, table = Console(), Table("", "forward KL", "reverse KL", "ended", "repeated", box=None)
     drawn = dict[str, list[Answer]]()
-    for name, path in {"before": args.student, **students(args.run)}.items():
+    stages = {name: path for name, path in students(args.run).items() if path != args.student}
+    for name, path in {"before": args.student, **stages}.items():
         student = load_model(path, dtype="float32", device="cpu")
         drawn[name] = own = answers(student, tokenizer, asked, TOKENS, TEMPERATURE)
         forward, reverse = kl(teacher, student, theirs, TEMPERATURE), kl(student, teacher, own, TEMPERATURE)
@@ -60,10 +62,11 @@ def main() -> None:
 
 
 def students(run: Path) -> dict[str, str]:
-    """Return the directories of the student in the oldest checkpoint, and after the run."""
+    """Return the directories of a run's student: before the run, in its oldest checkpoint, and after the run."""
+    start = {"refitted": RunDir(run).config.student}
     checkpoints = sorted(run.glob("checkpoints/*/model.safetensors"), key=lambda file: int(file.parent.name))
     stages = {f"update {file.parent.name}": str(file.parent) for file in checkpoints[:1]}
-    return stages | {"distilled": str(run / "final")}
+    return start | stages | {"distilled": str(run / "final")}
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.simulation.timed_engines import SleepLearner
 from support.simulated_runs import PROMPTS, config, engines
+from support.slow_cases import with_slow
 
 BUDGET, MOST = 0.02, 8
 
@@ -317,7 +318,7 @@ def speed(lines: list[dict[str, Any]]) -> float:
 @pytest.mark.processes
 @pytest.mark.parametrize("slope", [0.001, 0.008])
 @pytest.mark.parametrize("sigma", [0.0, 0.7])
-@pytest.mark.parametrize("learn", [0.2, 0.5, 2.0])
+@pytest.mark.parametrize("learn", with_slow([0.2, 0.5, 2.0], quick=[0.2, 2.0]))
 def test_a_run_is_as_fast_as_with_the_best_tau_that_stays_within_its_drift(
     tmp_path: Path, learn: float, sigma: float, slope: float
 ) -> None:
@@ -334,7 +335,7 @@ def test_a_run_is_as_fast_as_with_the_best_tau_that_stays_within_its_drift(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("slope", [0.001, 0.004])
-@pytest.mark.parametrize("load", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("load", with_slow([0.02, 0.3, 1.0], quick=[0.02, 1.0]))
 def test_weights_are_published_as_often_as_pays(tmp_path: Path, load: float, slope: float) -> None:
     """Every number in flight and every cadence is tried; a response takes about a second, an update half of one."""
     costs: Any = {"learn": 0.5, "sigma": 0.7, "slope": slope, "load": load}

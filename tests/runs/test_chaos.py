@@ -54,9 +54,9 @@ STORY_OF_SCALE = [
     ("job", "story", "updates"),
     [
         ("arithmetic", STORY, 30),
-        ("ranks", STORY_OF_RANKS, 21),
+        pytest.param("ranks", STORY_OF_RANKS, 21, marks=pytest.mark.slow),
         ("tools", STORY_OF_TOOLS, 15),
-        ("scale", STORY_OF_SCALE, 20),
+        pytest.param("scale", STORY_OF_SCALE, 20, marks=pytest.mark.slow),
     ],
     ids=["arithmetic", "ranks", "tools", "scale"],
 )

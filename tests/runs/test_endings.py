@@ -18,6 +18,7 @@ from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs import start as command
 from support.coordinators import Coordinators, below, open_files, semaphores
 from support.runtime_cases import Fate
+from support.slow_cases import with_slow
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
@@ -188,7 +189,10 @@ def test_who_was_stopped_does_not_outlive_a_run_that_is_killed(coordinators: Coo
     assert coordinators.end() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -signal.SIGKILL)],
+)
 def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinators, number: int, status: int) -> None:
     coordinator = coordinators.trains("--runtime.kind", "ray")
     commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in below(coordinator)]
@@ -202,7 +206,7 @@ def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinato
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("daemon", with_slow(["raylet", "gcs_server"], quick=["gcs_server"]))
 def test_a_daemon_of_ray_that_hangs_holds_up_no_end(coordinators: Coordinators, daemon: str) -> None:
     coordinator = coordinators.trains("--runtime.kind", "ray")
     os.kill(daemons(coordinator)[daemon], signal.SIGSTOP)
@@ -211,7 +215,7 @@ def test_a_daemon_of_ray_that_hangs_holds_up_no_end(coordinators: Coordinators, 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("daemon", with_slow(["raylet", "gcs_server"], quick=["raylet"]))
 def test_a_daemon_of_ray_that_dies_costs_the_updates_since_the_last_checkpoint(
     coordinators: Coordinators, daemon: str
 ) -> None:

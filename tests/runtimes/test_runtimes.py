@@ -74,6 +74,7 @@ from support.plain_engines import (
     stops_while_it_loads,
 )
 from support.runtime_cases import RUNTIMES, SAMPLING, TESTS, Fate, losses, prompts, settings, silent
+from support.slow_cases import with_slow
 from support.tabular_workers import EndlessRollouts, ToyRollouts, toy_learner, toy_scorer
 
 pytestmark = pytest.mark.processes
@@ -473,7 +474,7 @@ def test_who_comes_gets_gpus_that_nobody_has(launcher: ProcessLauncher) -> None:
         assert asyncio.run(main(manager)) == ["c", "a"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", with_slow([signal.SIGKILL, signal.SIGSTOP], quick=[signal.SIGKILL]))
 def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
     opened: Processes, how: signal.Signals, tmp_path: Path
 ) -> None:
@@ -712,6 +713,7 @@ def test_what_was_learned_from_is_freed(opened: Processes) -> None:
     assert opened.settled(empty) <= empty, "nobody holds anything back"
 
 
+@pytest.mark.parametrize("opened", with_slow(["local", "ray"], quick=["local"]), indirect=True)
 def test_a_run_of_several_samplers_has_the_losses_of_one_process(opened: Processes, tmp_path: Path) -> None:
     engines = Engines(
         samplers=tuple(opened(RemoteSampler, ToyRollouts) for _ in range(2)),

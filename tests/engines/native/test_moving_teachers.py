@@ -42,6 +42,7 @@ from slipstream.simulation import virtual_clock as virtual
 from support import tabular_engines as toy
 from support.engines import native_learner, native_scorer
 from support.learners import roll_out, score
+from support.slow_cases import with_slow
 from support.tiny_models import make_model, masked, uniform, wrap
 from support.toy_runs import PROMPTS, VOCAB
 
@@ -760,7 +761,7 @@ def trained(path: Path, kind: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["local", "ray"])
+@pytest.mark.parametrize("kind", with_slow(["local", "ray"], quick=["local"]))
 def test_a_teacher_moves_alike_in_one_process_and_in_many(kind: str, here: Any, tmp_path: Path) -> None:
     found = trained(tmp_path, kind)
     assert [version for _, version in found] == [version for _, version in here] == [0, 1, 2, 3]
