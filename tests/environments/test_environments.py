@@ -91,6 +91,21 @@ async def opened(made: EnvironmentPool, *, alone: bool = False) -> Episode:
     return episode
 
 
+def test_a_host_that_reads_no_more_holds_nobody_up(adder: str) -> None:
+    """A step that keeps its interpreter to itself, as a slow regular expression does, stops a host likewise."""
+
+    async def main() -> None:
+        with hosts(adder) as made:
+            episode = await opened(made)
+            os.kill(episode.host.process.pid, signal.SIGSTOP)
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.2):
+                        await episode.step(Reply("x" * 2_000_000))  # more than fits into the connection
+
+    asyncio.run(main())
+
+
 def test_tools_are_told_as_their_types_and_docstrings_say(adder: str) -> None:
     add, wait, fail = schemas(EnvironmentSettings(adder, None, 200))
     assert add == {

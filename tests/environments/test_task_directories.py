@@ -76,6 +76,11 @@ def test_tests_and_verdicts_that_the_shell_has_written_before_are_removed(tmp_pa
 
 
 @pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
+def test_who_keeps_the_tests_out_of_the_directory_gets_nothing(tmp_path: Path) -> None:
+    assert played(written(tmp_path / "a", HARBOR), f"{FIX}; chmod a-w /app")[1] == {"reward": 0.0}
+
+
+@pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
 def test_rewards_may_have_names_and_a_missing_one_fails_the_episode(tmp_path: Path) -> None:
     several = 'echo \'{"right": 1, "fast": 0.5}\' > /logs/verifier/reward.json\n'
     task = written(tmp_path / "a", HARBOR, tests__test_DOT_sh=several)

@@ -268,6 +268,21 @@ def test_an_episode_that_is_handed_over_goes_on_as_if_nothing_had_happened(seed:
         assert handle.body.outcome | {"seconds": 0.0} == other.outcome | {"seconds": 0.0}
 
 
+def test_an_episode_that_is_handed_over_while_it_is_graded_keeps_its_turns() -> None:
+    async def main() -> tuple[list[Handle], list[Handle]]:
+        sampler = World(closing=50.0).sampler(toy.ToySampler(TABLE, seconds=0.1))
+        call = asyncio.create_task(sampler.generate(PROMPT, FULL))
+        await asyncio.sleep(40)
+        await sampler.release()
+        begun = await call
+        return begun, await World().sampler(toy.ToySampler(TABLE)).generate(PROMPT, FULL, begun)
+
+    begun, ended = virtual.run(main())[0]
+    assert [handle.header.finish for handle in begun] == ["released"] * len(begun) and len(begun) == len(ended) == 3
+    for half, whole in zip(begun, ended, strict=True):
+        np.testing.assert_array_equal(half.body.tokens, whole.body.tokens)
+
+
 @pytest.mark.parametrize("other_first", ["", "2"])
 def test_an_episode_whose_world_is_another_begins_again_there(other_first: str) -> None:
     async def main() -> list[Handle]:

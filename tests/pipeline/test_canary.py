@@ -34,6 +34,7 @@ from slipstream.pipeline.control.canary import (
     worst,
 )
 from slipstream.pipeline.run import Run
+from slipstream.pipeline.stages import Rollouts
 from slipstream.protocols import Engines, Follower, GradingSampler, Loaded, Mode, Sampling, TextScores, WeightsRef
 from slipstream.records import Batch, Group, Handle, Prompt, Rollout, graded, header_of, one_turn
 from slipstream.run_dir.writing import RunLog, read_lines
@@ -684,6 +685,47 @@ def test_in_an_async_run_half_rolled_out_groups_of_a_wrong_sampler_begin_again(t
     assert last["canary/retired"] == 1.0 and last["canary/redone"] == last["restarted"] > 0
     assert len({entry["number"] for entry in ledger}) == len(ledger) == 25 * UPDATE
     assert sum(entry.get("distrusted") == "sampler-1" for entry in ledger) == last["canary/redone"]
+
+
+def test_a_group_that_a_wrong_sampler_has_begun_before_begins_again_once() -> None:
+    """The call that finds the fault repeats its own group, so that no second rollout of it may start."""
+    prompt, asked = PROMPTS.at(5), list[bool]()
+    begun, rolled = (drawn_by_version(prompt, version, count) for version, count in ((8, 2), (99, 4)))
+
+    class Engine:
+        async def generate(self, *args: Any) -> Any:
+            return rolled
+
+    def distrust(worker: Any, wrong: str) -> None:
+        asked.append(5 in worker.since)
+        samplers.retired.add(worker)
+
+    ledger, samplers = SimpleNamespace(thrown_tokens=0), SimpleNamespace(version=8, retired=set())
+    live = {5: SimpleNamespace(version=8)}
+    groups: Any = SimpleNamespace(
+        admission=SimpleNamespace(live=live, schedule=SimpleNamespace(publish="keep")),
+        ledger=ledger,
+        responses={5: begun},
+        paused=False,
+        progress=SimpleNamespace(changed=asyncio.Event()),
+    )
+    canaries: Any = SimpleNamespace(distrust=distrust)
+    sampling = Sampling(max_tokens=4)
+    rollouts = Rollouts(groups, samplers, {}, sampling, lambda _: sampling, canaries, None, lambda _: False)  # type: ignore[arg-type]
+    worker: Any = Hashed(engine=Engine(), since={5: 0, 6: 0})
+    assert asyncio.run(rollouts._generate(prompt, worker)) == ()
+    assert asked == [False] and not groups.responses and ledger.thrown_tokens == 4 and worker.since == {6: 0}
+
+
+def drawn_by_version(prompt: Prompt, version: int, tokens: int) -> list[Handle]:
+    ids, logp = np.ones((tokens, 1), np.int32), np.zeros((tokens, 1), np.float32)
+    versions = np.full(tokens, version, np.int32)
+    rollout = one_turn(prompt, 0, actions=ids, action_logp=logp, versions=versions, finish="length")
+    return [Handle(header_of(rollout), rollout)]
+
+
+class Hashed(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 @pytest.mark.parametrize("value", [-9999.0, float("nan")])

@@ -54,6 +54,8 @@ class World:
     """Every environment answers otherwise than the one before."""
     first: str = ""
     """Return the text that a student sees before its first turn."""
+    closing: float = 0.0
+    """Seconds that close takes."""
     opened: int = 0
     closed: int = 0
     dropped: int = 0
@@ -110,6 +112,7 @@ class Room:
         )
 
     async def close(self) -> dict[str, float]:
+        await asyncio.sleep(self.world.closing)
         self.world.closed += 1
         return {"reward": float(len(self.world.said[self.number]))}
 

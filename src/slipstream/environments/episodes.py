@@ -256,14 +256,13 @@ class Episodes:
             return Handle(header_of(begun), begun)
         failures, suspected, alone = 0, 0, False
         while True:
-            episode = Episode(call, call.prompt.first + place, failures, call.prompt)
+            episode, rollout = Episode(call, call.prompt.first + place, failures, call.prompt), None
             try:
                 rollout = await self._play(episode, self.environments.place(alone=alone), begun)
-                if rollout.finish == "released" and begun is not None and len(begun.tokens) > len(rollout.tokens):
-                    rollout = begun
-                return Handle(replace(header_of(rollout), spans=tuple(episode.spans)), rollout)
-            except Released:
-                return None if begun is None else Handle(header_of(begun), begun)
+            except Released:  # while its environment started or closed
+                rollout = episode.rollout("released", {}) if episode.parts else begun
+                if rollout is None:
+                    return None
             except Suspected as suspicion:
                 suspected += 1
                 alone = alone or suspicion.acting or suspected > 1
@@ -272,6 +271,10 @@ class Episodes:
                 if failures == EPISODE_TRIES:
                     return Handle(failed(call.prompt, episode.index, failure), None)
                 alone = alone or failure.cause == "crash"
+            if rollout is not None:
+                if rollout.finish == "released" and begun is not None and len(begun.tokens) > len(rollout.tokens):
+                    rollout = begun
+                return Handle(replace(header_of(rollout), spans=tuple(episode.spans)), rollout)
             if episode.parts:
                 begun = episode.rollout("released", {})
 

@@ -201,6 +201,8 @@ class EnvironmentProcess(Child):
         """Calls for which a caller still waits, by number: the future answer and the number of the environment."""
         self.calls = count()
         self.reader = threading.Thread(target=self._receive, daemon=True)
+        self.sender = ThreadPoolExecutor(1, "send to environments")
+        """Sends calls in their order. Where a process does not read, because a step holds its interpreter, it waits."""
 
     def lost(self, how: str, *, late: bool) -> Exception:
         if late:
@@ -215,7 +217,8 @@ class EnvironmentProcess(Child):
         self.waiting[call] = answer, number
         try:
             async with clock_stopped():
-                self.connection.send((call, number, method, *args))
+                sending = partial(self.connection.send, (call, number, method, *args))
+                await asyncio.get_running_loop().run_in_executor(self.sender, sending)
                 result = await asyncio.wrap_future(answer)
         except OSError:
             self.kill()
@@ -247,6 +250,7 @@ class EnvironmentProcess(Child):
 
     def close(self) -> None:
         self.kill()
+        self.sender.shutdown()  # nobody reads what it sends, so that it fails now
         if self.reader.is_alive():
             self.reader.join()
         super().close()

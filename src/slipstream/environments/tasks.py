@@ -160,8 +160,11 @@ class Terminal:
         try:
             await self._session.run(["rm", "-rf", ".tests"], limits=limits)
             files = {f".tests/{path}": text for path, text in task.tests.items()}
+            copied = await self._session.run(["true"], files=files, limits=limits)
+            if copied.status != "ok":  # the student has made the directory unwritable, or the disk full
+                return 0.0
             judge = ["env", *task.variables, "bash", "-c", JUDGE.format(task.script)]
-            ran = await self._session.run(judge, files=files, limits=limits)
+            ran = await self._session.run(judge, limits=limits)
             if task.by_status or ran.status not in ("ok", "failed"):  # at a limit, which the student's files may cause
                 return float(ran.status == "ok")
             verdict = await self._session.run(["bash", "-c", VERDICTS], limits=limits)

@@ -53,7 +53,10 @@ class Rollouts:
         groups, admission = self.groups, self.groups.admission
         try:
             while unfinished(group := await self._responses(number)):
-                groups.responses[number] = group
+                if group:
+                    groups.responses[number] = group
+                else:
+                    groups.responses.pop(number, None)
                 if groups.paused:
                     groups.tasks.pop(number, None)
                     return
@@ -111,7 +114,12 @@ class Rollouts:
         runs = {run for handle in rolled for run in handle.header.versions}
         versions = {version for version, count in runs if count and version != NOT_DRAWN}
         if wrong := canary.version_fault(versions, admission.live[number].version, self.samplers.version):
+            worker.since.pop(number, None)  # this call itself begins the group again, if the sampler is retired
             self.canaries.distrust(worker, wrong)
+            if worker in self.samplers.retired:
+                ledger.thrown_tokens += tokens_of(rolled)
+                groups.responses.pop(number, None)
+                return ()
         worker.track.tokens -= tokens_of(begun)
         if unfinished(rolled):
             worker.track.tokens += tokens_of(rolled)
