@@ -338,6 +338,7 @@ def test_a_failed_load_stops_the_sampler(fake: FakeRolloutServer, tmp_path: Path
 
     with opened(fake, tmp_path) as sampler:
         run(work(sampler))
+        assert not list(sampler.folder.iterdir()), "a copy of the weights that was not loaded"
 
 
 def answers(served_N: Floats, copy_N: Floats) -> Answers:

@@ -231,7 +231,11 @@ class ServerSampler(RequestSampler):
         """Write the copy's weights into a new directory, load and prove them, and delete the directory before."""
         before, label = self.label, f"{self.folder.name}-{next(self.loads)}-v{version}"
         await self._here(self._write, self.folder / label)
-        await self._proven_load(label)
+        try:
+            await self._proven_load(label)
+        except BaseException:  # each further try would leave another copy of the weights
+            shutil.rmtree(self.folder / label, ignore_errors=True)
+            raise
         self.version, self.label = version, label
         if before:
             await self._here(shutil.rmtree, self.folder / before, True)
