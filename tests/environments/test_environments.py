@@ -102,6 +102,8 @@ def test_a_host_that_reads_no_more_holds_nobody_up(adder: str) -> None:
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.2):
                         await episode.step(Reply("x" * 2_000_000))  # more than fits into the connection
+        with pytest.raises(EnvironmentFailed, match="ended its process"):  # also after the end of all hosts
+            await episode.step(Reply("x"))
 
     asyncio.run(main())
 

@@ -250,7 +250,6 @@ class EnvironmentProcess(Child):
 
     def close(self) -> None:
         self.kill()
-        self.sender.shutdown()  # nobody reads what it sends, so that it fails now
         if self.reader.is_alive():
             self.reader.join()
         super().close()
