@@ -33,7 +33,7 @@ test: .venv/ready
 test-processes: .venv/ready
 	$(PYTEST) -m "($(APART)) and not slow" --timeout 300
 
-# Larger samples of what the other tests prove: not in CI (10 minutes)
+# More cases of what CI proves: larger samples, other runtimes, families and signals
 test-slow: .venv/ready
 	$(PYTEST) -m slow --timeout 300
 

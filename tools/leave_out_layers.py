@@ -10,6 +10,7 @@ result is an ordinary directory, which any program loads. `--layers 17 26 14` sk
 import argparse
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from fastest_format import fastest_format
 from slipstream.data.tokenizers import Tokenizer, load_tokenizer, stop_ids
@@ -128,9 +130,17 @@ def save(model: str, left_out: Sequence[int], target: Path) -> None:
     config.num_hidden_layers = len(lm.model.layers)
     for number, layer in enumerate(lm.model.layers):
         layer.self_attn.layer_idx = number
-    lm.save_pretrained(target)
-    load_tokenizer(model).save_pretrained(target)
-    lm.generation_config.save_pretrained(target)
+    write(lm, load_tokenizer(model), target)
+
+
+def write(model: PreTrainedModel, tokenizer: Tokenizer, target: Path) -> None:
+    """Write an ordinary directory; one that a stopped program has begun has another name."""
+    begun = target.with_name(f"{target.name}.begun")
+    for part in (model, tokenizer, model.generation_config):
+        part.save_pretrained(begun)
+    if target.exists():
+        shutil.rmtree(target)
+    begun.rename(target)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Bring a student that lacks layers of its teacher nearer to it by least squares, before any training.
 
-    python tools/refit.py TEACHER STUDENT TARGET [--prompts build/real/train.jsonl] [--answers 128]
+    python tools/refit.py TEACHER STUDENT TARGET [--answers 128] [--strength 0.5]
 
 Each layer of the student gets a new last matrix (`mlp.down_proj`). With it, the output of the layer is as near as
 possible to what the next layer of the student got in the teacher: squared distances, relative to the size of that
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fastest_format import fastest_format
-from leave_out_layers import Answer, answers, questions
+from leave_out_layers import Answer, answers, questions, write
+from real import TEMPERATURE
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import LanguageModel, load_model
 
-TOKENS, TEMPERATURE = 96, 0.7
-"""Maximum length of an answer in tokens, and its temperature: those of configs/real.toml."""
+TOKENS = 96
+"""Maximum length of an answer in tokens, as in configs/real.toml."""
 ROWS = 16
 """Number of answers in one forward pass."""
-RIDGE = 0.5
-"""Strength with which a matrix is held at its old value, relative to the mean square of its inputs."""
 
 
 def main() -> None:
@@ -36,23 +35,27 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--prompts", type=Path, default=Path("build/real/train.jsonl"))
     parser.add_argument("--answers", type=int, default=128)
+    parser.add_argument("--strength", type=float, default=0.5, help="how much a matrix is held at its old value")
     args = parser.parse_args()
     torch.set_num_threads(2)
     tokenizer, asked = load_tokenizer(args.teacher), questions(args.prompts, args.answers)
     quick = load_model(args.teacher, dtype=fastest_format(), device="cpu")
     drawn = answers(quick, tokenizer, asked, TOKENS, TEMPERATURE)
     teacher, student = (load_model(name, dtype="float32", device="cpu") for name in (args.teacher, args.student))
-    errors = refit(teacher, student, drawn)
-    student.model.save_pretrained(args.target)
-    tokenizer.save_pretrained(args.target)
-    student.model.generation_config.save_pretrained(args.target)
+    errors = refit(teacher, student, drawn, args.strength)
+    write(student.model, tokenizer, args.target)
     before, after = (sum(each) / len(errors) for each in zip(*errors, strict=True))
     print(f"{args.target}: {args.student} refitted; mean relative error {before:.3f} before, {after:.3f} after")
 
 
 @torch.no_grad()
-def refit(teacher: LanguageModel, student: LanguageModel, drawn: Sequence[Answer]) -> list[tuple[float, float]]:
-    """Refit all layers of the student, and return the relative squared error of each before and after."""
+def refit(
+    teacher: LanguageModel, student: LanguageModel, drawn: Sequence[Answer], strength: float
+) -> list[tuple[float, float]]:
+    """Refit all layers of the student, and return the relative squared error of each before and after.
+
+    `strength` holds a matrix at its old value, relative to the mean square of its inputs.
+    """
     rows = [drawn[start : start + ROWS] for start in range(0, len(drawn), ROWS)]
     ids = [nn.utils.rnn.pad_sequence([each.ids for each in some], batch_first=True) for some in rows]
     real = [
@@ -66,7 +69,7 @@ def refit(teacher: LanguageModel, student: LanguageModel, drawn: Sequence[Answer
     states = [call.pop("hidden_states") for call in calls]
     for layer, following in zip(student.backbone.layers, [*kept[1:], -1], strict=True):  # type: ignore[arg-type]
         targets = [each[following] for each in inputs]
-        states, before, after = refit_layer(layer, states, calls, targets, real)
+        states, before, after = refit_layer(layer, states, calls, targets, real, strength)
         errors.append((before, after))
     return errors
 
@@ -77,6 +80,7 @@ def refit_layer(
     calls: Sequence[Mapping[str, Any]],
     targets: Sequence[Tensor],
     real: Sequence[Tensor],
+    strength: float,
 ) -> tuple[list[Tensor], float, float]:
     """Change the last matrix of a layer; return its new outputs, and its relative error before and after."""
     matrix: nn.Linear = layer.mlp.down_proj  # type: ignore[union-attr, assignment]
@@ -93,7 +97,7 @@ def refit_layer(
         gram += (x.T @ x).double()
         cross += (x.T @ missing).double()
         squares, count = squares + float(missing.square().sum()), count + missing.numel()
-    change = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram)), cross)
+    change = torch.linalg.solve(gram + strength * gram.diagonal().mean() * torch.eye(len(gram)), cross)
     left = squares - float((change * (2 * cross - gram @ change)).sum())
     matrix.weight += change.T.float()
     moved = [y + x @ change.float() for x, y in zip(features, outputs, strict=True)]
@@ -104,7 +108,10 @@ def kept_layers(teacher: LanguageModel, student: LanguageModel) -> list[int]:
     """Return the number that each layer of the student has in the teacher; they have the same attention."""
     whole = [layer.self_attn.q_proj.weight for layer in teacher.backbone.layers]  # type: ignore[union-attr]
     own = [layer.self_attn.q_proj.weight for layer in student.backbone.layers]  # type: ignore[union-attr]
-    return [next(number for number, each in enumerate(whole) if torch.equal(each, weight)) for weight in own]
+    kept = [next((number for number, each in enumerate(whole) if torch.equal(each, one)), None) for one in own]
+    if None in kept:
+        raise SystemExit(f"layer {kept.index(None)} of the student is no layer of the teacher: give its own teacher")
+    return [number for number in kept if number is not None]
 
 
 def inputs_of_layers(lm: LanguageModel, ids: Tensor) -> list[Tensor]:

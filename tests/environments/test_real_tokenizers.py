@@ -50,6 +50,15 @@ def renderer_of(family: str) -> Renderer:
     return Renderer(tokenizer_of(family), stop_ids=stops_of(family), format=FORMATS[family], tools=[LOOK])
 
 
+@pytest.mark.parametrize("family", ENDS)
+def test_the_end_token_is_the_one_that_the_template_writes_after_an_answer(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    (end,) = stop_ids(tokenizer, None)
+    assert tokenizer.convert_ids_to_tokens(end) == ENDS[family]
+    answered = [*QUESTION, {"role": "assistant", "content": "A door."}]
+    assert ENDS[family] in tokenizer.apply_chat_template(answered, tokenize=False).rpartition("A door.")[2]
+
+
 HERMES = [family for family, format in FORMATS.items() if format == "hermes"]
 
 

@@ -54,9 +54,9 @@ STORY_OF_SCALE = [
     ("job", "story", "updates"),
     [
         ("arithmetic", STORY, 30),
-        pytest.param("ranks", STORY_OF_RANKS, 21, marks=pytest.mark.slow),
+        ("ranks", STORY_OF_RANKS, 21),
         ("tools", STORY_OF_TOOLS, 15),
-        pytest.param("scale", STORY_OF_SCALE, 20, marks=pytest.mark.slow),
+        ("scale", STORY_OF_SCALE, 20),
     ],
     ids=["arithmetic", "ranks", "tools", "scale"],
 )

@@ -164,9 +164,13 @@ def miniature(path: Path, to: Path) -> Path:
     return to / path.name
 
 
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_config_of_every_study_is_valid(path: Path) -> None:
+    assert Study.load(path).cells
+
+
 @pytest.mark.parametrize("path", with_slow(STUDIES, quick=STUDIES[::3]), ids=lambda path: path.stem)
 def test_two_cells_of_every_study_train(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Study.load(path).cells  # every config of it is valid
     assert main(["sweep", str(miniature(path, tmp_path)), "--jobs", "2"]) == 0, capsys.readouterr()
     sweep = Sweep(tmp_path / "out")
     assert len(sweep.finished) == 2

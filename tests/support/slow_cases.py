@@ -1,4 +1,4 @@
-"""Cases of a parametrised test that only `make test-slow` runs, because they prove more of what others prove."""
+"""Cases of a parametrised test that only `make test-slow` runs, because CI proves the same on other cases."""
 
 from collections.abc import Collection, Iterable
 from typing import Any

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from slipstream.children import Child, ChildPool, clock_stopped, close_all, first_message
@@ -201,8 +202,8 @@ class EnvironmentProcess(Child):
         """Calls for which a caller still waits, by number: the future answer and the number of the environment."""
         self.calls = count()
         self.reader = threading.Thread(target=self._receive, daemon=True)
-        self.sender = ThreadPoolExecutor(1, "send to environments")
-        """Sends calls in their order. Where a process does not read, because a step holds its interpreter, it waits."""
+        self.outgoing = SimpleQueue[tuple[Future[None], Any] | None]()
+        """Calls to send, each with a future that is done when it is sent; None after the last one."""
 
     def lost(self, how: str, *, late: bool) -> Exception:
         if late:
@@ -211,14 +212,14 @@ class EnvironmentProcess(Child):
 
     def on_ready(self) -> None:
         self.reader.start()
+        threading.Thread(target=self._send, daemon=True).start()
 
     async def call(self, number: int, method: str, *args: Any) -> Any:
         call, answer = next(self.calls), Future[Any]()
         self.waiting[call] = answer, number
         try:
             async with clock_stopped():
-                sending = partial(self.connection.send, (call, number, method, *args))
-                await asyncio.get_running_loop().run_in_executor(self.sender, sending)
+                await asyncio.wrap_future(self._sent((call, number, method, *args)))
                 result = await asyncio.wrap_future(answer)
         except OSError:
             self.kill()
@@ -229,6 +230,26 @@ class EnvironmentProcess(Child):
         if isinstance(result, EnvironmentFailed):
             raise result
         return result
+
+    def _sent(self, message: Any) -> Future[None]:
+        if self.connection.closed:
+            raise OSError("the process has been closed")
+        sent = Future[None]()
+        self.outgoing.put((sent, message))
+        return sent
+
+    def _send(self) -> None:
+        """Send calls in their order, in a thread: a process whose interpreter is held by a step reads nothing."""
+        while (call := self.outgoing.get()) is not None:
+            sent, message = call
+            if not sent.set_running_or_notify_cancel():
+                continue
+            try:
+                self.connection.send(message)
+            except Exception as error:  # for the caller: the process has ended, or pickle cannot write the arguments
+                sent.set_exception(error)
+            else:
+                sent.set_result(None)
 
     def _receive(self) -> None:
         try:
@@ -253,6 +274,7 @@ class EnvironmentProcess(Child):
         if self.reader.is_alive():
             self.reader.join()
         super().close()
+        self.outgoing.put(None)
 
 
 class EnvironmentPool(ChildPool[EnvironmentProcess]):
