@@ -19,6 +19,7 @@ from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.score_checks import FLOOR, rms_difference, scored
 from slipstream.errors import EngineError, NonFiniteError, RunDirError, SlipstreamError, Unhealthy
 from slipstream.metrics import trust_metrics
+from slipstream.pipeline import checkpoint
 from slipstream.pipeline.admission import AdmissionState
 from slipstream.pipeline.checkpoint import Checkpoints, RunState, newest
 from slipstream.pipeline.control.actions import Stop
@@ -381,6 +382,10 @@ def test_a_teacher_that_begins_to_say_zero_stops_the_run_and_the_last_good_check
     assert Watched(tmp_path).state().doing == f"after update 12; slipstream resume {tmp_path} continues after update 9"
 
 
+def interrupt(path: Path) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_run_that_has_gone_on_and_saves_is_no_longer_of_one_that_went_wrong(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, every=1, keep=9, proof=3)
     learner = toy.ToyLearner(toy.random_table(V, seed=0))
@@ -399,6 +404,13 @@ def test_a_run_that_has_gone_on_and_saves_is_no_longer_of_one_that_went_wrong(tm
         assert [path.name for path in checkpoints.suspects()] == ["9.suspect"]
         await save(7)
         assert checkpoints.suspects() == [] and resumable(tmp_path, 3) == [5, 6, 7]
+        await save(12, suspect=True)
+        await save(8, suspect=True)
+        assert resumable(tmp_path, 3) == [5], "what went wrong before is not what the course that went on is judged by"
+        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "sync", interrupt)  # the new checkpoint has just taken its place
+            await save(9)
+        assert resumable(tmp_path, 3) == [5, 6, 7, 9], "killed while it saved: the newest one is gone on from"
 
     asyncio.run(all_of_it())
 

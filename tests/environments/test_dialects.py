@@ -222,6 +222,26 @@ def test_requests_are_translated_with_instructions_reasoning_and_thinking_in_the
     assert chat_of_messages(json.dumps(given).encode()).messages == expected
 
 
+def test_results_stand_in_the_order_of_their_calls() -> None:
+    """An agent may send them as its tools finish, since each names its call."""
+    order = ["b", "c", "a"]
+    calls = [{"id": each, "function": {"name": each, "arguments": "{}"}} for each in "abc"]
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}]
+    results = [{"role": "tool", "tool_call_id": each, "content": each} for each in order]
+    items = [{"type": "function_call", "call_id": each, "name": each, "arguments": "{}"} for each in "abc"]
+    outputs = [{"type": "function_call_output", "call_id": each, "output": each} for each in order]
+    blocks = [{"type": "tool_use", "id": each, "name": each, "input": {}} for each in "abc"]
+    told = [{"type": "tool_result", "tool_use_id": each, "content": each} for each in order]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": blocks}]
+    for path, given in {
+        "chat/completions": {"messages": [*chat, *results]},
+        "responses": {"input": [{"role": "user", "content": "?"}, *items, *outputs]},
+        "messages": {"messages": [*messages, {"role": "user", "content": told}], "max_tokens": 9},
+    }.items():
+        found = DIALECTS[path].parse(json.dumps(given).encode(), ()).messages
+        assert [each["content"] for each in found if each["role"] == "tool"] == ["a", "b", "c"], path
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     ("responses", {"input": "?", "previous_response_id": "resp_1"}, "no conversation is stored: send all of it"),
     ("responses", {"input": "?", "text": {"format": {"type": "json_schema"}}}, "a grammar changes what"),
@@ -233,7 +253,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "messages",
         {"messages": [QUESTION], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        "parallel_tool_calls: false is not supported; leave it out",
+        "tool_choice.disable_parallel_tool_use: true is not supported; leave it out",
     ),
     ("messages", {"messages": [QUESTION], "stop_sequences": [""]}, "stop: must be text or a list of texts"),
     (
@@ -245,6 +265,18 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'type: is "image", but only text'),
     ("messages", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content: must be text or a list"),
     ("messages", {"messages": 3}, "messages: must be a list of at least one message"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+        "messages[0].content[0].text: must be text",
+    ),
+    ("responses", {"input": "?", "instructions": ["be kind"]}, "instructions: must be text"),
+    ("responses", {"input": "?", "text": {"format": {"type": "json_schema"}}}, "text.format: "),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content[0].text: must be text",
+    ),
     ("messages", [], "the body is not a JSON object"),
 ]
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -223,6 +224,20 @@ def test_a_conversation_of_calls_is_the_one_that_the_template_writes(name: str) 
         row += text_of(ids) + text_of(ours.extend(np.array(ids), seen))
         messages += [call_message(calls), *seen]
         assert row == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_each_result_has_the_id_of_its_call() -> None:
+    """As calls are numbered: from 0 in each turn."""
+    call = '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
+    named = MISTRAL.replace("{{ call.function | tojson }}", call)
+    messages = [user("go")]
+    for turn in (["one", "two"], ["three"]):
+        messages.append(call_message([Call(name, {}) for name in turn]))
+        messages += [tool(f"of {name}") for name in turn]
+    text = text_of(renderer_of(named).open(messages))
+    calls = re.findall(r'"(\w+)", "arguments": {}, "id": "(\d{9})"', text)
+    results = re.findall(r'"of (\w+)", "id": "(\d{9})"', text)
+    assert calls == results == [("one", "000000000"), ("two", "000000001"), ("three", "000000000")]
 
 
 def test_thinking_that_a_template_would_strip_stays_and_is_noted() -> None:
@@ -496,6 +511,7 @@ FAULTS = {
     '<tool_call>{"name": "look", "arguments": "there"}</tool_call>': "a call is no JSON",
     '<tool_call>{"name": "look", "arguments": "{} {}"}</tool_call>': "the arguments of 'look' are followed by ' {}'",
     "<tool_call>7</tool_call>": 'a call is {"name": …, "arguments": {…}}, not \'7\'',
+    "<tool_call>[]</tool_call>": 'a call is {"name": …, "arguments": {…}}, not []',
     "<tool_call></tool_call>": "a call is no JSON",
     '<tool_call>{"name": "look", "arguments": {}} so</tool_call>': "a call is followed by 'so</tool_call>' where",
     '<tool_call>{"name": "look", "arguments": {}}': "a call is not closed by </tool_call>",
@@ -537,7 +553,7 @@ def test_a_call_in_thinking_is_none() -> None:
     reply = renderer("qwen").parse(ids_of(f"<think>\nPerhaps {CALLS[0]}"), cut=True)
     assert (reply.text, reply.calls, reply.faults) == ("", (), ())
     about = '<tool_call>{"name": "look", "arguments": {"what": "MARK"}}</tool_call>'
-    for mark in ("<think>", "</think>", "</think> <think>"):
+    for mark in ("<think>", "</think>", "</think> <think>", "</tool_call> <think>x</think> y"):
         reply = renderer("qwen").parse(ids_of(about.replace("MARK", mark)))
         assert (reply.calls, reply.faults) == ((Call("look", {"what": mark}),), ())
     deep = renderer("deep")  # whose header begins the thinking
@@ -580,13 +596,22 @@ def test_tags_give_text_where_the_schema_says_text() -> None:
         ({"$ref": "#/$defs/Name"}, "7", "7"),
         ({"$ref": "#/$defs/Loop"}, "7", "7"),
         ({"$ref": "#/$defs/Nothing"}, "7", "7"),
+        ({"$ref": "#/definitions/Old"}, "7", 7),
+        ({"anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}]}, "2024", "2024"),
+        ({"anyOf": [{"type": "string"}, {"items": {"type": "string"}, "type": "array"}]}, '["a"]', ["a"]),
+        ({"type": ["string", "number"]}, "7", 7),
+        ({"enum": ["auto", 1, 2]}, "1", 1),
+        ({"enum": ["auto", 1, 2]}, "auto", "auto"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": 0}, "0", 0),
+        ({"const": None}, "null", None),
         ({"type": {}}, "7", "7"),
         (True, "7", "7"),
     ],
 )
 def test_tags_give_what_unions_and_references_allow(schema: Any, text: str, value: Any) -> None:
     named = {"Size": {"type": "integer"}, "Name": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
-    parameters = {"properties": {"key": schema}, "$defs": named}
+    parameters = {"properties": {"key": schema}, "$defs": named, "definitions": {"Old": {"type": "integer"}}}
     said = f"<tool_call><function=look><parameter=key>\n{text}\n</parameter></function></tool_call>"
     (call,) = Format(begin="<tool_call>", end="</tool_call>", tags=True).read(said, schemas={"look": parameters}).calls
     assert call.arguments == {"key": value}

@@ -223,6 +223,14 @@ def test_it_gives_way_when_drift_or_few_samples_outweigh() -> None:
     assert autopilot.tau == 0
 
 
+@pytest.mark.parametrize("often", [1, 32])
+def test_drift_lowers_tau_however_rare_publishes_are(often: int) -> None:
+    autopilot = Autopilot(MOST, BUDGET, often=often, rarest=32)
+    for _ in range(200 * often):
+        change(autopilot, line(autopilot.tau, 0.0, 0.5) | {"publish_every": float(autopilot.every)})
+    assert autopilot.ahead == 0
+
+
 def test_samples_that_freshness_lets_count_nothing_are_too_stale() -> None:
     autopilot = Autopilot(MOST, BUDGET)
     for _ in range(TAU_MEMORY - 1):

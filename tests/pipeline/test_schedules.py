@@ -201,6 +201,14 @@ def test_a_run_in_which_nothing_moves_is_stopped_and_says_who_waits_for_whom(tmp
     assert (tmp_path / "checkpoints" / "0").exists()
 
 
+def test_a_run_that_goes_on_has_all_its_patience_for_its_start(tmp_path: Path) -> None:
+    """The first publish takes 10 seconds, a third of the patience; the clock is that of the whole run."""
+    with RunLog(tmp_path, [], mark={"time": 1000.0, "files": {}, "last": {}}) as log:
+        run = Run(config(Sync(), updates=2), engines(load=10.0), PROMPTS, log, patience=30)
+        virtual.run(run.train())
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
+
+
 @pytest.mark.parametrize(
     ("where", "says"),
     [

@@ -173,3 +173,17 @@ def test_calls_move_on_when_a_worker_dies_until_there_is_none() -> None:
 
     virtual.run(main())
     assert said == ["sampler-0 died and its groups go to others: gone"]
+
+
+def test_a_run_that_goes_on_with_more_workers_renames_none_of_them(tmp_path: Path) -> None:
+    with (tmp_path / "trace.json").open("w") as file:
+        file.write("[\n")
+        for samplers in (["sampler"], ["sampler-0", "sampler-1"]):
+            trace = Trace(file, lambda: 0.0)
+            for track in [trace.track("rollout", name) for name in [*samplers, "learner"]]:
+                with track.busy(f"work of {track.name}"):
+                    pass
+    events = events_of(tmp_path)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    done = [f"work of {names[event['tid']]}" for event in events if event["ph"] == "X"]
+    assert done == [event["name"] for event in events if event["ph"] == "X"] and len(done) == 5

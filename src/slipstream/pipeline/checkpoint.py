@@ -145,7 +145,7 @@ class Checkpoints:
         """Save a checkpoint and return its directory; `state` and `mark` must describe the run at this call.
 
         When the run is `stopping`, older checkpoints are kept, because the newest weights may be worse. A checkpoint
-        whose weights are `suspect` is never resumed automatically. It is removed when a resumed run saves again.
+        whose weights are `suspect` is never resumed automatically. It is removed before a resumed run saves again.
         """
         admission = state.admission
         path = plain = self.directory / str(admission.version)
@@ -155,14 +155,16 @@ class Checkpoints:
                 with writing(path):
                     shutil.rmtree(path, ignore_errors=True)
                     plain.rename(path)
+        else:  # before the new checkpoint: if the process is killed between them, `resume` uses the newest one
+            self._remove_suspects()
         if admission.in_flight or not path.exists():  # an existing one has outdated groups
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
             files = {STATE_FILE: json.dumps(on_disk(state, mark)).encode()}
             await save_whole(learner, path, files, state.groups, optimizer=True)
-        for old in self.suspects() if not suspect else []:
-            remove(old)
+        if suspect:
+            self._remove_suspects(but=path)
         if not stopping:
             self._prune(admission.version)
         self.last = mark["time"]
@@ -184,6 +186,11 @@ class Checkpoints:
 
     def suspects(self) -> list[Path]:
         return sorted(self.directory.glob(suspect_of(Path("*")).name))
+
+    def _remove_suspects(self, but: Path | None = None) -> None:
+        for old in self.suspects():
+            if old != but:
+                remove(old)
 
     def forget_after(self, version: int) -> None:
         """Remove unfinished checkpoints and all later than `version`, from which a run is about to resume."""

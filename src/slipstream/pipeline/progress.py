@@ -17,7 +17,7 @@ from slipstream.pipeline.trace import Trace
 class Progress:
     def __init__(self, trace: Trace, admission: Admission, pools: Sequence[Pool[Any]]) -> None:
         self.trace, self.admission, self.pools = trace, admission, pools
-        self.last_change = 0.0
+        self.last_change = trace.now()
         """Time of the last change, in seconds of the trace's clock."""
         self.waits: dict[str, float] = {}
         """Time at which each current wait of the learner began, by the name of the wait."""

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol
+from zlib import crc32
 
 from slipstream.metrics import Interval, Workers
 from slipstream.records import Header
@@ -147,9 +148,10 @@ class Trace:
 
     def track(self, stage: str, name: str, *, there: bool = True) -> Track:
         """Add a track for a worker; its idle time counts while `there` is true."""
-        track = Track(self, len(self.tracks) + 1, stage, name, there)
+        tid = crc32(name.encode())  # not a count: after a resume with more workers, it would be another worker's
+        track = Track(self, tid, stage, name, there)
         self.tracks.append(track)
-        for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track.tid})):
+        for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": len(self.tracks)})):
             self._write({"ph": "M", "pid": 1, "tid": track.tid, "name": kind, "args": value})
         return track
 

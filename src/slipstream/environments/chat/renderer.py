@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.environments import Call, Message, Reply
 from slipstream.environments.chat.quoting import Part, Quoting
-from slipstream.environments.chat.tool_calls import HERMES, Format
+from slipstream.environments.chat.tool_calls import HERMES, Format, Reading
 from slipstream.environments.chat.tool_formats import call_message, format_of
 from slipstream.environments.chat.turn_boundaries import DUMMY_TOOL, QUESTION, RESULT, SECOND_RESULT, Refused, Template
 from slipstream.errors import ConfigError, DataError, ModelError
@@ -236,7 +236,7 @@ def without_thinking(text: str, form: Format, *, begun: bool) -> str:
             shown.append(text[at:thinking])
             at = _after(text, "</think>", thinking)
         else:
-            after = _after(text, form.end, call) if form.end else len(text)
+            after = Reading(form, text).one(call + len(begin)) if form.end else len(text)
             shown.append(text[at:after])
             at = after
     return "".join(shown)
@@ -252,10 +252,15 @@ def _after(text: str, mark: str, at: int) -> int:
 
 
 def number_tool_results(messages: Sequence[Message]) -> list[Message]:
-    """Add `tool_call_id` to tool messages, in order, since some templates print the id of the answered call."""
-    tools = [place for place, message in enumerate(messages) if message["role"] == "tool"]
-    ids = {place: {"tool_call_id": f"{number:09d}"} for number, place in enumerate(tools)}
-    return [ids.get(place, {}) | message for place, message in enumerate(messages)]
+    """Add `tool_call_id` to tool messages, since some templates print the id of the answered call.
+
+    The calls of each turn are numbered from 0 (`call_message`), and so are the results after it.
+    """
+    numbered, number = list[Message](), count()
+    for message in messages:
+        number = count() if message["role"] == "assistant" else number
+        numbered.append({"tool_call_id": f"{next(number):09d}"} | message if message["role"] == "tool" else message)
+    return numbered
 
 
 def wrap_tool_results(messages: Sequence[Message]) -> list[Message]:

@@ -42,16 +42,24 @@ class Format:
 
     def read(self, text: str, *, cut: bool = False, schemas: Mapping[str, Any] | None = None) -> Found:
         """Parse the calls in a turn. `schemas`: argument schemas by tool. `cut`: the turn reached its length limit."""
-        return Reading(self, text, cut, schemas or {}).all()
+        return Reading(self, text, cut, schemas).all()
 
 
 HERMES = Format(begin="<tool_call>", end="</tool_call>")
+
+
+JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+JSON_TYPES |= {list: "array", dict: "object"}
+"""Types of JSON by the types of their values in Python."""
 
 
 def _types(schema: Any, definitions: Mapping[str, Any], depth: int = 8) -> set[str]:
     """Return the types of JSON that a schema allows, through unions and references; a string if it does not say."""
     if not isinstance(schema, dict) or not depth:
         return {"string"}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if "type" not in schema and isinstance(values, list):
+        return {JSON_TYPES.get(type(value), "string") for value in values}
     if isinstance(reference := schema.get("$ref"), str):
         return _types(definitions.get(reference.rpartition("/")[2]), definitions, depth - 1)
     if isinstance(parts := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"), list):
@@ -69,8 +77,8 @@ class Found:
 
 
 class Reading:
-    def __init__(self, form: Format, text: str, cut: bool, schemas: Mapping[str, Any]) -> None:
-        self.form, self.text, self.cut, self.schemas, self.found = form, text, cut, schemas, Found()
+    def __init__(self, form: Format, text: str, cut: bool = False, schemas: Mapping[str, Any] | None = None) -> None:
+        self.form, self.text, self.cut, self.schemas, self.found = form, text, cut, schemas or {}, Found()
 
     def all(self) -> Found:
         if not self.form.begin:
@@ -79,7 +87,7 @@ class Reading:
         at, around = 0, list[str]()
         while (start := self.text.find(self.form.begin, at)) >= 0:
             around.append(self.text[at:start])
-            at = self._one(start + len(self.form.begin))
+            at = self.one(start + len(self.form.begin))
         around.append(self.text[at:])
         rest = "".join(around)
         for mark in self.form.outer:
@@ -90,7 +98,7 @@ class Reading:
         self.found.text = rest
         return self.found
 
-    def _one(self, at: int) -> int:
+    def one(self, at: int) -> int:
         """Parse the call after a begin mark; return the position after the call."""
         end, text = self.form.end, self.text
         try:
@@ -139,7 +147,8 @@ class Reading:
     def _typed(self, tool: str, key: str, text: str) -> Any:
         """Parse a parameter as JSON unless its schema allows only strings; return text that is not JSON unchanged."""
         parameters = self.schemas.get(tool, {})
-        types = _types(parameters.get("properties", {}).get(key), parameters.get("$defs", {}))
+        definitions = parameters.get("definitions", {}) | parameters.get("$defs", {})
+        types = _types(parameters.get("properties", {}).get(key), definitions)
         given = {"True": "true", "False": "false", "None": "null"}.get(text, text)
         if types <= {"string", "null"}:
             return None if given == "null" and "null" in types else text
@@ -147,7 +156,9 @@ class Reading:
             value, end = value_at(given, 0)
         except Fault:
             return text
-        return text if given[end:].strip() else value
+        kind = JSON_TYPES[type(value)]
+        is_other = "string" in types and kind not in types and not (kind == "integer" and "number" in types)
+        return text if is_other or given[end:].strip() else value
 
     def _bare(self) -> None:
         """Parse a turn in the format without marks: either the whole turn consists of calls, or it has no calls."""
@@ -195,6 +206,8 @@ def value_at(text: str, at: int) -> tuple[Any, int]:
 
 def _calls(value: Any) -> list[Call]:
     calls = []
+    if value == []:
+        raise Fault('a call is {"name": …, "arguments": {…}}, not []')
     for each in value if isinstance(value, list) else [value]:
         inner = each.get("function", each) if isinstance(each, dict) else each
         if not isinstance(inner, dict):

@@ -1,9 +1,9 @@
 """JSON of the chat API: parse requests, refuse options that are not supported, and format answers."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ UNSUPPORTED: dict[str, Any] = {
         (True, "parallel_tool_calls"),
         ([], "stop_token_ids"),
         ({}, "logit_bias chat_template_kwargs"),
-        ({"type": "text"}, "response_format"),
+        ({"type": "text"}, "response_format format"),
     )
     for name in names.split()
 }
@@ -33,7 +33,7 @@ INSTEAD = {
     "n": "send the request n times",
     "logprobs": "/inference/v1/generate returns them",
     "chat_template_kwargs": "write data.template_args in the run's config",
-    "response_format": "a grammar changes what the student is learning from",
+    **dict.fromkeys(("response_format", "format"), "a grammar changes what the student is learning from"),
     "previous_response_id": "no conversation is stored: send all of it",
     "conversation": "no conversation is stored: send all of it",
 }
@@ -198,7 +198,20 @@ def _messages(given: Any, known: Sequence[tuple[Any, Message]]) -> list[tuple[An
     found += [(each, _message(f"messages[{n}]", each)) for n, each in enumerate(given[len(found) :], len(found))]
     if found[-1][1]["role"] == "assistant":
         raise wrong(f"messages[{len(found) - 1}]", "must not be the assistant's: a message is not continued")
-    return found
+    return _in_order_of_calls(found)
+
+
+def _in_order_of_calls(found: Sequence[tuple[Any, Message]]) -> list[tuple[Any, Message]]:
+    """Sort the results after each turn by the turn's calls: agents may send them as they finish, named by id."""
+    in_order, place = list[tuple[Any, Message]](), dict[str, int]()
+    for is_tool, run in groupby(found, lambda pair: bool(pair[1]["role"] == "tool")):
+        some = list(run)
+        if is_tool:
+            some.sort(key=lambda pair: place.get(str(pair[0].get("tool_call_id")), len(place)))
+        else:
+            place = {str(call.get("id")): n for n, call in enumerate(some[-1][0].get("tool_calls") or [])}
+        in_order += some
+    return in_order
 
 
 def _sent_as_text(message: tuple[Any, Message]) -> bool:
@@ -228,10 +241,17 @@ def _content(place: str, given: Any) -> str:
     texts = []
     for n, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+        if kind not in ("text", "input_text", "output_text"):
             raise wrong(f"{place}[{n}].type", f"is {json.dumps(kind)[:60]}, but only text is supported")
-        texts.append(part["text"])
+        texts.append(text_in(f"{place}[{n}]", part))
     return "".join(texts)
+
+
+def text_in(place: str, part: Mapping[str, Any]) -> str:
+    """Return the text of a part of a message."""
+    if not isinstance(text := part.get("text"), str):
+        raise wrong(f"{place}.text", "must be text")
+    return text
 
 
 def _functions(place: str, given: Any, fault: str) -> list[dict[str, Any]]:

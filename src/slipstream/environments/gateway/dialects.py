@@ -46,7 +46,7 @@ def parts_of(place: str, given: Any, kinds: Mapping[str, Any]) -> Iterator[tuple
 def text_of(place: str, given: Any) -> str:
     """Return the text of a tool's result, which may be a list of parts."""
     parts = parts_of(place, "" if given is None else given, dict.fromkeys(("text", "input_text", "output_text")))
-    return "".join(str(part.get("text", "")) for _, part in parts)
+    return "".join(wire.text_in(f"{place}[{n}]", part) for n, (_, part) in enumerate(parts))
 
 
 def each_tool(given: Any, translate: Callable[[Any], Any]) -> Any:
@@ -64,7 +64,8 @@ ITEMS = dict.fromkeys(("message", "function_call", "function_call_output", "reas
 def chat_of_responses(body: bytes, known: Known = ()) -> Chat:
     given = load_json(body)
     check_options(given, RESPONSES_PARAMETERS)
-    format = (given.get("text") or {}).get("format") if isinstance(given.get("text"), dict) else None
+    if isinstance(text := given.get("text"), dict):
+        check_options({"format": text.get("format")}, set(), "text.")
     if given.get("background"):
         raise wrong("background", "is not supported; leave it out")
     chat = {
@@ -74,7 +75,6 @@ def chat_of_responses(body: bytes, known: Known = ()) -> Chat:
         "max_tokens": given.get("max_output_tokens"),
         "stream": given.get("stream"),
         "model": given.get("model"),
-        "response_format": format,
         **{name: given.get(name) for name in wire.IMPOSED},
     }
     return chat_from({name: value for name, value in chat.items() if value is not None}, known)
@@ -90,8 +90,10 @@ def tool_of_responses(tool: Any) -> Any:
 
 def messages_of_responses(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield chat messages; calls follow the assistant's text in the same message, and reasoning is left out."""
-    if isinstance(given.get("instructions"), str):
-        yield {"role": "system", "content": given["instructions"]}
+    if (instructions := given.get("instructions")) is not None:
+        if not isinstance(instructions, str):
+            raise wrong("instructions", "must be text")
+        yield {"role": "system", "content": instructions}
     items = given.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -104,15 +106,16 @@ def messages_of_responses(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             raise wrong(f"input[{n}].type", f"is {json.dumps(kind)[:60]}, but only {', '.join(ITEMS)} are supported")
         if kind == "function_call":
             reply = reply or {"role": "assistant", "content": ""}
-            call = {"function": {"name": item.get("name"), "arguments": item.get("arguments")}}
-            reply.setdefault("tool_calls", []).append(call)
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            reply.setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
         if kind in ("function_call", "reasoning", "item_reference"):
             continue
         if reply is not None:
             yield reply
             reply = None
         if kind == "function_call_output":
-            yield {"role": "tool", "content": text_of(f"input[{n}].output", item.get("output"))}
+            content = text_of(f"input[{n}].output", item.get("output"))
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         elif item.get("role") == "assistant":
             reply = {"role": "assistant", "content": item.get("content")}
         else:
@@ -205,12 +208,12 @@ def chat_of_messages(body: bytes, known: Known = ()) -> Chat:
     given = load_json(body)
     check_options(given, MESSAGES_PARAMETERS)
     choice = given.get("tool_choice")
-    one_call = isinstance(choice, dict) and choice.get("disable_parallel_tool_use")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        raise wrong("tool_choice.disable_parallel_tool_use", "true is not supported; leave it out")
     chat = {
         "messages": list(messages_of_messages(given)),
         "tools": each_tool(given.get("tools"), tool_of_messages),
         "tool_choice": choice.get("type") if isinstance(choice, dict) else choice,
-        "parallel_tool_calls": False if one_call else None,
         "max_tokens": given.get("max_tokens"),
         "stop": given.get("stop_sequences"),
         "stream": given.get("stream"),
@@ -240,14 +243,17 @@ def messages_of_messages(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             raise wrong(f"{place}.role", "must be user or assistant")
         texts, calls = list[str](), list[dict[str, Any]]()
         results = list[dict[str, Any]]()
-        for kind, block in parts_of(f"{place}.content", message.get("content"), MESSAGES_BLOCKS):
+        for number, (kind, block) in enumerate(parts_of(f"{place}.content", message.get("content"), MESSAGES_BLOCKS)):
+            part = f"{place}.content[{number}]"
             match kind:
                 case "text":
-                    texts.append(str(block.get("text", "")))
+                    texts.append(wire.text_in(part, block))
                 case "tool_use":
-                    calls.append({"function": {"name": block.get("name"), "arguments": block.get("input")}})
+                    function = {"name": block.get("name"), "arguments": block.get("input")}
+                    calls.append({"id": block.get("id"), "function": function})
                 case "tool_result":
-                    results.append({"role": "tool", "content": text_of(f"{place}.content", block.get("content"))})
+                    content = text_of(f"{part}.content", block.get("content"))
+                    results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         yield from results
         if texts or calls or not results:
             calls_of = {"tool_calls": calls} if calls else {}

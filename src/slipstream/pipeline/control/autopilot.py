@@ -98,7 +98,7 @@ class Autopilot(Controller):
         """Bounds of `ahead`: values up to `low` proved too small, values from `high` on too large."""
         self.too_rare = 2 * rarest
         """Smallest publish interval that made samples too stale or brought nothing; larger ones are not tried."""
-        self.window = deque[Observation](maxlen=MAX_WINDOW)
+        self.window = deque[Observation](maxlen=max(MAX_WINDOW, often))
         self.settling, self.update, self.memory = (self.ahead + 1) * often, 0, TAU_MEMORY
         self.trial: Trial | None = None
 
@@ -223,7 +223,7 @@ class Autopilot(Controller):
             every //= 2
         if every != self.every:
             self.every, self.low, self.high = every, -1, self.most + 1
-        self.window.clear()
+        self.window = deque(maxlen=max(MAX_WINDOW, self.every))  # at least one publish
         news = [f"publish_every from {before} to {every}"] * (every != before)
         return (
             f"{', '.join([*news, *([f'tau from {tau:g} to {self.tau:g}'] if self.tau != tau else [])])}, because {why}"
