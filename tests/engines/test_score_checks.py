@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,11 @@ from slipstream.pipeline.control.health import (
     unusable_scores,
 )
 from slipstream.pipeline.failures import ResponseWatch
+from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import is_rechecked
 from slipstream.protocols import Engines, GradingSampler, Scorer
-from slipstream.records import Group, Handle, Scored, header_of
+from slipstream.records import Batch, Group, Handle, Scored, header_of
 from slipstream.reporting.terminal.watch import Watched
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.reading import RunDir
@@ -143,6 +145,16 @@ def test_the_kl_to_a_teacher_and_its_error_by_hand() -> None:
     assert trust_metrics([replace(header, teacher="")]) == {}
     alone = trust_metrics(headers, several_teachers=True)  # this update has responses to one of two teachers
     assert alone == {"teacher/a/kl": 1.0, "teacher/a/kl_error": 0.5, "teacher/floored": 1.0}
+
+
+def test_faults_of_teachers_wait_for_the_next_metrics_of_teachers() -> None:
+    """An update of given responses alone has none."""
+    counts: Any = SimpleNamespace(unusable=5, again=[0.1], differed=1, several_teachers=False)
+    drawn = Handle(header_of(response(7, 8).body, teacher="main"), None)
+    assert Ledger._trust(counts, Batch(([drawn.with_header(source="data")],), 1)) == {}
+    found = Ledger._trust(counts, Batch(([drawn],), 2))
+    assert (found["teacher/invalid"], found["teacher/differed"], found["teacher/recheck_max"]) == (5, 1, 0.1)
+    assert (counts.unusable, counts.again, counts.differed) == (0, [], 0)
 
 
 # --- a run's own numbers ----------------------------------------------------------------------------------------------

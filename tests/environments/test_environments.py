@@ -16,6 +16,7 @@ import pytest
 from slipstream.environments import Call, Reply, Start
 from slipstream.environments.forms import Acting, kind_of, shorten
 from slipstream.environments.pool import EnvironmentPool, EnvironmentSettings, Episode, schemas
+from slipstream.environments.tools import without_titles
 from slipstream.errors import ConfigError, EnvironmentFailed
 
 GIVEN = {"id": "a", "prompt": "?", "ground_truth": 4, "meta": {"k": 2}, "data_source": "x", "seed": 5}
@@ -123,6 +124,9 @@ def test_tools_are_told_as_their_types_and_docstrings_say(adder: str) -> None:
         },
     }
     assert [each["function"]["name"] for each in (wait, fail)] == ["wait", "fail"]
+    default = {"title": "a", "n": 1}
+    shown = without_titles({"properties": {"title": {"title": "Title", "default": default}}, "title": "Arguments"})
+    assert shown == {"properties": {"title": {"default": default}}}
 
 
 def test_episodes_that_begin_together_wait_together_for_a_process(adder: str) -> None:

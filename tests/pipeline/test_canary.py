@@ -717,6 +717,32 @@ def test_a_group_that_a_wrong_sampler_has_begun_before_begins_again_once() -> No
     assert asked == [False] and not groups.responses and ledger.thrown_tokens == 4 and worker.since == {6: 0}
 
 
+def test_a_sampler_that_is_retired_while_it_answers_costs_tokens_and_counts_nothing_else() -> None:
+    """Another sampler answers the same group from where it was begun, and that answer is counted."""
+    prompt = PROMPTS.at(5)
+    begun, rolled = drawn_by_version(prompt, 8, 2), drawn_by_version(prompt, 8, 6)
+    ledger, samplers = SimpleNamespace(thrown_tokens=0), SimpleNamespace(version=8, retired=set())
+    groups: Any = SimpleNamespace(
+        admission=SimpleNamespace(live={5: SimpleNamespace(version=8)}, schedule=SimpleNamespace(publish="keep")),
+        ledger=ledger,
+        responses={5: begun},
+        paused=False,
+        progress=SimpleNamespace(changed=asyncio.Event()),
+    )
+
+    class Engine:
+        async def generate(self, *args: Any) -> Any:
+            samplers.retired.add(worker)
+            return rolled
+
+    canaries: Any = None
+    sampling = Sampling(max_tokens=4)
+    rollouts = Rollouts(groups, samplers, {}, sampling, lambda _: sampling, canaries, None, lambda _: False)  # type: ignore[arg-type]
+    worker: Any = Hashed(engine=Engine(), since={})
+    assert asyncio.run(rollouts._generate(prompt, worker)) == ()
+    assert groups.responses == {5: begun} and ledger.thrown_tokens == 4
+
+
 def drawn_by_version(prompt: Prompt, version: int, tokens: int) -> list[Handle]:
     ids, logp = np.ones((tokens, 1), np.int32), np.zeros((tokens, 1), np.float32)
     versions = np.full(tokens, version, np.int32)

@@ -29,6 +29,7 @@ NOW = {"sampler": 2, "teacher.main": 1}
 def test_what_is_asked() -> None:
     assert requested_sizes([], NOW) == {}
     assert requested_sizes(["sampler=+2", "teacher.main=3"], NOW) == {"sampler": 4, "teacher.main": 3}
+    assert requested_sizes(["teacher.größe=+1"], {"teacher.größe": 1}) == {"teacher.größe": 2}
     assert requested_sizes(["sampler=-1"], NOW) == {"sampler": 1}
 
 
@@ -37,6 +38,7 @@ def test_what_is_asked() -> None:
     [
         ("sampler", r"'sampler' is not a valid change: write sampler=\+2, teacher.main=-1 or sampler=3"),
         ("sampler=1.5", "is not a valid change"),
+        ("sampler=٣", "is not a valid change"),
         (f"sampler={'1' * 5000}", "is not a valid change"),
         ("samplers=1", "no kind of worker is called 'samplers'; did you mean 'sampler'"),
         ("learner=2", "no kind of worker is called 'learner'; known: sampler, teacher.main"),

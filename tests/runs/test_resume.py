@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from slipstream.engines.record_files import read_groups
 from slipstream.errors import RunDirError, WorkerDied
 from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.ledger import Ledger
-from slipstream.records import unfinished
+from slipstream.protocols import Engines, Sampler, Sampling
+from slipstream.records import Group, Prompt, unfinished
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runs import start as command
+from support import toy_runs
 from support.coordinators import Coordinators
 from support.toy_runs import config, ends, go
 
@@ -444,9 +447,8 @@ def test_groups_in_flight_begin_again_if_what_is_recorded_of_them_changes(
     m: int, changes: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained(tmp_path / "run", m)
-    assert any(
-        handle.header.finish == "released" for group in read_groups(run / "checkpoints" / "2") for handle in group
-    )
+    begun = [handle.header for group in read_groups(run / "checkpoints" / "2") for handle in group]
+    assert any(header.finish == "released" for header in begun)
     text = (run / "config.toml").read_text()
     for line in changes.values():
         if line.startswith("["):
@@ -461,7 +463,9 @@ def test_groups_in_flight_begin_again_if_what_is_recorded_of_them_changes(
     assert any(f"groups in flight begin again, because {setting}" in why for setting in changes)
     ledger = read_lines(run / "ledger.jsonl")
     assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger)))
-    assert [line["update"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"] == [1, 2, 3, 4]
+    lines = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["update"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["thrown_tokens"] >= sum(header.tokens for header in begun) > 0
     # a checkpoint of before the change, in a run that has the new settings since then
     assert main(["resume", str(run), "--from", "2"]) == 0
     assert "groups in flight begin again" in " ".join(capsys.readouterr().out.split())
@@ -506,3 +510,34 @@ def test_other_data_begins_groups_again_and_accuses_no_teacher(
     again = "begin again, because data.train was changed"
     assert (again if setting == "data.train" else "groups in flight continue") in said
     assert not list((run / "checkpoints").glob("*.suspect"))
+
+
+class HalfBroken:
+    """A sampler whose second response of each finished group has failed."""
+
+    def __init__(self, inner: Sampler) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> Group:
+        one, other = await self.inner.generate(prompt, sampling, begun)
+        if not unfinished([one, other]):
+            other = other.with_header(finish="error", cause="the environment broke", outcome={"failed/error": 1.0})
+        return [one, other]
+
+
+def test_a_stop_forgets_no_cause_of_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = toy_runs.engines
+
+    def broken(**options: Any) -> Engines:
+        engines = made(**options)
+        return replace(engines, samplers=tuple(map(HalfBroken, engines.samplers)))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(toy_runs, "engines", broken)
+    for until in (4.1, None):
+        toy_runs.go(tmp_path / "run", Async(tau=2), until=until)
+    entries = [entry for entry in read_lines(tmp_path / "run" / "ledger.jsonl") if entry["end"] == "trained"]
+    assert len(entries) == 24
+    assert all((entry["failed"], entry["causes"]) == ([1], ["the environment broke"]) for entry in entries)

@@ -71,16 +71,22 @@ def schema_of(tool: Tool | ServedTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+VALUE_KEYS = ("const", "default", "enum", "examples")
+"""Keys of a JSON schema that contain values of arguments, not schemas."""
+
+
 def without_titles(schema: Any) -> Any:
     """Remove the keys of a JSON schema that pydantic adds and chat templates do not need."""
     if isinstance(schema, list):
         return [without_titles(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: {key: without_titles(below) for key, below in value.items()}
-        if name == "properties"
-        else without_titles(value)
-        for name, value in schema.items()
-        if name not in ("title", "additionalProperties")
-    }
+    kept = dict[str, Any]()
+    for name, value in schema.items():
+        if name in VALUE_KEYS:
+            kept[name] = value
+        elif name == "properties":
+            kept[name] = {key: without_titles(below) for key, below in value.items()}
+        elif name not in ("title", "additionalProperties"):
+            kept[name] = without_titles(value)
+    return kept

@@ -71,6 +71,13 @@ class RunState:
     """State of the choice of prompts, with the rows of the groups in flight; empty in older checkpoints."""
     recorded: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the groups in flight (see RECORDED), by name; empty in older checkpoints."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What the ledger will say about failures in the groups in flight; empty in older checkpoints."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the groups in flight have."""
+        return sum(handle.header.tokens for group in self.groups for handle in group)
 
     def changed(self, config: Config, prompts: str) -> list[str]:
         """Return the names of the settings of `config` that the groups in flight do not have; `prompts` is a digest."""
@@ -87,7 +94,7 @@ class RunState:
         """
         begun = replace(self.admission, waiting=[], ready=[], zero_advantage=[], versions={})
         canaries = {} if any(name.startswith(REFERENCE) for name in changed) else self.canaries
-        return replace(self, admission=begun, groups=(), canaries=canaries)
+        return replace(self, admission=begun, groups=(), canaries=canaries, notes={})
 
 
 BEGINNING = RunState()
@@ -205,7 +212,7 @@ def on_disk(state: RunState, mark: LogPosition) -> dict[str, Any]:
     admission = {CHECKPOINT_FIELDS_ON_DISK.get(name, name): value for name, value in asdict(state.admission).items()}
     choice = {"choice": state.choice} if state.choice else {}
     found = {"admission": admission, "log": mark, "attempts": state.attempts, "canaries": state.canaries}
-    found |= {"recorded": state.recorded}
+    found |= {"recorded": state.recorded, "notes": state.notes}
     return found | choice | written_by()
 
 
@@ -301,7 +308,7 @@ def read(path: Path) -> Checkpoint:
     for by_number in ("in_flight", "versions", "sources", "stored"):
         saved[by_number] = {int(number): value for number, value in saved.get(by_number, {}).items()}
     saved["stored"] = {number: Stored(**stored) for number, stored in saved["stored"].items()}
-    others = {name: found.get(name, {}) for name in ("attempts", "canaries", "choice", "recorded")}
+    others = {name: found.get(name, {}) for name in ("attempts", "canaries", "choice", "recorded", "notes")}
     return Checkpoint(path, RunState(AdmissionState(**saved), **others), found["log"])
 
 

@@ -13,7 +13,7 @@ from slipstream.pipeline.learning import Learning, Save
 from slipstream.pipeline.suites import SuiteRuns
 from slipstream.protocols import Learner
 from slipstream.run_dir.formats import resumable
-from slipstream.run_dir.writing import LogPosition, RunLog
+from slipstream.run_dir.writing import RunLog
 
 T = TypeVar("T")
 HAND_OVER_TIMEOUT = 30.0
@@ -37,12 +37,9 @@ class Ending:
     """Longest time in seconds that the learner may take to save; None: no limit."""
     say: Callable[[str], None]
 
-    def mark(self) -> LogPosition:
-        return self.log.mark(time=self.now(), totals=self.totals())
-
-    def capture(self, mark: LogPosition | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
+    def capture(self, *, stopping: bool = False, suspect: bool = False) -> Save:
         """Capture the state of the run now, and return the function that saves it as a checkpoint."""
-        state, mark = self.state(), mark or self.mark()
+        state, mark = self.state(), self.log.mark(time=self.now(), totals=self.totals())
 
         async def save() -> Path:
             return await self.checkpoints.save(self.learner, state, mark, stopping=stopping, suspect=suspect)
@@ -82,7 +79,9 @@ class Ending:
         """
         if isinstance(cause, RunDirError):
             raise cause from cause.__cause__
-        mark = self.mark()  # taken before groups are recorded as dropped: a resumed run continues them
+        suspect = isinstance(cause, NonFiniteError) or (isinstance(cause, Unhealthy) and cause.harmful)
+        # captured before groups are recorded as dropped: a resumed run continues them
+        save = self.capture(stopping=True, suspect=suspect)
         if learning is not None:
             groups = learning.groups
             stored = groups.admission.store.groups.items()
@@ -95,9 +94,8 @@ class Ending:
             self.say("no checkpoint is saved: the current update may have made only some of its optimizer steps")
             raise cause from cause.__cause__
         limit = STALLED_SAVE_TIMEOUT if isinstance(cause, Stalled) else self.patience
-        suspect = isinstance(cause, NonFiniteError) or (isinstance(cause, Unhealthy) and cause.harmful)
         try:
-            path = await with_timeout(self.capture(mark, stopping=True, suspect=suspect)(), limit, "saving")
+            path = await with_timeout(save(), limit, "saving")
         except Exception as error:  # the learner itself may have failed; `cause` must still be raised
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:

@@ -41,10 +41,11 @@ class Ledger:
         devices: int,
         size: int,
         several_teachers: bool,
+        notes: Mapping[str, Any],
     ) -> None:
         """Start or continue the records of a run; `controllers` returns metrics, `traffic` the bytes so far by path.
 
-        `size` is the number of members of a complete group.
+        `size` is the number of members of a complete group. `notes` are those of a checkpoint.
         """
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
         self.controllers, self.traffic, self.devices, self.size = controllers, traffic, devices, size
@@ -73,10 +74,10 @@ class Ledger:
         self.moves: Metrics = {}
         """Seconds that each such teacher took to load new weights since the last update, by metric name."""
         self.unusable, self.reported = 0, set[str]()
-        """Responses with unusable scores since the last update, and the teachers already reported for it."""
-        self.causes: dict[int, list[str]] = {}
+        """Responses with unusable scores since the last metrics of teachers, and the teachers already reported for it."""
+        self.causes: dict[int, list[str]] = {int(number): each for number, each in notes.get("causes", {}).items()}
         """Causes of failed members, by the number of a group that is still in use."""
-        self.redone: dict[int, str] = {}
+        self.redone: dict[int, str] = {int(number): worker for number, worker in notes.get("redone", {}).items()}
         """Worker whose answer was not trusted, by the number of the group that was answered again."""
         self.again: list[float] = []
         """Largest difference of the two scores of each group that was scored twice, since the last update."""
@@ -86,6 +87,11 @@ class Ledger:
         """Tokens of each stage until the last update."""
         self._traffic = Counter[str]()
         """Bytes of each path until the last update."""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What is known about failures in groups that are still in use, for a checkpoint."""
+        return {"causes": {number: [*each] for number, each in self.causes.items()}, "redone": {**self.redone}}
 
     def write_trained(
         self, ended: Iterable[tuple[Group, list[int]]], weighed: Mapping[tuple[int, int], SampleFreshness]
@@ -286,7 +292,7 @@ class Ledger:
                 "teacher/differed": float(self.differed),
                 **({"teacher/recheck_max": max(known)} if (known := [x for x in self.again if x < inf]) else {}),
             }
-        self.unusable, self.again, self.differed = 0, [], 0
+            self.unusable, self.again, self.differed = 0, [], 0
         return found
 
 

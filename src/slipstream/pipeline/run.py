@@ -102,7 +102,7 @@ class Run:
         self.say, log.say = say, say
         self.restarts = restarts or Restarts(config.runtime.restarts)
         self.restarts.recall(log.last)
-        self.references = state.canaries
+        self.references, self.notes = state.canaries, state.notes
         self.choice = choice_of(config, prompts, state.choice)
         self.admission = admission_of(config, self.choice, state.admission, whole_batches=whole_batches)
         prompts.move_rollouts(self.admission.first, config.updates - self.admission.supervised)
@@ -234,7 +234,8 @@ class Run:
         kept = [*self.admission.store.groups, *self.admission.live]
         groups = [self.responses[number] for number in kept if self.responses.get(number)]
         references = self.pipeline.canaries.state if self.pipeline else self.references
-        kinds = self.memory.state, references, self.choice.state, recorded_settings(self.config)
+        notes = self.pipeline.groups.ledger.notes if self.pipeline else self.notes
+        kinds = self.memory.state, references, self.choice.state, recorded_settings(self.config), notes
         return RunState(self.admission.state, groups, *kinds)
 
     def _totals(self) -> Metrics:
@@ -275,6 +276,7 @@ class Run:
             devices=1 if config.runtime.kind == "inline" else config.devices,
             size=config.sampler.group,
             several_teachers=len(config.teachers) > 1,
+            notes=self.notes,
         )
         policy, sampling = config.policy, rollout_sampling(config)
         weights = {name: policy.reward_weights.get(name, 1.0) for name in config.task.names} if policy else {}

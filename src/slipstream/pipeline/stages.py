@@ -120,6 +120,9 @@ class Rollouts:
                 ledger.thrown_tokens += tokens_of(rolled)
                 groups.responses.pop(number, None)
                 return ()
+        if worker in self.samplers.retired:  # while it answered; another sampler continues from `begun`
+            ledger.thrown_tokens += tokens_of(rolled) - tokens_of(begun)
+            return ()
         worker.track.tokens -= tokens_of(begun)
         if unfinished(rolled):
             worker.track.tokens += tokens_of(rolled)

@@ -217,6 +217,8 @@ class Start:
                 go_on = "continue"
                 if changed := state.changed(config, self.plan.prompts.digest):
                     go_on = f"begin again, because {changed[0]} was changed"
+                    totals = checkpoint.mark["last"]
+                    totals["thrown_tokens"] = totals.get("thrown_tokens", 0.0) + state.tokens
                     state = state.with_groups_begun_again(changed)
                 self.say(
                     f"continuing from {checkpoint.path}; {len(state.admission.in_flight)} groups in flight {go_on}"

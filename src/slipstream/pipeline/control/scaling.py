@@ -20,7 +20,7 @@ from math import ceil, inf
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.pipeline.control.actions import Action, Controller, Line, Resize, Say
 
-CHANGE_PATTERN = re.compile(r"([\w.]+)=([+-]?)(\d{1,9})", re.ASCII)
+CHANGE_PATTERN = re.compile(r"([\w.]+)=([+-]?)([0-9]{1,9})")
 SCALING_WINDOW = 5
 """Number of updates that one decision averages."""
 SETTLING_UPDATES = 2
