@@ -258,7 +258,7 @@ def test_what_passes_is_tried_again_and_nobody_notices(faults: list[Fault], fake
 LASTING: dict[Fault, str] = {
     "busy": "answers 429: .*too many requests",
     "broken": "answers 500: .*internal error",
-    "cut": r"cannot be reached: RemoteProtocolError: peer closed connection",
+    "cut": r"breaks off its answer: RemoteProtocolError: peer closed connection",
     "refused": "answers 400: .*the server does not like it",
     "not json": "gives an answer that is not JSON: <html>It works!</html>",
     "no logprobs": "a wrong answer: no prompt_logprobs: the server must support them",
@@ -614,7 +614,7 @@ def test_a_teacher_that_does_not_answer_is_named_long_before_anything_is_given_u
     fake.tell("slow", "slow", "slow", "slow")
     made = train(tmp_path, fake, said=said)
     assert made.admission.version == 4
-    assert any(re.match(r"teacher main has not answered for 0 s \(\d+ requests are open\)", line) for line in said)
+    assert any(re.match(r"teacher main has given no scores for 0 s \(\d+ requests are open\)", line) for line in said)
     assert any(line.startswith("teacher main answers again") for line in said)
 
 

@@ -17,6 +17,7 @@ from slipstream.config.file import parse
 from slipstream.config.running import HealthConfig
 from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
+from slipstream.engines.native.learning.learner import scored as sample_of
 from slipstream.engines.score_checks import FLOOR, rms_difference, scored
 from slipstream.errors import EngineError, NonFiniteError, RunDirError, SlipstreamError, Unhealthy
 from slipstream.metrics import trust_metrics
@@ -155,6 +156,19 @@ def test_faults_of_teachers_wait_for_the_next_metrics_of_teachers() -> None:
     found = Ledger._trust(counts, Batch(([drawn],), 2))
     assert (found["teacher/invalid"], found["teacher/differed"], found["teacher/recheck_max"]) == (5, 1, 0.1)
     assert (counts.unusable, counts.again, counts.differed) == (0, [], 0)
+
+
+def test_a_drift_of_an_earlier_use_is_none() -> None:
+    kl = np.array([0.1, 0.2], np.float32)
+    handle = scored(response(7, 8), teacher="t", teacher_logp=np.zeros(2, np.float32), supervision_kl=kl)
+    for header, known in (
+        (handle.header, kl),
+        (replace(handle.header, moved=None, aligned=1.0), None),
+        (replace(handle.header, moved=0.0, aligned=1.0), None),
+        (replace(handle.header, moved=0.0, aligned=0.0), kl),
+    ):
+        found = sample_of(Handle(header, handle.body)).supervision_kl
+        np.testing.assert_equal(found, known)
 
 
 # --- a run's own numbers ----------------------------------------------------------------------------------------------
@@ -578,9 +592,9 @@ def test_whoever_does_not_answer_is_named_after_ten_seconds_and_then_ever_more_s
 
     virtual.run(work())
     assert said == [
-        (28.0, "teacher main has not answered for 10 s (2 requests are open)"),
-        (38.0, "teacher main has not answered for 20 s (2 requests are open)"),
-        (58.0, "teacher main has not answered for 40 s (2 requests are open)"),
+        (28.0, "teacher main has given no scores for 10 s (2 requests are open)"),
+        (38.0, "teacher main has given no scores for 20 s (2 requests are open)"),
+        (58.0, "teacher main has given no scores for 40 s (2 requests are open)"),
         (63.0, "teacher main answers again after 45 s"),
     ]
 

@@ -500,6 +500,54 @@ def test_a_teacher_that_does_not_answer_its_canary_is_asked_again(tmp_path: Path
     )
 
 
+class AbsentAtLast(Liar):
+    """Does not answer so many checks after the last of seven updates; there are checks at the start and at update 5."""
+
+    times, checks = 0, 1
+
+    async def probe(self, *given: Any) -> list[TextScores]:
+        self.times += 1
+        if 0 < self.times - START - canary.CANARY_TEXTS <= self.checks * canary.CANARY_TEXTS:
+            raise EndpointError("teacher main at http://x answers 503")
+        return await super().probe(*given)
+
+
+def test_the_last_check_is_repeated_if_it_has_no_answer(tmp_path: Path) -> None:
+    silent = "scorer did not answer its canary request, which will be repeated: teacher main at http://x answers 503"
+    told = list[str]()
+    train(tmp_path / "once", AbsentAtLast(), told=told, updates=7)
+    assert told == [silent]
+    with pytest.raises(Unhealthy, match="has changed"):
+        train(tmp_path / "changed", AbsentAtLast(LIES["constant"], after=began_at(6, 1)), updates=7)
+    twice = AbsentAtLast()
+    twice.checks = 2
+    train(tmp_path / "twice", twice, told=(told := []), updates=7)
+    last = "scorer was not checked after the last update: its answers after update 5 may be those of a changed teacher"
+    assert told == [silent, silent, last]
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_a_teacher_is_stopped_for_unusable_answers_only_if_it_repeats_them(tmp_path: Path, answers: int) -> None:
+    """Of a healthy endpoint, too, one answer in a thousand may be garbage."""
+
+    class Spoils(Liar):
+        times = 0
+
+        async def probe(self, *given: Any) -> list[TextScores]:
+            self.times += 1
+            spoiled = self.times - START in [1, 1 + canary.CANARY_TEXTS][:answers]
+            return said(cause="no table of token ids") if spoiled else await super().probe(*given)
+
+    if answers == 1:
+        train(tmp_path, Spoils(), told=(told := list[str]()), updates=7)
+        assert not told
+    else:
+        with pytest.raises(
+            Unhealthy, match="gives unusable scores of fixed texts by scorer, at two requests: text 0: no"
+        ):
+            train(tmp_path, Spoils(), updates=7)
+
+
 def test_a_teacher_that_comes_back_after_failing_is_asked_at_once(tmp_path: Path) -> None:
     """Another model answers at the address where one was gone for a while."""
 

@@ -2,15 +2,17 @@
 
 All workers are checked before the first rollout (`begin`), then every [health].canary updates. They are also checked at
 the next opportunity after a worker joined or a stage recovered from failures. Fixed teachers are checked while the run
-continues (`on_update`). Samplers and teachers that follow the student are checked after a publish (`after_publish`),
-before the first rollout under the new weights: then the learner has the same weights. Other replicas redo the work
-of a wrong replica since its last passed check (`Worker.since`).
+continues (`on_update`), and at its end (`finish`). Samplers and teachers that follow the student are checked after a
+publish (`after_publish`), before the first rollout under the new weights: then the learner has the same weights. Other
+replicas redo the work of a wrong replica since its last passed check (`Worker.since`).
 """
 
 import asyncio
 import hashlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import isinf
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from slipstream.pipeline.publish import Samplers, Teacher
 from slipstream.protocols import Learner, Metrics, Sampler, Sampling, Scorer
 from slipstream.records import Attempts, Batch, Group, Prompt, Rollout, TextScores, derive_seed, unfinished
 
+LAST_CHECK_TIMEOUT = 120.0
+"""Limit in seconds on the check after the last update."""
 Answers = Sequence[Sequence[TextScores]]
 """Answers of one replica: for each time it was asked, the scores of every text."""
 
@@ -73,6 +77,17 @@ class Watched:
             return
         self.reference = [None if each is None else np.array(each) for each in state["reference"]]
         self.limit, self.good = state["limit"], state["good"]
+
+
+def fault_of(watched: Watched, worker: Worker[Scorer], far: canary.Difference) -> str:
+    """Return what is wrong with a replica whose answers are too far from the reference."""
+    name = watched.teacher.name
+    if isinf(far.apart):
+        return f"teacher {name} gives unusable scores of fixed texts by {worker.name}, at two requests: {far.said}"
+    return (
+        f"teacher {name} has changed: log-probs of fixed texts by {worker.name} are {far.apart:.2g} away from those at "
+        f"the start (root mean square, limit {watched.limit:.2g}): {far.said}"
+    )
 
 
 async def scored_texts(scorer: Scorer, texts: Sequence[Rollout], attempts: Attempts | None, times: int) -> Answers:
@@ -152,6 +167,27 @@ class Canaries(Controller):
         """Check all fixed teachers while the run continues."""
         self.task = begin_task(self.groups.task_group, self._ask_all(update, 1))
 
+    async def finish(self, update: int) -> None:
+        """Wait for the check of fixed teachers after the last update, and repeat it once where it had no answer."""
+        if not self.every:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_CHECK_TIMEOUT):
+                if self.task is not None:
+                    await self.task
+                if self._unproven(update):
+                    await self._ask_all(update, 1)
+        for worker in self._unproven(update):
+            self.say(
+                f"{worker.name} was not checked after the last update: its answers after update {worker.good} may be "
+                "those of a changed teacher"
+            )
+
+    def _unproven(self, update: int) -> list[Worker[Any]]:
+        """Return the replicas of fixed teachers that no check after `update` updates has reached."""
+        workers = [worker for watched in self.fixed for worker in watched.teacher.pool.workers]
+        return [worker for worker in workers if worker.good < update and worker.name not in self.reported]
+
     async def after_publish(self, version: int) -> None:
         if self._due(version, self.last_sampled, self.samplers, *(watched.teacher.pool for watched in self.following)):
             self.last_sampled = version
@@ -187,23 +223,23 @@ class Canaries(Controller):
         answers = {worker: said[0] for worker, said in zip(groups_before, found, strict=True) if said}
         inconsistent = self._set_reference(watched, answers) if answers and not watched.reference else {}
         for worker, each in answers.items():
-            far = max((canary.difference(texts, watched.reference, said) for said in each), key=lambda d: d.apart)
-            if watched.is_rounded and watched.limit < far.apart <= canary.ASKED_AGAIN * watched.limit:
+            far = canary.farthest(texts, watched.reference, each)
+            unusable = isinf(far.apart)  # a single such answer says nothing about the teacher's weights
+            if unusable or (watched.is_rounded and watched.limit < far.apart <= canary.ASKED_AGAIN * watched.limit):
+                requests = 1 if unusable else canary.FIRST_REQUESTS
                 more = await self._answers(
-                    teacher.pool, worker, [scored_texts(worker.engine, texts, watched.attempts, canary.FIRST_REQUESTS)]
+                    teacher.pool, worker, [scored_texts(worker.engine, texts, watched.attempts, requests)]
                 )
                 if more is None:
                     continue
-                far = canary.difference(texts, watched.reference, canary.usual_of([*each, *more[0]]))
+                said = more[0] if unusable else [canary.usual_of([*each, *more[0]])]
+                far = canary.farthest(texts, watched.reference, said)
             self._note("teacher", far.apart)
             if far.apart <= watched.limit and worker not in inconsistent:
                 watched.good = update
                 self._good(worker, groups_before[worker], update)
                 continue
-            wrong = inconsistent.get(worker) or (
-                f"teacher {teacher.name} has changed: log-probs of fixed texts by {worker.name} are {far.apart:.2g} "
-                f"away from those at the start (root mean square, limit {watched.limit:.2g}): {far.said}"
-            )
+            wrong = inconsistent.get(worker) or fault_of(watched, worker, far)
             worker.good = max(worker.good, watched.good if times > 1 else 0)
             self._bad(teacher.pool, worker, wrong, harmful=worker.good < update, roll=False)
 

@@ -134,7 +134,7 @@ class ResponseWatch:
     def _warn(self) -> None:
         loop = asyncio.get_running_loop()
         self.warned = loop.time() - self.since
-        self.say(f"{self.name} has not answered for {self.warned:.0f} s ({self.open_requests} requests are open)")
+        self.say(f"{self.name} has given no scores for {self.warned:.0f} s ({self.open_requests} requests are open)")
         self.timer = loop.call_later(self.warned, self._warn)
 
 

@@ -101,6 +101,10 @@ class Groups:
         left = self.admission.store.take_left()
         ended = [(self.responses.pop(number), stored.uses) for number, stored in left.items()]
         self.ledger.write_trained(ended, weighed)
+        for number in self.admission.store.groups:  # at the next use, a teacher's drift is that since this use
+            group = self.responses[number]
+            if any(handle.header.moved is not None for handle in group):
+                self.responses[number] = [handle.with_header(moved=None, aligned=1.0) for handle in group]
 
     def end_stored(self, number: int) -> None:
         """End a group that an update has learned from, and that cannot be used again."""

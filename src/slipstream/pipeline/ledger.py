@@ -74,7 +74,7 @@ class Ledger:
         self.moves: Metrics = {}
         """Seconds that each such teacher took to load new weights since the last update, by metric name."""
         self.unusable, self.reported = 0, set[str]()
-        """Responses with unusable scores since the last metrics of teachers, and the teachers already reported for it."""
+        """Responses with unusable scores since teachers last had metrics, and the teachers already reported for it."""
         self.causes: dict[int, list[str]] = {int(number): each for number, each in notes.get("causes", {}).items()}
         """Causes of failed members, by the number of a group that is still in use."""
         self.redone: dict[int, str] = {int(number): worker for number, worker in notes.get("redone", {}).items()}

@@ -160,10 +160,11 @@ class Run:
                 if not (self.at_once or isinstance(error, WorkerDied)):
                     await self.ending.hand_over(pipeline.learning)
                 raise
-            for pool in pipeline.pools:
-                pool.close()
             if watchdog:
                 watchdog.cancel()
+            await pipeline.canaries.finish(self.admission.version)
+            for pool in pipeline.pools:
+                pool.close()
 
     # --- requests from outside -----------------------------------------------------------------------------------
 

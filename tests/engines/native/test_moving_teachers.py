@@ -19,7 +19,7 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.rewards import TaskConfig
 from slipstream.config.running import CheckpointConfig, HealthConfig
 from slipstream.config.sampler import SamplerConfig
-from slipstream.config.schedule import Async, Periodic, Sync
+from slipstream.config.schedule import Async, Periodic, ReuseConfig, Sync
 from slipstream.config.schema import Config
 from slipstream.config.teacher import FollowConfig, TeacherConfig
 from slipstream.data.teacher_context import check_function, context_of
@@ -624,6 +624,23 @@ def test_what_is_learned_from_is_what_its_teacher_says_now(tmp_path: Path, sched
     again = [line for line in lines if "teacher/relabelled" in line]
     assert again and all(line["teacher/aligned"] == 1 and line["teacher/moved"] > 0 for line in again)
     assert all("seconds/relabel" in line for line in again)
+
+
+def test_a_later_use_knows_the_drift_since_the_use_before_alone(tmp_path: Path) -> None:
+    """The teacher moves every third update, and each group is learned from in three updates."""
+    asked = list[int]()
+
+    class Counting(toy.ToyScorer):
+        async def relabel(self, group: Group) -> list[Handle]:
+            asked.append(len(group))
+            return await super().relabel(group)
+
+    settings = config(Async(tau=2), FollowConfig(ema=0.5, every=3))
+    teachers = {"me": settings.teachers["me"].model_copy(update={"relabel": "stale"})}
+    go(tmp_path, settings.model_copy(update={"teachers": teachers, "reuse": ReuseConfig(times=3)}), scorer=Counting)
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert sum(line.get("teacher/relabelled", 0) for line in lines) == sum(asked) > 0
+    assert all(line["teacher/moved"] > 0 for line in lines if "teacher/relabelled" in line)
 
 
 @pytest.mark.parametrize("every", [1, 2])

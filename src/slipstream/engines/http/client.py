@@ -116,10 +116,11 @@ class Client:
             raise EndpointError(f"{self.where} gives an answer that is not JSON: {excerpt}") from None
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> bytes:
-        timeout, url = self.endpoint.timeout, self.endpoint.url + path
+        timeout, url, failure = self.endpoint.timeout, self.endpoint.url + path, "cannot be reached"
         async with self.room:
             try:
                 async with asyncio.timeout(timeout), self.client.stream(method, url, json=body) as response:
+                    failure = "breaks off its answer"
                     status, content = response.status_code, await self._read(response, most)
             except TimeoutError:
                 raise Unavailable(f"gives no whole answer in {timeout:g} s (its timeout)", again=False) from None
@@ -128,7 +129,7 @@ class Client:
                     plain = self.endpoint.url.replace("https:", "http:", 1)
                     raise Unavailable(f"does not speak https: write base_url = {plain!r}", again=False) from None
                 cause = self._excerpt(first_line(error).encode())
-                raise Unavailable(f"cannot be reached: {type(error).__name__}: {cause}") from None
+                raise Unavailable(f"{failure}: {type(error).__name__}: {cause}") from None
         if status == 200:
             return content
         refusal = f"answers {status}: {self._excerpt(content)}"

@@ -145,6 +145,10 @@ def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[
     return worst
 
 
+def farthest(texts: Sequence[Rollout], reference: Reference, answers: Sequence[Sequence[TextScores]]) -> Difference:
+    return max((difference(texts, reference, answer) for answer in answers), key=lambda each: each.apart)
+
+
 def reference_of(answers: Sequence[Sequence[TextScores]]) -> Reference:
     """Return the median log-probs of each text over all answers; None for a text that failed in any answer."""
     return [
@@ -155,8 +159,7 @@ def reference_of(answers: Sequence[Sequence[TextScores]]) -> Reference:
 
 def noise_of(texts: Sequence[Rollout], answers: Sequence[Sequence[TextScores]]) -> Difference:
     """Return the largest distance of a replica's answers from their own median."""
-    reference = reference_of(answers)
-    return max((difference(texts, reference, answer) for answer in answers), key=lambda each: each.apart)
+    return farthest(texts, reference_of(answers), answers)
 
 
 def limit_of(noise: float, *, exact: bool) -> float:

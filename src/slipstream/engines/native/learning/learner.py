@@ -504,7 +504,12 @@ def key_of(header: Header) -> Key:
 
 
 def scored(handle: Handle) -> Scored:
-    """Return the sample of a handle with its weight; a rollout without teacher scores becomes a Scored without."""
-    body, weight = handle.body, handle.header.weight
+    """Return the sample of a handle with its weight, and without a drift of its teacher that is of an earlier use.
+
+    A rollout without teacher scores becomes a Scored without.
+    """
+    body, header = handle.body, handle.header
     sample = body if isinstance(body, Scored) else Scored(rollout=graded(handle))
-    return sample if sample.weight == weight else replace(sample, weight=weight)
+    if sample.supervision_kl is not None and (header.moved is None or (not header.moved and header.aligned == 1)):
+        sample = replace(sample, supervision_kl=None)
+    return sample if sample.weight == header.weight else replace(sample, weight=header.weight)
