@@ -30,9 +30,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from fastest_format import fastest_format
-from leave_out_layers import Answer, answers, questions
 from peers import cpu_seconds
 from real import kl, repeated, share_ended
+from real_models import Answer, answers, questions
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import load_model
 from slipstream.models.resolve import model_path

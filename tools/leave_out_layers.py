@@ -2,34 +2,28 @@
 
     python tools/leave_out_layers.py MODEL TARGET --count 8 [--prompts build/real/train.jsonl]
 
-The harm of leaving out a layer is the forward KL from the whole model to the smaller one, in nats per token, on answers
-of the whole model. Layers are chosen greedily: each choice is measured without all layers that were chosen before. The
-result is an ordinary directory, which any program loads. `--layers 17 26 14` skips the measurement.
+The harm of leaving out layers is the forward KL from the whole model to the smaller one, in nats per token, on answers
+of the whole model. It is measured after each layer before a gap is refitted on other answers (tools/refit.py), since
+what a layer can make up for is no loss. Layers are chosen greedily: each choice is measured without all layers that
+were chosen before. The result is an ordinary directory, which any program loads; it is not refitted. `--layers 17 16
+18` skips the measurement.
 """
 
 import argparse
-import asyncio
-import json
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from fastest_format import fastest_format
-from slipstream.data.tokenizers import Tokenizer, load_tokenizer, stop_ids
+from real_models import TEMPERATURE, Answer, answers, forward_kl, log_probs, log_probs_of, questions, write
+from refit import Texts, refit_layer
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import LanguageModel, load_model
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.settings import SamplerSettings
-from slipstream.protocols import Sampling
-from slipstream.records import Prompt
 
-ANSWERS, TOKENS = 8, 48
-"""Number of answers on which harm is measured, and their maximum length in tokens."""
+FITTED, JUDGED, TOKENS = 20, 14, 48
+"""Numbers of answers on which layers are refitted and harm is measured, and their maximum length in tokens."""
 CANDIDATES = 1.75
 """Number of layers that are tried after the first choice, as a multiple of the number of layers to leave out."""
 
@@ -42,82 +36,49 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[])
     parser.add_argument("--prompts", type=Path, default=Path("build/real/train.jsonl"))
     args = parser.parse_args()
-    lm = load_model(args.model, dtype=fastest_format(), device="cpu")
     left_out = args.layers
     if not left_out:
-        asked = questions(args.prompts, ANSWERS)
-        left_out = choose(lm, args.count, answers(lm, load_tokenizer(args.model), asked, TOKENS))
+        asked = questions(args.prompts, FITTED + JUDGED)
+        quick = load_model(args.model, dtype=fastest_format(), device="cpu")
+        drawn = answers(quick, load_tokenizer(args.model), asked, TOKENS, TEMPERATURE)
+        whole = load_model(args.model, dtype="float32", device="cpu")
+        left_out = choose(whole, args.count, drawn[:FITTED], drawn[FITTED:])
     save(args.model, left_out, args.target)
     print(f"{args.target}: {args.model} without layers {' '.join(map(str, sorted(left_out)))}")
 
 
-@dataclass(frozen=True)
-class Answer:
-    prompt: Sequence[int]
-    tokens: Sequence[int]
-    ended: bool
-
-    @property
-    def ids(self) -> Tensor:
-        return torch.tensor([*self.prompt, *self.tokens])
-
-
-def questions(file: Path, count: int) -> list[str]:
-    return [json.loads(line)["prompt"] for line in file.read_text("utf-8").splitlines()[:count]]
-
-
-def answers(
-    lm: LanguageModel, tokenizer: Tokenizer, asked: Sequence[str], max_tokens: int, temperature: float = 1.0
-) -> list[Answer]:
-    """Return one drawn answer to each question."""
-    chats = [[{"role": "user", "content": each}] for each in asked]
-    ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
-    ends = stop_ids(tokenizer, lm.model.generation_config)
-    sampler = NativeSampler(lm, SamplerSettings(slots=len(ids)), stop_ids=ends)
-
-    async def draw() -> list[Answer]:
-        prompts = [Prompt(id=str(i), number=i, tokens=np.array(each, np.int32), seed=i) for i, each in enumerate(ids)]
-        sampling = Sampling(max_tokens=max_tokens, temperature=temperature)
-        groups = await asyncio.gather(*(sampler.generate(each, sampling) for each in prompts))
-        found = [group[0].body for group in groups]
-        return [Answer(p, each.tokens.tolist(), each.finish == "eos") for p, each in zip(ids, found, strict=True)]
-
-    try:
-        return asyncio.run(draw())
-    finally:
-        sampler.close()
-        lm.model.set_attn_implementation("sdpa")
-
-
 @torch.no_grad()
-def choose(lm: LanguageModel, count: int, drawn: Sequence[Answer]) -> list[int]:
-    """Return the layers to leave out, and print the harm of each choice."""
-    layers = list(lm.backbone.layers)  # type: ignore[arg-type, attr-defined]
-    whole, left_out, candidates = log_probs(lm, drawn), list[int](), set(range(len(layers)))
+def choose(lm: LanguageModel, count: int, fitted: Sequence[Answer], judged: Sequence[Answer]) -> list[int]:
+    """Return the layers to leave out, and print the harm of each choice. The first layer always stays."""
+    layers = list(lm.backbone.layers)  # type: ignore[arg-type]
+    texts, others, whole = Texts(lm, fitted), Texts(lm, judged), log_probs(lm, judged, TEMPERATURE)
+
+    def harm_without(some: Collection[int]) -> float:
+        kept = [number for number in range(len(layers)) if number not in some]
+        following = [*kept[1:], len(layers)]
+        gaps = [place for place, number in enumerate(kept) if following[place] != number + 1]
+        first = min(gaps)  # up to it all states are those of the whole model
+        states, asked = [texts.inputs[kept[first]]], others.inputs[kept[first]]
+        for place in range(first, len(kept)):
+            layer = layers[kept[place]]
+            before = layer.mlp.down_proj.weight.clone()
+            if place in gaps:
+                states, *_ = refit_layer(layer, states, [texts], following[place])
+            else:
+                states = [layer(states[0], **texts.call)]
+            asked = layer(asked, **others.call)
+            layer.mlp.down_proj.weight.copy_(before)
+        return forward_kl(whole, log_probs_of(lm, lm.backbone.norm(asked), judged, TEMPERATURE))  # type: ignore[operator]
+
+    left_out, candidates = list[int](), set(range(1, len(layers)))
     while len(left_out) < count:
-        harm = dict[int, float]()
-        for layer in sorted(candidates):
-            without = (layer, *left_out)
-            lm.backbone.layers = nn.ModuleList(each for number, each in enumerate(layers) if number not in without)
-            harm[layer] = forward_kl(whole, log_probs(lm, drawn))
+        harm = {layer: harm_without({layer, *left_out}) for layer in sorted(candidates)}
         if not left_out:  # later choices are among the layers that are least harmful alone
             candidates = set(sorted(candidates, key=harm.__getitem__)[: round(CANDIDATES * count)])
         left_out.append(min(candidates, key=harm.__getitem__))
         candidates.remove(left_out[-1])
         print(f"without layers {' '.join(map(str, left_out))}: forward KL {harm[left_out[-1]]:.3f}", flush=True)
     return left_out
-
-
-def log_probs(lm: LanguageModel, drawn: Sequence[Answer], temperature: float = 1.0) -> Tensor:
-    """Return the log-probs [tokens, vocabulary] of all tokens of the answers."""
-    rows = nn.utils.rnn.pad_sequence([each.ids for each in drawn], batch_first=True)
-    hidden_BTH = lm.backbone(input_ids=rows, use_cache=False).last_hidden_state  # padding comes after all real tokens
-    parts = [h[len(each.prompt) - 1 : len(each.ids) - 1] for h, each in zip(hidden_BTH, drawn, strict=True)]
-    return (lm.model.get_output_embeddings()(torch.cat(parts)).float() / temperature).log_softmax(-1)
-
-
-def forward_kl(logp: Tensor, logq: Tensor) -> float:
-    return float((logp.exp() * (logp - logq)).sum(-1).mean())
 
 
 def save(model: str, left_out: Sequence[int], target: Path) -> None:
@@ -131,16 +92,6 @@ def save(model: str, left_out: Sequence[int], target: Path) -> None:
     for number, layer in enumerate(lm.model.layers):
         layer.self_attn.layer_idx = number
     write(lm, load_tokenizer(model), target)
-
-
-def write(model: PreTrainedModel, tokenizer: Tokenizer, target: Path) -> None:
-    """Write an ordinary directory; one that a stopped program has begun has another name."""
-    begun = target.with_name(f"{target.name}.begun")
-    for part in (model, tokenizer, model.generation_config):
-        part.save_pretrained(begun)
-    if target.exists():
-        shutil.rmtree(target)
-    begun.rename(target)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from leave_out_layers import Answer, answers, log_probs, questions
+from real_models import TEMPERATURE, Answer, answers, log_probs, questions
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.records import REPEATED_N, repetition
@@ -26,7 +26,6 @@ from slipstream.run_dir.reading import RunDir
 
 PROMPTS, TOKENS, PRINTED = 64, 128, 4
 """Number of held-out prompts, maximum tokens of an answer, and number of prompts whose answers are printed."""
-TEMPERATURE = 0.7
 ROWS = 8
 """Number of answers in one forward pass."""
 

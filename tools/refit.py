@@ -9,7 +9,7 @@ errors of the layers before it, which are refitted first. TARGET is an ordinary 
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastest_format import fastest_format
-from leave_out_layers import Answer, answers, questions, write
-from real import TEMPERATURE
+from real_models import TEMPERATURE, Answer, answers, padded, questions, write
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import LanguageModel, load_model
 
@@ -26,6 +25,8 @@ TOKENS = 96
 """Maximum length of an answer in tokens, as in configs/real.toml."""
 ROWS = 16
 """Number of answers in one forward pass."""
+STRENGTH = 0.5
+"""How much a matrix is held at its old value, relative to the mean square of its inputs."""
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--prompts", type=Path, default=Path("build/real/train.jsonl"))
     parser.add_argument("--answers", type=int, default=128)
-    parser.add_argument("--strength", type=float, default=0.5, help="how much a matrix is held at its old value")
+    parser.add_argument("--strength", type=float, default=STRENGTH, help="how much a matrix is held at its old value")
     args = parser.parse_args()
     torch.set_num_threads(2)
     tokenizer, asked = load_tokenizer(args.teacher), questions(args.prompts, args.answers)
@@ -48,52 +49,61 @@ def main() -> None:
     print(f"{args.target}: {args.student} refitted; mean relative error {before:.3f} before, {after:.3f} after")
 
 
+class Texts:
+    """A few answers in one batch, and what the layers of the teacher get for them."""
+
+    def __init__(self, teacher: LanguageModel, drawn: Sequence[Answer]) -> None:
+        self.real = nn.utils.rnn.pad_sequence([torch.ones(len(each.ids)).bool() for each in drawn], batch_first=True)
+        self.real[:, 0] = False  # states of a first token are hundreds of times as large as all others
+        self.inputs = list[Tensor]()
+        """Inputs of all layers, and of the norm behind the last one."""
+        self.call = dict[str, Any]()
+        """Arguments of a layer besides the hidden states; they are the same for all layers of teacher and student."""
+
+        def note(_: nn.Module, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
+            self.call = self.call or {name: each for name, each in options.items() if name != "hidden_states"}
+            self.inputs.append(args[0] if args else options["hidden_states"])
+
+        modules = [*teacher.backbone.layers, teacher.backbone.norm]  # type: ignore[misc]
+        hooks = [each.register_forward_pre_hook(note, with_kwargs=True) for each in modules]
+        teacher.backbone(input_ids=padded(drawn), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.no_grad()
 def refit(
     teacher: LanguageModel, student: LanguageModel, drawn: Sequence[Answer], strength: float
 ) -> list[tuple[float, float]]:
-    """Refit all layers of the student, and return the relative squared error of each before and after.
-
-    `strength` holds a matrix at its old value, relative to the mean square of its inputs.
-    """
-    rows = [drawn[start : start + ROWS] for start in range(0, len(drawn), ROWS)]
-    ids = [nn.utils.rnn.pad_sequence([each.ids for each in some], batch_first=True) for some in rows]
-    real = [
-        nn.utils.rnn.pad_sequence([torch.ones(len(each.ids)).bool() for each in some], batch_first=True)
-        for some in rows
-    ]
-    for each in real:
-        each[:, 0] = False  # the first token of a text has states that are hundreds of times as large as all others
-    kept, inputs = kept_layers(teacher, student), [inputs_of_layers(teacher, each) for each in ids]
-    calls, errors = [call_of_first_layer(student, each) for each in ids], list[tuple[float, float]]()
-    states = [call.pop("hidden_states") for call in calls]
-    for layer, following in zip(student.backbone.layers, [*kept[1:], -1], strict=True):  # type: ignore[arg-type]
-        targets = [each[following] for each in inputs]
-        states, before, after = refit_layer(layer, states, calls, targets, real, strength)
+    """Refit all layers of the student, and return the relative squared error of each before and after."""
+    texts = [Texts(teacher, drawn[start : start + ROWS]) for start in range(0, len(drawn), ROWS)]
+    states, errors = [each.inputs[0] for each in texts], list[tuple[float, float]]()
+    following = [*kept_layers(teacher, student)[1:], len(teacher.backbone.layers)]  # type: ignore[arg-type]
+    for layer, target in zip(student.backbone.layers, following, strict=True):  # type: ignore[arg-type]
+        states, before, after = refit_layer(layer, states, texts, target, strength)
         errors.append((before, after))
     return errors
 
 
 def refit_layer(
-    layer: nn.Module,
-    states: Sequence[Tensor],
-    calls: Sequence[Mapping[str, Any]],
-    targets: Sequence[Tensor],
-    real: Sequence[Tensor],
-    strength: float,
+    layer: nn.Module, states: Sequence[Tensor], texts: Sequence[Texts], target: int, strength: float = STRENGTH
 ) -> tuple[list[Tensor], float, float]:
-    """Change the last matrix of a layer; return its new outputs, and its relative error before and after."""
+    """Change the last matrix of a layer so that its output is near to the input `target` of the teacher.
+
+    `states` are the inputs of the layer. Return its new outputs, and its relative error before and after.
+    """
     matrix: nn.Linear = layer.mlp.down_proj  # type: ignore[union-attr, assignment]
     features = list[Tensor]()
     hook = matrix.register_forward_pre_hook(lambda _, args: features.append(args[0]))
-    outputs = [layer(each, **call) for each, call in zip(states, calls, strict=True)]
+    outputs = [layer(each, **some.call) for each, some in zip(states, texts, strict=True)]
     hook.remove()
     gram = torch.zeros(matrix.in_features, matrix.in_features, dtype=torch.float64)
     cross = torch.zeros(matrix.in_features, matrix.out_features, dtype=torch.float64)
     squares = count = 0.0
-    for x, y, target, chosen in zip(features, outputs, targets, real, strict=True):
-        size = target[chosen].square().mean(-1, keepdim=True).sqrt()
-        x, missing = x[chosen] / size, (target - y)[chosen] / size
+    for x, y, some in zip(features, outputs, texts, strict=True):
+        wanted = some.inputs[target][some.real]
+        size = wanted.square().mean(-1, keepdim=True).sqrt()
+        x, missing = x[some.real] / size, (wanted - y[some.real]) / size
         gram += (x.T @ x).double()
         cross += (x.T @ missing).double()
         squares, count = squares + float(missing.square().sum()), count + missing.numel()
@@ -112,39 +122,6 @@ def kept_layers(teacher: LanguageModel, student: LanguageModel) -> list[int]:
     if None in kept:
         raise SystemExit(f"layer {kept.index(None)} of the student is no layer of the teacher: give its own teacher")
     return [number for number in kept if number is not None]
-
-
-def inputs_of_layers(lm: LanguageModel, ids: Tensor) -> list[Tensor]:
-    """Return the inputs of all layers, and of the norm behind the last one."""
-    found = list[Tensor]()
-    modules = [*lm.backbone.layers, lm.backbone.norm]  # type: ignore[misc]
-    hooks = [each.register_forward_pre_hook(lambda _, args: found.append(args[0])) for each in modules]
-    lm.backbone(input_ids=ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-class FoundError(Exception):
-    """Ends a forward pass, because the rest of it is not needed."""
-
-
-def call_of_first_layer(lm: LanguageModel, ids: Tensor) -> dict[str, Any]:
-    """Return all arguments of the first layer by name; those besides the hidden states are the same for all layers."""
-    found = dict[str, Any]()
-
-    def end(_: nn.Module, args: tuple[Tensor], options: dict[str, Any]) -> None:
-        found.update(options, hidden_states=args[0])
-        raise FoundError
-
-    hook = lm.backbone.layers[0].register_forward_pre_hook(end, with_kwargs=True)  # type: ignore[index, union-attr]
-    try:
-        lm.backbone(input_ids=ids, use_cache=False)
-    except FoundError:
-        return found
-    finally:
-        hook.remove()
-    raise AssertionError("the first layer was not called")
 
 
 if __name__ == "__main__":
