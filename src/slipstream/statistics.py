@@ -71,11 +71,14 @@ def p_value(difference: Estimate) -> float | None:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Return the p-values corrected for their number by Holm's method; None stays None and is not counted."""
+    """Return the p-values corrected for their number by Holm's method.
+
+    None, a claim without a p-value yet, stays None and is counted: a study that goes on loses no verdict.
+    """
     ordered = sorted((p, i) for i, p in enumerate(values) if p is not None)
     corrected, largest = list[float | None]([None] * len(values)), 0.0
     for rank, (p, i) in enumerate(ordered):
-        largest = max(largest, min(1.0, p * (len(ordered) - rank)))
+        largest = max(largest, min(1.0, p * (len(values) - rank)))
         corrected[i] = largest
     return corrected
 

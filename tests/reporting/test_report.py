@@ -16,11 +16,12 @@ import pytest
 
 from findings import index
 from slipstream.cli import main
-from slipstream.reporting.report import page, sections
+from slipstream.reporting.report import charts, page, sections
 from slipstream.reporting.report import study_figures as arms
 from slipstream.reporting.report.figures import Figure
 from slipstream.reporting.report.page import Page, Paragraph, Samples, Section, as_json, document
 from slipstream.reporting.report.samples import sample_of
+from slipstream.reporting.report.sections import ending
 from slipstream.reporting.report.study import markdown_page
 from slipstream.run_dir.writing import read_lines
 from slipstream.studies.results import Sweep
@@ -449,6 +450,28 @@ def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again
         "| slope against log2(schedule.k + 1) | Reward exact |" in text
         and "| reverse | -" in text.partition("slope")[2]
     )
+
+
+def test_a_study_as_markdown_says_what_its_names_say(tmp_path: Path) -> None:
+    tree = copy.deepcopy(STUDY)
+    tree["sweep"]["claims"][0]["says"] = "KL(p|q)\nstarts higher"
+    path = write_study(tmp_path / "my study", tree)
+    text = "\n".join(markdown_page(Sweep(path), Path("docs")))
+    assert "| KL(p\\|q) starts higher | Reward exact" in text
+    assert f"slipstream report '{path}' --markdown docs\n" in text and "](my%20study.svg)" in text
+
+
+def test_an_update_of_a_collapse_is_counted_from_the_start_of_the_run() -> None:
+    rewards = [0.8] * 40 + [0.0] * 40
+    assert ending([*range(101, 181)], rewards) == "0.8, collapsed at update 144"
+    assert ending([*range(1, 81)], rewards) == "0.8, collapsed at update 44"
+
+
+def test_measures_on_several_held_out_sets_are_told_apart() -> None:
+    assert [charts.measure_row(name).title for name in ("eval/accuracy", "eval/hard/accuracy")] == [
+        "Held-out accuracy",
+        "Held-out accuracy on hard",
+    ]
 
 
 def test_a_study_without_x_has_one_table_of_the_measures_that_claims_are_about(tmp_path: Path) -> None:

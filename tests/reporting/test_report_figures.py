@@ -123,7 +123,8 @@ def test_numbers_are_written_as_a_person_writes_them() -> None:
     assert [short(x) for x in numbers] == ["0", "1.2e-5", "0.123", "12.3", "1,234", "unknown"]
     assert short(0.1234, share=True) == "12.3 %"
     assert mean_text(0.62, 0.0058) == "0.6200 ± 0.0058" and mean_text(0.62, 0.0058, share=True) == "62.00 ± 0.58 %"
-    assert [mean_text(None, None), mean_text(0.5, None), mean_text(0.5, 0.0)] == ["–", "0.5", "0.50 ± 0.00"]
+    assert [mean_text(None, None), mean_text(0.5, None), mean_text(0.5, 0.0)] == ["–", "0.5", "0.5 ± 0"]
+    assert [mean_text(1e-4, 0.0), mean_text(3e-7, 2e-8)] == ["0.0001 ± 0", "3e-07 ± 2e-08"]
 
 
 def test_a_time_is_told_in_the_units_that_it_is_of() -> None:
@@ -230,6 +231,13 @@ def test_drift_by_lag_has_an_error_over_updates(tmp_path: Path) -> None:
     assert figure is not None and figure.data[0]["x"] == ["1", "2-3"]
     assert figure.data[0]["y"][0] == pytest.approx(0.01) and figure.data[0]["error_y"]["array"][0] == pytest.approx(0)
     assert figure.data[0]["error_y"]["array"][1] > 0
+
+
+def test_the_drift_of_runs_with_different_lags_is_that_of_known_lags(tmp_path: Path) -> None:
+    lagged = reading(tmp_path / "lagged")
+    fresh = reading(tmp_path / "fresh", more={"drift/kl/lag_0": 0.0})
+    figure = charts.drift_by_lag([lagged, fresh])
+    assert figure is not None and figure.title.startswith("KL by lag: 0.01 at lag 1, and at most 0.0")
 
 
 # --- panels ----------------------------------------------------------------------------------------------------

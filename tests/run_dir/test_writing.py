@@ -339,6 +339,24 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path: Path) -> No
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
 
 
+def test_a_resume_without_samples_and_trace_cuts_those_of_discarded_updates(tmp_path: Path) -> None:
+    with RunLog.create(config_of(), tmp_path) as log:
+        for update in (1, 2):
+            log.samples([quote_of(update)], update=update)
+            assert log.trace is not None
+            log.trace.write(f"{{{update}}},\n")
+            mark = log.mark() if update == 1 else mark
+    without = config_of().with_values(log={"samples": 0, "trace": False})
+    with RunLog.reopen(without, tmp_path, mark) as log:
+        assert log.trace is None
+        mark = log.mark()
+    assert [line["update"] for line in read_lines(tmp_path / "samples.jsonl")] == [1]
+    assert (tmp_path / "trace.json").read_text() == "[\n{1},\n"
+    with RunLog.reopen(config_of(), tmp_path, mark) as log:
+        log.samples([quote_of(2)], update=2)
+    assert [line["update"] for line in read_lines(tmp_path / "samples.jsonl")] == [1, 2]
+
+
 @pytest.mark.parametrize("tracker", get_args(Tracker))
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra_before_anything_is_written(
     tmp_path: Path, tracker: str

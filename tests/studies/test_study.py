@@ -34,7 +34,7 @@ from slipstream.studies.directory import (
     write_parquet,
 )
 from slipstream.studies.results import Sweep, value_of_measure
-from slipstream.studies.study import Study
+from slipstream.studies.study import Study, file_name
 from slipstream.studies.table import Claim, SweepConfig
 from support.small_study import STUDY
 
@@ -124,6 +124,12 @@ def test_without_arms_there_is_one() -> None:
     tree = tomllib.loads(STUDY)
     del tree["sweep"]["arms"], tree["sweep"]["claims"]
     assert [point.name for point in Study(tree).points] == ["all, schedule.k = 0", "all, schedule.k = 1"]
+
+
+def test_a_long_value_has_a_directory() -> None:
+    """File systems allow names of 255 bytes."""
+    names = [file_name(f"data.system_prompt={text}") for text in ("short", "请" * 100, "请" * 101)]
+    assert names[0] == "data.system_prompt=short" and len(set(names)) == 3 and max(map(len, names)) < 255
 
 
 def test_a_study_is_written_as_it_was_read() -> None:
@@ -474,9 +480,9 @@ def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
     assert level.verdict == "holds" and level.difference.mean == pytest.approx(-9 - 0.7)  # 97 standard errors
     assert rises.verdict == "open" and rises.difference.mean == pytest.approx(0.25)
     assert comparison(rises) == "Reward exact: reverse at 0 − reverse at 1"
-    # t = 5 and t = 97 with one degree of freedom, times the number of claims that have an error and no smaller p
-    assert at_0.p == falls.p == pytest.approx(3 * (1 - 2 / pi * atan(5)))
-    assert level.p == pytest.approx(4 * (1 - 2 / pi * atan(97))) and everywhere.p is None
+    # t = 5 and t = 97 with one degree of freedom, times the number of claims that have no smaller p
+    assert at_0.p == falls.p == pytest.approx(4 * (1 - 2 / pi * atan(5)))
+    assert level.p == pytest.approx(5 * (1 - 2 / pi * atan(97))) and everywhere.p is None
 
 
 @pytest.mark.parametrize(("t", "n"), [(12.7062, 2), (4.30265, 3), (2.77645, 5), (2.57058, 6), (2.26216, 10)])
@@ -486,7 +492,8 @@ def test_p_values_are_those_of_students_t(t: float, n: int) -> None:
 
 
 def test_holm_corrects_for_the_number_of_claims() -> None:
-    assert holm([0.01, 0.04, None, 0.03]) == [0.03, 0.06, None, 0.06]
+    assert holm([0.01, 0.04, 0.03]) == [0.03, 0.06, 0.06]
+    assert holm([0.01, 0.04, None, 0.03]) == [0.04, 0.09, None, 0.09], "a claim without a result yet is one of four"
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
     assert p_value(Estimate(1, 0.3, None)) is None
 

@@ -13,6 +13,7 @@ from slipstream.config.schema import Config
 from slipstream.console import Screen
 from slipstream.data.prompts import load_rows
 from slipstream.data.tokenizers import load_tokenizer
+from slipstream.errors import ConfigError
 from slipstream.metrics import digest
 from slipstream.plan.engine_plans import GraderPlan
 from slipstream.plan.evaluation import EvalRequest, config_of_model, evaluation, with_options
@@ -33,6 +34,8 @@ def run(args: Namespace) -> None:
 
 def demo(config: Config, console: Console) -> None:
     began = time.perf_counter()
+    if len(config.teachers) != 1:
+        raise ConfigError(f"the demo compares a student with one teacher, and [teachers] has {len(config.teachers)}")
     for one in configs_to_compare(config):
         check_free(run_path(one, "demo"))
         fast_checks(one)

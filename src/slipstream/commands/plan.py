@@ -50,6 +50,7 @@ def run(args: Namespace) -> None:
     if args.report is not None:
         words = ["--costs", str(args.costs)] if args.costs is not None else ["--measure"] if args.measure else []
         words += ["--devices", str(args.devices)] if args.devices is not None else []
+        words += ["--report", str(args.report)]
         words += [word for key, value in args.overrides for word in (f"--{key}", value)]
         write_page(args.report, seen, subject, costs, shlex.join(["slipstream", "plan", args.source, *words]))
         note(f"figures are in {args.report}")

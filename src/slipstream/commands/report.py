@@ -17,6 +17,8 @@ from slipstream.studies.results import STUDY_FILE, Sweep
 
 def run(args: Namespace) -> None:
     if args.markdown is not None:
+        if args.output is not None:
+            raise ConfigError("--output is the file of the HTML page: leave it out with --markdown")
         print(*write_markdown(args.paths, args.markdown), sep="\n")
     else:
         print(printable(str(report(args.paths, args.output))))

@@ -20,7 +20,7 @@ from slipstream.config.integrations import integration_of
 from slipstream.environments import Call, Message, Reply, Start, Step, ToolError
 from slipstream.environments.tools import InvalidArguments, ServedTool, Tool, schema_of
 from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
-from slipstream.rewards.functions import LARGEST_REWARD, Unusable, awaited, number, rewards_of
+from slipstream.rewards.functions import LARGEST_METRIC, LARGEST_REWARD, Unusable, awaited, number, rewards_of
 from slipstream.user_code import describe_error, field_names, file_of, load_object, parameters, short_repr
 
 SHIPPED = "slipstream.environments"
@@ -187,7 +187,9 @@ class Acting:
     def _limit(self, step: Step) -> Step:
         counted = {name: float(count) for name, count in self.counts.items()}
         reported = (getattr(self.instance, "metrics", None) or {}) | dict(step.metrics)
-        metrics = counted | {f"own/{name}": number(value) for name, value in reported.items()}
+        metrics = counted | {
+            f"own/{name}": number(value, name, largest=LARGEST_METRIC) for name, value in reported.items()
+        }
         shown = [message | {"content": shorten(message["content"], self.shown)} for message in step.messages]
         return replace(step, messages=tuple(map(plain, shown)), metrics=metrics)
 

@@ -29,6 +29,8 @@ MOST_REWARDS = 32
 """Maximum number of named rewards that an environment or an agent may report."""
 LARGEST_REWARD = 1e6
 """Largest absolute reward. Float32, in which advantages are computed, can represent differences of 0.1 up to it."""
+LARGEST_METRIC = 1e150
+"""Largest absolute value of a metric of an environment; readers of metrics.jsonl accept no larger number."""
 REWARD_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 """Pattern of allowed reward names; they become part of metric names."""
 RewardSettings = Mapping[str, Mapping[str, Any]]

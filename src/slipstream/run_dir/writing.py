@@ -74,12 +74,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         """The update of the last evaluation; None before the first."""
         self.time: float = before.get("time", 0.0)
         """Seconds that the run had taken at the checkpoint; 0 for a new run."""
-        names = (METRICS, LEDGER, *([SAMPLES] if samples else []), *([TRACE] if trace else []))
+        optional = {SAMPLES: samples, TRACE: trace}
+        names = METRICS, LEDGER, *(name for name, written in optional.items() if written or name in ends)
         with writing(path):
             self.files = {
                 name: Lines(path / name, end=ends.get(name), ahead=AHEAD if name == TRACE else 0) for name in names
             }
-        self.trace = self.files.get(TRACE)
+        self.trace = self.files.get(TRACE) if trace else None
         if self.trace and not self.trace.size:
             self.trace.write("[\n")  # a list of events, one on each line, that need not be closed
 

@@ -35,10 +35,12 @@ class Progress:
         title: str,
         admission: Admission,
         evaluates: bool = False,
+        before: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Prepare the display; `before` is the seconds that the run took before a resume."""
         self.console, self.updates, self.title, self.evaluates = console, updates, title, evaluates
-        self.admission, self.clock = admission, clock
+        self.admission, self.before, self.clock = admission, before, clock
         self.start = self.update = admission.version
         self.course, self.turning = RunProgress(), SampleSelector(clock)
         self.began = self.updated = clock()
@@ -95,7 +97,7 @@ class Progress:
             title=self.title,
             update=self.update,
             updates=self.updates,
-            elapsed=self.clock() - self.began,
+            elapsed=self.before + self.clock() - self.began,
             left=self.course.left(self.updates - self.update, self.clock() - self.updated),
             doing=self.doing(),
             course=self.course,

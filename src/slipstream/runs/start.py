@@ -265,6 +265,7 @@ class Start:
             title=self.title,
             admission=run.admission,
             evaluates=bool(made.held_out),
+            before=log.time,
         )
         with progress:
             progress.recall(read_lines(log.path / "metrics.jsonl"))

@@ -236,10 +236,10 @@ class Sweep:
             found.append(
                 {"arm": point.arm}
                 | ({CONDITION: point.settings[CONDITION]} if self.study.conditions else {})
-                | {key: config.get(key) for key in self.study.varied}
+                | {key: config.get(key, point.settings.get(key)) for key in self.study.varied}
                 | {"seed": cell.seed}
-                | {measure: self.value(cell, measure) for measure in self.measures}
                 | {name: done.get(name) for name in COSTS}
+                | {measure: self.value(cell, measure) for measure in self.measures}
                 | {"path": cell.path.relative_to(self.path).as_posix()}
             )
         return found

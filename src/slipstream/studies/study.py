@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from itertools import product
 from math import isfinite
 from pathlib import Path
@@ -37,6 +38,8 @@ OF_RUNS: dict[str, Callable[[Sequence[float]], float | None]] = {
     "peak_to_end": peak_to_end,
 }
 """Measures of all updates of a reward: has it collapsed (0 or 1), and how far is the end below the best."""
+MAX_NAME = 200
+"""Length above which the name of a directory is cut; file systems allow 255 bytes."""
 OF_SAMPLES = ("reward/", "teacher/kl")
 """Prefixes of metrics that measure the student that sampled, not the latest student."""
 
@@ -77,7 +80,7 @@ class Cell:
         settings = [named(key, value) for key, value in self.point.settings.items()]
         where = ",".join(f"{key}={value_text(value)}" for key, value in settings)
         parts = [self.point.arm, *([where] if where else []), f"seed-{self.seed}"]
-        return Path(*(quote(part, safe="=,+ ") for part in parts))
+        return Path(*map(file_name, parts))
 
     @property
     def config(self) -> Config:
@@ -305,6 +308,12 @@ def check_values(key: str, values: Any, where: str) -> None:
         raise ConfigError(f"{where}{key} in a grid is a list of values, got {values!r}")
     if len({value_text(value) for value in values}) < len(values):
         raise ConfigError(f"{where}{key} has a value twice in {value_text(values)}: write each once")
+
+
+def file_name(text: str) -> str:
+    """Return a name for a directory, which a file system accepts: a long one ends with a digest of the whole text."""
+    name = quote(text, safe="=,+ ")
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
 def check_measure(measure: str, point: Point) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite, nan
 
 from slipstream.metric_names import Metric, below, describe, patterns
 from slipstream.reporting.report import figures, timeline
@@ -47,8 +47,13 @@ def of_metrics(section: str, runs: Sequence[Reading]) -> Iterator[Figure]:
 
 def measure_row(measure: str) -> Metric:
     """Return the row of a study's measure; a measure without a title has its name as title."""
-    row = describe(measure.rpartition("/")[2] if measure.startswith("eval/") else measure)
-    return row if row and row.title else Metric(measure, "", "–", "", title=measure)
+    of_set, _, name = (
+        measure.removeprefix("eval/").rpartition("/") if measure.startswith("eval/") else ("", "", measure)
+    )
+    row = describe(name)
+    if not row or not row.title:
+        return Metric(measure, "", "–", "", title=measure)
+    return replace(row, title=f"{row.title} on {of_set}") if of_set else row
 
 
 def of_metric(row: Metric, runs: Sequence[Reading]) -> Figure:
@@ -105,7 +110,7 @@ def held_out(runs: Sequence[Reading]) -> Iterator[Figure]:
 
 def waits(runs: Sequence[Reading]) -> Figure:
     """Draw the learner's activities as shares of wall-clock time."""
-    seconds = {run.name: sum(run.values("seconds/update")) for run in runs}
+    seconds = {run.name: sum(run.values("seconds/update")) or inf for run in runs}
     parts = {
         label: [sum(run.values(f"seconds/{name}")) / seconds[run.name] for run in runs]
         for name, label in WAITS.items()
@@ -222,9 +227,10 @@ def drift_by_lag(runs: Sequence[Reading]) -> Figure | None:
         errors = [standard_error(each) for each in values]
         series.append(Series(run.name, [], [mean(each) for each in values], slot, errors))
     labels = [name.rpartition("lag_")[2] for name in names]
-    kl = series[0].y
-    most = max(range(len(kl)), key=kl.__getitem__)
-    title = f"KL by lag: {short(kl[0])} at lag {labels[0]}, and at most {short(kl[most])}, at lag {labels[most]}"
+    kl = {label: each for label, each in zip(labels, series[0].y, strict=True) if isfinite(each)}
+    first, most = next(iter(kl), labels[0]), max(kl, key=kl.__getitem__, default=labels[0])
+    ends = (f"{short(kl.get(each, nan))} at lag {each}" for each in (first, most))
+    title = f"KL by lag: {', and at most '.join(ends)}"
     title += f" ({runs[0].name})" if len(runs) > 1 else ""
     note = "drift/kl by lag: mean over updates ± one standard error. If it is not near 0 at lag 0, the engines differ."
     return figures.bars(title, note, labels, series, x="lag, in updates", y="nats per token")

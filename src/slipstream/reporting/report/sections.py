@@ -63,8 +63,10 @@ def description(run: Reading) -> str:
     teachers = ", ".join(config.model_of(each) for each in config.teachers.values())
     distilled = f" · {config.loss.kind} from {teachers}" if teachers else ""
     policy = f" · {config.policy.loss} on {', '.join(config.task.names)}" if config.policy else ""
-    began = str(run.meta.get("started", ""))[:16].replace("T", " ")
-    return f"{config.student}{distilled}{policy} · schedule {config.schedule.label} · started {began} UTC."
+    began = str(run.meta.get("started", "")).replace("T", " ")
+    return (
+        f"{config.student}{distilled}{policy} · schedule {config.schedule.label} · started {began[:16]} {began[19:]}."
+    )
 
 
 def sections(runs: Sequence[Reading]) -> Iterator[Section]:
@@ -108,7 +110,7 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
     """Yield the most important facts: a label, and a value for each run (empty if unknown)."""
     unfinished = ["" if run.run.finished else f" of {run.config.updates}, not finished" for run in runs]
     yield "updates", [f"{len(run.metrics):,}{rest}" for run, rest in zip(runs, unfinished, strict=True)]
-    yield "wall clock", [duration(run.values("time")[-1]) for run in runs]
+    yield "wall clock", [duration(times[-1]) if (times := run.values("time")) else "" for run in runs]
     for each in held_out_sets(runs):
         measure, name = each
         what = measure if measure == "accuracy" else "held-out KL to the teacher"
@@ -118,7 +120,7 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
         ends = [change(run.values(name)) if run.values(name) else None for run in runs]
         yield label, [f"{short(end.first)} → {short(end.last)}" if end else "" for end in ends]
     for name, label in labels.items():
-        yield f"{label}, fall from best", [ending(run.values(name)) for run in runs]
+        yield f"{label}, fall from best", [ending(*run.columns.get(name, ((), ()))) for run in runs]
     for name, label in (
         ("tokens_per_s", "tokens per second"),
         ("overlap/stages", "overlap of stages"),
@@ -129,10 +131,11 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
     yield "groups dropped or restarted", [short(run.digest["lost"]) if run.digest else "" for run in runs]
 
 
-def ending(rewards: Sequence[float]) -> str:
+def ending(updates: Sequence[float], rewards: Sequence[float]) -> str:
     """Format how far the end of a reward is below its best, and the update of a collapse; empty for short runs."""
     fell, at = peak_to_end(rewards), collapse(rewards)
-    return "" if fell is None else short(fell) + (f", collapsed at update {at}" if at is not None else "")
+    collapsed = "" if at is None else f", collapsed at update {updates[at - 1]:.0f}"
+    return "" if fell is None else f"{short(fell)}{collapsed}"
 
 
 def held_out_of(run: Reading, key: tuple[str, str]) -> str:
@@ -166,6 +169,7 @@ def configuration(runs: Sequence[Reading]) -> Iterator[Part]:
     found = [changed_settings(run.config) for run in runs]
     apart = {name for run in runs[1:] for name, *_ in differing(runs[0].config, run.config)}
     defaults = {name: usual for each in found for name, (usual, _) in each.items() if name != "output"}
+    apart &= defaults.keys()
     settings = [flat(run.config.model_dump(mode="json")) | in_use(run.config) for run in runs]
     rows = [
         [name, *(setting_text(each.get(name)) for each in settings), setting_text(defaults[name])]

@@ -1,10 +1,12 @@
 """Report of a study as HTML or Markdown: result figures, claims with verdicts, tables, and learning curves."""
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from slipstream.reporting.report import study_figures
 from slipstream.reporting.report.charts import measure_row
@@ -151,27 +153,33 @@ def run_parts(sweep: Sweep) -> Iterator[Part]:
 def markdown_page(sweep: Sweep, directory: Path) -> Iterator[str]:
     """Yield the lines of the page that is written to a directory, beside its figures."""
     config = STUDIES / f"{sweep.path.resolve().name}.toml"
-    again = str(config) if config.exists() else f"{sweep.path / STUDY_FILE} --output {sweep.path}"
+    again = [config] if config.exists() else [sweep.path / STUDY_FILE, "--output", sweep.path]
     yield f"# {title_of(sweep)}\n"
     if about := sweep.study.sweep.about:
         yield f"{about.strip()}\n"
-    yield f"```console\nslipstream sweep {again}\nslipstream report {sweep.path} --markdown {directory}\n```\n"
+    commands = ["sweep", *again], ["report", sweep.path, "--markdown", directory]
+    yield "\n".join(["```console", *(shlex.join(["slipstream", *map(str, words)]) for words in commands), "```\n"])
     results = sweep.claims()
     claimed = {each.measure for each in results}
     for (file, figure), measure in zip_longest(study_figures.result_figures(sweep).items(), sweep.measures):
-        yield f"![{figure.note if measure in claimed else figure.title}]({file})\n"
+        yield f"![{figure.note if measure in claimed else figure.title}]({quote(str(file))})\n"
     if results:
         yield "| claim | claimed to be below 0 | is | p (Holm) | |\n| --- | --- | --- | --- | --- |"
         for each in results:
             difference = difference_text(each.difference, each.measure)
-            yield f"| {each.claim.says} | {comparison(each)} | {difference} | {each.p_text} | **{each.verdict}** |"
+            yield row_of([each.claim.says, comparison(each), difference, each.p_text, f"**{each.verdict}**"])
         yield f"\n{conclusion(results)}\n"
     for table in markdown_tables(sweep):
         if table.rows:
-            yield f"| {' | '.join(table.head)} |\n|{' --- |' * len(table.head)}"
-            yield from (f"| {' | '.join(row)} |" for row in table.rows)
+            yield f"{row_of(table.head)}\n|{' --- |' * len(table.head)}"
+            yield from map(row_of, table.rows)
             yield ""
     yield f"{summary_of(sweep)}\n"
+
+
+def row_of(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in cells) + " |"
 
 
 def conclusion(results: Sequence[ClaimResult]) -> str:

@@ -115,7 +115,7 @@ def result_title(sweep: Sweep, measure: str) -> str:
         if row.mean is not None
     ]
     if not rows:
-        return f"{metric.title}: no run is finished yet"
+        return f"{metric.title}: no finished run has a value in its last updates"
     (least, low), (most, high) = min(rows), max(rows)
     first, last = short(least, share=metric.is_share), short(most, share=metric.is_share)
     if first == last:

@@ -66,8 +66,10 @@ def mean_text(mean: float | None, error: float | None, *, share: bool = False) -
         return short(mean, share=share)
     scale, unit = (100.0, " %") if share else (1.0, "")
     mean, error = mean * scale, error * scale
-    digits = 2 if error <= abs(mean) * 1e-9 else min(max(1 - floor(log10(error)), 0), 6)
-    return f"{mean:,.{digits}f} ± {error:.{digits}f}{unit}"
+    if error <= abs(mean) * 1e-9:
+        return f"{short(mean)} ± 0{unit}"
+    digits = max(1 - floor(log10(error)), 0)
+    return f"{mean:,.{digits}f} ± {error:.{digits}f}{unit}" if digits <= 6 else f"{mean:.3g} ± {error:.2g}{unit}"
 
 
 def course(label: str, runs: Mapping[str, Sequence[float]], *, share: bool = False) -> str:

@@ -61,7 +61,7 @@ def displayed_rows(course: RunProgress) -> list[Row]:
             value, band = course.numbers[name], band_of(name)
             missed = band if band is not None and value not in band else None
             rows.append(Row(title_of(name), row_of(name).text(value), course.curves[name].points, missed))
-    if course.recent:
+    if course.recent and SPEED in course.curves:
         rows.append(Row(title_of(SPEED), f"{course.speed:,.0f}", course.curves[SPEED].points))
     return rows
 
