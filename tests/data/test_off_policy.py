@@ -176,13 +176,20 @@ def test_the_response_is_the_whole_text_of_the_answer(
 def test_answers_end_with_the_end_token_or_are_cut() -> None:
     tokenizer = load_tokenizer("builtin:student")
     rows = [Row(id=str(i), prompt="x", response=text, where=f"rows:{i}") for i, text in enumerate(("A1", "A1B2C3"))]
-    short, cut = answers_of(rows, tokenizer, end=tokenizer.eos_token_id, longest=4, vocabulary=39)
+    end = tokenizer.eos_token_id
+    limits = Limits(vocabulary=39, longest=4, stops={end})
+    short, cut = answers_of(rows, tokenizer, end=end, limits=limits)
     plain = tokenizer("A1B2C3", add_special_tokens=False)["input_ids"]
     assert short.tokens.tolist() == [*plain[:2], tokenizer.eos_token_id] and short.finish == "eos"
     assert cut.tokens.tolist() == plain[:4] and cut.finish == "length"
     assert np.isnan(short.logp).all() and short.logp.shape == short.tokens.shape
     with pytest.raises(DataError, match="rows:9: has no answer in text"):
-        answers_of([*rows, Row(id="9", prompt="x", where="rows:9")], tokenizer, end=0, longest=4, vocabulary=39)
+        answers_of([*rows, Row(id="9", prompt="x", where="rows:9")], tokenizer, end=0, limits=limits)
+    written = replace(rows[0], response=f"A1{tokenizer.eos_token}")
+    assert answers_of([written], tokenizer, end=end, limits=limits)[0].tokens.tolist() == short.tokens.tolist()
+    early = replace(rows[0], response=f"A{tokenizer.eos_token}1")
+    with pytest.raises(DataError, match=f"rows:0: the answer has the end token {end} before its end"):
+        answers_of([early], tokenizer, end=end, limits=limits)
     odd = Row(id="9", prompt="x", response="ä", where="rows:9")
     with pytest.raises(DataError, match="rows:9: builtin:student cannot encode this answer"):
-        answers_of([*rows, odd], tokenizer, end=0, longest=4, vocabulary=39)
+        answers_of([*rows, odd], tokenizer, end=0, limits=limits)

@@ -208,12 +208,30 @@ def test_a_malformed_row_is_named_with_file_line_and_what_is_expected(tmp_path: 
     assert EXPECTED in str(caught.value) or case == "not JSON"
 
 
-def test_an_answer_that_no_checkpoint_holds_is_named_and_other_columns_are_left_out(tmp_path: Path) -> None:
+def test_parquet_gives_a_tool_no_parameter_that_only_others_have(tmp_path: Path) -> None:
+    def row(key: str) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {key: {"type": "string"}}}
+        call = {"type": "function", "function": {"name": "look", "arguments": {key: "x"}}}
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+        return {"messages": [*asked, {"role": "tool", "content": "seen"}], "tools": tools}
+
+    path, rows = tmp_path / "a.parquet", [row("city"), row("q")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    for found, original in zip(load_rows(str(path)), rows, strict=True):
+        assert found.tools == original["tools"]
+        assert found.prompt[1]["tool_calls"] == original["messages"][1]["tool_calls"]  # type: ignore[index]
+
+
+def test_an_answer_that_no_checkpoint_holds_is_named_and_a_date_is_text_for_rewards(tmp_path: Path) -> None:
     path, when = tmp_path / "a.parquet", datetime(2026, 1, 2)
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "answer": ["b"], "when": [when], "level": [3]}), path)
     (row,) = load_rows(str(path))
     assert row.meta == {"when": when, "level": 3}, "teachers may be chosen by it"
-    assert Prompts([row], [np.array([1])], seed=0, shuffle=False).at(0).meta == {"level": 3}
+    assert Prompts([row], [np.array([1])], seed=0, shuffle=False).at(0).meta == {
+        "when": "2026-01-02T00:00:00",
+        "level": 3,
+    }
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "a"], "answer": [None, when]}), path)
     with pytest.raises(DataError, match=re.escape(f"{path}:2: the answer is of type datetime, which cannot be stored")):
         load_rows(str(path))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.environments import Call, Reply, Start
+from slipstream.environments import Call, Reply, Start, Step
 from slipstream.environments.forms import Acting, kind_of, shorten
 from slipstream.environments.pool import EnvironmentPool, EnvironmentSettings, Episode, schemas
 from slipstream.environments.tools import without_titles
@@ -127,6 +127,45 @@ def test_tools_are_told_as_their_types_and_docstrings_say(adder: str) -> None:
     default = {"title": "a", "n": 1}
     shown = without_titles({"properties": {"title": {"title": "Title", "default": default}}, "title": "Arguments"})
     assert shown == {"properties": {"title": {"default": default}}}
+
+
+OWN_STEPS = """
+    from slipstream.environments import Step
+
+    class Mine(Step):
+        pass
+
+    class Game:
+        metrics = {}
+
+        def step(self, reply):
+            if reply.text == "speed":
+                self.metrics = {"speed": float("nan")}
+            reward = [1.0, 2.0] if reply.text == "list" else 0.5
+            return Mine(({"role": "user", "content": "go on"},), reward=reward)
+
+        def close(self):
+            return {}
+"""
+
+
+def test_an_environment_may_have_steps_of_its_own_class_and_faults_are_named(tmp_path: Path) -> None:
+    async def main(made: EnvironmentPool) -> None:
+        episode = await opened(made)
+        step = await episode.step(Reply("x"))
+        assert type(step) is Step and step.reward == 0.5
+        assert await episode.close() == {}, "no reward, as with None"
+        for said, fault in {
+            "list": r"Game.step returned for 'reward' list \[1.0, 2.0\], which is not a number",
+            "speed": "Game.metrics are wrong: returned nan for 'speed'",
+        }.items():
+            episode = await opened(made)
+            with pytest.raises(EnvironmentFailed, match=fault):
+                await episode.step(Reply(said))
+            episode.drop()
+
+    with hosts(written(tmp_path, OWN_STEPS, "Game")) as made:
+        asyncio.run(main(made))
 
 
 def test_episodes_that_begin_together_wait_together_for_a_process(adder: str) -> None:

@@ -58,9 +58,10 @@ def test_a_pattern_must_match_the_whole_response() -> None:
 
 def test_the_length_penalty_is_that_of_dapo() -> None:
     """DAPO, equation 13, with a maximum of 20 and a cache of 8: 0 up to 12 tokens, (12 − |y|)/8, −1 above 20."""
-    rewards = [overlong([0] * n, max_tokens=20, buffer=8, penalty=1.0) for n in (1, 12, 13, 16, 20, 21, 99)]
+    rewards = [overlong([0] * n, "eos", max_tokens=20, buffer=8, penalty=1.0) for n in (1, 12, 13, 16, 20, 21, 99)]
     assert rewards == [0.0, 0.0, -0.125, -0.5, -1.0, -1.0, -1.0]
-    assert overlong([0] * 16, max_tokens=20, buffer=8, penalty=0.5) == -0.25
+    assert overlong([0] * 16, "eos", max_tokens=20, buffer=8, penalty=0.5) == -0.25
+    assert overlong([0] * 4, "length", max_tokens=20, buffer=8, penalty=0.5) == -0.5, "a long message left no room"
 
 
 def graded(spec: str, tree: dict[str, Any], timeout: float = 10.0, **given: Any) -> Grades:

@@ -18,6 +18,7 @@ from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.run_dir.trackers import SINKS, Quotes, Sink, heading
 from slipstream.run_dir.writing import (
+    LogPosition,
     RunLog,
     check_free,
     machine,
@@ -340,19 +341,20 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path: Path) -> No
 
 
 def test_a_resume_without_samples_and_trace_cuts_those_of_discarded_updates(tmp_path: Path) -> None:
+    marks = list[LogPosition]()
     with RunLog.create(config_of(), tmp_path) as log:
         for update in (1, 2):
             log.samples([quote_of(update)], update=update)
             assert log.trace is not None
             log.trace.write(f"{{{update}}},\n")
-            mark = log.mark() if update == 1 else mark
+            marks.append(log.mark())
     without = config_of().with_values(log={"samples": 0, "trace": False})
-    with RunLog.reopen(without, tmp_path, mark) as log:
+    with RunLog.reopen(without, tmp_path, marks[0]) as log:
         assert log.trace is None
-        mark = log.mark()
+        marks.append(log.mark())
     assert [line["update"] for line in read_lines(tmp_path / "samples.jsonl")] == [1]
     assert (tmp_path / "trace.json").read_text() == "[\n{1},\n"
-    with RunLog.reopen(config_of(), tmp_path, mark) as log:
+    with RunLog.reopen(config_of(), tmp_path, marks[-1]) as log:
         log.samples([quote_of(2)], update=2)
     assert [line["update"] for line in read_lines(tmp_path / "samples.jsonl")] == [1, 2]
 

@@ -17,8 +17,20 @@ LOWEST = -999.0
 """Log-probs from here on are placeholders for unknown values; no softmax gets so low."""
 
 
-def answers_of(rows: Sequence[Row], tokenizer: Tokenizer, *, end: int, longest: int, vocabulary: int) -> list[Given]:
-    """Return every row's answer as tokens with the end token; an answer beyond `longest` tokens is cut, without it."""
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a trajectory: ids of the student, at most `longest` tokens, and none after an end token."""
+
+    vocabulary: int
+    longest: int
+    stops: Collection[int]
+
+
+def answers_of(rows: Sequence[Row], tokenizer: Tokenizer, *, end: int, limits: Limits) -> list[Given]:
+    """Return every row's answer as tokens with the end token; an answer beyond the longest is cut, without it.
+
+    An answer may have an end token already, as its last one.
+    """
     for row in rows:
         if not (row.response or "").strip():
             raise DataError(
@@ -27,21 +39,15 @@ def answers_of(rows: Sequence[Row], tokenizer: Tokenizer, *, end: int, longest: 
             )
     found, texts = list[Given](), [str(row.response) for row in rows]
     for row, ids in zip(rows, encode_texts(texts, rows, tokenizer, special=False, what="answer"), strict=True):
-        if max(ids, default=0) >= vocabulary:
-            raise DataError(f"{row.place}: token {max(ids)} of the answer is beyond the {vocabulary} embeddings")
-        finish: Finish = "eos" if len(ids) < longest else "length"
-        tokens = np.array([*ids, end][:longest], np.int32)
+        if max(ids, default=0) >= limits.vocabulary:
+            raise DataError(f"{row.place}: token {max(ids)} of the answer is beyond the {limits.vocabulary} embeddings")
+        whole = [*ids] if ids and ids[-1] in limits.stops else [*ids, end]
+        if (early := next((token for token in whole[:-1] if token in limits.stops), None)) is not None:
+            raise DataError(f"{row.place}: the answer has the end token {early} before its end")
+        finish: Finish = "eos" if len(whole) <= limits.longest else "length"
+        tokens = np.array(whole[: limits.longest], np.int32)
         found.append(Given(tokens, np.full(len(tokens), np.nan, np.float32), finish))
     return found
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of a trajectory: ids of the student, at most `longest` tokens, and none after an end token."""
-
-    vocabulary: int
-    longest: int
-    stops: Collection[int]
 
 
 def read_trajectories(

@@ -8,6 +8,7 @@ import hashlib
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, time
 from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any
@@ -195,6 +196,18 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
         hidden=tuple(path for path in (*layout.answer, data.response, VERL_SOLUTION) if path and path not in known),
         where=where,
     )
+
+
+def with_dates_as_text(value: Any) -> Any:
+    """Return a value of a table with its dates and times as text (ISO 8601), which JSON can represent."""
+    match value:
+        case dict():
+            return {key: with_dates_as_text(below) for key, below in value.items()}
+        case list():
+            return list(map(with_dates_as_text, value))
+        case date() | time():
+            return value.isoformat()
+    return value
 
 
 def _response(
@@ -398,7 +411,7 @@ class Prompts:
             teacher=self.teachers[index],
             environment=row.environment,
             seed=derive_seed(self.seed, number),
-            meta={name: value for name, value in row.meta.items() if is_json(value)},
+            meta={name: told for name, value in row.meta.items() if is_json(told := with_dates_as_text(value))},
             hidden=list(row.hidden),
             asked=row.prompt if self.tells else None,
             place=row.where,

@@ -133,6 +133,16 @@ def _csv(path: Path) -> Rows:
             yield where, {name: cell or None for name, cell in zip(names, cells, strict=True) if name}
 
 
+def without_fillers(value: Any, inside: bool = False) -> Any:
+    """Remove the nulls in tools and in calls of tools: a table has them in place of the keys of other rows."""
+    if isinstance(value, list):
+        return [without_fillers(each, inside) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: each for key, each in value.items() if each is not None or not inside}
+    return {key: without_fillers(each, inside or key in ("tools", "tool_calls")) for key, each in kept.items()}
+
+
 def _parquet(path: Path) -> Rows:
     try:
         import pyarrow
@@ -144,7 +154,7 @@ def _parquet(path: Path) -> Rows:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for fields in batch.to_pylist():
-                    yield f"{path}:{(number := number + 1)}", fields
+                    yield f"{path}:{(number := number + 1)}", without_fillers(fields)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         where = f" after row {number}" if number else ""
         raise DataError(f"{path}: cannot be read{where}: {first_line(error)}") from None

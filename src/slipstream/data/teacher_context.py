@@ -107,7 +107,7 @@ class TemplateContext(TextContext):
         return self.template.format(
             prompt=seen.prompt,
             response=seen.response,
-            ground_truth=truth if isinstance(truth, str) else json.dumps(truth),
+            ground_truth=truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False),
             best=seen.best,
             last=seen.last,
             **{name: "" if reward is None else f"{reward:g}" for name, reward in rewards.items()},

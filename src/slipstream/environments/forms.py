@@ -187,11 +187,13 @@ class Acting:
     def _limit(self, step: Step) -> Step:
         counted = {name: float(count) for name, count in self.counts.items()}
         reported = (getattr(self.instance, "metrics", None) or {}) | dict(step.metrics)
-        metrics = counted | {
-            f"own/{name}": number(value, name, largest=LARGEST_METRIC) for name, value in reported.items()
-        }
+        try:
+            own = {f"own/{name}": number(value, name, largest=LARGEST_METRIC) for name, value in reported.items()}
+        except Unusable as error:
+            raise self._wrong("metrics", f"are wrong: {error}") from None
         shown = [message | {"content": shorten(message["content"], self.shown)} for message in step.messages]
-        return replace(step, messages=tuple(map(plain, shown)), metrics=metrics)
+        # a plain Step, which the parent can unpickle, also where the user's is of a class of theirs
+        return Step(tuple(map(plain, shown)), done=bool(step.done), metrics=counted | own, reward=step.reward)
 
     async def _call_tool(self, call: Call) -> Message:
         tool = self.kind.tools.get(call.name)

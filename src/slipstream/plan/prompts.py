@@ -267,7 +267,7 @@ def off_policy(
         plain = isinstance(rows[0].prompt, str) and not config.data.chat
         template = None if plain else template_end(tokenizer, config.data.template_args)
         end = next(token for token in (template, tokenizer.eos_token_id, *sorted(stops)) if token in stops)
-        answers = answers_of(rows, tokenizer, end=end, longest=longest, vocabulary=vocabulary)
+        answers = answers_of(rows, tokenizer, end=end, limits=limits)
         if cut := sum(answer.finish == "length" for answer in answers):
             say(f"{cut} of {len(answers)} answers are longer than sampler.max_tokens, and are cut there")
     if sft is not None and sft.cache is not None and Path(sft.cache).exists() and not Path(sft.cache).is_dir():

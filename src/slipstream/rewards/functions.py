@@ -133,8 +133,13 @@ def match_format(text: str, *, pattern: str | None, tags: Sequence[str]) -> floa
     return float(once and re.fullmatch(r"\s*".join(["", *parts, ""]), text, re.DOTALL) is not None)
 
 
-def overlong(tokens: Sequence[int], *, max_tokens: int, buffer: int, penalty: float) -> float:
-    """Return the soft length penalty of DAPO (2503.14476): 0 down to −penalty over the last `buffer` tokens."""
+def overlong(tokens: Sequence[int], finish: str, *, max_tokens: int, buffer: int, penalty: float) -> float:
+    """Return the soft length penalty of DAPO (2503.14476): 0 down to −penalty over the last `buffer` tokens.
+
+    A response that was cut off gets −penalty, also if a long message of its environment left no room.
+    """
+    if finish == "length":
+        return -penalty
     return penalty * min(0.0, max(-1.0, (max_tokens - buffer - len(tokens)) / buffer))
 
 
@@ -268,7 +273,10 @@ def number(returned: Any, part: str = "", *, largest: float = maths.inf) -> floa
     place = f" for {part!r}" if part else ""
     if not hasattr(returned, "__float__"):
         raise Unusable("type", f"returned{place} {short_repr(returned)}, which is not a number")
-    value = float(returned)
+    try:
+        value = float(returned)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array, or an integer beyond all floats
+        raise Unusable("type", f"returned{place} {short_repr(returned)}, which is not one number") from None
     if not maths.isfinite(value):
         raise Unusable("nan", f"returned {value}{place}")
     if abs(value) > largest:
@@ -284,8 +292,8 @@ def with_total(name: str, parts: dict[str, float]) -> dict[str, float]:
 
 
 def rewards_of(returned: Any) -> dict[str, float]:
-    """Convert a number, or numbers by name, to rewards named `reward` and `reward/NAME`; None gives an empty dict."""
-    if returned is None:
+    """Convert a number, or numbers by name, to rewards `reward` and `reward/NAME`; None and {} give an empty dict."""
+    if returned is None or (isinstance(returned, Mapping) and not returned):
         return {}
     if not isinstance(returned, Mapping):
         return {TOTAL_REWARD: number(returned, largest=LARGEST_REWARD)}

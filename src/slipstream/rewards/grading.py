@@ -215,6 +215,8 @@ class PoolGrader:
             {"role": "assistant" if sampled else "observation", "content": self.decode(tokens)}
             for sampled, tokens in turns_of(rollout)
         ]
+        if prompt.prefix is not None:  # a given beginning is a part of the answer
+            messages = [{"role": "assistant", "content": self.decode(rollout.tokens)}]
         return Answer(
             text=next(message["content"] for message in reversed(messages) if message["role"] == "assistant"),
             messages=messages,

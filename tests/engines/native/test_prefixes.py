@@ -8,8 +8,21 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.protocols import GradingSampler, Sampling
-from slipstream.records import Group, Handle, Prompt, Rollout, after_prefix, unfinished, with_prefix, without_prefix
+from slipstream.records import (
+    Group,
+    Handle,
+    Prompt,
+    Rollout,
+    after_prefix,
+    header_of,
+    one_turn,
+    unfinished,
+    with_prefix,
+    without_prefix,
+)
+from slipstream.rewards.grading import PoolGrader
 from support.engines import native_sampler
 from support.tiny_models import EOS, make_model, make_prompts, wrap
 
@@ -78,3 +91,21 @@ def test_a_header_counts_the_prefix_and_trains_the_rest() -> None:
         continued: Prompt = without_prefix(handle).body.prompt
         np.testing.assert_array_equal(continued.tokens, after_prefix(prompt).tokens)
         assert continued.offset == 3
+
+
+def test_rewards_see_the_whole_response() -> None:
+    tokenizer = load_tokenizer("builtin:student")
+    question, answer = (
+        np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32) for text in ("C3D8E5=", "C33D81E56")
+    )
+    prompt = Prompt(id="r", number=0, tokens=question, ground_truth="C33D81E56", prefix=answer[:4])
+    rest = np.array([*answer[4:], tokenizer.eos_token_id], np.int32)
+    logp, versions = np.full((len(rest), 1), -0.1, np.float32), np.zeros(len(rest), np.int32)
+    part = one_turn(after_prefix(prompt), 0, actions=rest[:, None], action_logp=logp, versions=versions, finish="eos")
+    whole = with_prefix(prompt, Handle(header_of(part), part))
+    grader = PoolGrader(("exact",), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    try:
+        (graded,) = asyncio.run(grader.grade([whole]))
+    finally:
+        grader.close()
+    assert graded.header.rewards == {"exact": 1.0}

@@ -22,7 +22,7 @@ def call_message(calls: Sequence[Call], *, content: str = "", as_text: bool = Fa
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": json.dumps(call.arguments) if as_text else call.arguments,
+                    "arguments": json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments,
                 },
             }
             for number, call in enumerate(calls)
