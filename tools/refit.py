@@ -26,7 +26,7 @@ TOKENS = 96
 ROWS = 16
 """Number of answers in one forward pass."""
 STRENGTH = 0.5
-"""How much a matrix is held at its old value, relative to the mean square of its inputs."""
+"""Weight that holds a matrix at its old value, relative to the mean square of its inputs."""
 
 
 def main() -> None:

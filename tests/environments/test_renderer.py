@@ -227,7 +227,7 @@ def test_a_conversation_of_calls_is_the_one_that_the_template_writes(name: str) 
 
 
 def test_each_result_has_the_id_of_its_call() -> None:
-    """As calls are numbered: from 0 in each turn."""
+    """Calls are numbered from 0 in each turn, and so are results."""
     function = '"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}'
     call = f'{{{function}, "id": "{{{{ call.id }}}}"}}'
     named = MISTRAL.replace("{{ call.function | tojson }}", call)

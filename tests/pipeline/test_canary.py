@@ -528,7 +528,7 @@ def test_the_last_check_is_repeated_if_it_has_no_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answers", [1, 2])
 def test_a_teacher_is_stopped_for_unusable_answers_only_if_it_repeats_them(tmp_path: Path, answers: int) -> None:
-    """Of a healthy endpoint, too, one answer in a thousand may be garbage."""
+    """One answer in a thousand may be garbage, also from a healthy endpoint."""
 
     class Spoils(Liar):
         times = 0

@@ -72,7 +72,7 @@ class RunState:
     recorded: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the groups in flight (see RECORDED), by name; empty in older checkpoints."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What the ledger will say about failures in the groups in flight; empty in older checkpoints."""
+    """Notes of the ledger about failures in the groups in flight; empty in older checkpoints."""
 
     @property
     def tokens(self) -> int:

@@ -90,7 +90,7 @@ class Ledger:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What is known about failures in groups that are still in use, for a checkpoint."""
+        """Known failures in groups that are still in use, for a checkpoint."""
         return {"causes": {number: [*each] for number, each in self.causes.items()}, "redone": {**self.redone}}
 
     def write_trained(
