@@ -223,7 +223,7 @@ def test_a_fault_that_passes_costs_a_retry(fake: FakeRolloutServer, fault: Fault
 @pytest.mark.parametrize(
     ("fault", "times", "line"),
     [
-        ("cut", 4, "cannot be reached: RemoteProtocolError"),
+        ("cut", 4, "breaks off its answer: RemoteProtocolError"),
         ("unavailable", 4, 'answers 503: {"error": {"message": "the engine is loading"}}'),
         ("no logprobs", 1, "gives a wrong answer: no log-probs of the drawn tokens"),
         ("short", 1, "gives a wrong answer: 7 token ids, 8 log-probs, and 8 tokens in its usage"),

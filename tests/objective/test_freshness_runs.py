@@ -76,12 +76,13 @@ def stale(groups: Sequence[Sequence[Handle]], *, asked_again: bool = False) -> l
             versions = np.full(len(rollout.tokens), 5 - (2 * number + index) % 6, np.int32)
             versions[len(versions) // 2 :] = 5
             rollout = replace(rollout, versions=versions)
-            body = replace(handle.body, rollout=rollout)
+            body, drift = replace(handle.body, rollout=rollout), dict[str, float]()
             if asked_again:
                 kl_N = rng.random(len(versions)) * 0.3
                 kl_N[rng.random(len(kl_N)) < 0.3] = np.nan
                 body = replace(body, supervision_kl=kl_N)
-            handles.append(Handle(header_of(rollout, teacher="teacher"), body))
+                drift = {"moved": float(np.nanmean(kl_N)), "aligned": float(1 - np.isnan(kl_N).mean())}
+            handles.append(Handle(header_of(rollout, teacher="teacher", **drift), body))
         found.append(handles)
     return found
 

@@ -344,7 +344,8 @@ def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str])
     assert main([*words, "--report", "plan.html"]) == 0
     assert capsys.readouterr().err.splitlines()[-1].endswith("figures are in plan.html")
     text = Path("plan.html").read_text()
-    assert text.count("<figure") == 3 and f"<code>slipstream {' '.join(words)}</code>" in text
+    again = " ".join(["slipstream", *words[:4], "--report plan.html", *words[4:]])
+    assert text.count("<figure") == 3 and f"<code>{again}</code>" in text
     assert "The config has async(4), and 12 updates" in text and "[decode]" in text
 
 
