@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[])
     parser.add_argument("--prompts", type=Path, default=Path("build/real/train.jsonl"))
     args = parser.parse_args()
+    torch.set_num_threads(2)
     left_out = args.layers
     if not left_out:
         asked = questions(args.prompts, FITTED + JUDGED)

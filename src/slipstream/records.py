@@ -638,8 +638,8 @@ class Header:
     attempts: Attempts | None = None
     """Earlier attempts that the teacher's context includes; None if it includes none."""
     moved: float | None = None
-    """Mean of `supervision_kl` after scoring again; 0 if the teacher is unchanged, None if not scored again for the
-    next update that learns from the sample. Then `supervision_kl`, if there is one, is of an earlier use."""
+    """Mean of `supervision_kl` after scoring again for the next update that learns from the sample; 0 if the teacher is
+    unchanged, None if not scored again. In both cases a `supervision_kl` of the record is of an earlier use."""
     aligned: float = 1.0
     """Share of trained positions for which `supervision_kl` is known."""
     replaced: int | None = None

@@ -73,7 +73,7 @@ def p_value(difference: Estimate) -> float | None:
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """Return the p-values corrected for their number by Holm's method.
 
-    None, a claim without a p-value yet, stays None and is counted: a study that goes on loses no verdict.
+    None, a claim without a p-value, stays None and is counted, since it has one when more runs have finished.
     """
     ordered = sorted((p, i) for i, p in enumerate(values) if p is not None)
     corrected, largest = list[float | None]([None] * len(values)), 0.0

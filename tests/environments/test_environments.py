@@ -139,8 +139,8 @@ OWN_STEPS = """
         metrics = {}
 
         def step(self, reply):
-            if reply.text == "speed":
-                self.metrics = {"speed": float("nan")}
+            if reply.text in ("speed", "cost"):
+                self.metrics = {reply.text: float("nan") if reply.text == "speed" else 1e200}
             reward = [1.0, 2.0] if reply.text == "list" else 0.5
             return Mine(({"role": "user", "content": "go on"},), reward=reward)
 
@@ -157,7 +157,8 @@ def test_an_environment_may_have_steps_of_its_own_class_and_faults_are_named(tmp
         assert await episode.close() == {}, "no reward, as with None"
         for said, fault in {
             "list": r"Game.step returned for 'reward' list \[1.0, 2.0\], which is not a number",
-            "speed": "Game.metrics are wrong: returned nan for 'speed'",
+            "speed": "Game.metrics returned nan for 'speed'",
+            "cost": r"Game.metrics returned 1e\+200 for 'cost', which is larger than 1e\+150",
         }.items():
             episode = await opened(made)
             with pytest.raises(EnvironmentFailed, match=fault):

@@ -220,6 +220,10 @@ def test_what_was_lost_is_told_with_its_cause(tmp_path: Path) -> None:
     "words, said",
     [
         (["empty"], "empty holds no run: there is no config.toml in it"),
+        (
+            ["run", "--markdown", "here", "-o", "page.html"],
+            "--output is the file of the HTML page: leave it out with --markdown",
+        ),
         (["empty", "--markdown", "here"], "--markdown writes one study: name the directory of one sweep"),
         (["young"], "young has made no update yet: there is nothing to report"),
         (["run", "study"], "a report shows one study, or runs: name one study, or the directories of its cells"),
@@ -459,6 +463,15 @@ def test_a_study_as_markdown_says_what_its_names_say(tmp_path: Path) -> None:
     text = "\n".join(markdown_page(Sweep(path), Path("docs")))
     assert "| KL(p\\|q) starts higher | Reward exact" in text
     assert f"slipstream report '{path}' --markdown docs\n" in text and "](my%20study.svg)" in text
+
+
+def test_results_of_an_arm_that_sets_an_empty_table_say_so(tmp_path: Path) -> None:
+    tree = copy.deepcopy(STUDY)
+    tree["sweep"]["arms"] = {"guarded": {"guards.ess": {}}, "plain": {}}
+    tree["sweep"] |= {"claims": [], "measure": ["tokens"]}
+    rows = Sweep(write_study(tmp_path / "study", tree)).rows()
+    assert {row["arm"]: row["guards.ess"] for row in rows} == {"guarded": {}, "plain": None}
+    assert {row["tokens"] for row in rows} == {1000.0}, "the measure, and not the cost of this name"
 
 
 def test_an_update_of_a_collapse_is_counted_from_the_start_of_the_run() -> None:

@@ -197,11 +197,13 @@ def test_the_histogram_of_lags_is_of_all_tokens_and_ends(tmp_path: Path) -> None
 
 def test_what_the_learner_waited_for_adds_up_to_all_its_time(tmp_path: Path) -> None:
     figure = charts.waits([reading(tmp_path / "run")])
+    assert figure is not None
     parts = {trace["name"]: trace["x"][0] for trace in figure.data}
     assert parts == pytest.approx(
         {"learning": 0.6, "waiting for scored groups": 0.2, "waiting for a publish": 0.1, "other": 0.1}
     )
     assert figure.title == "The learner was training 60 % of the time"
+    assert charts.waits([reading(tmp_path / "untimed", more={"seconds/update": 0.0})]) is None
 
 
 def test_a_publish_has_its_parts_and_no_figure_where_there_is_none(tmp_path: Path) -> None:

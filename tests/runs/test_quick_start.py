@@ -121,6 +121,10 @@ OWN = {
     "eval of too few": (["eval", "builtin:student", "-k", "8"], "write -n 8"),
     "demo with an unknown key": (["demo", "--lr", "1"], "unknown key 'lr'"),
     "demo into a run": (["demo", "--schedule.kind", "sync", "--output", "taken"], "taken already holds a run"),
+    "demo of two teachers": (
+        ["demo", "--teachers.second.model", "builtin:teacher"],
+        "the demo compares a student with one teacher, and [teachers] has 2",
+    ),
     "demo of nothing": (["demo", "--student", "./nowhere"], "./nowhere: no such directory"),
     "check into a run": (["config", "good.toml", "--check", "--output", "taken"], "taken already holds a run"),
     "no command": ([], "the following arguments are required: COMMAND"),

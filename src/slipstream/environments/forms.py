@@ -190,7 +190,7 @@ class Acting:
         try:
             own = {f"own/{name}": number(value, name, largest=LARGEST_METRIC) for name, value in reported.items()}
         except Unusable as error:
-            raise self._wrong("metrics", f"are wrong: {error}") from None
+            raise self._wrong("metrics", str(error)) from None
         shown = [message | {"content": shorten(message["content"], self.shown)} for message in step.messages]
         # a plain Step, which the parent can unpickle, also where the user's is of a class of theirs
         return Step(tuple(map(plain, shown)), done=bool(step.done), metrics=counted | own, reward=step.reward)

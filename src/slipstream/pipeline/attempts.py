@@ -43,8 +43,13 @@ class Memory:
         return {prompt: asdict(tried) for prompt, tried in self.prompts.items()}
 
     def note(self, group: Group) -> list[Handle]:
-        """Remember the attempts of a rolled-out group, and return its handles without their texts."""
-        headers = [handle.header for handle in group]
+        """Remember the attempts of a rolled-out group, and return its handles without their texts.
+
+        A response that began with a given part of the answer is no attempt.
+        """
+        headers, plain = [handle.header for handle in group], [handle.with_header(text="") for handle in group]
+        if headers[0].prefix:
+            return plain
         tried = self.prompts.pop(headers[0].prompt, None) or PromptAttempts()
         self.size -= tried.size
         for header in headers:
@@ -59,7 +64,7 @@ class Memory:
         while self.size > self.limit and len(self.prompts) > 1:
             _, forgotten = self.prompts.popitem(last=False)
             self.size -= forgotten.size
-        return [handle.with_header(text="") for handle in group]
+        return plain
 
     def attempts_for(self, header: Header, names: Collection[str]) -> Attempts:
         """Return the attempts for the teacher of this response; fields that are not in `names` stay empty."""

@@ -64,8 +64,7 @@ class Rollouts:
             groups.drop(number, "rollout failed", str(failure))
         else:
             own = not group[0].header.source
-            drawn = own and not group[0].header.prefix
-            groups.responses[number] = self.memory.note(group) if self.memory and drawn else group
+            groups.responses[number] = self.memory.note(group) if self.memory and own else group
             trained = [handle.header.oldest for handle in group if handle.header.trained_tokens]
             oldest = min(trained, default=admission.live[number].version)
             zero = own and admission.refilling.most > 0 and self.zero_advantage(group)

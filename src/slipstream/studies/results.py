@@ -233,10 +233,11 @@ class Sweep:
         found = []
         for cell in self.finished:
             point, config, done = cell.point, flat(cell.config.model_dump(mode="json")), cell.done
+            written = {**self.study.arms[point.arm][0], **point.settings}  # an empty table is in no flat config
             found.append(
                 {"arm": point.arm}
                 | ({CONDITION: point.settings[CONDITION]} if self.study.conditions else {})
-                | {key: config.get(key, point.settings.get(key)) for key in self.study.varied}
+                | {key: config.get(key, written.get(key)) for key in self.study.varied}
                 | {"seed": cell.seed}
                 | {name: done.get(name) for name in COSTS}
                 | {measure: self.value(cell, measure) for measure in self.measures}

@@ -38,8 +38,8 @@ OF_RUNS: dict[str, Callable[[Sequence[float]], float | None]] = {
     "peak_to_end": peak_to_end,
 }
 """Measures of all updates of a reward: has it collapsed (0 or 1), and how far is the end below the best."""
-MAX_NAME = 200
-"""Length above which the name of a directory is cut; file systems allow 255 bytes."""
+MAX_NAME = 255
+"""Largest length of a directory's name in bytes that file systems allow."""
 OF_SAMPLES = ("reward/", "teacher/kl")
 """Prefixes of metrics that measure the student that sampled, not the latest student."""
 
@@ -312,8 +312,8 @@ def check_values(key: str, values: Any, where: str) -> None:
 
 def file_name(text: str) -> str:
     """Return a name for a directory, which a file system accepts: a long one ends with a digest of the whole text."""
-    name = quote(text, safe="=,+ ")
-    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}-{sha256(text.encode()).hexdigest()[:8]}"
+    name, end = quote(text, safe="=,+ "), f"-{sha256(text.encode()).hexdigest()[:8]}"
+    return name if len(name) <= MAX_NAME else name[: MAX_NAME - len(end)] + end
 
 
 def check_measure(measure: str, point: Point) -> None:

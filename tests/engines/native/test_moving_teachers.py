@@ -476,6 +476,9 @@ def test_what_is_remembered_is_bounded_and_what_was_not_tried_for_long_goes_firs
         memory.note(said(number, "1" * 8, prompt=f"p{number % 3 if number < 20 else 7}"))
         assert memory.size <= 40 == memory.limit
     assert list(memory.state)[-1] == "p7" and 1 < len(memory.state) < 4
+    known = json.dumps(memory.state)
+    (plain,) = memory.note([handle.with_header(prefix=1) for handle in said(99, "9")])
+    assert plain.header.text == "" and json.dumps(memory.state) == known, "a half-given answer is no attempt"
     without = Memory()
     without.note(said(0, "a", reward=1.0))
     assert without.attempts_for(said(1, "0")[0].header, ALL) == Attempts("", None, "a", None)

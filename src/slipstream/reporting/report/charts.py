@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf, isfinite, nan
+from math import isfinite, nan
 
 from slipstream.metric_names import Metric, below, describe, patterns
 from slipstream.reporting.report import figures, timeline
@@ -108,9 +108,11 @@ def held_out(runs: Sequence[Reading]) -> Iterator[Figure]:
         yield figures.curves(title, note, series, x=RUN_SECONDS, y=y, share=share, marks=True)
 
 
-def waits(runs: Sequence[Reading]) -> Figure:
-    """Draw the learner's activities as shares of wall-clock time."""
-    seconds = {run.name: sum(run.values("seconds/update")) or inf for run in runs}
+def waits(runs: Sequence[Reading]) -> Figure | None:
+    """Draw the learner's activities as shares of wall-clock time; None if the time of a run is unknown."""
+    seconds = {run.name: sum(run.values("seconds/update")) for run in runs}
+    if not all(seconds.values()):
+        return None
     parts = {
         label: [sum(run.values(f"seconds/{name}")) / seconds[run.name] for run in runs]
         for name, label in WAITS.items()
