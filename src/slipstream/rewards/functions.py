@@ -14,6 +14,7 @@ import math as maths
 import re
 import reprlib
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -275,7 +276,10 @@ def number(returned: Any, part: str = "", *, largest: float = maths.inf) -> floa
         raise Unusable("type", f"returned{place} {short_repr(returned)}, which is not a number")
     try:
         value = float(returned)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array, or an integer beyond all floats
+    except OverflowError:  # an integer beyond all floats
+        limit = min(largest, sys.float_info.max)
+        raise Unusable("type", f"returned{place} {short_repr(returned)}, which is larger than {limit:g}") from None
+    except (TypeError, ValueError, RuntimeError):  # an array
         raise Unusable("type", f"returned{place} {short_repr(returned)}, which is not one number") from None
     if not maths.isfinite(value):
         raise Unusable("nan", f"returned {value}{place}")
