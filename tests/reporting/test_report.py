@@ -456,6 +456,23 @@ def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again
     )
 
 
+def test_held_out_rewards_of_a_study_are_shares_only_between_0_and_1(tmp_path: Path) -> None:
+    tree: dict[str, Any] = copy.deepcopy(STUDY)
+    claim = {"says": "better", "less": "forward", "than": "reverse", "at": 0}
+    tree["sweep"] |= {"measure": ["eval/accuracy"], "claims": [claim]}
+    tree |= {"data": {"eval": "held-out"}, "eval": {"every": 10}}
+    path = write_study(tmp_path / "study", tree)
+    shares = "\n".join(markdown_page(Sweep(path), tmp_path))
+    for file in path.rglob("metrics.jsonl"):
+        lines = [line | {"accuracy": 10 * line.get("accuracy", 0.0)} for line in read_lines(file)]
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    rewards = "\n".join(markdown_page(Sweep(path), tmp_path))
+    assert "| better | Held-out accuracy: forward − reverse at 0 | 0 ± 0 points |" in shares
+    assert "| reverse | 60 ± 0 % | 60 ± 0 % | 60 ± 0 % |" in shares
+    assert "| better | Held-out reward: forward − reverse at 0 | 0 ± 0 |" in rewards
+    assert "| reverse | 6 ± 0 | 6 ± 0 | 6 ± 0 |" in rewards and "%" not in rewards
+
+
 def test_a_study_as_markdown_says_what_its_names_say(tmp_path: Path) -> None:
     tree = copy.deepcopy(STUDY)
     tree["sweep"]["claims"][0]["says"] = "KL(p|q)\nstarts higher"

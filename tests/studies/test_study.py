@@ -18,6 +18,7 @@ from slipstream.commands.sweep import write_results as tell_files
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.reporting.report.study import comparison
+from slipstream.reporting.report.study_figures import row_in
 from slipstream.run_dir.reading import RunDir
 from slipstream.statistics import Estimate, difference, estimate, holm, p_value, slope, verdict
 from slipstream.studies.board import Board, Columns, seconds_left, summary, text_of
@@ -479,7 +480,7 @@ def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
     assert falls.verdict == "open" and falls.difference.mean == pytest.approx(-0.25)
     assert level.verdict == "holds" and level.difference.mean == pytest.approx(-9 - 0.7)  # 97 standard errors
     assert rises.verdict == "open" and rises.difference.mean == pytest.approx(0.25)
-    assert comparison(rises) == "Reward exact: reverse at 0 − reverse at 1"
+    assert comparison(rises, row_in(sweep, "reward/exact")) == "Reward exact: reverse at 0 − reverse at 1"
     # t = 5 and t = 97 with one degree of freedom, times the number of claims that have no smaller p
     assert at_0.p == falls.p == pytest.approx(4 * (1 - 2 / pi * atan(5)))
     assert level.p == pytest.approx(5 * (1 - 2 / pi * atan(97))) and everywhere.p is None

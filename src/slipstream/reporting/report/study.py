@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from slipstream.metric_names import Metric
 from slipstream.reporting.report import study_figures
-from slipstream.reporting.report.charts import measure_row
 from slipstream.reporting.report.page import Folded, Page, Part, Section, Table
+from slipstream.reporting.report.study_figures import row_in
 from slipstream.reporting.report.titles import duration, mean_text, setting_text
 from slipstream.statistics import Estimate, Verdict
 from slipstream.studies.results import STUDY_FILE, ClaimResult, Sweep
@@ -61,9 +62,9 @@ def sections(sweep: Sweep) -> Iterator[Section]:
 
 def table_of(sweep: Sweep, measure: str) -> Table:
     """Return a table of means: series × x, with the number of seeds if some are missing."""
-    seeds = len(sweep.study.sweep.seeds)
+    seeds, metric = len(sweep.study.sweep.seeds), row_in(sweep, measure)
     cells = {
-        (row.series, repr(row.x)): value_text(row, measure) + ("" if row.n == seeds else f" ({row.n} of {seeds} seeds)")
+        (row.series, repr(row.x)): value_text(row, metric) + ("" if row.n == seeds else f" ({row.n} of {seeds} seeds)")
         for row in sweep.table(measure)
     }
     return cross_table(sweep, measure, list(sweep.series()), cells)
@@ -72,29 +73,30 @@ def table_of(sweep: Sweep, measure: str) -> Table:
 def cross_table(sweep: Sweep, measure: str, names: Sequence[str], cells: Mapping[tuple[str, str], str]) -> Table:
     xs = [x for x in study_figures.x_values(sweep) if any((name, repr(x)) in cells for name in names)]
     setting = sweep.study.x
-    head = [measure_row(measure).title, *(f"{setting} = {setting_text(x)}" if setting else "" for x in xs)]
+    head = [row_in(sweep, measure).title, *(f"{setting} = {setting_text(x)}" if setting else "" for x in xs)]
     return Table(head, [[name, *(cells.get((name, repr(x)), "") for x in xs)] for name in names])
 
 
-def value_text(value: Estimate, measure: str) -> str:
-    return mean_text(value.mean, value.se, share=measure_row(measure).is_share)
+def value_text(value: Estimate, row: Metric) -> str:
+    return mean_text(value.mean, value.se, share=row.is_share)
 
 
-def difference_text(difference: Estimate, measure: str) -> str:
+def difference_text(difference: Estimate, row: Metric) -> str:
     """Format a difference; a difference of shares is in percentage points."""
-    return value_text(difference, measure).replace(" %", " points")
+    return value_text(difference, row).replace(" %", " points")
 
 
 def claims(sweep: Sweep) -> Table:
     rows = []
     for each in sweep.claims():
-        difference, seeds = difference_text(each.difference, each.measure), str(each.difference.n)
-        rows.append([each.claim.says, comparison(each), difference, seeds, each.p_text, each.verdict])
+        row, seeds = row_in(sweep, each.measure), str(each.difference.n)
+        difference = difference_text(each.difference, row)
+        rows.append([each.claim.says, comparison(each, row), difference, seeds, each.p_text, each.verdict])
     return Table(["claim", "claimed to be below 0", "difference", "seeds", "p (Holm)", "verdict"], rows)
 
 
-def comparison(result: ClaimResult) -> str:
-    claim, of = result.claim, measure_row(result.measure).title
+def comparison(result: ClaimResult, row: Metric) -> str:
+    claim, of = result.claim, row.title
     less, than = setting_text(claim.less), setting_text(claim.than)
     if claim.slope:
         return f"{of}: slope of {less} − slope of {than}"
@@ -109,7 +111,7 @@ def at_x(x: Any) -> str:
 def paired_tables(sweep: Sweep) -> Iterator[Part]:
     for measure in sweep.measures:
         cells = {
-            (f"{each.series} − {each.base}", repr(each.x)): difference_text(each.difference, measure)
+            (f"{each.series} − {each.base}", repr(each.x)): difference_text(each.difference, row_in(sweep, measure))
             + sigma(each.difference)
             for each in sweep.differences(measure)
         }
@@ -121,9 +123,10 @@ def paired_tables(sweep: Sweep) -> Iterator[Part]:
 
 def slope_table(sweep: Sweep, measures: Sequence[str]) -> Table:
     """Return a table of the change of each measure when x (for a lag: x + 1) doubles; without rows if there is none."""
-    cells = {(name, m): difference_text(slope, m) for m in measures for name, slope in sweep.slopes(m).items()}
+    found = {m: row_in(sweep, m) for m in measures}
+    cells = {(name, m): difference_text(each, found[m]) for m in measures for name, each in sweep.slopes(m).items()}
     names = dict.fromkeys(name for name, _ in cells)
-    head = [f"slope against {sweep.doublings}", *(measure_row(m).title for m in measures)]
+    head = [f"slope against {sweep.doublings}", *(row.title for row in found.values())]
     return Table(head, [[name, *(cells.get((name, m), "") for m in measures)] for name in names])
 
 
@@ -166,8 +169,9 @@ def markdown_page(sweep: Sweep, directory: Path) -> Iterator[str]:
     if results:
         yield "| claim | claimed to be below 0 | is | p (Holm) | |\n| --- | --- | --- | --- | --- |"
         for each in results:
-            difference = difference_text(each.difference, each.measure)
-            yield row_of([each.claim.says, comparison(each), difference, each.p_text, f"**{each.verdict}**"])
+            row = row_in(sweep, each.measure)
+            difference = difference_text(each.difference, row)
+            yield row_of([each.claim.says, comparison(each, row), difference, each.p_text, f"**{each.verdict}**"])
         yield f"\n{conclusion(results)}\n"
     for table in markdown_tables(sweep):
         if table.rows:
@@ -197,7 +201,7 @@ def markdown_tables(sweep: Sweep) -> list[Table]:
         return [*(table_of(sweep, measure) for measure in measures), slope_table(sweep, measures)]
     columns = [{row[0]: row[1] for row in table_of(sweep, measure).rows} for measure in measures]
     rows = [[name, *(column.get(name, "") for column in columns)] for name in sweep.series()]
-    return [Table(["", *(measure_row(measure).title for measure in measures)], rows)]
+    return [Table(["", *(row_in(sweep, measure).title for measure in measures)], rows)]
 
 
 def summary_of(sweep: Sweep) -> str:

@@ -6,6 +6,7 @@ from math import log2, nan
 from statistics import fmean
 from typing import Any
 
+from slipstream.metric_names import Metric
 from slipstream.reporting.report import figures
 from slipstream.reporting.report.charts import RUN_SECONDS, measure_row
 from slipstream.reporting.report.figures import Figure, Json, Series, bins
@@ -42,9 +43,18 @@ Runs = dict[tuple[str, str], list[Lines]]
 """Finished runs by series and x."""
 
 
+def row_in(sweep: Sweep, measure: str) -> Metric:
+    """Return the row of a measure; a held-out reward that is no share in this study is shown as a number."""
+    row = measure_row(measure)
+    values = [value for seeds in sweep.by_seed(sweep.study.points, measure) for value in seeds.values()]
+    if row.names != "accuracy" or all(0 <= value <= 1 for value in values):
+        return row
+    return replace(row, title=row.title.replace("accuracy", "reward"), unit="")
+
+
 def result_figure(sweep: Sweep, measure: str) -> Figure:
     """Draw mean ± standard error of a measure: a line over x for every series, or bars (dots) without x."""
-    metric = measure_row(measure)
+    metric = row_in(sweep, measure)
     title, note = result_title(sweep, measure), f"{metric.title}: mean over seeds ± one standard error."
     y = f"{metric.title}, {metric.unit}" if metric.unit and not metric.is_share else metric.title
     rows = [row for row in sweep.table(measure) if row.mean is not None]
@@ -108,7 +118,7 @@ def result_title(sweep: Sweep, measure: str) -> str:
     if by_verdict:
         title = " ".join(f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in by_verdict.items())
         return title + (f" And {len(tried) - TITLE_CLAIMS} more." if len(tried) > TITLE_CLAIMS else "")
-    metric = measure_row(measure)
+    metric = row_in(sweep, measure)
     rows = [
         (row.mean, row.series if row.x is None else f"{row.series} at {setting_text(row.x)}")
         for row in sweep.table(measure)
@@ -163,7 +173,7 @@ def by_clock(sweep: Sweep) -> Figure | None:
             break
     else:
         return None
-    metric = measure_row(measure)
+    metric = row_in(sweep, measure)
     label = f"{metric.title} of training responses" if is_reward(measure) else metric.title
     first, soonest = found[0], min(found, key=lambda each: each.x[-1])
     seconds, end = soonest.x[-1], short(soonest.y[-1], share=metric.is_share)
@@ -182,7 +192,7 @@ def is_reward(measure: str) -> bool:
 
 def learning_figures(sweep: Sweep, measure: str, x: Any, found: Sequence[Series], *, clock: bool) -> Iterator[Figure]:
     if found:
-        metric = measure_row(measure)
+        metric = row_in(sweep, measure)
         ends = {row.series: [row.mean] for row in sweep.table(measure) if row.x == x and row.mean is not None}
         values = ends if len(found) > 1 else {found[0].name: found[0].y}  # a single series has its trend as title
         where = f" at {sweep.study.x} = {setting_text(x)}" if sweep.study.x else ""
