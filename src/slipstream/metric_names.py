@@ -234,6 +234,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
                "teachers", "KL between new and old teacher scores", NATS),
         Metric("teacher/aligned", "share of the relabelled tokens for which teacher/moved is known", "1", By.HEADERS),
         Metric("teacher/TEACHER/tokens", "response tokens that this teacher scored", "–", By.HEADERS),
+        Metric("teacher/TEACHER/samples", "responses that one of several teachers scored", "–", By.HEADERS),
     ),
     "Task rewards": (
         Metric("reward/REWARD", "mean reward over responses, in environments that have it", "rises", By.HEADERS,
@@ -551,6 +552,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("restarted", "groups so far that became too old and were rolled out again", "few", By.LEDGER),
         Metric("thrown_tokens", "tokens so far of responses that were not trained on", "few", By.LEDGER),
         Metric("greedy_tokens", "tokens so far of greedy answers, used only for their reward (remax)", "–", By.LEDGER),
+        Metric("teacher/TEACHER/invalid", "teacher/invalid of one of several teachers that had any", "0", By.LEDGER),
         Metric("teacher/invalid", "responses since the previous update with unusable scores", "0", By.LEDGER,
                "teachers", "Responses with unusable scores", "count", idle=0.0),
         Metric("teacher/floored", "trained tokens whose teacher log-prob was raised to −100", "few", By.SCORE_CHECKS,

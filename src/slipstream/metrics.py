@@ -207,7 +207,7 @@ def peak_to_end(rewards: Sequence[float]) -> float | None:
 def trust_metrics(headers: Sequence[Header], *, several_teachers: bool = False) -> Metrics:
     """Return the reverse KL from the sampler to each teacher, and the number of floored teacher log-probs.
 
-    Names contain the teacher's if there are several in the run or in the headers.
+    If there are several in the run or in the headers, names contain the teacher's, and its responses are counted.
 
     teacher/kl is the mean of log b − log q over tokens drawn from b (b: sampler, q: teacher). Its expectation is
     KL(b ‖ q) ≥ 0. Tokens of a response are not independent, so the error is that of a ratio of sums over k responses:
@@ -219,9 +219,12 @@ def trust_metrics(headers: Sequence[Header], *, several_teachers: bool = False) 
             by_teacher.setdefault(header.teacher, []).append(header)
     numbers: Metrics = {"teacher/floored": float(sum(header.floored for header in headers))} if by_teacher else {}
     for name, scored in sorted(by_teacher.items()):
-        prefix = f"teacher/{name}" if several_teachers or len(by_teacher) > 1 else "teacher"
+        several = several_teachers or len(by_teacher) > 1
+        prefix = f"teacher/{name}" if several else "teacher"
         kl, error = kl_and_error(scored)
         numbers |= {f"{prefix}/kl": kl, f"{prefix}/kl_error": error}
+        if several:
+            numbers[f"{prefix}/samples"] = float(len(scored))
     return numbers
 
 

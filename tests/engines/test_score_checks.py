@@ -3,6 +3,7 @@
 import asyncio
 import io
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,20 +143,26 @@ def test_the_kl_to_a_teacher_and_its_error_by_hand() -> None:
     # √(2/1 · (1 + 1)) / 4 = 0.5
     assert trust_metrics(headers) == {"teacher/kl": 1.0, "teacher/kl_error": 0.5, "teacher/floored": 1.0}
     both = trust_metrics([*headers, replace(header, teacher="b", gap=-4.0)])
+    assert (both["teacher/a/samples"], both["teacher/b/samples"]) == (2.0, 1.0)
     assert both["teacher/a/kl"] == 1.0 and (both["teacher/b/kl"], both["teacher/b/kl_error"]) == (-2.0, 2.0)
     assert trust_metrics([replace(header, teacher="")]) == {}
     alone = trust_metrics(headers, several_teachers=True)  # this update has responses to one of two teachers
-    assert alone == {"teacher/a/kl": 1.0, "teacher/a/kl_error": 0.5, "teacher/floored": 1.0}
+    known = {"teacher/a/kl": 1.0, "teacher/a/kl_error": 0.5, "teacher/a/samples": 2.0, "teacher/floored": 1.0}
+    assert alone == known
 
 
 def test_faults_of_teachers_wait_for_the_next_metrics_of_teachers() -> None:
     """An update of given responses alone has none."""
-    counts: Any = SimpleNamespace(unusable=5, again=[0.1], differed=1, several_teachers=False)
+    counts: Any = SimpleNamespace(unusable=Counter(main=3, b=2), again=[0.1], differed=1, several_teachers=False)
     drawn = Handle(header_of(response(7, 8).body, teacher="main"), None)
     assert Ledger._trust(counts, Batch(([drawn.with_header(source="data")],), 1)) == {}
     found = Ledger._trust(counts, Batch(([drawn],), 2))
     assert (found["teacher/invalid"], found["teacher/differed"], found["teacher/recheck_max"]) == (5, 1, 0.1)
-    assert (counts.unusable, counts.again, counts.differed) == (0, [], 0)
+    assert "teacher/b/invalid" not in found  # a single teacher needs no name
+    assert (counts.unusable, counts.again, counts.differed) == (Counter(), [], 0)
+    counts.unusable, counts.several_teachers = Counter(main=3, b=2), True
+    found = Ledger._trust(counts, Batch(([drawn],), 3))
+    assert [found[f"teacher/{name}invalid"] for name in ("main/", "b/", "")] == [3, 2, 5]
 
 
 def test_a_drift_of_an_earlier_use_is_none() -> None:
@@ -219,6 +226,11 @@ MUST: dict[str, tuple[Rule, Synthetic, str]] = {
         "^teacher/b: mean reverse KL",
     ),
     "unusable": (unusable_scores, lambda n: {"teacher/invalid": 8.0}, "for 160 of the last 1440 responses"),
+    "one of many unusable": (
+        unusable_scores,
+        lambda n: {"teacher/invalid": 4.0, "teacher/b/invalid": 4.0, "teacher/a/samples": 64.0},
+        "^teacher/b: its scores could not be used for 80 of the last 80 responses",
+    ),
     "changing": (
         unusable_scores,
         lambda n: {"teacher/differed": 0.5},

@@ -194,6 +194,8 @@ EXAMPLES = [
     Example("teacher scores do not match", {"teacher/kl": -0.2}, {"teacher/kl": -0.04}),
     Example("teacher scores do not match", {"teacher/kl": -0.2}, {"teacher/kl": -0.2, "teacher/kl_error": 1.0}),
     Example("failing teacher", {"teacher/invalid": 4}, {"teacher/invalid": 3}),
+    Example("failing teacher", {"teacher/invalid": 3, "teacher/b/invalid": 3},
+            {"teacher/invalid": 3, "teacher/b/invalid": 3, "teacher/b/samples": 64}),
     Example("failing teacher", {"teacher/differed": 0.5}, {"teacher/differed": 0.08}),
     Example("router flips", engines(kl=0.06) | {"router/flips": 0.05}, engines(kl=0.06) | {"router/flips": 0.01},
             {"learner": {"router": "measure"}, **HALF}),

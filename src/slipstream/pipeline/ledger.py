@@ -73,8 +73,8 @@ class Ledger:
         """Weights version of each teacher that follows the student, by metric name."""
         self.moves: Metrics = {}
         """Seconds that each such teacher took to load new weights since the last update, by metric name."""
-        self.unusable, self.reported = 0, set[str]()
-        """Responses with unusable scores since teachers last had metrics, and the teachers already reported for it."""
+        self.unusable, self.reported = Counter[str](), set[str]()
+        """Unusable responses by teacher since teachers last had metrics, and the teachers already reported for it."""
         self.causes: dict[int, list[str]] = {int(number): each for number, each in notes.get("causes", {}).items()}
         """Causes of failed members, by the number of a group that is still in use."""
         self.redone: dict[int, str] = {int(number): worker for number, worker in notes.get("redone", {}).items()}
@@ -170,7 +170,7 @@ class Ledger:
     def count_unscored(self, group: Group, say: Callable[[str], None]) -> None:
         """Count the members that could not be scored; report only the first failure of each teacher."""
         failed = [handle.header for handle in group if handle.header.finish == "error"]
-        self.unusable += len(failed)
+        self.unusable.update(header.teacher for header in failed)
         if len(failed) < len(group):  # else the whole group is dropped, and `Groups.discard` counts its tokens
             self.thrown_tokens += sum(header.tokens for header in failed)
         for header in failed:
@@ -287,12 +287,14 @@ class Ledger:
         found = trust_metrics(batch.headers, several_teachers=self.several_teachers)
         if found:
             found |= {
-                "teacher/invalid": float(self.unusable),
+                "teacher/invalid": float(self.unusable.total()),
                 "teacher/rechecked": float(len(self.again)),
                 "teacher/differed": float(self.differed),
                 **({"teacher/recheck_max": max(known)} if (known := [x for x in self.again if x < inf]) else {}),
             }
-            self.unusable, self.again, self.differed = 0, [], 0
+            if self.several_teachers:
+                found |= {f"teacher/{name}/invalid": float(n) for name, n in self.unusable.items()}
+            self.unusable, self.again, self.differed = Counter(), [], 0
         return found
 
 

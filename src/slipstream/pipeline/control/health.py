@@ -118,19 +118,26 @@ def negative_kl(history: History, health: HealthConfig) -> Trouble | None:
 
 
 def kl_names(lines: Sequence[Line]) -> list[str]:
-    names = {name for line in lines for name in line if name.startswith("teacher/") and name.endswith("/kl")}
+    return names_of(lines, "kl")
+
+
+def names_of(lines: Sequence[Line], last: str) -> list[str]:
+    names = {name for line in lines for name in line if name.startswith("teacher/") and name.endswith(f"/{last}")}
     return sorted(names)
 
 
 def unusable_scores(history: History, health: HealthConfig) -> Trouble | None:
     last = history.recent[-health.window :]
-    failed, sound = sum_of(last, "teacher/invalid"), sum_of(last, "samples")
-    if failed >= health.updates and failed / (failed + sound) > health.invalid:
-        return Trouble(
-            "failing teacher",
-            f"the teacher's scores could not be used for {failed:.0f} of the last {failed + sound:.0f} responses: the "
-            "ledger has the causes",
-        )
+    for name in sorted(names_of(last, "invalid"), key="teacher/invalid".__eq__):  # of each teacher, then of all
+        who = name.removesuffix("/invalid")
+        failed, sound = sum_of(last, name), sum_of(last, "samples" if who == "teacher" else f"{who}/samples")
+        if failed >= health.updates and failed / (failed + sound) > health.invalid:
+            whose = "the teacher's" if who == "teacher" else f"{who}: its"
+            return Trouble(
+                "failing teacher",
+                f"{whose} scores could not be used for {failed:.0f} of the last {failed + sound:.0f} responses: the "
+                "ledger has the causes",
+            )
     differed, asked = sum_of(last, "teacher/differed"), sum_of(last, "teacher/rechecked")
     if differed >= health.updates and differed / asked > health.invalid:
         return Trouble(

@@ -54,12 +54,16 @@ def negative_kl(case: Case) -> Evidence | None:
 
 
 def fails(case: Case) -> Evidence | None:
-    invalid, samples, differed, rechecked = (
-        sum(values_of(case.late, name))
-        for name in ("teacher/invalid", "samples", "teacher/differed", "teacher/rechecked")
-    )
-    if invalid >= 3 and invalid / (invalid + samples) > UNUSABLE_SHARE:
-        return Evidence("teacher/invalid", invalid / (invalid + samples), UNUSABLE_SHARE, run=case.doctor)
+    def total(name: str) -> float:
+        return sum(values_of(case.late, name))
+
+    names = {name for line in case.late for name in line if name.startswith("teacher/") and name.endswith("/invalid")}
+    for name in sorted(names, key="teacher/invalid".__eq__):  # of each teacher, then of all
+        of_teacher = name.removesuffix("/invalid")
+        invalid, sound = total(name), total("samples" if of_teacher == "teacher" else f"{of_teacher}/samples")
+        if invalid >= 3 and invalid / (invalid + sound) > UNUSABLE_SHARE:
+            return Evidence(name, invalid / (invalid + sound), UNUSABLE_SHARE, run=case.doctor)
+    differed, rechecked = total("teacher/differed"), total("teacher/rechecked")
     if differed >= 3 and differed / rechecked > UNUSABLE_SHARE:
         return Evidence("teacher/differed", differed / rechecked, UNUSABLE_SHARE, run=case.doctor, other_cause=True)
     return None
