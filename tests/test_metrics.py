@@ -315,6 +315,8 @@ def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
         "a publish",
         "1 groups dropped or restarted, 7 tokens thrown away",
     ]
+    assert summary(digest(lines) | {"lost": 0.0})[-1] == "0 groups dropped or restarted, 7 tokens thrown away"
+    assert len(summary(digest(lines) | {"lost": 0.0, "thrown_tokens": 0.0})) == 3
     assert digest(lines, since=1)["overlap/stages"] == 1.5
     assert digest(lines)["samples_per_s"] == 2 and digest(lines)["seconds"] == 8
     assert digest(lines, since=2)["tokens_per_s"] == 35 / 2, "a part that was gone on with is summed up by itself"

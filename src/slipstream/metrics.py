@@ -387,7 +387,7 @@ def summary(run: Mapping[str, float]) -> list[str]:
         f"{run['waits/data']:.0%} of the time for data, {run['waits/turn']:.0%} for its turn, "
         f"{run['waits/weights']:.0%} for a publish",
     ]
-    if run["lost"]:
+    if run["lost"] or run["thrown_tokens"]:  # a publish may throw away tokens and keep the groups
         lines.append(f"{run['lost']:.0f} groups dropped or restarted, {run['thrown_tokens']:,.0f} tokens thrown away")
     again = [f"{name.removeprefix('restarts/')} {n:.0f} ×" for name, n in run.items() if name.startswith("restarts/")]
     if again:

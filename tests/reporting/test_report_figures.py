@@ -226,6 +226,9 @@ def test_work_is_lost_by_reason_or_no_figure_is_drawn(tmp_path: Path) -> None:
     assert figure is not None and figure.data[1]["x"] == ["too old", "failed: crash"]
     assert (figure.data[0]["y"], figure.data[1]["y"]) == ([0.0, 0.0], [3.0, 2.0])
     assert figure.title == "Lost work: 0 tokens (well), 1,234 tokens (bad)"
+    again = charts.lost_work([well, reading(tmp_path / "again", more={"thrown_tokens": 850.0})])
+    assert again is not None and again.data[1]["x"] == ["tokens thrown away"] and again.data[1]["y"] == [850.0]
+    assert again.title == "Lost work: 0 tokens (well), 850 tokens (again)"
 
 
 def test_drift_by_lag_has_an_error_over_updates(tmp_path: Path) -> None:

@@ -254,12 +254,14 @@ def noise(runs: Sequence[Reading]) -> Figure | None:
 
 
 def lost_work(runs: Sequence[Reading]) -> Figure | None:
-    """Draw dropped groups by reason, restarted groups, and failed responses; None if nothing was lost."""
+    """Draw dropped groups by reason, restarted groups, failed responses, thrown tokens; None if nothing was lost."""
     labels = dict[str, str]()
     for name in [name for run in runs for name in run.columns if run.last(name)]:
         kind, slash, reason = name.partition("/")
         if kind + slash in LOST_WORK:
             labels[name] = LOST_WORK[kind + slash].format(reason)
+    if not labels and any(run.last("thrown_tokens") for run in runs):  # a publish threw them, and kept the groups
+        labels["thrown_tokens"] = "tokens thrown away"
     if not labels:
         return None
     series = [Series(run.name, [], [run.last(name) or 0.0 for name in labels], slot) for slot, run in enumerate(runs)]
