@@ -539,9 +539,16 @@ def test_only_groups_without_advantage_are_replaced_however_long_answers_are(tmp
     assert {entry["number"] for entry in dropped} == alike and {e["reason"] for e in dropped} == {"no advantage"}
     assert len(run.trained()) == 32 and alike.isdisjoint(run.trained())
     assert run.lines[-1]["dropped/no advantage"] == run.lines[-1]["dropped"] == len(dropped)
+    assert run.lines[-1]["refilled_tokens"] == run.lines[-1]["thrown_tokens"] > 0
     assert max(line["credits"] for line in run.lines) <= run.run.admission.schedule.credits
     bound = run.run.admission.schedule.bound
     assert bound is None or max(lag for _, lag in run.lags) <= bound
+
+
+def test_tokens_that_a_publish_throws_away_are_not_those_of_refill(tmp_path: Path) -> None:
+    run = refilled(tmp_path, Async(tau=3, on_publish="restart"), slow)
+    lines = [(line["refilled_tokens"], line["thrown_tokens"]) for line in run.lines if "refilled_tokens" in line]
+    assert lines == sorted(lines) and 0 < lines[-1][0] < lines[-1][1]
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.0, 6.0])

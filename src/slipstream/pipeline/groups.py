@@ -86,6 +86,7 @@ class Groups:
         dropped, begun = self.admission.refill()
         for number in dropped:
             self.choice.note(self.responses[number])
+            self.ledger.refilled_tokens += tokens_of(self.responses[number])
             self.discard(number)
             self.ledger.write_dropped(self.prompt(number), NO_ADVANTAGE)
         self._roll(begun)

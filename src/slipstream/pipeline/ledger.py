@@ -52,6 +52,8 @@ class Ledger:
         self.several_teachers = several_teachers
         self.thrown_tokens = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and never learned from, in the whole run."""
+        self.refilled_tokens = round(log.last.get("refilled_tokens", 0))
+        """Part of them in groups without any advantage, which `policy.refill` replaced."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
         """Number of group members that an engine failed to answer, in the whole run."""
         self.failures = Counter[str]({name: round(n) for name, n in log.last.items() if name.startswith("failed/")})
@@ -227,6 +229,7 @@ class Ledger:
             "failed_samples": float(self.failed_samples),
             **{kind: float(count) for kind, count in sorted(self.failures.items())},
             **{f"ungraded/{cause}": float(count) for cause, count in sorted(self.unrewarded.items())},
+            **({"refilled_tokens": float(self.refilled_tokens)} if self.refilled_tokens else {}),
             **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
             **self.restarts.metrics,
         }

@@ -1,7 +1,7 @@
 """Rules about lost work and about waiting."""
 
 from slipstream.config.schedule import Async
-from slipstream.metrics import INTENDED, NO_ADVANTAGE, new_tokens
+from slipstream.metrics import INTENDED, new_tokens
 from slipstream.reporting.advice.measurements import Case, Change, Evidence
 
 LONG_WAIT = 0.5
@@ -52,8 +52,9 @@ def failed_responses(case: Case) -> Evidence | None:
 
 
 def discarded_tokens(case: Case) -> Evidence | None:
-    share = share_of(case.last("thrown_tokens"), sum(map(new_tokens, case.lines)))
-    if share <= MUCH_DISCARDED or case.last(f"dropped/{NO_ADVANTAGE}"):
+    thrown = case.last("thrown_tokens") - case.last("refilled_tokens")  # what policy.refill replaces is wanted
+    share = share_of(thrown, sum(map(new_tokens, case.lines)))
+    if share <= MUCH_DISCARDED:
         return None
     schedule, freshness = case.config.schedule, case.config.freshness
     changes: list[Change] = []
