@@ -123,6 +123,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "policy": {"loss": "clip_cov"},
         "learner": {"perturbation": {"std": 0.01}},
     },
+    "rewards that are all alike": {**REWARDED, "policy": {"refill": 2.0}, "task": {"reward": "math"}},
     "values": {**REWARDED, "policy": {"advantage": "gae"}, "critic": {}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
 }

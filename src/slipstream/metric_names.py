@@ -553,7 +553,7 @@ VOCABULARY: dict[str, tuple[Metric, ...]] = {
         Metric("thrown_tokens", "tokens so far of responses that were not trained on", "few", By.LEDGER),
         Metric("refilled_tokens", "thrown_tokens of groups that policy.refill replaced so far", "–", By.LEDGER),
         Metric("greedy_tokens", "tokens so far of greedy answers, used only for their reward (remax)", "–", By.LEDGER),
-        Metric("teacher/TEACHER/invalid", "teacher/invalid of one of several teachers that had any", "0", By.LEDGER),
+        Metric("teacher/TEACHER/invalid", "teacher/invalid of one of several teachers", "0", By.LEDGER),
         Metric("teacher/invalid", "responses since the previous update with unusable scores", "0", By.LEDGER,
                "teachers", "Responses with unusable scores", "count", idle=0.0),
         Metric("teacher/floored", "trained tokens whose teacher log-prob was raised to −100", "few", By.SCORE_CHECKS,
