@@ -85,8 +85,8 @@ class HealthConfig(Section):
     """Largest amount in nats by which the measured reverse KL to a teacher may be below 0, in addition to its standard
     errors. A true KL is never negative."""
     invalid: float = Field(0.1, ge=0, le=1)
-    """Share of unusable responses above which a teacher counts as failing. The same limit holds for the share of
-    rechecked groups whose two scores differ."""
+    """Largest share of a teacher's responses that may be unusable. The same limit holds for the share of rechecked
+    groups whose two scores differ."""
     canary: int = Field(5, ge=0)
     """Number of updates between two canary checks: all teachers and samplers process fixed inputs again, and the
     results are compared with those of the start (docs/trust.md). 0 makes no checks."""
