@@ -296,7 +296,7 @@ class Ledger:
                 **({"teacher/recheck_max": max(known)} if (known := [x for x in self.again if x < inf]) else {}),
             }
             if self.several_teachers:
-                names = {header.teacher for header in batch.headers if header.teacher} | self.unusable.keys()
+                names = ({header.teacher for header in batch.headers} | self.unusable.keys()) - {""}
                 found |= {f"teacher/{name}/invalid": float(self.unusable[name]) for name in sorted(names)}
             self.unusable, self.again, self.differed = Counter(), [], 0
         return found
