@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import slipstream
 from slipstream.data import arithmetic, words
+from slipstream.estimators.centring import centre_of_draws
 from slipstream.estimators.divergence import dense, reverse_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.models.resolve import model_path
@@ -93,8 +94,10 @@ sequences may be this part, or come from that tail.
 """
 COSINES = """
 The next table has the cosine between two gradients of 32 responses: that of the estimate, and that of the exact reverse
-KL on the same responses. A baseline is the mean advantage of the other draws at the position (`loss.baseline`). The
-last row compares stale with fresh responses: it is the cost of stale prefixes alone.
+KL on the same responses. A baseline is the mean advantage of the other draws at the position (`loss.baseline`). In
+centred rows the emitted token alone has an advantage (as `loss.use = "advantage"` has it), and the other draws only
+remove its drift (score centering). The last row compares stale with fresh responses: it is the cost of stale prefixes
+alone.
 """
 Found = dict[tuple[str, str], dict[int, float]]
 """By table and line: what it is at every age."""
@@ -232,6 +235,13 @@ def directions(task: Task, answers: Answers, fresh: Answers, old: Any, now: Any,
             p, before, q = (x.gather(1, ids) for x in (batch.logp(now), old_PV, q_PV))
             return gradient(now, mc_reverse_kl(p, before, q, importance=importance, baseline=baseline)[0].mean())
 
+        def centred(m: int, *, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV) -> Tensor:
+            ids = torch.multinomial(old_PV.exp(), m, replacement=True)
+            p, before, q = (x.gather(1, ids) for x in (batch.logp(now), old_PV, q_PV))
+            past, ratio = p.detach(), (p.detach() - before).exp()
+            score = ratio[:, 0] * p[:, 0] - (centre_of_draws(past, before, lambda weight: weight) * p).sum(-1)
+            return gradient(now, -((q - past)[:, 0] * score).mean())
+
         def best(k: int, *, tail: bool, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV) -> Tensor:
             ids = old_PV.topk(k).indices
             p, q = batch.logp(now).gather(1, ids), q_PV.gather(1, ids)
@@ -245,6 +255,8 @@ def directions(task: Task, answers: Answers, fresh: Answers, old: Any, now: Any,
         unweighed = sampled(16, importance=False, baseline=True)
         found["M = 16, not weighed, with a baseline"].append(cosine(unweighed, truth))
         found["M = 4, with a baseline"].append(cosine(sampled(4, baseline=True), truth))
+        for m in DRAWS[1:-1]:
+            found[f"M = {m}, emitted token, centred"].append(cosine(centred(m), truth))
         for k, tail in task.tops:
             found[f"the old student's top {k}{', tail' if tail else ''}"].append(cosine(best(k, tail=tail), truth))
         found["stale answers to fresh ones, exact"].append(cosine(truth, exact(fresh.of(slice(first, first + BATCH)))))

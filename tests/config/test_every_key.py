@@ -93,6 +93,7 @@ WITH = {
     "sampler.server.": "sampler.engine=server sampler.server.url=http://127.0.0.1:1 sampler.server.folder=/tmp"
     " loss.m=1",
     "loss.tail:reverse_kl_topk": "loss.renormalise=false",
+    "loss.detach_mass": "loss.renormalise=false",
     "loss.clip:k": "loss.use=advantage",
     "loss.clip:decoupled_ppo": "learner.epochs=2",
     "loss.dual_clip": "loss.use=advantage",

@@ -1,13 +1,14 @@
 """From per-token losses to one number: by hand, against verl, and cut in pieces."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.estimators.numerics import aggregate
+from slipstream.estimators.numerics import aggregate, histogram, percentile_99
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "fixtures" / "verl_vectors.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if case["fn"] == "aggregate"]
@@ -93,3 +94,13 @@ def test_the_norm_of_a_part_needs_the_length_of_the_whole() -> None:
 def test_a_wrong_mode_meets_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'token-mean'"):
         aggregate(LOSS, MASK, "token_mean")  # type: ignore[arg-type]
+
+
+def test_histograms_of_parts_give_the_percentile_of_the_whole() -> None:
+    ratios = torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(0.3).exp()
+    whole = percentile_99(histogram(ratios))
+    assert whole == pytest.approx(ratios.quantile(0.99, interpolation="lower").item(), rel=0.0051)
+    assert percentile_99(sum(map(histogram, ratios.split(7)), start=histogram(ratios[:0]))) == whole
+    assert percentile_99(histogram(torch.tensor([1.0] * 99 + [50.0]))) == 1.0
+    assert percentile_99(histogram(torch.tensor([1.0] * 98 + [50.0, 50.0]))) == pytest.approx(50, rel=0.005)
+    assert percentile_99(histogram(torch.tensor([0.0, 1e30]))) == pytest.approx(math.e**20), "bounded as all ratios"

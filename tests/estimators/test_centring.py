@@ -152,3 +152,19 @@ def test_the_loss_is_the_weighted_one_and_the_centre_times_the_advantage() -> No
     torch.testing.assert_close(metrics["centred"], (advantage_BT * centre_BT * mask_BT).sum() / 5)
     with pytest.raises(ValueError, match="vanilla has a ratio: score centering is for losses without"):
         policy_loss("vanilla", logp_BT, logp_BT, advantage_BT, mask_BT, centre=centre_BT)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_centre_of_the_most_likely_tokens_errs_at_most_by_the_mass_of_the_others(name: str) -> None:
+    """Whatever the others' proportions are: no score is longer than √2, and no weight larger than the largest."""
+    for seed in range(20):
+        logp_V, drew_V = policies(seed)
+        best_K, weigh = drew_V.topk(3).indices, WEIGHTS[name]
+        weight_V = weigh((logp_V - drew_V).exp())
+        exact_V = (drew_V.exp() * weight_V) @ score(logp_V)
+        coefficient_K = centre_of_top_k(logp_V[best_K][None], drew_V[best_K][None], weigh)[0, 1:]
+        rest = 1 - drew_V[best_K].exp().sum()
+        mean_of_rest = weigh((1 - logp_V[best_K].exp().sum()) / rest)
+        most = max(float(weight_V.max()), float(mean_of_rest))
+        error = (coefficient_K @ score(logp_V)[best_K] - exact_V).norm()
+        assert error <= 2 * 2**0.5 * most * rest

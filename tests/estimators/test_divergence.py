@@ -163,6 +163,18 @@ def test_reverse_kl_topk_by_hand() -> None:
     close(reverse_kl_topk(logp, logq, behavior_logp=old), [plain])
 
 
+def test_a_detached_mass_changes_the_gradient_alone() -> None:
+    """p (log p − log q) for each id, without the p that the mass adds; 0 where both models agree."""
+    p, logq = double([[0.5, 0.25]]), logs([0.25, 0.5])
+    logp = p.log().requires_grad_()
+    value = reverse_kl_topk(logp, logq, renormalise=False, detach_mass=True)
+    torch.testing.assert_close(value, reverse_kl_topk(logp, logq, renormalise=False))
+    close(torch.autograd.grad(value.sum(), logp)[0], [[0.5 * LN2, -0.25 * LN2]])
+    agreed = logq.clone().requires_grad_()
+    loss = reverse_kl_topk(agreed, logq, renormalise=False, detach_mass=True)
+    close(torch.autograd.grad(loss.sum(), agreed)[0], [[0.0, 0.0]])
+
+
 def test_the_generalised_kl_by_hand() -> None:
     """p = (½, ⅛), q = (¼, ¼) on two of many ids: ½ ln 2 − ½ + ¼ + ⅛ ln ½ − ⅛ + ¼ = (3 ln 2 − 1)/8."""
     logp, logq = logs([0.5, 0.125]).requires_grad_(), logs([0.25, 0.25])

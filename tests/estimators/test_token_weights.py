@@ -32,6 +32,8 @@ E = math.e
     [
         ("first", {}, 1, scaled(1, 1, 0, 0, 0, 0)),  # 0.3 · 5 = 1.5, rounded up
         ("first", {"share": 1.0}, 1, scaled(1, 1, 1, 0, 1, 1)),
+        ("last", {}, 1, scaled(0, 0, 0, 0, 1, 1)),
+        ("last", {"share": 1.0}, 1, scaled(1, 1, 1, 0, 1, 1)),
         # sums before each token: 0, 0.5, −1, 1, 1, 2; below 0 they count as 0
         ("iw_opd", {"rate": 1.0}, 1, scaled(1, E**-0.5, 1, 0, E**-1, E**-2)),
         ("tcod_f2b", {"updates": 4}, 1, scaled(1, 1, 0, 0, 0, 0)),
@@ -41,13 +43,17 @@ E = math.e
         ("tcod_b2f", {"updates": 4}, 3, scaled(0, 0, 1, 0, 1, 1)),
         ("tcod_b2f", {"updates": 4}, 99, scaled(1, 1, 1, 0, 1, 1)),
         ("tcod_f2b", {"turns": 2}, 1, scaled(1, 1, 1, 0, 0, 0)),
+        # three turns of 2, 1 and 2 trained tokens: 5/6, 5/3 and 5/6 if each turn weighs as much
+        ("turn_opd", {"updates": 4}, 1, scaled(1, 1, 1, 0, 1, 1)),
+        ("turn_opd", {"updates": 4}, 3, scaled(11 / 12, 11 / 12, 4 / 3, 0, 11 / 12, 11 / 12)),
+        ("turn_opd", {"updates": 4}, 9, scaled(1, 1, 2, 0, 1, 1)),
     ],
 )
 def test_six_tokens_by_hand(name: str, options: dict[str, float], update: int, expected: Tensor) -> None:
     torch.testing.assert_close(token_weights(name, response(update), **options), expected)
 
 
-@pytest.mark.parametrize("name", ["first", "iw_opd", "tcod_f2b", "tcod_b2f"])
+@pytest.mark.parametrize("name", ["first", "last", "iw_opd", "tcod_f2b", "tcod_b2f", "turn_opd"])
 def test_a_response_of_which_nothing_is_trained_has_no_weights(name: str) -> None:
     assert not token_weights(name, response(mask=torch.zeros(6, dtype=torch.bool))).any()
 

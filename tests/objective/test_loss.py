@@ -280,6 +280,11 @@ def weights_by_hand(sample: Scored, method: Method) -> Tensor:
     weights_N = torch.ones(n, dtype=DTYPE)
     if method.loss.tokens == "first":
         weights_N[math.ceil(0.3 * n) :] = 0
+    if method.loss.tokens == "last":
+        weights_N[: n - math.ceil(0.3 * n)] = 0
+    if method.loss.tokens == "turn_opd":  # the third update: turns weigh equally
+        turn_N = sample.rollout.turn[sample.rollout.loss_mask].tolist()
+        weights_N = torch.tensor([1 / turn_N.count(turn) for turn in turn_N], dtype=DTYPE)
     if method.loss.tokens == "iw_opd":
         gap_N = sample.rollout.logp[sample.rollout.loss_mask] - sample.teacher_logp
         weights_N = torch.tensor([math.exp(-0.5 * max(0.0, float(gap_N[:t].sum()))) for t in range(n)], dtype=DTYPE)
@@ -477,7 +482,14 @@ METHODS |= {
         f"tokens by {tokens}, {preset}": method(
             SOME.model_copy(update={"tokens": tokens, "token_options": options}), preset
         )
-        for tokens, options in (("first", {}), ("iw_opd", {"rate": 0.5}), ("tcod_f2b", {}), ("tcod_b2f", {}))
+        for tokens, options in (
+            ("first", {}),
+            ("last", {}),
+            ("iw_opd", {"rate": 0.5}),
+            ("tcod_f2b", {}),
+            ("tcod_b2f", {}),
+            ("turn_opd", {"updates": 2}),
+        )
         for preset in ("disabled", "decoupled_k3_rs")
     },
     "unnormalised": replace(method(), policy=PolicyConfig(advantage_options={"norm": False})),
@@ -551,7 +563,7 @@ IN_BRANCHES = [
     for name, each in METHODS.items()
     if each.policy is None or each.policy.loss != "clip_cov"
     if name not in ("weights by turn, bypass", "st_ppo on rewards", "OTB by position")
-    and not name.startswith("tokens by tcod")
+    and not name.startswith(("tokens by tcod", "tokens by turn"))
 ]
 """All but those by turn, since a branch is a call of its own, and methods that draw or compare by position."""
 
@@ -597,6 +609,22 @@ def test_drift_is_that_of_the_learner_to_what_drew_its_tokens_by_lag(case: Case)
     assert {"kl/lag_1", "kl/lag_2-3"} <= set(expected)
     for name, value in expected.items():
         assert found[f"drift/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize("cut", [{}, {"token_budget": 90}, {"packing": False}])
+def test_99_percent_of_the_ratios_are_below_their_percentile(case: Case, cut: dict[str, Any]) -> None:
+    method_of_both = replace(method(SOME), policy=PolicyConfig(loss="vanilla"))
+    found = update(case, method_of_both, case.groups, **cut).metrics
+    drawn = torch.cat([torch.from_numpy(sample.rollout.action_logp).flatten() for sample in case.samples]).double()
+    by = [
+        logp_TV[sample.rollout.loss_mask].gather(1, torch.from_numpy(sample.rollout.actions).long()).flatten()
+        for sample, logp_TV in zip(case.samples, case.log_probs(2), strict=True)
+    ]
+    emitted = (case.emitted(2) - of(case.samples, "logp"))[of(case.samples, "loss_mask") != 0]
+    for name, log_ratios in (("distill", torch.cat(by) - drawn), ("policy", emitted)):
+        wanted = log_ratios.exp().quantile(0.99, interpolation="higher").item()
+        assert found[f"{name}/ratio_p99"] == pytest.approx(wanted, rel=0.006)
+        assert found[f"{name}/ratio"] <= found[f"{name}/ratio_p99"] <= found[f"{name}/ratio_max"] * 1.006
 
 
 def test_a_decoupled_correction_measures_the_engines_apart_from_staleness(case: Case) -> None:

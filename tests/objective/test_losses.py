@@ -6,7 +6,7 @@ The reference computes whole distributions with plain models in float64, and the
 import asyncio
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -43,6 +43,7 @@ from support.tiny_models import make_model, wrap
 
 OTHER_TOKENIZER = {"model": "builtin:pair_teacher", "spelling": "own"}
 OTHER = ("uld", "gold", "gold_merged", "common_topk")
+TOKEN_WEIGHTS = sorted({*get_args(DistillationLoss.model_fields["tokens"].annotation)} - {"all"})
 ROWS = [(kind, options) for kind, variants in CHOSEN.items() for options in variants]
 
 
@@ -180,6 +181,7 @@ def test_what_makes_no_sense_is_refused(kind: str, options: dict[str, Any], line
         {"kind": "decoupled_ppo", "m": 2},
         {"kind": "m2po", "m": 2},
         {"kind": "reverse_kl_topk", "k": 8},
+        {"kind": "reverse_kl_topk", "k": 8, "renormalise": False, "detach_mass": True},
         {"kind": "kl", "use": "advantage"},
         {"kind": "reverse_kl_mc", "m": 2, "reward_scale": 1.25},
         {"kind": "mopd", "k": 8},
@@ -208,6 +210,26 @@ def test_train_runs_losses_with_unusual_inputs(loss: dict[str, Any], tmp_path: P
     run = train(parse(tree), Console(file=io.StringIO()), name="losses")
     lines = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
     assert [line["version"] for line in lines] == [1, 2] and all(line["distill/loss_abs"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("tokens", TOKEN_WEIGHTS)
+def test_train_weighs_tokens_of_stale_episodes(tokens: str, tmp_path: Path) -> None:
+    tree = {
+        "student": "builtin:tool_student",
+        "updates": 2,
+        "output": str(tmp_path / "run"),
+        "teachers": {"main": {"model": "builtin:tool_teacher"}},
+        "data": {"train": "builtin:lookup"},
+        "environment": {"use": "lookup", "calls": 2, "turns": 3},
+        "sampler": {"max_tokens": 48},
+        "learner": {"batch_size": 4},
+        "loss": {"tokens": tokens},
+        "schedule": {"kind": "step_off"},
+        "runtime": {"kind": "inline"},
+    }
+    run = train(parse(tree), Console(file=io.StringIO()), name="tokens")
+    lines = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["version"] for line in lines] == [1, 2] and all(line["grad_norm"] > 0 for line in lines)
 
 
 def test_a_run_that_extrapolates_resumes_with_its_first_student_as_reference(tmp_path: Path) -> None:

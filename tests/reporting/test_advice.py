@@ -393,6 +393,34 @@ def test_experts_that_differ_get_a_band_on_the_ratio() -> None:
         assert found is not None and found.changes[0] == change
 
 
+HELPED: dict[str, Any] = {"loss": {"kind": "forward_kl"}, "mix": {"source": "teacher"}, "sft": {"updates": 5}}
+
+
+@pytest.mark.parametrize(
+    ("given", "change"),
+    [
+        (HELPED, {"sampler.teacher_replaces": 25}),
+        ({**HELPED, "sampler": {"top_p": 0.9}}, {"sampler.fusion.alpha": 0.5}),
+    ],
+)
+def test_a_student_that_all_else_left_far_gets_help_in_its_rollouts(
+    given: dict[str, Any], change: dict[str, Any]
+) -> None:
+    lines = lines_of({"truncated": 0.9, "teacher/kl": rising(3.0, 1.8)})
+    first = advise(Case(config_of(given), lines)).answers[0]
+    assert first.name == "student too far" and first.change.items() >= change.items()
+
+
+def test_rollouts_that_cannot_be_faster_are_learned_from_twice() -> None:
+    """With rewards alone a later use teaches nothing, and none is proposed."""
+    lines = lines_of({"seconds/data": 0.6})
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"reuse.times": 2}), (POLICY, {})]
+    for given, change in cases:
+        config = config_of({**given, "sampler": {**given.get("sampler", {}), "replicas": "auto"}})
+        answers = {each.name: each.change for each in advise(Case(config, lines)).answers}
+        assert answers["slow sampler"] == change
+
+
 def test_a_change_that_the_config_refuses_is_passed_over() -> None:
     """With guards.kl tau may not be 0, and so the learning rate is halved."""
     config = config_of({"schedule": {"kind": "async", "tau": 1}, "guards": {"kl": {}}})

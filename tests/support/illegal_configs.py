@@ -72,7 +72,15 @@ policy.refill=2.0
 {RL} policy.refill=2.0 reference.weight=0.1 reference.into=reward
 {RL} policy.refill=1.2
 loss.tokens=tcod_f2b
-loss.tokens=last
+loss.tokens=turn_opd
+loss.tokens=middle
+loss.tokens=iw_opd sampler.fusion={{alpha=0.5}}
+loss.tokens=iw_opd sampler.teacher_replaces=5 loss.kind=forward_kl
+sft.updates=1 sft.source=teacher sft.loss.kind=forward_kl sft.loss.tokens=iw_opd
+loss.kind=reverse_kl_topk loss.detach_mass=true
+loss.kind=reverse_kl_topk loss.detach_mass=true loss.renormalise=false loss.tail=true
+loss.kind=reverse_kl_topk loss.detach_mass=true loss.renormalise=false loss.reweight=false
+{RL} policy.loss=reinforce policy.centre=top_k sampler.engine=server sampler.base_url="http://127.0.0.1:9"
 loss.tokens=first loss.token_options={{rate=1.0}}
 loss.tokens=first loss.token_options={{share=0.0}}
 loss.token_options={{share=0.5}}

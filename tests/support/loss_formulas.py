@@ -29,7 +29,12 @@ CHOSEN: dict[str, list[dict[str, Any]]] = {
     ],
     "decoupled_ppo": [{"m": 3}, {"m": 2, "advantage": "proximal", "clip": (0.1, 0.3)}, {"advantage": "current"}],
     "m2po": [{"m": 3}, {"m": 2, "budget": 1e-3}],
-    "reverse_kl_topk": [{"k": 5}, {"k": 5, "reweight": False}, {"k": 5, "renormalise": False, "tail": True}],
+    "reverse_kl_topk": [
+        {"k": 5},
+        {"k": 5, "reweight": False},
+        {"k": 5, "renormalise": False, "tail": True},
+        {"k": 5, "renormalise": False, "detach_mass": True},
+    ],
     "reverse_kl": [{}],
     "forward_kl": [{"k": 5}, {"k": 5, "tail": True}, {"k": 5, "renormalise": True}, {"cache": "hidden"}],
     "mopd": [{"k": 5}],
@@ -117,9 +122,12 @@ def on_own_best(view: View, o: Mapping[str, Any]) -> Tensor:
     parts = [at(x, ids) for x in (view.now, view.teacher, view.old)]
     if o.get("tail"):
         parts = [torch.cat([x, (1 - x.exp().sum(1, keepdim=True)).log()], 1) for x in parts]
-    else:
+    elif not o.get("detach_mass"):
         parts = [x - x.logsumexp(1, keepdim=True) for x in parts]
     p, q, old = parts
+    if o.get("detach_mass"):
+        slope = (p.exp() * (p - q)).detach()
+        return (slope * (p - p.detach() + 1)).sum(1)
     if o.get("reweight") is False:
         return -((old.exp() * (q - p)).detach() * p).sum(1)
     return (p.exp() * (p - q)).sum(1)

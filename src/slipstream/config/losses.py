@@ -62,7 +62,7 @@ class DistillationLoss(Section):
     """Weight of the distillation loss in the total loss; 0 uses no distillation and no teacher."""
     temperature: Temperature = 1.0
     """Temperature applied to the distributions of student and teacher in the distillation loss."""
-    tokens: Literal["all", "first", "iw_opd", "tcod_f2b", "tcod_b2f"] = "all"
+    tokens: Literal["all", "first", "last", "iw_opd", "tcod_f2b", "tcod_b2f", "turn_opd"] = "all"
     """Weights of tokens by their position in a response, with mean 1. all: equal. `slipstream estimators` explains the
     other names."""
     token_options: dict[str, float] = Field({})
@@ -217,11 +217,19 @@ class ReverseKLTopK(Divergence):
     """Add one more bucket: the probability mass outside the top-k, for both models. Needs renormalise = false."""
     renormalise: bool = True
     """Scale the probabilities of both models on the top-k to sum to 1."""
+    detach_mass: bool = False
+    """Leave out the gradient of the student's mass on the top-k, which lowers this mass even where both models agree.
+    Needs renormalise = false."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.tail and self.renormalise:
             raise ValueError("tail adds the mass outside the top-k, renormalise drops it: write renormalise = false")
+        if self.detach_mass and (self.renormalise or self.tail):
+            given = "renormalise = true" if self.renormalise else "tail = true"
+            raise ValueError(f"detach_mass changes nothing where the masses sum to 1, as {given} makes them: drop one")
+        if self.detach_mass and not self.reweight:
+            raise ValueError("reweight = false has no gradient of the mass: drop detach_mass")
         return self
 
     @property
@@ -231,7 +239,7 @@ class ReverseKLTopK(Divergence):
             k=self.k,
             formula="divergence.reverse_kl_topk",
             takes=("student", "teacher") if self.reweight else ("student", "teacher", "behavior"),
-            options=self.model_dump(include={"tail", "renormalise"}),
+            options=self.model_dump(include={"tail", "renormalise", "detach_mass"}),
             compares=not self.reweight,
             **self.clamps,
         )

@@ -102,13 +102,15 @@ def reverse_kl_topk(
     *,
     tail: bool = False,
     renormalise: bool = True,
+    detach_mass: bool = False,
 ) -> Tensor:
     """Return KL(p‖q) on the student's top-k: Σ_S p̃ (log p̃ − log q̃) (AsyncOPD, 2606.24143, Eq. 10; "+RW" there).
 
     p̃ and q̃ are conditioned on S (`renormalise`), or completed by a bucket with the remaining mass (`tail`, which
-    needs renormalise=False). If neither is set, p = q is no stationary point. With `behavior_logp` [N, K] the result is
-    the "plain" form without reweighting, −Σ_S sg(p̃_old Ã) log p̃ with Ã = log q̃ − log p̃. Its gradient is the same
-    on-policy and biased on stale rollouts.
+    needs renormalise=False). If neither is set, p = q is no stationary point: the gradient contains that of the mass,
+    ∇Σ_S p. `detach_mass` leaves it out, by the idea of 2605.11182, whose text was not at hand. With `behavior_logp`
+    [N, K] the result is the "plain" form without reweighting, −Σ_S sg(p̃_old Ã) log p̃ with Ã = log q̃ − log p̃. Its
+    gradient is the same on-policy and biased on stale rollouts.
     Unit: support.
     Importance: reweighted on the support; tokens outside are ignored (reweight = false: none).
     Against: variance of sampling.
@@ -119,7 +121,8 @@ def reverse_kl_topk(
     same_matrix(logp=logp_NK, logq=logq_NK, behavior_logp=logp_NK if behavior_logp is None else behavior_logp)
     logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
     if behavior_logp is None:
-        return _kl(logp_NK, logq_NK)
+        mass_N = logp_NK.exp().sum(-1) if detach_mass else torch.zeros_like(logp_NK[:, 0])
+        return _kl(logp_NK, logq_NK) - (mass_N - mass_N.detach())
     old_NK = _completed(behavior_logp, tail=tail, renormalise=renormalise)
     return -((old_NK.exp() * (logq_NK - logp_NK)).detach() * logp_NK).sum(-1)
 

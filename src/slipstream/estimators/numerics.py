@@ -3,6 +3,7 @@
 Shapes: B rows, T positions.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -18,6 +19,8 @@ LOG_FLOOR = -1e4
 """Lowest log-prob. Estimators raise their inputs to this value, so that log 0 never produces NaN."""
 RATIO_BOUND = 20.0
 """Bound of log-ratios, which are clamped to ± this value before exp."""
+BINS = 100
+"""Number of bins of a histogram for a factor of e between ratios."""
 
 
 class _Bounded(torch.autograd.Function):
@@ -51,6 +54,18 @@ def floored(logp: Tensor) -> Tensor:
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio), clamped to e^±20. The gradient is that of exp."""
     return bounded(log_ratio, -RATIO_BOUND, RATIO_BOUND).exp()
+
+
+def histogram(ratios: Tensor) -> Tensor:
+    """Count positive ratios by their logarithm, in bins of 0.01 between ± 20. Histograms of parts add up."""
+    places = (ratios.double().log().clamp(-RATIO_BOUND, RATIO_BOUND) + RATIO_BOUND) * BINS
+    return torch.bincount(places.round().long().flatten(), minlength=int(2 * RATIO_BOUND * BINS) + 1)
+
+
+def percentile_99(counts: Tensor) -> float:
+    """Return the ratio that 99 % of the counted ratios do not exceed, to half a per cent."""
+    place = int(torch.searchsorted(counts.cumsum(0), torch.ceil(counts.sum() * 0.99)))
+    return math.exp(place / BINS - RATIO_BOUND)
 
 
 def same_shape(**tensors: Tensor) -> torch.Size:

@@ -209,7 +209,7 @@ def kl_as_reward(
     ratio_NM = tokens.ratio.detach()
     values = {"ratio": ratio_NM, "advantage": advantage_NM, "clip_fraction": acted_NM.to(ratio_NM.dtype)}
     means = {name: x_NM.mean(-1) for name, x_NM in values.items()}
-    return loss_NM.mean(-1), means | {"ratio_max": ratio_NM.amax(-1)}
+    return loss_NM.mean(-1), means | {"ratio_max": ratio_NM.amax(-1), "ratio_p99": ratio_NM}
 
 
 def clip_bounds(clip: Clip) -> tuple[float, float]:
@@ -225,7 +225,8 @@ def _advantage(name: str, logq_NM: Tensor, **policies: Tensor) -> Tensor:
 def _metrics(ratio_NM: Tensor, advantage_NM: Tensor, **more_NM: Tensor) -> Metrics:
     ratio_NM = ratio_NM.detach()
     means = {"ratio": ratio_NM, "advantage": advantage_NM, **more_NM}
-    return {name: x_NM.to(ratio_NM.dtype).mean(-1) for name, x_NM in means.items()} | {"ratio_max": ratio_NM.amax(-1)}
+    of_rows = {name: x_NM.to(ratio_NM.dtype).mean(-1) for name, x_NM in means.items()}
+    return of_rows | {"ratio_max": ratio_NM.amax(-1), "ratio_p99": ratio_NM}
 
 
 def _mean(values: Tensor, where: Tensor) -> Tensor:

@@ -51,6 +51,18 @@ def first(response: Response, *, share: float = 0.3) -> Tensor:
     return response.mask.cumsum(0) <= torch.ceil(count.double() * min(share, 1.0) - 1e-9)
 
 
+def last(response: Response, *, share: float = 0.3) -> Tensor:
+    """Weigh only the last tokens of each response.
+
+    w_t = 1 for the last `share` of the trained tokens, rounded up, and 0 for the others.
+    Against: –
+    Cost: the scores of the other tokens, which are computed and not used.
+    Use this weight for comparison with first.
+    """
+    count, places_T = response.mask.sum(), response.mask.cumsum(0)
+    return places_T > count - torch.ceil(count.double() * min(share, 1.0) - 1e-9)
+
+
 def iw_opd(response: Response, *, rate: float = 0.1) -> Tensor:
     """Weigh tokens by how far the response before them has left the teacher (IW-OPD, 2606.22600).
 
@@ -86,6 +98,22 @@ def tcod_b2f(response: Response, *, updates: float = 100, turns: float = 1) -> T
     Use this weight for comparison with tcod_f2b.
     """
     return response.turn > response.turn.max() - _depth(response, updates, turns)
+
+
+def turn_opd(response: Response, *, updates: float = 100) -> Tensor:
+    """Weigh tokens equally at first, and later turns equally, however long they are (TurnOPD, 2607.05804).
+
+    w_t = 1 − λ + λ·N/(K·n_k), λ = min(1, (update − 1)/`updates`), for N trained tokens in K turns, n_k in the token's.
+    Here the student plays every turn: the paper also limits the number of turns by what they teach.
+    Against: long first turns that outweigh the short ones in which an agent decides.
+    Cost: –
+    Use this weight with agents whose turns differ much in length.
+    """
+    mask_T, turn_T = response.mask, response.turn.masked_fill(~response.mask, 0)
+    sizes_K = torch.bincount(turn_T, mask_T.double(), minlength=1)
+    mean = mask_T.sum() / (sizes_K > 0).sum().clamp(min=1)
+    progress = min(1.0, (response.update - 1) / max(updates, 1.0))
+    return 1 - progress + progress * mean / sizes_K[turn_T].clamp(min=1)
 
 
 def _depth(response: Response, updates: float, turns: float) -> Tensor:

@@ -23,7 +23,7 @@ from slipstream.estimators.drift import rollout_kl_from_cache
 from slipstream.estimators.logprobs import Ids, fused_loss, held, reduced
 from slipstream.estimators.logprobs.sampling_support import conditioned, kept_logprobs_and_entropy_at
 from slipstream.estimators.logprobs.tiles import Head
-from slipstream.estimators.numerics import floored, joined
+from slipstream.estimators.numerics import bounded_exp, floored, histogram, joined
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.tables.policy import POLICY_LOSSES
 from slipstream.metric_names import extreme
@@ -386,6 +386,7 @@ class Terms:
                 **options,
             )
             metrics = {f"policy/{name}": value for name, value in measured.items()} | {"policy/loss": part.detach()}
+            metrics["policy/ratio_p99"] = histogram(bounded_exp((logp_BT.detach() - taken["old"])[mask_BT]))
             parts.append((policy.weight * part, metrics))
         if reference is not None and reference.into == "loss":
             part, measured = kl_loss(
@@ -410,11 +411,16 @@ def _summed_parts(parts: Sequence[tuple[Tensor, Metrics]]) -> tuple[Tensor, Metr
 
 
 def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
-    """Reduce per-row metrics over the trained rows: the extreme if the name says so, else the sum over the count."""
+    """Reduce per-row metrics over the trained rows: the extreme if the name says so, else the sum over the count.
+
+    Ratios whose 99th percentile is wanted are counted in a histogram.
+    """
     out = Metrics()
     for name, value_C in metrics_C.items():
         values = value_C[mask_C]
-        if len(values):
+        if name == "ratio_p99":
+            out[name] = histogram(values)
+        elif len(values):
             out[name] = reduced(name, values) / (1 if extreme(name) else n_tokens)
     if "loss" in out:
         loss = metrics_C["loss"][mask_C]

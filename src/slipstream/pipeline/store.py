@@ -3,7 +3,8 @@
 An update takes the oldest stored groups, or draws groups in proportion to their priorities (experience replay). A group
 leaves the store after its last use, when it is too old for the next update, or when the store is full. Draws are by
 systematic sampling: with one uniform number for an update, each group is drawn with exactly its probability
-min(1, c · priority^alpha), and never twice (Madow 1949). Importance weights follow PER (1511.05952).
+min(1, c · priority^alpha), and never twice (Madow 1949). Importance weights follow PER (1511.05952). Uses by age, and
+priorities by freshness and advantage, are the ideas of 2604.08706 and 2604.16918, whose texts were not at hand.
 
 Guarantor of three promises: no group is used more than `most` times, none beyond the age bound, and each group that
 was learned from leaves exactly once.

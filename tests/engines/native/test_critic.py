@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream import train
 from slipstream.config.learner import LearnerConfig, LoraConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import CriticConfig, PolicyConfig
@@ -19,6 +20,7 @@ from slipstream.objective.columns import present
 from slipstream.objective.method import Method
 from slipstream.protocols import Metrics
 from slipstream.records import Batch, Handle, Scored, total
+from slipstream.run_dir.writing import read_lines
 from support.engines import native_learner
 from support.learners import roll_out, run
 from support.slow_cases import with_slow
@@ -298,3 +300,33 @@ def test_a_learner_that_waits_moves_the_model_of_its_critic_too() -> None:
     learner = learner_with_model(OWN)
     own = {id(each) for each in present(learner.critic).passes.lm.model.parameters()}
     assert own <= {id(each) for each in learner.on_device()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        ("sync", None),
+        ("periodic", "builtin:student"),
+        ("step_off", None),
+        ("async", "builtin:student"),
+        ("replay", None),
+    ],
+)
+def test_every_schedule_learns_values(kind: str, model: str | None, tmp_path: Path) -> None:
+    """At the learner's weights of the update, whatever the age of the rollouts."""
+    tree = {
+        "student": "builtin:student",
+        "updates": 4,
+        "output": str(tmp_path / "run"),
+        "loss": {"weight": 0.0},
+        "policy": {"advantage": "gae", "loss": "vanilla"},
+        "critic": {"warmup": 1, "lr": 0.05, "model": model},
+        "task": {"reward": "exact"},
+        "sampler": {"max_tokens": 40},
+        "learner": {"batch_size": 8},
+        "schedule": {"kind": kind},
+        "runtime": {"kind": "inline", "device": "cpu"},
+    }
+    lines = [line for line in read_lines(train(tree, quiet=True).path / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["update"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["critic/loss"] >= 0 for line in lines) and any(line["critic/loss"] for line in lines)

@@ -1,6 +1,7 @@
 """Logit fusion: rollouts of a mixture of student and teacher, its share over updates, and what learns from them."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from slipstream.pipeline.admission import AdmissionState
 from slipstream.pipeline.run import admission_of, choice_of, sampling_of
 from slipstream.plan.plan import plan
 from slipstream.protocols import Sampling
-from slipstream.records import Rollout
+from slipstream.records import Handle, Header, Rollout
 from slipstream.run_dir.writing import read_lines
 from support.engines import native_sampler
 from support.tiny_models import EOS, make_model, make_prompts, wrap
@@ -95,6 +96,13 @@ def test_difficulty_is_measured_by_the_adaptive_order() -> None:
     admission.submit()
     options = sampling_of(made.config, made.sampling, choice, admission, choice.prompt(0))
     assert options.fusion == 0.4, "without answers the mean reward counts as one half"
+    what = {"prompt": "p", "number": 0, "data_source": "", "prompt_tokens": 1, "tokens": 4, "versions": ((0, 4),)}
+    header = Header(**what, index=0, episode=0, finish="eos")  # type: ignore[arg-type]
+    right = [replace(header, index=i, episode=i, rewards={"exact": float(i < 3)}) for i in range(4)]
+    choice.note([Handle(each, None) for each in right])
+    choice.update(live={0})
+    options = sampling_of(made.config, made.sampling, choice, admission, choice.prompt(0))
+    assert options.fusion == FusionConfig(alpha=0.8).share(1, choice.difficulty(0)) < 0.4, "three of four were right"
 
 
 def test_the_share_falls_with_updates_after_the_supervised_ones() -> None:

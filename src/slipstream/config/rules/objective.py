@@ -15,9 +15,19 @@ def objective(c: Sections) -> Clashes:
     if not c.loss.weight and c.teachers and not c.sampler.fusion and not (c.all_supervised and c.sft_asks_teachers):
         yield "loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight"
     for where, loss in (("loss", c.loss), ("sft.loss", c.sft.loss if c.sft is not None else None)):
-        if loss is not None and loss.tokens.startswith("tcod") and not c.every_environment:
-            given = f'{where}.tokens = "{loss.tokens}"'
+        if loss is None:
+            continue
+        given = f'{where}.tokens = "{loss.tokens}"'
+        if loss.tokens in ("tcod_f2b", "tcod_b2f", "turn_opd") and not c.every_environment:
             yield f'{given} weighs turns, and there is only one: add [environment], or write "first"'
+        if loss.tokens == "iw_opd" and where == "sft.loss":
+            yield f'{given} compares the teacher with the student that drew an answer, and none did: write "first"'
+        helped = "fusion" if c.sampler.fusion else "teacher_replaces" if c.sampler.teacher_replaces else ""
+        if loss.tokens == "iw_opd" and where == "loss" and helped:
+            yield (
+                f"{given} measures how far the student alone has left its teacher, and with sampler.{helped} the "
+                'teacher draws, too: write "first", or drop one of them'
+            )
     yield from problems(c.teachers, c.loss if c.loss.weight else None)
     for name, teacher in c.teachers.items():
         yield from teacher_alone(c, f"teachers.{name}", teacher)

@@ -126,7 +126,7 @@ def reduced(name: str, values_N: Tensor) -> Tensor:
         case "min":
             return values_N.amin()
         case "":
-            return values_N.sum()
+            return values_N.sum(0)
 
 
 def held(like: Tensor) -> int:

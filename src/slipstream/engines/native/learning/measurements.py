@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.engines.native.ranks import Ranks
 from slipstream.estimators.drift import gradient_noise, offpolicy_metrics
 from slipstream.estimators.logprobs import merge_metrics
+from slipstream.estimators.numerics import percentile_99
 from slipstream.metric_names import extreme
 from slipstream.objective.columns import padded
 from slipstream.objective.constants import UpdateConstants
@@ -54,7 +55,7 @@ class Measurements:
     def drop(self) -> None:
         """Forget everything since the last step, except the metrics from `prepare`."""
         self.sums: dict[str, Tensor] = {}
-        """Sums of metrics."""
+        """Sums of metrics, and histograms of ratios."""
         self.seen: list[Seen] = []
         self.cosines: Metrics = {}
         """Cosines of gradients."""
@@ -68,6 +69,8 @@ class Measurements:
         sums: dict[str, Tensor] = {}
         for part in self.ranks.gathered({name: value.cpu() for name, value in self.sums.items()}):
             merge_metrics(sums, part)
+        counted = {name: sums.pop(name) for name in [each for each in sums if each.endswith("_p99")]}
+        percentiles = {name: percentile_99(counts_X) for name, counts_X in counted.items() if counts_X.any()}
         means = {name: value.item() for name, value in sums.items()}
         for name in means:
             if not extreme(name):
@@ -95,7 +98,7 @@ class Measurements:
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
         means |= self.noise.metrics(gradient_scale) | self.cosines
         self.drop()
-        return means | averaged(self.notes) | drift_metrics(seen, version=version)
+        return means | percentiles | averaged(self.notes) | drift_metrics(seen, version=version)
 
 
 def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:
