@@ -1,6 +1,7 @@
 """`slipstream export`: what llama.cpp's converters are asked for, and what is refused; the converters are fakes."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ if os.environ.get("FAILS") == "loudly":
 if os.environ.get("FAILS") != "silently":
     with open(sys.argv[sys.argv.index("--outfile") + 1], "wb") as file:
         file.write(b"GGUF" + json.dumps(sys.argv).encode())
+if os.environ.get("FAILS") == "half-way":
+    sys.exit("stopped")
 """
 """A converter that writes its arguments."""
 
@@ -48,8 +51,9 @@ def llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def arguments(file: Path) -> list[str]:
+    """Return what the converter was asked for; it writes beside the file, which appears when it is whole."""
     found: list[str] = json.loads(file.read_bytes().removeprefix(b"GGUF"))
-    return found
+    return [word.replace(f"part-{os.getpid()}-", "") for word in found]
 
 
 def test_the_merged_student_or_its_adapter_alone(finished: Path, llama_cpp: Path, tmp_path: Path) -> None:
@@ -65,10 +69,32 @@ def test_the_merged_student_or_its_adapter_alone(finished: Path, llama_cpp: Path
 
 def test_the_base_of_an_adapter_may_be_a_name_on_the_hub(finished: Path, llama_cpp: Path, tmp_path: Path) -> None:
     run, file = shutil.copytree(finished, tmp_path / "run"), tmp_path / "alone.gguf"
-    config = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(config.replace('"builtin:student"', '"someone/small-model"'))
+    adapter = run / "final" / "adapter" / "adapter_config.json"
+    adapter.write_text(json.dumps(json.loads(adapter.read_text()) | {"base_model_name_or_path": "someone/small-model"}))
     assert main(["export", str(run), "--gguf", str(file), "--adapter"]) == 0
     assert arguments(file)[2:4] == ["--base-model-id", "someone/small-model"]
+
+
+def test_the_base_is_the_adapters_own_wherever_the_command_runs(
+    llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path of the config would name another model, or a stranger's on the hub."""
+    shutil.copytree(model_path("builtin:student"), tmp_path / "models" / "own")
+    monkeypatch.chdir(tmp_path)
+    run = train(parse(TREE | {"student": "models/own", "output": str(tmp_path / "run")})).path
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["export", str(run), "--gguf", "alone.gguf", "--adapter"]) == 0
+    assert arguments(Path("alone.gguf"))[2:4] == ["--base", str(tmp_path / "models" / "own")]
+
+
+def test_an_interrupted_conversion_leaves_no_file(
+    finished: Path, llama_cpp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS", "half-way")
+    before = set(tmp_path.iterdir())
+    assert main(["export", str(finished), "--gguf", str(tmp_path / "a.gguf")]) == 2
+    assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(("fails", "why"), [("loudly", "Error: no tokenizer"), ("silently", "it wrote no GGUF file")])
@@ -94,6 +120,10 @@ def test_what_cannot_be_exported_is_refused(
         str(finished), "--gguf", str(tmp_path / "there.gguf")
     )
     to = ("--gguf", str(tmp_path / "new.gguf"))
+    assert "nowhere/a.gguf: there is no directory nowhere" in refused(str(finished), "--gguf", "nowhere/a.gguf")
+    adapter = finished / "final" / "adapter"
+    assert f"{adapter} is an adapter: name its run, with --adapter" in refused(str(adapter), *to, "--adapter")
+    assert f"{adapter} is an adapter: name its run, with --adapter" in refused(str(adapter), *to)
     assert "builtin:student is no run: name the directory of a run" in refused("builtin:student", *to)
     (llama_cpp / "convert_hf_to_gguf.py").unlink()
     line = f"and {llama_cpp} (LLAMA_CPP) has none: clone https://github.com/ggml-org/llama.cpp and set LLAMA_CPP"

@@ -1,6 +1,8 @@
 """`slipstream push`: what would be sent, what is sent, and what is refused. The hub is a service, and a fake here."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -77,13 +79,36 @@ def test_the_student_is_sent_in_one_commit(
     assert b"<html" in sent["run/report.html"]
 
 
+def test_the_card_that_is_sent_loads_the_student_from_the_hub(
+    tmp_path: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its other text stays as a person has edited it; the base of an adapter must be somewhere, too."""
+    learner = {"batch_size": 8, "lora": {"rank": 2}}
+    run = train(parse(TREE | {"output": str(tmp_path / "run"), "learner": learner})).path
+    card = run / "final" / "README.md"
+    card.write_text("# My student\n" + card.read_text("utf-8"), "utf-8")
+    assert main(["push", str(run / "final"), "--to", "me/student"]) == 0
+    sent = hub.sent[0]["README.md"].decode()
+    assert sent.startswith("# My student\n") and str(run) not in sent
+    assert 'AutoModelForCausalLM.from_pretrained("me/student")' in sent
+    assert 'AutoPeftModelForCausalLM.from_pretrained("me/student", subfolder="adapter")' in sent
+    assert "vllm serve me/student --dtype bfloat16" in sent and "slipstream export" not in sent
+    assert "note: the base of final/adapter is /" in capsys.readouterr().err
+
+
 def test_what_cannot_be_sent_costs_one_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").touch()
+    damaged = shutil.copytree(finished, tmp_path / "damaged")
+    with (damaged / "final" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
     for directory, name, line in (
         (tmp_path, "me/student", "has no finished student: final is written when the run ends"),
-        (finished, "student", "--to student: Repo id must be in the form"),
+        (finished, "me/a/student", "--to me/a/student: Repo id must be in the form"),
         (finished, "nobody/there", "the hub did not take nobody/there: no route to the hub"),
+        (damaged, "me/student", "final is damaged: model.safetensors differs from what was saved"),
     ):
-        assert main(["push", str(directory), "--to", name]) == 2
+        dry = [] if name == "nobody/there" else ["--dry-run"]
+        assert main(["push", str(directory), "--to", name, *dry]) == 2
         (only,) = capsys.readouterr().err.splitlines()
         assert line in only

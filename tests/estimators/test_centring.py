@@ -156,7 +156,7 @@ def test_the_loss_is_the_weighted_one_and_the_centre_times_the_advantage() -> No
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_centre_of_the_most_likely_tokens_errs_at_most_by_the_mass_of_the_others(name: str) -> None:
-    """Whatever the others' proportions are: no score is longer than √2, and no weight larger than the largest."""
+    """In any proportions of the others: no score is longer than √2, and no weight larger than the largest."""
     for seed in range(20):
         logp_V, drew_V = policies(seed)
         best_K, weigh = drew_V.topk(3).indices, WEIGHTS[name]

@@ -73,6 +73,7 @@ policy.refill=2.0
 {RL} policy.refill=1.2
 loss.tokens=tcod_f2b
 loss.tokens=turn_opd
+learner.lora.targets=[]
 loss.tokens=middle
 loss.tokens=iw_opd sampler.fusion={{alpha=0.5}}
 loss.tokens=iw_opd sampler.teacher_replaces=5 loss.kind=forward_kl

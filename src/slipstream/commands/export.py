@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.commands.common import note
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.models.resolve import model_path
+from slipstream.models.adapters import base_of, is_adapter
 from slipstream.plan.placement import size
 from slipstream.plan.subject import evaluated_model
 
@@ -32,22 +32,30 @@ def export(directory: Path, file: Path, *, kind: str, adapter: bool) -> None:
     model, options = Path(subject.model), list[str]()
     if subject.run is None or subject.config is None:
         raise RunDirError(f"{directory} is no run: name the directory of a run, its final, or one of its checkpoints/N")
+    if is_adapter(str(model)):
+        raise ConfigError(f"{directory} is an adapter: name its run, with --adapter for the adapter alone")
     if adapter:
         model /= "adapter"
         if not model.is_dir():
             why = "a run saves it at its end" if subject.config.learner.lora else "the run trained none (learner.lora)"
             raise ConfigError(f"--adapter: {subject.model} has no adapter, because {why}: drop it")
-        base = model_path(subject.config.student)
+        base = base_of(str(model))
         options = ["--base" if Path(base).is_dir() else "--base-model-id", base]
     if file.exists():
         raise ConfigError(f"--gguf {file}: this file exists: name another, or remove it")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--gguf {file}: there is no directory {file.parent}")
     converter = find_converter(ADAPTER_CONVERTER if adapter else MODEL_CONVERTER)
-    command = [sys.executable, converter, str(model), *options, "--outfile", str(file), "--outtype", kind]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
-    if done.returncode or not is_gguf(file):
-        *_, why = ["it wrote no GGUF file", *done.stderr.decode(errors="replace").splitlines()]
-        file.unlink(missing_ok=True)
-        raise ConfigError(f"{converter} cannot convert {model}: {why}")
+    part = file.with_name(f"part-{os.getpid()}-{file.name}")
+    command = [sys.executable, converter, str(model), *options, "--outfile", str(part), "--outtype", kind]
+    try:
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
+        if done.returncode or not is_gguf(part):
+            *_, why = ["it wrote no GGUF file", *done.stderr.decode(errors="replace").splitlines()]
+            raise ConfigError(f"{converter} cannot convert {model}: {why}")
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
     print(f"{size(file.stat().st_size):>12}  {file}")
 
 

@@ -5,16 +5,25 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from slipstream.commands.common import note
 from slipstream.errors import ConfigError, RunDirError, first_line, printable
+from slipstream.models.adapters import base_of, is_adapter
+from slipstream.models.model_card import loading
 from slipstream.plan.placement import size
+from slipstream.run_dir.atomic_files import damage
+from slipstream.run_dir.reading import RunDir
 
 BESIDE = ("config.toml", "metrics.jsonl")
 """Files of a run that are uploaded to the directory `run`."""
 
 
+CARD = "README.md"
+
+
 def run(args: Namespace) -> None:
+    check_name(args.to)
     with tempfile.TemporaryDirectory() as made:
-        files = files_of(args.directory, Path(made) / "report.html")
+        files = files_of(args.directory, Path(made), args.to)
         for name, path in files.items():
             print(printable(f"{size(path.stat().st_size):>12}  {name}"))
         kind = "public" if args.public else "private"
@@ -24,17 +33,43 @@ def run(args: Namespace) -> None:
         print(f"done: {upload(args.to, files, private=not args.public)}")
 
 
-def files_of(directory: Path, report: Path) -> dict[str, Path]:
-    """Return the files to upload by their names in the repository; write the report of the run to `report`."""
+def check_name(repository: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ConfigError(f"--to {repository}: {first_line(error)}") from None
+
+
+def files_of(directory: Path, made: Path, repository: str) -> dict[str, Path]:
+    """Return the files to upload by their names in the repository; write the run's report and the card to `made`."""
     from slipstream.commands.report import report as write_report
 
+    if directory.name == "final" and (directory.parent / BESIDE[0]).is_file():
+        directory = directory.parent
     final = directory / "final"
     if not (final / "config.json").is_file():
         raise RunDirError(f"{directory} has no finished student: final is written when the run ends")
+    if wrong := damage(final, edited=CARD):
+        raise RunDirError(f"{final} is damaged: {wrong}")
+    if is_adapter(str(final / "adapter")) and Path(base := base_of(str(final / "adapter"))).is_dir():
+        note(f"note: the base of final/adapter is {base}, which only this machine has")
     model = {str(path.relative_to(final)): path for path in sorted(final.rglob("*")) if path.is_file()}
-    write_report([directory], report)
+    if CARD in model:
+        model[CARD] = made / CARD
+        model[CARD].write_text(card_of(directory, repository))
+    write_report([directory], made / "report.html")
     beside = {f"run/{name}": directory / name for name in BESIDE if (directory / name).is_file()}
-    return model | beside | {"run/report.html": report}
+    return model | beside | {"run/report.html": made / "report.html"}
+
+
+def card_of(run: Path, repository: str) -> str:
+    """Return the model card of a run with commands that load the student from the hub."""
+    config, final = RunDir(run).config.model_dump(mode="json"), run.absolute() / "final"
+    text = (final / CARD).read_text("utf-8", errors="replace")
+    return text.replace(loading(config, final), loading(config, final, repository))
 
 
 def upload(repository: str, files: Mapping[str, Path], *, private: bool) -> str:

@@ -14,7 +14,7 @@ class LoraConfig(Section):
     """Rank of the low-rank adapters."""
     alpha: float = Field(32.0, gt=0)
     """Numerator of the adapters' scale, which is alpha / rank."""
-    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers with an adapter, such as ["q_proj", "v_proj"]. "all-linear": all except the head."""
 
     def among(self, layers: Sequence[str], where: str = "learner.lora") -> list[str]:

@@ -152,33 +152,37 @@ def task_scores(path: Path) -> Iterator[Row]:
                 yield f"`{task}`", str(line.get("update", "")), name, score
 
 
-def loading(config: Tree, final: Path) -> str:
+def loading(config: Tree, final: Path, repository: str = "") -> str:
+    """Return commands that load the final student from its directory, or from the hub."""
+    model = repository or str(final)
     code = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{final}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{final}")',
+        f'model = AutoModelForCausalLM.from_pretrained("{model}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{model}")',
     ]
     lora = config["learner"].get("lora")
+    adapter = f'"{repository}", subfolder="adapter"' if repository else f'"{final / "adapter"}"'
     if lora and not misread(config["student"], lora["targets"]):
         code += [
             "",
             "# or only the adapter, on the base model that it was trained on",
             "from peft import AutoPeftModelForCausalLM",
             "",
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
+            f"model = AutoPeftModelForCausalLM.from_pretrained({adapter})",
         ]
     served = [
-        "```console",
-        f"vllm serve {final} --dtype bfloat16",
-        f"python -m sglang.launch_server --model-path {final} --dtype bfloat16",
+        f"vllm serve {model} --dtype bfloat16",
+        f"python -m sglang.launch_server --model-path {model} --dtype bfloat16",
+    ]
+    converted = [
         "",
         "# or llama.cpp, whose checkout has the converter",
         f"LLAMA_CPP=llama.cpp slipstream export {final.parent} --gguf student.gguf",
         "llama-server --model student.gguf",
-        "```",
     ]
-    return "\n".join(["```python", *code, "```", "", *served])
+    shell = served if repository else served + converted  # the hub has no run to export
+    return "\n".join(["```python", *code, "```", "", "```console", *shell, "```"])
 
 
 def misread(student: str, targets: str | Sequence[str]) -> bool:

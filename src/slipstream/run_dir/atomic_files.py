@@ -217,8 +217,11 @@ def seal(path: Path) -> None:
     write_atomic(path / MANIFEST, _as_text({each.relative_to(path).as_posix(): extent(each) for each in files}))
 
 
-def damage(path: Path) -> str | None:
-    """Return what differs from the manifest of a sealed directory, or None; added files are ignored."""
+def damage(path: Path, *, edited: str = "") -> str | None:
+    """Return what differs from the manifest of a sealed directory, or None.
+
+    Added files are ignored, and so is the file `edited`, which a person may have changed.
+    """
     try:
         if not (path / MANIFEST).exists():
             return f"{MANIFEST} is missing"
@@ -226,6 +229,8 @@ def damage(path: Path) -> str | None:
             text = file.read().decode("utf-8")
         manifest = json.loads(text)
         for name, saved in manifest.items():
+            if name == edited:
+                continue
             if not (path / name).is_file():
                 return f"{name} is missing"
             if (found := extent(path / name)) != saved:

@@ -244,6 +244,7 @@ class NativeLearner(Offloading):
     def _begin(self, update: int) -> None:
         self.now = Update(update, coefficients=self.now.next_coefficients(self.plan.method))
         self.measurements.notes = []
+        self.passes.tokens.clear()  # passes of checks since the last step are none of this update
         for key in [(teacher, version) for teacher, version in self.heads if teacher in self.plan.follow]:
             del self.heads[key]
         if self.passes.routing is not None:
