@@ -594,6 +594,19 @@ def test_branches_of_an_episode_share_a_reward(case: Case) -> None:
     learner.close()
 
 
+def test_a_check_before_an_update_counts_no_tokens_of_it(case: Case) -> None:
+    learner, batch = make_learner(case, METHODS["vanilla on rewards"], token_budget=90), Batch(tuple(case.groups), 3)
+
+    async def work() -> dict[str, float]:
+        await learner.compare(batch)
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        return await learner.step()
+
+    found, whole = run(work()), whole_update(case, "vanilla on rewards").metrics
+    learner.close()
+    assert {name: found[name] for name in ("rows/filled", "saved/prompt")}.items() <= whole.items()
+
+
 def test_drift_is_that_of_the_learner_to_what_drew_its_tokens_by_lag(case: Case) -> None:
     learner, samples = make_learner(case, method(SOME)), case.samples
     batch = Batch(tuple(case.groups), 3)

@@ -244,11 +244,9 @@ class NativeLearner(Offloading):
     def _begin(self, update: int) -> None:
         self.now = Update(update, coefficients=self.now.next_coefficients(self.plan.method))
         self.measurements.notes = []
-        self.passes.tokens.clear()  # passes of checks since the last step are none of this update
         for key in [(teacher, version) for teacher, version in self.heads if teacher in self.plan.follow]:
             del self.heads[key]
-        if self.passes.routing is not None:
-            self.passes.routing.old.clear()
+        self.passes.begin()
         self.phase = self.phases[self.supervising]
         if self.phase.judge is not None:
             self.phase.judge.begin()

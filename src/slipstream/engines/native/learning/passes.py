@@ -43,6 +43,12 @@ class Passes:
         self.read = self.trained = 0
         """Tokens of all sequences that passed without and with a gradient, since the start."""
 
+    def begin(self) -> None:
+        """Begin an update: forget the experts of the old policy, and tokens of checks since the last step."""
+        self.tokens = Counter()
+        if self.routing is not None:
+            self.routing.old.clear()
+
     def micro_batches(self, samples: Sequence[Scored], *, own: bool = True) -> Iterator[tuple[Rows, list[int]]]:
         """Yield rows and the indices of their samples; dummy rows (no indices) give all ranks equally many passes.
 
