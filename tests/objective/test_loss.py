@@ -598,7 +598,7 @@ def test_a_check_before_an_update_counts_no_tokens_of_it(case: Case) -> None:
     learner, batch = make_learner(case, METHODS["vanilla on rewards"], token_budget=90), Batch(tuple(case.groups), 3)
 
     async def work() -> dict[str, float]:
-        await learner.compare(batch)
+        await learner.compare(Batch((tuple(case.groups[0]),), 3))
         await learner.accumulate(batch, total(await learner.prepare(batch)))
         return await learner.step()
 
