@@ -56,10 +56,14 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return bounded(log_ratio, -RATIO_BOUND, RATIO_BOUND).exp()
 
 
-def histogram(ratios: Tensor) -> Tensor:
-    """Count positive ratios by their logarithm, in bins of 0.01 between ± 20. Histograms of parts add up."""
-    places = (ratios.double().log().clamp(-RATIO_BOUND, RATIO_BOUND) + RATIO_BOUND) * BINS
-    return torch.bincount(places.round().long().flatten(), minlength=int(2 * RATIO_BOUND * BINS) + 1)
+def histogram(ratios: Tensor, keep: Tensor) -> Tensor:
+    """Count ratios where `keep` is True by their logarithm, in bins of 0.01 between ± 20; NaN counts as 0.
+
+    Histograms of parts add up. A GPU is not waited for.
+    """
+    places = (ratios.double().nan_to_num().log().clamp(-RATIO_BOUND, RATIO_BOUND) + RATIO_BOUND) * BINS
+    counts = torch.zeros(int(2 * RATIO_BOUND * BINS) + 1, dtype=torch.int64, device=ratios.device)
+    return counts.index_add_(0, places.round().long().flatten(), keep.flatten().long())
 
 
 def percentile_99(counts: Tensor) -> float:

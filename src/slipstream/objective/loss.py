@@ -386,7 +386,7 @@ class Terms:
                 **options,
             )
             metrics = {f"policy/{name}": value for name, value in measured.items()} | {"policy/loss": part.detach()}
-            metrics["policy/ratio_p99"] = histogram(bounded_exp((logp_BT.detach() - taken["old"])[mask_BT]))
+            metrics["policy/ratio_p99"] = histogram(bounded_exp(logp_BT.detach() - taken["old"]), mask_BT)
             parts.append((policy.weight * part, metrics))
         if reference is not None and reference.into == "loss":
             part, measured = kl_loss(
@@ -419,7 +419,7 @@ def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
     for name, value_C in metrics_C.items():
         values = value_C[mask_C]
         if name == "ratio_p99":
-            out[name] = histogram(values)
+            out[name] = histogram(value_C, mask_C[:, None].expand_as(value_C))
         elif len(values):
             out[name] = reduced(name, values) / (1 if extreme(name) else n_tokens)
     if "loss" in out:
