@@ -15,8 +15,6 @@ from slipstream.run_dir.reading import RunDir
 
 BESIDE = ("config.toml", "metrics.jsonl")
 """Files of a run that are uploaded to the directory `run`."""
-
-
 CARD = "README.md"
 
 
@@ -59,7 +57,7 @@ def files_of(directory: Path, made: Path, repository: str) -> dict[str, Path]:
     model = {str(path.relative_to(final)): path for path in sorted(final.rglob("*")) if path.is_file()}
     if CARD in model:
         model[CARD] = made / CARD
-        model[CARD].write_text(card_of(directory, repository))
+        model[CARD].write_text(card_of(directory, repository), "utf-8")
     write_report([directory], made / "report.html")
     beside = {f"run/{name}": directory / name for name in BESIDE if (directory / name).is_file()}
     return model | beside | {"run/report.html": made / "report.html"}
