@@ -21,7 +21,7 @@ from slipstream.plan.completion import with_lengths
 from slipstream.plan.engine_plans import EnginesPlan, ModelPlan
 from slipstream.plan.engines import engines_of, scorer_settings
 from slipstream.plan.facts import Facts
-from slipstream.plan.gpus import Crew, crews_of, needed, problem, sum_line, unused_line
+from slipstream.plan.gpus import Crew, Gpus, crews_of, needed, problem, sum_line, unused_line
 from slipstream.plan.lengths import teacher_context
 from slipstream.plan.placement import Need, needs
 from slipstream.plan.plan import check_shapes
@@ -107,6 +107,19 @@ def test_unused_gpus_have_a_use() -> None:
     )
     # the second copy of the teacher has 4 GPUs left in all, on no machine 3 of them
     assert unused_line(crews, [5, 2, 2]) == "4 of 9 GPUs are unused: there is room for sampler.replicas = 5"
+
+
+@pytest.mark.parametrize(("machines", "replicas"), [([8] * 128, 511), ([7] * 40, 120), ([999], 499)])
+def test_many_gpus_are_distributed_at_once(machines: list[int], replicas: int) -> None:
+    crews = [Crew("learner", 1, 1), Crew("sampler", 2, 2, "sampler.replicas")]
+    assert problem(crews, machines) == ""
+    assert unused_line(crews, machines).endswith(f"there is room for sampler.replicas = {replicas}")
+
+
+@pytest.mark.parametrize("word", ["99999999999999999999", "8x9999999"])
+def test_numbers_of_gpus_that_no_machine_has_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"--gpus {word}: write the number of GPUs of each machine"):
+        Gpus.parse([word])
 
 
 def model_in(path: Path, layers: int) -> str:

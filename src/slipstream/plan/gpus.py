@@ -7,8 +7,10 @@ machine, and there must be a distribution of the workers over the machines that 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from slipstream.config.running import RuntimeConfig
@@ -28,7 +30,7 @@ class Gpus(NamedTuple):
     @classmethod
     def parse(cls, words: Sequence[str]) -> Gpus:
         """Parse the GPUs of each machine: 8, or 8x80 with the GiB of each GPU."""
-        found = [re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", word) for word in words]
+        found = [re.fullmatch(r"([1-9]\d{0,2})(?:x([1-9]\d{0,4}))?", word) for word in words]
         memories = {match and match[2] for match in found}
         if None in found or len(memories) > 1:
             raise ConfigError(
@@ -96,14 +98,30 @@ def problem(crews: Sequence[Crew], machines: Sequence[int]) -> str:
         return (
             f"each {largest.kind} needs {largest.each} GPUs on one machine, and the largest machine has {max(machines)}"
         )
-    sizes = tuple(sorted((crew.each for crew in crews for _ in range(crew.workers) if crew.each > 1), reverse=True))
-    if not _fit(sizes, tuple(sorted(machines))):
+    blocks = Counter[int]()
+    for crew in crews:
+        blocks[crew.each] += crew.workers
+    if not fits(blocks, machines):
         several = ", ".join(str(crew) for crew in crews if crew.each > 1)
         return (
             f"the GPUs of a worker must be on one machine, and machines with {', '.join(map(str, machines))} GPUs have "
             f"no room for {several}, although {sum(machines)} GPUs are enough in all"
         )
     return ""
+
+
+def fits(blocks: Mapping[int, int], machines: Sequence[int]) -> bool:
+    """Return True if so many blocks of each size fit into the machines, each block into one of them."""
+    sizes = sorted(blocks, reverse=True)
+    if any(larger % smaller for larger, smaller in pairwise(sizes)):
+        each = tuple(size for size in sizes for _ in range(blocks[size]) if size > 1)
+        return _fit(each, tuple(sorted(machines)))
+    # a block takes the room of a whole number of smaller ones, wherever it is: no distribution is better than another
+    return all(
+        sum(gpus // size for gpus in machines)
+        >= sum(blocks[larger] * larger for larger in sizes if larger >= size) / size
+        for size in sizes
+    )
 
 
 @cache
