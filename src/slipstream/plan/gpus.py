@@ -117,11 +117,12 @@ def fits(blocks: Mapping[int, int], machines: Sequence[int]) -> bool:
         each = tuple(size for size in sizes for _ in range(blocks[size]) if size > 1)
         return _fit(each, tuple(sorted(machines)))
     # a block takes the room of a whole number of smaller ones, wherever it is: no distribution is better than another
-    return all(
-        sum(gpus // size for gpus in machines)
-        >= sum(blocks[larger] * larger for larger in sizes if larger >= size) / size
-        for size in sizes
-    )
+    taken = 0
+    for size in sizes:
+        taken += size * blocks[size]
+        if taken > size * sum(gpus // size for gpus in machines):
+            return False
+    return True
 
 
 @cache
