@@ -95,9 +95,9 @@ sequences may be this part, or come from that tail.
 COSINES = """
 The next table has the cosine between two gradients of 32 responses: that of the estimate, and that of the exact reverse
 KL on the same responses. A baseline is the mean advantage of the other draws at the position (`loss.baseline`). In
-centred rows the emitted token alone has an advantage (as `loss.use = "advantage"` has it), and the other draws only
-remove its drift (score centering). The last row compares stale with fresh responses: it is the cost of stale prefixes
-alone.
+centred rows the emitted token alone has an advantage (as `loss.use = "advantage"` has it), and the other draws give an
+estimate of the mean of its score, which is subtracted (score centering). The last row compares stale with fresh
+responses: it is the cost of stale prefixes alone.
 """
 Found = dict[tuple[str, str], dict[int, float]]
 """By table and line: what it is at every age."""

@@ -80,20 +80,21 @@ def test_the_student_is_sent_in_one_commit(
 
 
 def test_the_card_that_is_sent_loads_the_student_from_the_hub(
-    tmp_path: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, hub: type[Hub], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its other text stays as a person has edited it; the base of an adapter must be somewhere, too."""
     learner = {"batch_size": 8, "lora": {"rank": 2}}
-    run = train(parse(TREE | {"output": str(tmp_path / "run"), "learner": learner})).path
+    monkeypatch.chdir(tmp_path)
+    shutil.move(train(parse(TREE | {"output": "first/run", "learner": learner})).path, run := tmp_path / "run")
     card = run / "final" / "README.md"
-    card.write_text("# My student\n" + card.read_text("utf-8"), "utf-8")
+    card.write_text("# My student\n" + card.read_text("utf-8") + "\n## Thanks\n", "utf-8")
     assert main(["push", str(run / "final"), "--to", "me/student"]) == 0
     sent = hub.sent[0]["README.md"].decode()
-    assert sent.startswith("# My student\n") and str(run) not in sent
+    assert sent.startswith("# My student\n") and sent.endswith("```\n\n## Thanks\n") and "first/run" not in sent
     assert 'AutoModelForCausalLM.from_pretrained("me/student")' in sent
-    assert 'AutoPeftModelForCausalLM.from_pretrained("me/student", subfolder="adapter")' in sent
+    assert 'PeftModel.from_pretrained(base, "me/student", subfolder="adapter")' in sent
     assert "vllm serve me/student --dtype bfloat16" in sent and "slipstream export" not in sent
-    assert "note: the base of final/adapter is /" in capsys.readouterr().err
+    assert "note: final/adapter names a directory of this machine as its base (/" in capsys.readouterr().err
 
 
 def test_what_cannot_be_sent_costs_one_line(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +105,7 @@ def test_what_cannot_be_sent_costs_one_line(finished: Path, tmp_path: Path, caps
         file.write(b"\x7f")
     for directory, name, line in (
         (tmp_path, "me/student", "has no finished student: final is written when the run ends"),
+        (finished, "student", "--to student: write OWNER/NAME, by which the card loads the student"),
         (finished, "me/a/student", "--to me/a/student: Repo id must be in the form"),
         (finished, "nobody/there", "the hub did not take nobody/there: no route to the hub"),
         (damaged, "me/student", "final is damaged: model.safetensors differs from what was saved"),

@@ -114,6 +114,8 @@ def test_many_gpus_are_distributed_at_once(machines: list[int], replicas: int) -
     crews = [Crew("learner", 1, 1), Crew("sampler", 2, 2, "sampler.replicas")]
     assert problem(crews, machines) == ""
     assert unused_line(crews, machines).endswith(f"there is room for sampler.replicas = {replicas}")
+    mixed = [Crew("teacher", 150, 3), Crew("sampler", 150, 2)]
+    assert (problem(mixed, machines) == "") == (sum(machines) > 750), "sizes that do not divide each other"
 
 
 @pytest.mark.parametrize("word", ["99999999999999999999", "8x9999999"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from slipstream.commands.common import note
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.models.adapters import base_of, is_adapter
+from slipstream.models.resolve import model_path
 from slipstream.plan.placement import size
 from slipstream.plan.subject import evaluated_model
 
@@ -39,7 +40,8 @@ def export(directory: Path, file: Path, *, kind: str, adapter: bool) -> None:
         if not model.is_dir():
             why = "a run saves it at its end" if subject.config.learner.lora else "the run trained none (learner.lora)"
             raise ConfigError(f"--adapter: {subject.model} has no adapter, because {why}: drop it")
-        base = base_of(str(model))
+        student = subject.config.student  # the directory of a built-in one can move with the package
+        base = model_path(student if student.startswith("builtin:") else base_of(str(model)))
         options = ["--base" if Path(base).is_dir() else "--base-model-id", base]
     if file.exists():
         raise ConfigError(f"--gguf {file}: this file exists: name another, or remove it")

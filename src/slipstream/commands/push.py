@@ -1,5 +1,6 @@
 """`slipstream push`: upload the student of a finished run to the hub, with its card, config, metrics and report."""
 
+import re
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from pathlib import Path
 from slipstream.commands.common import note
 from slipstream.errors import ConfigError, RunDirError, first_line, printable
 from slipstream.models.adapters import base_of, is_adapter
-from slipstream.models.model_card import loading
+from slipstream.models.model_card import LOADING, loading
 from slipstream.plan.placement import size
 from slipstream.run_dir.atomic_files import damage
 from slipstream.run_dir.reading import RunDir
@@ -35,6 +36,8 @@ def check_name(repository: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+    if "/" not in repository:
+        raise ConfigError(f"--to {repository}: write OWNER/NAME, by which the card loads the student")
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -52,8 +55,8 @@ def files_of(directory: Path, made: Path, repository: str) -> dict[str, Path]:
         raise RunDirError(f"{directory} has no finished student: final is written when the run ends")
     if wrong := damage(final, edited=CARD):
         raise RunDirError(f"{final} is damaged: {wrong}")
-    if is_adapter(str(final / "adapter")) and Path(base := base_of(str(final / "adapter"))).is_dir():
-        note(f"note: the base of final/adapter is {base}, which only this machine has")
+    if is_adapter(str(final / "adapter")) and Path(base := base_of(str(final / "adapter"))).is_absolute():
+        note(f"note: final/adapter names a directory of this machine as its base ({base}): name one that others have")
     model = {str(path.relative_to(final)): path for path in sorted(final.rglob("*")) if path.is_file()}
     if CARD in model:
         model[CARD] = made / CARD
@@ -64,10 +67,16 @@ def files_of(directory: Path, made: Path, repository: str) -> dict[str, Path]:
 
 
 def card_of(run: Path, repository: str) -> str:
-    """Return the model card of a run with commands that load the student from the hub."""
-    config, final = RunDir(run).config.model_dump(mode="json"), run.absolute() / "final"
-    text = (final / CARD).read_text("utf-8", errors="replace")
-    return text.replace(loading(config, final), loading(config, final, repository))
+    """Return the model card of a run, with commands that load the student from the hub in place of its own."""
+    config = RunDir(run).config.model_dump(mode="json")
+    text = (run / "final" / CARD).read_text("utf-8", errors="replace")
+    before, heading, after = text.partition(f"{LOADING}\n")
+    if not heading:
+        note(f"note: {CARD} has no section {LOADING!r}: it is sent as it is")
+        return text
+    rest = re.search(r"^## ", after, re.MULTILINE)
+    own = loading(config, run / "final", repository)
+    return f"{before}{heading}\n{own}\n" + (f"\n{after[rest.start() :]}" if rest else "")
 
 
 def upload(repository: str, files: Mapping[str, Path], *, private: bool) -> str:

@@ -219,7 +219,7 @@ class ReverseKLTopK(Divergence):
     """Scale the probabilities of both models on the top-k to sum to 1."""
     detach_mass: bool = False
     """Leave out the gradient of the student's mass on the top-k, which lowers this mass even where both models agree.
-    Needs renormalise = false."""
+    Needs renormalise = false, tail = false and reweight = true."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:

@@ -57,9 +57,9 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def histogram(ratios: Tensor, keep: Tensor) -> Tensor:
-    """Count ratios where `keep` is True by their logarithm, in bins of 0.01 between ± 20; NaN counts as 0.
+    """Count ratios where `keep` is True by their logarithm, in bins of 0.01 between ± 20; NaN counts as ratio 0.
 
-    Histograms of parts add up. A GPU is not waited for.
+    Histograms of parts add up. The function does not wait for the GPU.
     """
     places = (ratios.double().nan_to_num().log().clamp(-RATIO_BOUND, RATIO_BOUND) + RATIO_BOUND) * BINS
     counts = torch.zeros(int(2 * RATIO_BOUND * BINS) + 1, dtype=torch.int64, device=ratios.device)
@@ -67,7 +67,7 @@ def histogram(ratios: Tensor, keep: Tensor) -> Tensor:
 
 
 def percentile_99(counts: Tensor) -> float:
-    """Return the ratio that 99 % of the counted ratios do not exceed, to half a per cent."""
+    """Return the ratio that 99 % of the counted ratios do not exceed, with a relative error of at most 0.5 %."""
     place = int(torch.searchsorted(counts.cumsum(0), torch.ceil(counts.sum() * 0.99)))
     return math.exp(place / BINS - RATIO_BOUND)
 

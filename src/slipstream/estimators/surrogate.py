@@ -2,7 +2,8 @@
 
 Draws are tokens sampled at one position. p_θ is the student, p_old the behaviour policy, q the teacher. Log-probs are
 floored at −1e4 and log-ratios clamped to ±20 before exp; gradients pass these bounds. Metrics have one detached value
-per position. Token scope, except `m2po_mask`, which needs the batch.
+per position, except `ratio_p99`: the ratios [N, M], of which the caller computes the percentile. Token scope, except
+`m2po_mask`, which needs the batch.
 
 Shapes: N positions, M cached draws.
 """

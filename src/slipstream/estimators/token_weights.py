@@ -101,9 +101,10 @@ def tcod_b2f(response: Response, *, updates: float = 100, turns: float = 1) -> T
 
 
 def turn_opd(response: Response, *, updates: float = 100) -> Tensor:
-    """Weigh tokens equally at first, and later turns equally, however long they are (TurnOPD, 2607.05804).
+    """Move from equal weights of tokens to equal weights of turns (TurnOPD, 2607.05804).
 
-    w_t = 1 − λ + λ·N/(K·n_k), λ = min(1, (update − 1)/`updates`), for N trained tokens in K turns, n_k in the token's.
+    w_t = 1 − λ + λ·N/(K·n_k), λ = min(1, (update − 1)/`updates`), for N trained tokens in K turns; the token's
+    turn has n_k of them.
     Here the student plays every turn: the paper also limits the number of turns by what they teach.
     Against: long first turns that outweigh the short ones in which an agent decides.
     Cost: –

@@ -21,6 +21,8 @@ SHOWN = (
     "lag/mean",
 )
 """Regular expressions for names of metrics whose first and last values the card shows."""
+LOADING = "## How to load it"
+"""Heading of the section with `loading`, the last of the card."""
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 Tree = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -39,7 +41,7 @@ def card(config: Tree, path: Path) -> str:
         *section("From the first update to the last", ["", "first", "last"], course(trained)),
         *section("Held-out prompts", ["set", "update", "answers", measured], accuracies(config, evaluated)),
         *section("Tasks of lm-evaluation-harness", ["task", "update", "score", "value"], task_scores(path)),
-        "## How to load it",
+        LOADING,
         loading(config, path / "final"),
     ]
     return "\n\n".join(parts) + "\n"
@@ -162,15 +164,21 @@ def loading(config: Tree, final: Path, repository: str = "") -> str:
         f'tokenizer = AutoTokenizer.from_pretrained("{model}")',
     ]
     lora = config["learner"].get("lora")
-    adapter = f'"{repository}", subfolder="adapter"' if repository else f'"{final / "adapter"}"'
     if lora and not misread(config["student"], lora["targets"]):
-        code += [
-            "",
-            "# or only the adapter, on the base model that it was trained on",
-            "from peft import AutoPeftModelForCausalLM",
-            "",
-            f"model = AutoPeftModelForCausalLM.from_pretrained({adapter})",
-        ]
+        code += ["", "# or only the adapter, on the base model that it was trained on"]
+        if repository:
+            code += [
+                "from peft import PeftModel",
+                "",
+                f'base = AutoModelForCausalLM.from_pretrained("{config["student"]}")',
+                f'model = PeftModel.from_pretrained(base, "{repository}", subfolder="adapter")',
+            ]
+        else:
+            code += [
+                "from peft import AutoPeftModelForCausalLM",
+                "",
+                f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
+            ]
     served = [
         f"vllm serve {model} --dtype bfloat16",
         f"python -m sglang.launch_server --model-path {model} --dtype bfloat16",

@@ -417,10 +417,9 @@ def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
     """
     out = Metrics()
     for name, value_C in metrics_C.items():
-        values = value_C[mask_C]
         if name == "ratio_p99":
             out[name] = histogram(value_C, mask_C[:, None].expand_as(value_C))
-        elif len(values):
+        elif len(values := value_C[mask_C]):
             out[name] = reduced(name, values) / (1 if extreme(name) else n_tokens)
     if "loss" in out:
         loss = metrics_C["loss"][mask_C]

@@ -18,6 +18,9 @@ from slipstream.errors import ConfigError
 from slipstream.plan.engine_plans import EnginesPlan
 from slipstream.plan.placement import GIB
 
+SEARCHED = 100
+"""Largest number of blocks of GPUs for which all distributions are tried."""
+
 
 class Gpus(NamedTuple):
     """GPUs that a run will have, on other machines than this one."""
@@ -34,8 +37,8 @@ class Gpus(NamedTuple):
         memories = {match and match[2] for match in found}
         if None in found or len(memories) > 1:
             raise ConfigError(
-                f"--gpus {' '.join(words)}: write the number of GPUs of each machine, for example 8 8; or also the GiB "
-                "of each GPU, equal on all machines, for example 8x80 8x80"
+                f"--gpus {' '.join(words)}: write the number of GPUs of each machine (1 to 999), for example 8 8; or "
+                "also the GiB of each GPU, equal on all machines, for example 8x80 8x80"
             )
         (gib,) = memories
         return cls(tuple(int(match[1]) for match in found if match), int(gib) * GIB if gib else None)
@@ -111,17 +114,31 @@ def problem(crews: Sequence[Crew], machines: Sequence[int]) -> str:
 
 
 def fits(blocks: Mapping[int, int], machines: Sequence[int]) -> bool:
-    """Return True if so many blocks of each size fit into the machines, each block into one of them."""
+    """Return True if so many blocks of each size fit into the machines, each block into one of them.
+
+    With more than SEARCHED blocks of sizes that do not divide each other, only one distribution is tried.
+    """
     sizes = sorted(blocks, reverse=True)
     if any(larger % smaller for larger, smaller in pairwise(sizes)):
         each = tuple(size for size in sizes for _ in range(blocks[size]) if size > 1)
-        return _fit(each, tuple(sorted(machines)))
+        return _first_fit(each, machines) or (len(each) <= SEARCHED and _fit(each, tuple(sorted(machines))))
     # a block takes the room of a whole number of smaller ones, wherever it is: no distribution is better than another
     taken = 0
     for size in sizes:
         taken += size * blocks[size]
         if taken > size * sum(gpus // size for gpus in machines):
             return False
+    return True
+
+
+def _first_fit(sizes: Sequence[int], machines: Sequence[int]) -> bool:
+    """Return True if blocks of these sizes fit if each goes to the first machine with room for it."""
+    free = list(machines)
+    for size in sizes:
+        place = next((i for i, room in enumerate(free) if room >= size), None)
+        if place is None:
+            return False
+        free[place] -= size
     return True
 
 

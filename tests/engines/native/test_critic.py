@@ -1,6 +1,7 @@
 """A critic on the student or on a model of its own: its values, gradients, warm-up and checkpoints."""
 
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,6 @@ def test_a_learner_that_waits_moves_the_model_of_its_critic_too() -> None:
     ],
 )
 def test_every_schedule_learns_values(kind: str, model: str | None, tmp_path: Path) -> None:
-    """At the learner's weights of the update, whatever the age of the rollouts."""
     tree = {
         "student": "builtin:student",
         "updates": 4,
@@ -329,4 +329,5 @@ def test_every_schedule_learns_values(kind: str, model: str | None, tmp_path: Pa
     }
     lines = [line for line in read_lines(train(tree, quiet=True).path / "metrics.jsonl") if line["kind"] == "train"]
     assert [line["update"] for line in lines] == [1, 2, 3, 4]
-    assert all(line["critic/loss"] >= 0 for line in lines) and any(line["critic/loss"] for line in lines)
+    assert all(isfinite(line["critic/loss"]) for line in lines) and any(line["critic/loss"] for line in lines)
+    assert any("critic/explained_variance" in line for line in lines), "some answers are right, and others are not"

@@ -109,7 +109,7 @@ def slow_sampler(case: Case) -> Evidence | None:
     changes: list[Change] = [] if metric == "seconds/data" else [{"schedule.kind": "periodic"}]
     if case.config.sampler.replicas != "auto":
         changes.append({"sampler.replicas": 2 * case.config.sampler.replicas})
-    if case.config.loss.weight:  # with rewards alone, later uses teach nothing
+    if case.config.loss.weight and case.config.reuse is None:  # with rewards alone, later uses teach nothing
         changes.append({"reuse.times": 2})
     return Evidence(metric, share, limit, changes)
 

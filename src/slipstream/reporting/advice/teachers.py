@@ -118,8 +118,9 @@ def far_student(case: Case) -> Evidence | None:
     start = {"sft.updates": max(case.config.updates // 3, 1), "sft.source": source}
     changes: list[Change] = [start] if case.config.sft is None else []
     changes += [{"mix.source": source, "mix.share": 0.5}, {"loss.kind": "forward_kl"}]
-    changes += [{"sampler.teacher_replaces": 25}]
-    changes += [{"sampler.fusion.alpha": 0.5, "sampler.fusion.updates": case.config.updates}]
+    if not case.config.sampler.asks_teacher:
+        changes += [{"sampler.teacher_replaces": 25}]
+        changes += [{"sampler.fusion.alpha": 0.5, "sampler.fusion.updates": case.config.updates}]
     if degenerates:
         return Evidence("student/repeated", repeated.mean, REPETITIVE, changes)
     return Evidence("teacher/kl", case.kl_now.mean, FAR_GAP, changes)
