@@ -9,7 +9,7 @@ from pathlib import Path
 from slipstream.commands.common import note
 from slipstream.errors import ConfigError, RunDirError, first_line, printable
 from slipstream.models.adapters import base_of, is_adapter
-from slipstream.models.model_card import LOADING, loading
+from slipstream.models.model_card import LOADING_HEADING, loading
 from slipstream.plan.placement import size
 from slipstream.run_dir.atomic_files import damage
 from slipstream.run_dir.reading import RunDir
@@ -70,9 +70,9 @@ def card_of(run: Path, repository: str) -> str:
     """Return the model card of a run, with commands that load the student from the hub in place of its own."""
     config = RunDir(run).config.model_dump(mode="json")
     text = (run / "final" / CARD).read_text("utf-8", errors="replace")
-    before, heading, after = text.partition(f"{LOADING}\n")
+    before, heading, after = text.partition(f"{LOADING_HEADING}\n")
     if not heading:
-        note(f"note: {CARD} has no section {LOADING!r}: it is sent as it is")
+        note(f"note: {CARD} has no section {LOADING_HEADING!r}: it is sent as it is")
         return text
     rest = re.search(r"^## ", after, re.MULTILINE)
     own = loading(config, run / "final", repository)

@@ -21,7 +21,7 @@ SHOWN = (
     "lag/mean",
 )
 """Regular expressions for names of metrics whose first and last values the card shows."""
-LOADING = "## How to load it"
+LOADING_HEADING = "## How to load it"
 """Heading of the section with `loading`, the last of the card."""
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 Tree = Mapping[str, Any]
@@ -41,7 +41,7 @@ def card(config: Tree, path: Path) -> str:
         *section("From the first update to the last", ["", "first", "last"], course(trained)),
         *section("Held-out prompts", ["set", "update", "answers", measured], accuracies(config, evaluated)),
         *section("Tasks of lm-evaluation-harness", ["task", "update", "score", "value"], task_scores(path)),
-        LOADING,
+        LOADING_HEADING,
         loading(config, path / "final"),
     ]
     return "\n\n".join(parts) + "\n"

@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.plan.engine_plans import EnginesPlan
 from slipstream.plan.placement import GIB
 
-SEARCHED = 100
+MOST_SEARCHED = 100
 """Largest number of blocks of GPUs for which all distributions are tried."""
 
 
@@ -116,12 +116,12 @@ def problem(crews: Sequence[Crew], machines: Sequence[int]) -> str:
 def fits(blocks: Mapping[int, int], machines: Sequence[int]) -> bool:
     """Return True if so many blocks of each size fit into the machines, each block into one of them.
 
-    With more than SEARCHED blocks of sizes that do not divide each other, only one distribution is tried.
+    With more than MOST_SEARCHED blocks of sizes that do not divide each other, only one distribution is tried.
     """
     sizes = sorted(blocks, reverse=True)
     if any(larger % smaller for larger, smaller in pairwise(sizes)):
         each = tuple(size for size in sizes for _ in range(blocks[size]) if size > 1)
-        return _first_fit(each, machines) or (len(each) <= SEARCHED and _fit(each, tuple(sorted(machines))))
+        return _first_fit(each, machines) or (len(each) <= MOST_SEARCHED and _fit(each, tuple(sorted(machines))))
     # a block takes the room of a whole number of smaller ones, wherever it is: no distribution is better than another
     taken = 0
     for size in sizes:
