@@ -226,7 +226,10 @@ REFUSED = {
         ["--data.split", "test"],
         "data.split = 'test' does nothing: deepmath_difficulty6.parquet has",
     ),
-    "no number of GPUs": (["--gpus", "x80"], "--gpus x80: write the number of GPUs of each machine (1 to 999), for example 8 8"),
+    "no number of GPUs": (
+        ["--gpus", "x80"],
+        "--gpus x80: write the number of GPUs of each machine (1 to 999), for example 8 8",
+    ),
     "unequal GPUs": (["--gpus", "8x80", "8"], "equal on all machines"),
     "no GPU": (["--gpus", "8x80", "--runtime.device", "cpu"], '--gpus: runtime.device = "cpu" uses no GPU'),
 }
