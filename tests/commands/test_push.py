@@ -13,6 +13,8 @@ from huggingface_hub.errors import HFValidationError
 from slipstream import train
 from slipstream.cli import main
 from slipstream.config.file import parse
+from slipstream.models.model_card import loading
+from slipstream.run_dir.reading import RunDir
 
 TREE: dict[str, Any] = {
     "student": "builtin:student",
@@ -92,7 +94,11 @@ def test_the_card_that_is_sent_loads_the_student_from_the_hub(
     sent = hub.sent[0]["README.md"].decode()
     assert sent.startswith("# My student\n") and sent.endswith("```\n\n## Thanks\n") and "first/run" not in sent
     assert 'AutoModelForCausalLM.from_pretrained("me/student")' in sent
-    assert 'PeftModel.from_pretrained(base, "me/student", subfolder="adapter")' in sent
+    assert "peft" not in sent, "its base is built in, and so on no hub"
+    config = RunDir(run).config.model_dump(mode="json") | {"student": "someone/small-model"}
+    on_hub = loading(config, run / "final", "me/student")
+    assert 'base = AutoModelForCausalLM.from_pretrained("someone/small-model")' in on_hub
+    assert 'model = PeftModel.from_pretrained(base, "me/student", subfolder="adapter")' in on_hub
     assert "vllm serve me/student --dtype bfloat16" in sent and "slipstream export" not in sent
     assert "note: final/adapter names a directory of this machine as its base (/" in capsys.readouterr().err
 

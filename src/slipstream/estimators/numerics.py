@@ -68,7 +68,8 @@ def histogram(ratios: Tensor, keep: Tensor) -> Tensor:
 
 def percentile_99(counts: Tensor) -> float:
     """Return the ratio that 99 % of the counted ratios do not exceed, with a relative error of at most 0.5 %."""
-    place = int(torch.searchsorted(counts.cumsum(0), torch.ceil(counts.sum() * 0.99)))
+    least = -(-99 * int(counts.sum()) // 100)
+    place = int(torch.searchsorted(counts.cumsum(0), least))
     return math.exp(place / BINS - RATIO_BOUND)
 
 

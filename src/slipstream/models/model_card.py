@@ -164,21 +164,24 @@ def loading(config: Tree, final: Path, repository: str = "") -> str:
         f'tokenizer = AutoTokenizer.from_pretrained("{model}")',
     ]
     lora = config["learner"].get("lora")
-    if lora and not misread(config["student"], lora["targets"]):
-        code += ["", "# or only the adapter, on the base model that it was trained on"]
-        if repository:
-            code += [
-                "from peft import PeftModel",
-                "",
-                f'base = AutoModelForCausalLM.from_pretrained("{config["student"]}")',
-                f'model = PeftModel.from_pretrained(base, "{repository}", subfolder="adapter")',
-            ]
-        else:
-            code += [
-                "from peft import AutoPeftModelForCausalLM",
-                "",
-                f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
-            ]
+    loads_alone = bool(lora) and not misread(config["student"], lora["targets"])
+    if loads_alone and not repository:
+        code += [
+            "",
+            "# or only the adapter, on the base model that it was trained on",
+            "from peft import AutoPeftModelForCausalLM",
+            "",
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
+        ]
+    elif loads_alone and is_hub_name(config["student"]):  # other bases are not on the hub
+        code += [
+            "",
+            "# or only the adapter, on the base model that it was trained on",
+            "from peft import PeftModel",
+            "",
+            f'base = AutoModelForCausalLM.from_pretrained("{config["student"]}")',
+            f'model = PeftModel.from_pretrained(base, "{repository}", subfolder="adapter")',
+        ]
     served = [
         f"vllm serve {model} --dtype bfloat16",
         f"python -m sglang.launch_server --model-path {model} --dtype bfloat16",
