@@ -7,9 +7,10 @@
 Planted: runs of the built-in models with one thing wrong each, by a setting, or by an engine that stands around the
 real one and does what it is called. They begin without checks, which would refuse some of them. Healthy: twenty runs
 of other seeds, losses and schedules. One run at a time, a minute each on two cores; those that are in DIR already are
-read, and not made again. `--real`: the same with a real model and its student after the supervised start, both
-of `make real`; `python benchmarks/honest.py --runs 0` makes the student without fifteen layers. Of finished studies it
-is told what is said of their runs, which no rule was made by.
+read, and not made again. `--real`: the same with a real model and its student after the supervised start, both of
+`make real`, in the number format that this processor multiplies fastest; `python benchmarks/honest.py --runs 0` makes
+the student without fifteen layers. Of finished studies it is told what is said of their runs, which no rule was made
+by.
 """
 
 import argparse
@@ -57,29 +58,40 @@ BUILT_IN: Config = {
     "eval": {"every": 10, "prompts": 100},
 }
 REAL: Config = {
-    "student": "runs/real/checkpoints/70",
+    "student": "runs/real/checkpoints/20",
     "updates": 16,
-    "teachers": {"main": {"model": "build/real/teacher.gguf", "dtype": "bfloat16"}},
+    "teachers": {"main": {"model": "build/real/teacher.gguf"}},
     "data": {"train": "build/real/train.jsonl", "chat": True},
-    "sampler": {"max_tokens": 32, "dtype": "bfloat16"},
+    "sampler": {"max_tokens": 32},
     "loss": {"kind": "reverse_kl_mc", "m": 16},
-    "learner": {"batch_size": 16, "lr": 5e-5, "warmup": 2, "compute_dtype": "bfloat16"},
+    "learner": {"batch_size": 16, "lr": 5e-5, "warmup": 2},
     "checkpoint": {"minutes": 0},
 }
 
 
 def config_of(seed: int, changes: Config, task: Config = BUILT_IN) -> Config:
-    """The task, with sections changed key by key; what is None is left out."""
-    base: Config = {**task, "seed": seed}
-    for name, value in changes.items():
-        below = base.get(name)
-        base[name] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
-    return present(base)
+    """Return the task with these keys changed; None takes a key away."""
+    return merged({**task, "seed": seed}, changes)
 
 
-def present(tree: Config) -> Config:
-    below = {name: present(value) if isinstance(value, dict) else value for name, value in tree.items()}
-    return {name: value for name, value in below.items() if value is not None}
+def merged(tree: Config, changes: Config) -> Config:
+    both = {**tree, **changes}
+    for name in tree.keys() & changes.keys():
+        if isinstance(tree[name], dict) and isinstance(changes[name], dict):
+            both[name] = merged(tree[name], changes[name])
+    return {name: value for name, value in both.items() if value is not None}
+
+
+def real_task() -> Config:
+    """Return the real pair in the number format that this processor multiplies fastest."""
+    sys.path.insert(0, str(HERE.parents[1] / "tools"))
+    from fastest_format import fastest_format
+
+    return merged(REAL, formats(fastest_format()))
+
+
+def formats(name: str) -> Config:
+    return {"teachers": {"main": {"dtype": name}}, "sampler": {"dtype": name}, "learner": {"compute_dtype": name}}
 
 
 def schedule(kind: str, **settings: Any) -> Config:
@@ -254,8 +266,8 @@ def at(lr: float, **others: Any) -> Config:
     return {"learner": {"lr": lr, **others}}
 
 
-def seen(context: str, task: Config = BUILT_IN) -> Config:
-    return {"teachers": {"main": {**task["teachers"]["main"], "context": context}}}
+def seen(context: str) -> Config:
+    return {"teachers": {"main": {"context": context}}}
 
 
 def rewarded(function: str) -> Config:
@@ -307,7 +319,7 @@ REAL_PLANTED: dict[str, Plant] = {
     "publishes are not loaded, sync": Plant("engine mismatch", {**at(5e-4), **schedule("sync")}, samplers(Stuck)),
     "steps of the wrong sign, sync": Plant("wrong direction", {**schedule("sync"), "updates": 24}, learner(Ascending)),
     "lr 1e-2, sync": Plant("step too large", {**at(1e-2), **schedule("sync")}),
-    "teacher sees Q{prompt}A": Plant("wrong template", {**seen("Q{prompt}A", REAL), **LESS}),
+    "teacher sees Q{prompt}A": Plant("wrong template", {**seen("Q{prompt}A"), **LESS}),
     "student without fifteen layers": Plant(
         "student too far", {"student": "build/real/ruined", **at(5e-4), **schedule("sync"), "updates": 24}
     ),
@@ -315,16 +327,11 @@ REAL_PLANTED: dict[str, Plant] = {
     "rollouts 3 s slower": Plant("slow sampler", LESS, samplers(lambda each: Slow(each, 3.0))),
     "publish 20 s slower": Plant("slow publish", LESS, samplers(lambda each: SlowPublish(each, 20.0))),
 }
-FLOAT32: Config = {
-    "teachers": {"main": {"model": "build/real/teacher.gguf"}},
-    "sampler": {"dtype": "float32"},
-    "learner": {"compute_dtype": None},
-}
 REAL_HEALTHY: dict[str, Config] = {
     "reverse_kl_mc, sync": schedule("sync"),
     "reverse_kl_mc, async(4)": schedule("async", tau=4),
     "forward_kl exact, async(1)": {"loss": {"kind": "forward_kl", "m": None, "cache": "hidden"}},
-    "reverse_kl_mc, sync, float32": {**FLOAT32, **schedule("sync")},
+    "reverse_kl_mc, sync, float32": {**formats("float32"), **schedule("sync")},
     "reverse_kl_mc, LoRA": {"learner": {"lr": 5e-4, "lora": {"rank": 8}}},
 }
 
@@ -450,7 +457,7 @@ def main() -> None:
         parser.error(f"{unknown.pop()!r} is neither planted nor healthy")
     runs = args.runs or Path(tempfile.mkdtemp(prefix="advice-"))
     runs.mkdir(parents=True, exist_ok=True)
-    task = REAL if args.real else BUILT_IN
+    task = real_task() if args.real else BUILT_IN
     if "planted" in args.what:
         report_planted(runs, args.only, REAL_PLANTED if args.real else PLANTED, task)
     if "healthy" in args.what:

@@ -59,7 +59,7 @@ def students() -> Iterator[str]:
     if not ruined.exists():
         words = [sys.executable, ROOT / "tools/leave_out_layers.py", ROOT / "build/real/teacher.gguf", ruined]
         subprocess.run([*map(str, words), "--layers", *map(str, LEFT_OUT)], check=True)
-    yield from ("build/real/student", "build/real/ruined", "runs/real/checkpoints/70", "runs/real/final")
+    yield from ("build/real/student", "build/real/ruined", "runs/real/checkpoints/20", "runs/real/final")
     yield "build/real/teacher.gguf"
 
 

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from fastest_format import fastest_format
 from peers import cpu_seconds
-from real import kl, repeated, share_ended
+from real import ended, kl, repeated
 from real_models import Answer, answers, questions
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import load_model
@@ -51,7 +52,7 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trl-python", required=True)
-    parser.add_argument("--start", type=Path, default=ROOT / "runs/real/checkpoints/70", help="the first student")
+    parser.add_argument("--start", type=Path, default=ROOT / "runs/real/checkpoints/20", help="the first student")
     parser.add_argument("--parts", type=Path, default=ROOT / "build/real")
     parser.add_argument("--output", type=Path, default=ROOT / "build/real_clock")
     parser.add_argument("--updates", type=int, default=24)
@@ -130,8 +131,8 @@ def measured(saved: Sequence[dict[str, Any]], teacher: str, held_out: Path) -> I
             known[line["path"]] = {
                 "forward_kl": kl(teaching, student, theirs, TEMPERATURE),
                 "reverse_kl": kl(student, teaching, own, TEMPERATURE),
-                "ended": share_ended(own),
-                "repeated": repeated(own),
+                "ended": fmean(ended(own)),
+                "repeated": fmean(repeated(own)),
             }
         found = line | known[line["path"]]
         print({key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}, flush=True)

@@ -1,11 +1,12 @@
 """Compare the students of `make real` with their teacher, on held-out prompts.
 
-    python tools/real.py TEACHER STUDENT RUN
+    python tools/real.py TEACHER STUDENT RUN [--prompts FILE] [--count 64] [--answers 1]
 
 STUDENT is the student before its layers were refitted, and RUN the run directory. The table has, for each model:
 forward KL from the teacher on the teacher's own answers and reverse KL on the model's own answers (nats per token), the
-share of answers that end by themselves, and the share of 4-grams that repeat an earlier one of the same answer. Below
-it, the first prompts with the answers of all models. Answers and KL have the temperature of configs/real.toml.
+share of answers that end by themselves, and the share of 4-grams that repeat an earlier one of the same answer. The
+shares have standard errors over prompts; a few answers that repeat one line decide the last one. Below the table, the
+first prompts with the answers of all models. Answers and KL have the temperature of configs/real.toml.
 """
 
 import argparse
@@ -23,9 +24,10 @@ from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.records import REPEATED_N, repetition
 from slipstream.run_dir.reading import RunDir
+from slipstream.statistics import standard_error
 
-PROMPTS, TOKENS, PRINTED = 64, 128, 4
-"""Number of held-out prompts, maximum tokens of an answer, and number of prompts whose answers are printed."""
+TOKENS, PRINTED = 128, 4
+"""Maximum tokens of an answer, and number of prompts whose answers are printed."""
 ROWS = 8
 """Number of answers in one forward pass."""
 
@@ -36,9 +38,12 @@ def main() -> None:
     parser.add_argument("student")
     parser.add_argument("run", type=Path)
     parser.add_argument("--prompts", type=Path, default=Path("build/real/held_out.jsonl"))
+    parser.add_argument("--count", type=int, default=64, help="number of held-out prompts")
+    parser.add_argument("--answers", type=int, default=1, help="answers to each prompt")
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.teacher)
-    asked = questions(args.prompts, PROMPTS)
+    prompts = questions(args.prompts, args.count)
+    asked = prompts * args.answers
     teacher = load_model(args.teacher, dtype="float32", device="cpu")
     theirs = answers(teacher, tokenizer, asked, TOKENS, TEMPERATURE)
     console, table = Console(), Table("", "forward KL", "reverse KL", "ended", "repeated", box=None)
@@ -48,11 +53,11 @@ def main() -> None:
         student = load_model(path, dtype="float32", device="cpu")
         drawn[name] = own = answers(student, tokenizer, asked, TOKENS, TEMPERATURE)
         forward, reverse = kl(teacher, student, theirs, TEMPERATURE), kl(student, teacher, own, TEMPERATURE)
-        table.add_row(name, f"{forward:.3f}", f"{reverse:.3f}", f"{share_ended(own):.0%}", f"{repeated(own):.1%}")
+        table.add_row(name, f"{forward:.3f}", f"{reverse:.3f}", *shares(own, args.answers))
     drawn["teacher"] = theirs
-    table.add_row("teacher", "0", "0", f"{share_ended(theirs):.0%}", f"{repeated(theirs):.1%}")
+    table.add_row("teacher", "0", "0", *shares(theirs, args.answers))
     console.print(table)
-    for number, prompt in enumerate(asked[:PRINTED]):
+    for number, prompt in enumerate(prompts[:PRINTED]):
         console.print(f"\n[bold]{prompt}[/]", highlight=False)
         for name, each in drawn.items():
             text = tokenizer.decode(each[number].tokens, skip_special_tokens=True)
@@ -80,13 +85,25 @@ def kl(one: LanguageModel, other: LanguageModel, drawn: Sequence[Answer], temper
     return total / count
 
 
-def share_ended(drawn: Sequence[Answer]) -> float:
-    return sum(each.ended for each in drawn) / len(drawn)
+def shares(drawn: Sequence[Answer], times: int) -> list[str]:
+    """Return two columns of the table: the shares of answers that end, and of 4-grams that repeat an earlier one.
+
+    Each prompt was asked so many times. Its answers count as one value of the standard error, because they are alike.
+    """
+    columns = []
+    for values in (ended(drawn), repeated(drawn)):
+        by_prompt = [fmean(values[i :: len(drawn) // times]) for i in range(len(drawn) // times)]
+        columns.append(f"{fmean(values):.1%} ± {standard_error(by_prompt) or 0:.1%}")
+    return columns
 
 
-def repeated(drawn: Sequence[Answer]) -> float:
-    """Return the mean of `student/repeated` over these answers."""
-    return fmean(repetition(np.array(each.tokens), REPEATED_N) for each in drawn)
+def ended(drawn: Sequence[Answer]) -> list[float]:
+    return [float(each.ended) for each in drawn]
+
+
+def repeated(drawn: Sequence[Answer]) -> list[float]:
+    """Return `student/repeated` of each answer."""
+    return [repetition(np.array(each.tokens), REPEATED_N) for each in drawn]
 
 
 if __name__ == "__main__":

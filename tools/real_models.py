@@ -19,6 +19,8 @@ from slipstream.engines.settings import SamplerSettings
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt
 
+SLOTS = 128
+"""Maximum number of answers that are drawn at the same time."""
 TEMPERATURE = 0.7
 """Temperature of answers and of KL, as in configs/real.toml."""
 
@@ -45,7 +47,7 @@ def answers(
     chats = [[{"role": "user", "content": each}] for each in asked]
     ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
     ends = stop_ids(tokenizer, lm.model.generation_config)
-    sampler = NativeSampler(lm, SamplerSettings(slots=len(ids)), stop_ids=ends)
+    sampler = NativeSampler(lm, SamplerSettings(slots=min(len(ids), SLOTS)), stop_ids=ends)
 
     async def draw() -> list[Answer]:
         prompts = [Prompt(id=str(i), number=i, tokens=np.array(each, np.int32), seed=i) for i, each in enumerate(ids)]

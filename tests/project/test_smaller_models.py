@@ -1,5 +1,6 @@
 """The tools that make the student of `make real`: they leave out layers, and make up for them by least squares."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from leave_out_layers import choose, save
 from real_models import Answer, forward_kl, log_probs
 from refit import refit
+from slipstream.commands.config import load_config
 from slipstream.engines.native.model import LanguageModel, load_model
 from support.model_directories import build_tokenizer
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +58,12 @@ def test_the_least_harmful_layers_are_left_out_and_the_others_make_up_for_them(w
         after = log_probs(student, judged)
     assert errors[0] == (0, 0) and all(after < before for before, after in errors[1:])
     assert forward_kl(theirs, after) < 0.8 * forward_kl(theirs, own), "on other texts"
+
+
+def test_what_begins_after_the_supervised_start_names_a_checkpoint_that_make_real_keeps() -> None:
+    config = load_config(ROOT / "configs" / "real.toml", [])
+    files = [each for folder in ("benchmarks", "configs") for each in (ROOT / folder).rglob("*") if each.is_file()]
+    begun = [each for each in files if each.suffix in (".py", ".toml")]
+    named = {int(n) for each in begun for n in re.findall(r"runs/real/checkpoints/(\d+)", each.read_text("utf-8"))}
+    assert config.sft is not None and named == {config.sft.updates} == {config.checkpoint.every}
+    assert config.updates // config.checkpoint.every < config.checkpoint.keep, "the oldest one stays"
