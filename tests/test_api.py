@@ -204,3 +204,12 @@ assert not {"torch", "transformers", "tokenizers", "datasets"} & sys.modules.key
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "./nowhere: no such directory\n" and done.stderr == ""
+
+
+def test_a_process_for_users_code_starts_without_numpy_and_torch() -> None:
+    code = """
+import sys
+import slipstream.rewards.grader, slipstream.environments.host
+assert not {"numpy", "torch"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,10 +16,11 @@ from slipstream.environments.several import SeveralEnvironments
 from slipstream.errors import WorkerDied
 from slipstream.estimators.drift import DRIFT_METRICS
 from slipstream.estimators.tables.correction import RS_MODES
+from slipstream.grades import Ungraded
 from slipstream.pipeline.failures import GivenUp
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, GradingSampler, Sampling
-from slipstream.records import Group, Handle, Prompt, Ungraded
+from slipstream.records import Group, Handle, Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from support import tabular_engines as toy

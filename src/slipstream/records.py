@@ -21,6 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.grades import Ungraded
+
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 Finish = Literal["eos", "length", "turns", "time", "error", "released"]
@@ -594,15 +596,6 @@ class Attempts:
     best_reward: float | None = None
     last: str = ""
     last_reward: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ungraded:
-    """Reason why a response has no reward: a cause for the counters, and a line of text for people."""
-
-    cause: str
-    """timeout, crash, error, nan, type, length or endpoint."""
-    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

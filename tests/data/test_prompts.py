@@ -37,9 +37,10 @@ from slipstream.data.tokenizers import (
     stop_ids,
 )
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
-from slipstream.records import Handle, Prompt, Ungraded, header_of
+from slipstream.grades import Grades, Ungraded
+from slipstream.records import Handle, Prompt, header_of
 from slipstream.rewards import grading
-from slipstream.rewards.functions import Answer, Grades, exact, grade, math, reward_of
+from slipstream.rewards.functions import Answer, exact, grade, math, reward_of
 from slipstream.rewards.grading import PoolGrader, needs
 from support.hostile_answers import Deadly, Endless
 from support.model_directories import build_tokenizer
@@ -900,7 +901,7 @@ def test_a_grading_process_whose_parent_is_gone_before_it_is_ready_says_nothing(
     ours.close()
     with theirs:
         ran = subprocess.run(
-            [sys.executable, "-m", "slipstream.rewards.grading", str(theirs.fileno())],
+            [sys.executable, "-m", "slipstream.rewards.grader", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,
             text=True,

@@ -23,9 +23,10 @@ from slipstream.config.teacher import TeacherConfig
 from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import EngineError, ModelError, NonFiniteError
+from slipstream.grades import Ungraded
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, GradingSampler, Loaded, Mode, Sampling, WeightsRef
-from slipstream.records import Group, Handle, Prompt, Rollout, Ungraded, header_of
+from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from support import tabular_engines as toy

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError
+from slipstream.grades import Grades, Ungraded
 from slipstream.plan.graders import reward_settings
 from slipstream.plan.plan import plan
-from slipstream.records import Ungraded
-from slipstream.rewards.functions import Answer, Grades, grade, match_format, overlong, reward_of
+from slipstream.rewards.functions import Answer, grade, match_format, overlong, reward_of
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import resume, train
 

@@ -19,9 +19,9 @@ from slipstream.engines.http.judge import Judge, JudgeEndpoint, as_text
 from slipstream.engines.native.reward_model import encode
 from slipstream.engines.native.reward_process import RewardModel
 from slipstream.errors import ConfigError
+from slipstream.grades import Grades, Ungraded
 from slipstream.plan.plan import fast_checks, plan
-from slipstream.records import Ungraded
-from slipstream.rewards.functions import Answer, Grades
+from slipstream.rewards.functions import Answer
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import resume, train
 from support.fake_endpoint import FakeEndpoint, table

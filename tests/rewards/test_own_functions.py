@@ -7,8 +7,8 @@ from textwrap import dedent
 from typing import Any
 
 from slipstream.errors import first_line
-from slipstream.records import Ungraded
-from slipstream.rewards.functions import Answer, Grades, grade, reward_of
+from slipstream.grades import Grades, Ungraded
+from slipstream.rewards.functions import Answer, grade, reward_of
 from slipstream.user_code import load_object
 
 OWN = '''

@@ -12,8 +12,8 @@ import slipstream
 from slipstream.config.schema import Config
 from slipstream.data.prompts import Row, load_rows
 from slipstream.errors import DataError
+from slipstream.grades import Ungraded
 from slipstream.plan.prompts import graded_rows
-from slipstream.records import Ungraded
 from slipstream.rewards.functions import Answer
 from slipstream.rewards.grading import GradingProcess
 from slipstream.run_dir.writing import read_lines

@@ -19,7 +19,8 @@ import numpy as np
 from slipstream.config.base import OWN
 from slipstream.data.tokenizers import Tokenizer
 from slipstream.errors import ConfigError, DataError, NoContext, first_line
-from slipstream.records import Attempts, Ints, Prompt, Rollout, Ungraded
+from slipstream.grades import Ungraded
+from slipstream.records import Attempts, Ints, Prompt, Rollout
 from slipstream.rewards.functions import Seen
 from slipstream.rewards.grading import GradingProcess
 

@@ -18,7 +18,7 @@ from slipstream.engines.settings import LearnerSettings, SamplerSettings, Scorer
 from slipstream.engines.vllm.core import Settings
 from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agent_processes import Agent
-from slipstream.environments.pool import EnvironmentSettings
+from slipstream.environments.host import EnvironmentSettings
 from slipstream.protocols import OneEnd, Respelling
 from slipstream.rewards.functions import RewardSettings
 

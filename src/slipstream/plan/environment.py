@@ -17,7 +17,8 @@ from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agent_processes import Agent
 from slipstream.environments.gateway.agent_sandbox import AgentSandbox
 from slipstream.environments.gateway.judging import too_large
-from slipstream.environments.pool import EnvironmentSettings, schemas
+from slipstream.environments.host import EnvironmentSettings
+from slipstream.environments.pool import schemas
 from slipstream.errors import ConfigError
 from slipstream.plan.engine_plans import EnvironmentPlan, GatewayPlan
 from slipstream.sandbox import sandbox_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from slipstream.config.rewards import name_of
 from slipstream.data.prompts import Row
 from slipstream.errors import ConfigError, DataError
-from slipstream.records import Ungraded
+from slipstream.grades import Ungraded
 from slipstream.rewards import grading
 from slipstream.rewards.functions import Answer, RewardSettings, unfit
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.records import Ungraded
+from slipstream.grades import Grades, Ungraded
 from slipstream.user_code import describe_error, field_names, file_of, load_object, parameters, short_repr
 
 TOTAL_REWARD = "reward"
@@ -36,8 +36,6 @@ REWARD_NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
 """Pattern of allowed reward names; they become part of metric names."""
 RewardSettings = Mapping[str, Mapping[str, Any]]
 """Settings of built-in rewards by the reward's name: keyword arguments of its function."""
-Grades = dict[str, Any] | Ungraded
-"""Rewards by name, or the text of a context function under the key `context`, or the reason why grading failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,88 +5,29 @@ A reward may loop, crash or run out of memory on a model's text, so it does not 
 """
 
 import asyncio
-import importlib
-import inspect
-import os
-import pickle
-import signal
-import sys
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from slipstream.children import Child, ChildPool, first_message
+from slipstream.children import Child, ChildPool
 from slipstream.errors import ConfigError, EngineError
-from slipstream.records import Group, Handle, Rollout, Ungraded, turns_of
+from slipstream.grades import Grades, Ungraded
+from slipstream.records import Group, Handle, Rollout, turns_of
 from slipstream.rewards.functions import (
     MODEL_REWARDS,
     NO_SETTINGS,
-    REWARD_PACKAGES,
     Answer,
-    Grades,
-    Reward,
     RewardSettings,
     check_installed,
-    grade,
     is_own,
     reward_of,
 )
-from slipstream.sandbox import sandbox_of
-from slipstream.sandbox.base import Sandbox
 
 REPORT_TIME = 5.0
 """Seconds for which the parent waits after a timeout, so that the process can report the timeout itself."""
-
-
-# --- in a grading process ---------------------------------------------------------------------------------------------
-
-
-def serve(parent: Connection) -> None:
-    """Load the functions that the parent names, send their required fields, and grade until the parent ends."""
-    setting, specs, timeout, sandbox_name, settings = first_message(parent)
-    inbox = SimpleQueue[bytes]()
-    threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
-    try:
-        rewards = [reward_of(spec, setting, settings) for spec in specs]
-        sandbox = sandbox_for(rewards, sandbox_name)
-        for spec in REWARD_PACKAGES.keys() & set(specs):
-            importlib.import_module(REWARD_PACKAGES[spec])
-    except ConfigError as error:
-        parent.send(error)
-        return
-    parent.send({reward.spec: reward.needs for reward in rewards})
-    while True:
-        for answer in pickle.loads(inbox.get()):
-            parent.send(grade(rewards, answer if sandbox is None else replace(answer, sandbox=sandbox), timeout))
-
-
-def sandbox_for(rewards: Sequence[Reward], name: str | None) -> Sandbox | None:
-    """Return the sandbox that task.sandbox names, or None; raise ConfigError if setting and rewards disagree."""
-    if name is None:
-        for reward in rewards:
-            if "sandbox" in inspect.signature(reward.function).parameters:  # **kwargs alone does not ask for a sandbox
-                why = 'the function asks for a sandbox: write task.sandbox = "bubblewrap"'
-                raise ConfigError(f"task.reward = {reward.spec!r}: {why}")
-        return None
-    if not any("sandbox" in reward.asks for reward in rewards):
-        raise ConfigError("task.sandbox does nothing: no function of task.reward asks for 'sandbox'; drop it")
-    return sandbox_of(name, "task.sandbox")
-
-
-def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
-    with suppress(EOFError, OSError):
-        while True:
-            inbox.put(parent.recv_bytes())
-    os.killpg(0, signal.SIGKILL)  # the parent has ended: kill this process and all that it started
-
-
-# --- in the parent ----------------------------------------------------------------------------------------------------
 
 
 class GradingProcess(Child):
@@ -101,7 +42,7 @@ class GradingProcess(Child):
         settings: RewardSettings | None = None,
     ) -> None:
         """Start a process that loads the functions `specs`, which the config names in `setting`."""
-        super().__init__("slipstream.rewards.grading", (setting, tuple(specs), timeout, sandbox, settings))
+        super().__init__("slipstream.rewards.grader", (setting, tuple(specs), timeout, sandbox, settings))
         self.specs, self.timeout, self.setting = tuple(specs), timeout, setting
 
     @property
@@ -259,8 +200,3 @@ def with_grades(handle: Handle, grades: Grades) -> Handle:
     if isinstance(grades, Ungraded):
         return Handle(replace(handle.header, ungraded=grades), handle.body)
     return Handle(replace(handle.header, rewards=grades), handle.body)
-
-
-if __name__ == "__main__":
-    with suppress(EOFError, ConnectionError):  # the parent may end before its first message
-        serve(Connection(int(sys.argv[1])))

@@ -14,8 +14,8 @@ from typing import Any
 
 from slipstream.engines.http.client import Client, Endpoint
 from slipstream.errors import EndpointError
-from slipstream.records import Ungraded
-from slipstream.rewards.functions import Answer, Grades, Unusable, number
+from slipstream.grades import Grades, Ungraded
+from slipstream.rewards.functions import Answer, Unusable, number
 
 MAX_QUOTED_SCORE = 80
 """Maximum characters of a judge's answer in a message."""

@@ -15,7 +15,7 @@ from slipstream.children import first_message
 from slipstream.data.tokenizers import Tokenizer, load_tokenizer
 from slipstream.engines.native.reward_process import RewardModel
 from slipstream.errors import EngineError, first_line
-from slipstream.records import Ungraded
+from slipstream.grades import Ungraded
 
 
 def serve(parent: Connection) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from slipstream.children import Child
 from slipstream.errors import EngineError
-from slipstream.records import Ungraded
-from slipstream.rewards.functions import Answer, Grades, Unusable, number
+from slipstream.grades import Grades, Ungraded
+from slipstream.rewards.functions import Answer, Unusable, number
 
 
 @dataclass(frozen=True, kw_only=True)

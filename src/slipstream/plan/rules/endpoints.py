@@ -15,13 +15,13 @@ from slipstream.engines.http.judge import Judge
 from slipstream.engines.native.config import vocabulary_of
 from slipstream.engines.server.api import APIS, Served, ServerEndpoint, served_name
 from slipstream.errors import ConfigError, EndpointError
+from slipstream.grades import Grades, Ungraded
 from slipstream.pipeline.failures import ResponseWatch
 from slipstream.plan.engines import endpoint_of, server_settings
 from slipstream.plan.graders import graders_apart
 from slipstream.plan.lengths import longest_answer, prompts_seen_by
 from slipstream.plan.prompts import DataFacts
-from slipstream.records import Ungraded
-from slipstream.rewards.functions import Answer, Grades
+from slipstream.rewards.functions import Answer
 
 PROBED = 16
 """Number of prompt tokens that are sent to an endpoint as a test."""

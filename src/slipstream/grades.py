@@ -1,0 +1,17 @@
+"""Grades of a response: its rewards by name, or the reason why there are none."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ungraded:
+    """Reason why a response has no reward: a cause for the counters, and a line of text for people."""
+
+    cause: str
+    """timeout, crash, error, nan, type, length or endpoint."""
+    text: str
+
+
+Grades = dict[str, Any] | Ungraded
+"""Rewards by name, or the text of a context function under the key `context`, or the reason why grading failed."""
