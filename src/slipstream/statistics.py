@@ -5,7 +5,7 @@ The error of a mean is the standard error, sd / √n with n − 1 in sd. One val
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import atan, cos, log2, pi, sin, sqrt
+from math import atan, cos, isfinite, log2, nan, pi, sin, sqrt
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -31,8 +31,10 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean of independent values; None for fewer than two."""
-    return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+    """Return the standard error of the mean of independent values: None for fewer than two, NaN if one is infinite."""
+    if len(values) < 2:
+        return None
+    return stdev(values) / sqrt(len(values)) if all(map(isfinite, values)) else nan
 
 
 def difference(one: BySeed, other: BySeed) -> Estimate:

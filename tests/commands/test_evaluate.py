@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler
 from importlib.util import find_spec
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from slipstream.config.schedule import Sync
 from slipstream.errors import RunDirError
 from slipstream.models.resolve import check_reachable
 from slipstream.pipeline.run import Run
+from slipstream.plan.evaluation import config_of_model, with_options
 from slipstream.reporting.terminal.progress import key_readings
 from slipstream.run_dir.atomic_files import append, directory_lock
 from slipstream.run_dir.writing import RunLog, read_lines
@@ -212,7 +214,7 @@ def test_a_server_of_several_models_must_name_this_one(home: Path, capsys: pytes
 
     with Two(model("models/student")) as server:
         assert refused(capsys, "runs/first", "--url", server.url) == (
-            f"--url: {server.url} has the models a, b: start it with --served-model-name runs/first/final"
+            f"--url: {server.url} has the models 'a', 'b': start it with --served-model-name runs/first/final"
         )
 
 
@@ -371,6 +373,16 @@ def test_answers_that_no_reward_can_grade_count_as_wrong(home: Path, capsys: pyt
     assert (line["avg@1"], line["error"], line["ungraded"]) == (0.0, 0.0, 10) and "bad" in out
 
 
+def test_a_sandbox_belongs_to_the_rewards_that_ask_for_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "own.py").write_text("def asks(text, sandbox):\n    return 1.0\n")
+    lines, _ = found(capsys, "runs/first", "-n", "1", "--reward", "./own.py:asks", "--sandbox", "none")
+    assert {line["avg@1"] for line in lines} == {1.0}
+    assert "write task.sandbox" in refused(capsys, "runs/first", "--reward", "./own.py:asks")
+    run = config_of_model("builtin:student", task=TaskConfig(reward=("./own.py:asks",), sandbox="none"))
+    assert with_options(run, {"eval.n": 2}).task.sandbox == "none"
+    assert with_options(run, {"task.reward": ("exact",)}).task.sandbox is None
+
+
 def test_given_words_that_mean_nothing_are_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "runs/first", "--split", "test").startswith("--split test does nothing: math.jsonl has no")
     assert "give each of several sets a name" in refused(capsys, "runs/first", "--data", "math.jsonl", "code.csv")
@@ -417,6 +429,7 @@ def test_lines_are_whole_beside_those_of_others(tmp_path: Path) -> None:
 def test_the_error_of_a_mean_is_of_independent_prompts() -> None:
     assert standard_error([0.5, 1.0, 0.0, 0.5]) == pytest.approx((1 / 6) ** 0.5 / 2)
     assert standard_error([0.5]) is None
+    assert isnan(standard_error([0.5, inf]) or 0)
 
 
 # --- several sets while a run goes on -------------------------------------------------------------------------------

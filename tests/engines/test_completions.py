@@ -6,7 +6,9 @@ import contextlib
 import numpy as np
 import pytest
 
+from slipstream.engines.http import client
 from slipstream.engines.http.scorer import WrongAnswer
+from slipstream.engines.server import sampler as served
 from slipstream.engines.server.api import Drawn, Served, ServerEndpoint, checked, served_name
 from slipstream.engines.server.sampler import CompletionsSampler
 from slipstream.errors import EngineError
@@ -53,6 +55,15 @@ def test_members_have_seeds_of_their_own() -> None:
     assert asked["stop_token_ids"] == [END] and asked["ignore_eos"] and asked["prompt"] == [0, 1]
 
 
+def test_an_outage_costs_time_and_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in ((client, "REQUEST_PAUSES"), (client, "PROBE_PAUSES"), (served, "PUBLISH_PAUSES")):
+        monkeypatch.setattr(where, name, (0.01, 0.02))
+    with FakeEndpoint(table(LOGQ_VV)) as server:
+        sampler = sampler_of(server)
+        server.tell(*["broken"] * 6)
+        assert len(answers(sampler, Sampling(max_tokens=6, group=8))) == 8
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -76,4 +87,4 @@ def test_an_answer_that_does_not_fit_is_an_error(fault: str, message: str) -> No
 def test_no_token_follows_an_end_token(tokens: list[int], fits: bool) -> None:
     drawn = Drawn(tokens, [(token, -0.5) for token in tokens], 4, "length", "")
     with contextlib.nullcontext() if fits else pytest.raises(WrongAnswer, match="with end tokens at"):
-        assert checked(drawn, Sampling(max_tokens=4), [END], 100) is drawn
+        assert checked(drawn, Sampling(max_tokens=4), [END], 100) == drawn

@@ -246,7 +246,9 @@ def test_no_more_requests_at_a_time_than_the_config_says(fake: FakeEndpoint) -> 
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("faults", [["slow"], ["busy"], ["broken"], ["cut"], ["busy", "cut", "broken"]], ids=str)
+@pytest.mark.parametrize(
+    "faults", [["slow"], ["busy"], ["broken"], ["cut"], ["late"], ["busy", "cut", "broken"]], ids=str
+)
 def test_what_passes_is_tried_again_and_nobody_notices(faults: list[Fault], fake: FakeEndpoint) -> None:
     expected = [handle.body.teacher_logp for handle in score(fake)]
     fake.tell(*faults)
@@ -260,6 +262,8 @@ LASTING: dict[Fault, str] = {
     "broken": "answers 500: .*internal error",
     "cut": r"breaks off its answer: RemoteProtocolError: peer closed connection",
     "refused": "answers 400: .*the server does not like it",
+    "moved": "answers 307 and redirects to https://elsewhere/v1/completions: write that address instead",
+    "empty": "gives an answer that is not JSON: it is empty",
     "not json": "gives an answer that is not JSON: <html>It works!</html>",
     "no logprobs": "a wrong answer: no prompt_logprobs: the server must support them",
     "short": r"a wrong answer: \d+ rows of prompt_logprobs for \d+ tokens",
@@ -272,6 +276,8 @@ LASTING: dict[Fault, str] = {
     "other ids": r"a wrong answer: position 1 holds no log-prob of the sent token 2, but of 3",
     "not tables": "a wrong answer: position 1 is not a table of token ids and their log-probs",
 }
+ANSWERED = {"refused": 400, "moved": 307} | dict.fromkeys(("not json", "deep", "empty", "endless", "packed"), 200)
+"""Status by fault of an endpoint that answered, so that the same request would get the same answer."""
 ONLY_OF_SEVERAL: dict[Fault, str] = {
     "few": r"a wrong answer: position \d+ holds 2 log-probs, but the request was for the token and 3",
     "shifted": r"a wrong answer: position \d+ (holds no log-prob of the sent token|adds \d to its 3 best, not token)",
@@ -291,7 +297,7 @@ def test_what_lasts_is_an_error_that_names_teacher_endpoint_and_fault(
     assert re.match(f"teacher main at {fake.url} (gives )?{message}", said), said
     assert re.search(r"the request was for response p0/[01]$", said) and "\n" not in said
     again = pickle.loads(pickle.dumps(caught.value))
-    assert str(again) == said and again.status == caught.value.status == (400 if fault == "refused" else 0)
+    assert str(again) == said and again.status == caught.value.status == ANSWERED.get(fault, 0)
 
 
 def test_an_answer_that_does_not_come_is_an_error_and_not_asked_for_again_at_once(fake: FakeEndpoint) -> None:
@@ -809,19 +815,35 @@ def test_what_an_endpoint_cannot_do_is_told_with_what_to_write(case: str, fake: 
     assert "\n" not in str(caught.value)
 
 
-class Empty(FakeEndpoint):
-    """Endpoint whose list of models is empty."""
+class Lists(FakeEndpoint):
+    """Endpoint with another list of models."""
+
+    models: Any = ()
 
     def get(self, to: BaseHTTPRequestHandler) -> None:
-        send(to, 200, {"object": "list", "data": []})
+        send(to, 200, {"object": "list", "data": list(self.models)})
 
 
 def test_an_endpoint_without_any_model_is_refused() -> None:
     with (
-        Empty(table(TEACHER.numpy())) as fake,
+        Lists(table(TEACHER.numpy())) as fake,
         pytest.raises(ConfigError, match=r"main.model = 'teacher': http://.* serves no model: load it there$"),
     ):
         checked(fake)
+
+
+def test_of_many_models_the_most_similar_are_listed() -> None:
+    with Lists(table(TEACHER.numpy())) as fake, pytest.raises(ConfigError) as caught:
+        fake.models = [{"id": ["odd"]}, *({"id": f"other-{n}"} for n in range(500)), {"id": "teacher-2"}]
+        checked(fake)
+    assert "write one of its models: 'teacher-2', " in str(caught.value)
+    assert str(caught.value).endswith(" and 491 more") and len(str(caught.value)) < 400
+
+
+def test_half_a_surrogate_pair_is_sent_as_json_writes_it(fake: FakeEndpoint) -> None:
+    with pytest.raises(EndpointError, match="answers 4"):
+        run(client.Client(endpoint(fake)).ask("POST", "/completions", {"model": "other", "prompt": "\ud83d"}))
+    assert fake.requests[-1]["prompt"] == "\ud83d"
 
 
 def test_a_gateway_that_lists_no_models_is_tried(fake: FakeEndpoint) -> None:

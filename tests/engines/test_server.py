@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from slipstream.engines.server.api import ServerEndpoint, ServerSettings
 from slipstream.engines.server.proof import Answers, Checksums, has_old_head, objection, objection_to
 from slipstream.engines.server.sampler import ServerSampler, log_probs_of
 from slipstream.engines.weights import export_weights, fingerprint
-from slipstream.errors import ConfigError, EndpointError, EngineError
+from slipstream.errors import ConfigError, EndpointError, EngineError, NonFiniteError
 from slipstream.plan.plan import plan
 from slipstream.protocols import Mode, Sampling, WeightsRef
 from slipstream.records import Floats, Handle, Prompt
@@ -241,6 +242,25 @@ def test_a_fault_that_stays_is_one_line(
     assert str(raised.value).startswith(f"the rollout server at {fake.url} ") and line in str(raised.value)
 
 
+@pytest.mark.parametrize("logp", [0.5, math.inf, 1e40, -500.0, -9998.0])
+def test_a_log_prob_that_no_draw_has_is_no_answer(fake: FakeRolloutServer, logp: float, tmp_path: Path) -> None:
+    fake.logp = logp
+    with pytest.raises(EndpointError, match=rf"gives a wrong answer: the log-prob {logp:g}".replace("+", r"\+")):
+        drawn(fake, tmp_path)
+
+
+def test_a_log_prob_that_rounding_put_above_zero_is_zero(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    fake.logp = 1e-4
+    assert drawn(fake, tmp_path)[0].body.logp[-1] == 0
+
+
+@pytest.mark.parametrize("logp", [math.nan, -9999.0])
+def test_logits_that_are_not_finite_name_the_server(fake: FakeRolloutServer, logp: float, tmp_path: Path) -> None:
+    fake.logp = logp
+    with pytest.raises(NonFiniteError, match=f"the rollout server at {fake.url} gives the log-prob {logp:g}, "):
+        drawn(fake, tmp_path)
+
+
 def test_a_server_that_started_again_gets_the_weights_again(fake: FakeRolloutServer, tmp_path: Path) -> None:
     async def work(sampler: ServerSampler) -> Any:
         await sampler.publish(weights(3), "keep")
@@ -311,6 +331,41 @@ def test_a_publish_outlasts_a_short_outage_and_names_a_long_one(fake: FakeRollou
     assert len(fake.loaded) == 1
     with opened(fake, tmp_path) as sampler, pytest.raises(EngineError, match="publish of version 1: .*answers 503"):
         run(work(sampler, 1000))
+
+
+def test_a_publish_outlasts_an_outage_between_a_load_and_its_proof(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    async def work(sampler: ServerSampler) -> Any:
+        await sampler.publish(weights(1), "keep")
+        fake.cools = 8
+        await sampler.publish(weights(2), "keep")
+        assert fake.cools == fake.cold == 0
+        return await sampler.generate(prompts(1)[0], Sampling(max_tokens=8))
+
+    with opened(fake, tmp_path) as sampler:
+        assert worst_gap(run(work(sampler)), 2) < 1e-4
+
+
+def test_an_answer_about_weights_that_lacks_its_field_is_one_line(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    label, wrong = {"vllm": "/weight_info", "sglang": "/get_model_info"}[fake.api], "gives a wrong answer: "
+    with opened(fake, tmp_path) as sampler:
+        for answer in ({}, [], None):
+            fake.instead = {label: (200, answer), "/v1/models": (200, answer)}
+            for asked in (sampler.api.label, sampler.api.context):
+                with pytest.raises(EndpointError, match=f"the rollout server at {fake.url} {wrong}"):
+                    run(asked())
+        fake.instead = {"/weight_checker": (200, [])}
+        if fake.api == "vllm":
+            with pytest.raises(EngineError, match=f"publish of version 1: .* {wrong}TypeError"):
+                run(sampler.publish(weights(1), "keep"))
+        else:
+            run(sampler.publish(weights(1), "keep"))
+
+
+def test_of_a_failed_load_and_a_failed_resumption_the_load_is_named(fake: FakeRolloutServer, tmp_path: Path) -> None:
+    resume = {"vllm": "/resume", "sglang": "/continue_generation"}[fake.api]
+    fake.refuses, fake.instead = 4, {resume: (500, {"error": "engine dead"})}
+    with opened(fake, tmp_path) as sampler, pytest.raises(EngineError, match="no weights in .*under the same path"):
+        run(sampler.publish(weights(1), "keep"))
 
 
 def test_a_release_without_the_server_hands_over_what_arrived(fake: FakeRolloutServer, tmp_path: Path) -> None:

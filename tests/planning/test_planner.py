@@ -17,7 +17,7 @@ from slipstream.config.file import parse as parse_config
 from slipstream.config.file import to_toml
 from slipstream.config.schedule import Async, Periodic, ReuseConfig, ScheduleConfig, StepOff, Sync
 from slipstream.config.schema import Config
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.run import Run
 from slipstream.planning.derive import costs_of
 from slipstream.planning.fit import Paid, fitted, fitted_to_fastest
@@ -245,9 +245,47 @@ def test_what_a_run_cost_is_read_off_it(tmp_path: Path) -> None:
         line |= {"sft": 1.0, "stage/rollout": 0.0}
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.0625, rel=0.02), "the rest is supervised"
-    reused = [line | {"reuse/new_tokens": line.get("tokens", 0.0) / 2} for line in lines]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in reused))
-    assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.125, rel=0.02), "half of the tokens are new"
+    halved = [line | {"tokens_per_s/rollout": line.get("tokens_per_s/rollout", 0.0) / 2} for line in lines]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in halved))
+    assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.125, rel=0.02), "half of them were drawn"
+
+
+@pytest.mark.parametrize("schedule", [{"kind": "async", "tau": 4}, {"kind": "replay", "k": 2}], ids=str)
+def test_what_a_rollout_cost_counts_for_the_tokens_that_were_drawn_meanwhile(
+    schedule: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rollouts are ahead of the learner at first, and there are none in the last updates."""
+    known = costs(read={}, decode={"step": 0.0, "row": 0.0625}, lengths={"prompt": 4, "responses": [4, 8, 12, 16, 20]})
+    wanted, work = config(schedule=schedule, learner={"batch_size": 8}), replace(WORK, slots=8)
+    with RunLog.create(wanted, tmp_path / "run") as log:
+        virtual.run(Run(wanted, engines(known, ONE, work, Cores()), prompts(known), log, say=lambda _: None).train())
+    run = RunDir(tmp_path / "run")
+    assert costs_of(run).decode.row == pytest.approx(0.0625, rel=0.15)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) | {"tokens_per_s/rollout": 0.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RunDirError, match="has no rollouts after its first updates, so that no costs can be derived"):
+        costs_of(RunDir(tmp_path / "run"))
+    (tmp_path / "run" / "ledger.jsonl").write_text("")
+    with pytest.raises(RunDirError, match="has no ledger, so that no costs can be derived"):
+        costs_of(RunDir(tmp_path / "run"))
+
+
+def test_a_learner_has_no_more_ranks_than_groups_of_a_step() -> None:
+    """2 groups of an update: 5 of 8 devices would have nothing to do as ranks."""
+    small = config(sampler={"group": 4}, learner={"batch_size": 8})
+    dear = costs(learn={"token": 6.0})
+    seen = PlannedConfig(small).outlook(dear, 8, lambda _: None)
+    assert {offer.split.ranks for offer in (*seen.offers, *seen.more)} == {2}
+    config(sampler={"group": 4}, learner={"batch_size": 8, "ranks": 2})
+    with pytest.raises(ConfigError, match="more than the 2 groups of one step"):
+        config(sampler={"group": 4}, learner={"batch_size": 8, "ranks": 3})
+    assert Split(1, 1, 6) in splits(8) and {split.ranks for split in splits(8, most_ranks=2)} == {1, 2}
+
+
+def test_a_run_of_one_update_takes_the_time_of_one() -> None:
+    seen = forecast(costs(), ONE, Sync(), WORK, updates=8)
+    assert seen.seconds(1, 8) == pytest.approx(seen.seconds(10, 8) / 10, rel=0.05)
 
 
 def test_the_cost_of_scoring_is_the_same_however_many_copies_of_the_teacher_shared_it(tmp_path: Path) -> None:
@@ -376,6 +414,8 @@ def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str])
             ],
             "--devices 1: sampler and learner need one each: write 2 or more",
         ),
+        (["train.toml", "--costs", "costs.toml", "--devices", "9999"], "--devices 9999: at most 512 can be planned"),
+        (["train.toml", "--costs", "costs.toml", "--report", "costs.toml"], "costs.toml exists and is no HTML page: "),
         (
             ["train.toml", "--costs", "costs.toml", "--devices", "4", "--runtime.kind", "inline"],
             '--devices: runtime.kind = "inline" has all engines in one process: write "local" or "ray"',

@@ -196,6 +196,13 @@ def test_a_limit_is_one_that_was_crossed() -> None:
     assert answer.name == "step too large" and answer.limit == pytest.approx(0.8, rel=0.02)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_not_finite_hides_nothing(value: float) -> None:
+    lines = lines_of({"drift/kl": 0.03, "drift/k3_kl": 0.03, "drift/kl/lag_0": 0.03})
+    broken = [line | {"teacher/kl": value, "grad_norm": value} for line in lines]
+    assert named(advise(Case(config_of({}), broken)))[0] == "engine mismatch"
+
+
 @pytest.mark.parametrize("device, written", [("cpu", False), ("auto", False), ("cuda", True)])
 def test_bfloat16_is_for_gpus_only(device: str, written: bool) -> None:
     """Small products are not faster in bfloat16 on any CPU."""

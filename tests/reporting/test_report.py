@@ -229,6 +229,10 @@ def test_what_was_lost_is_told_with_its_cause(tmp_path: Path) -> None:
         (["run", "study"], "a report shows one study, or runs: name one study, or the directories of its cells"),
         (["unstarted"], "unstarted has no finished run yet: there is nothing to report"),
         (["run", "-o", "empty"], "empty cannot be written: Is a directory"),
+        (
+            ["run", "-o", "run/metrics.jsonl"],
+            "run/metrics.jsonl exists and is no HTML page: move it away, or name another file",
+        ),
     ],
 )
 def test_where_there_is_nothing_to_report_one_line_says_so(

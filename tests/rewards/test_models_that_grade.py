@@ -163,6 +163,15 @@ def judge(fake: FakeEndpoint, **changes: Any) -> Any:
     return Judge(endpoint=at, **given | changes).open()
 
 
+@pytest.mark.parametrize(("finish", "advice"), [("length", "; raise task.judge.max_tokens"), ("content_filter", "")])
+def test_a_judge_that_was_cut_off_has_given_no_score(finish: str, advice: str) -> None:
+    with endpoint(lambda _: "clarity has the score: 1") as fake:
+        fake.finish = finish
+        (found,) = asked(judge(fake), ("2+2", answer("4", 4)))
+    line = f"the judge was cut off (finish_reason '{finish}'){advice}: 'clarity has the score: 1'"
+    assert found == Ungraded("type", line)
+
+
 def test_a_judge_reads_the_template_and_its_last_score_counts() -> None:
     with endpoint(lambda text: f"score: 1, no, score: {len(text)}") as fake:
         found = asked(judge(fake), ("2+2", answer("4", 4)), ("2+2", answer("five", 4)))

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from slipstream.testing.endpoint import LocalEndpoint, Scores, send
 
-Fault = Literal["slow", "busy", "broken", "cut", "refused", "not json", "deep", "endless", "packed", "trickle",
+Fault = Literal["slow", "busy", "broken", "cut", "late", "moved", "empty", "refused", "not json", "deep", "endless",
+                "packed", "trickle",
                 "no logprobs", "short", "few", "nan", "null", "positive", "clamp", "narrow", "shifted", "other ids",
                 "no ids", "not tables", "bad rank"]  # fmt: skip
 LOGPROBS = {"nan": float("nan"), "null": None, "positive": 0.5, "clamp": -9999.0, "narrow": -1e300}
@@ -53,6 +54,8 @@ class FakeEndpoint(LocalEndpoint):
         self.faults: deque[Fault] = deque()
         self.always: Fault | None = None
         """Fault of every completion; None uses `faults`."""
+        self.finish = "stop"
+        """finish_reason of every answer to a chat."""
         self.seconds = 0.05
         """Duration of the fault "slow", and seconds between two bytes of the fault "trickle"."""
         self.sent = 0
@@ -90,7 +93,8 @@ class FakeEndpoint(LocalEndpoint):
             return
         if self.says is not None and to.path == CHAT:
             message = {"role": "assistant", "content": self.says(body["messages"][-1]["content"])}
-            send(to, 200, {"object": "chat.completion", "choices": [{"index": 0, "message": message}]})
+            choice = {"index": 0, "message": message, "finish_reason": self.finish}
+            send(to, 200, {"object": "chat.completion", "choices": [choice]})
         elif problem := self.problem(body):
             send(to, *problem)
         else:
@@ -115,6 +119,12 @@ class FakeEndpoint(LocalEndpoint):
             case "broken":
                 # some servers repeat the client's headers
                 send(to, 500, {"error": {"message": f"internal error ({to.headers['Authorization']})"}})
+            case "late":
+                send(to, 408, {"error": {"message": "the request took too long"}})
+            case "moved":
+                send(to, 307, {}, Location="https://elsewhere/v1/completions")
+            case "empty":
+                send(to, 200, "")
             case "refused":
                 send(to, 400, {"error": {"message": "the server does not like it"}})
             case "not json":

@@ -66,6 +66,12 @@ class FakeRolloutServer(Loopback):
         """Name of a tensor that loads leave as it is; empty if they load all."""
         self.down = 0
         """Number of requests that are not generations and get status 503."""
+        self.cold = self.cools = 0
+        """Number of requests of all kinds that get status 503, and that number after the next load."""
+        self.instead: dict[str, tuple[int, Any]] = {}
+        """Status and answer of a path, in place of the right ones."""
+        self.logp: float | None = None
+        """Log-prob of the last token of every answer; None gives the right one."""
         self.pause = 0.0
         """Seconds before each token, which lets tests act while requests run."""
         self.loaded: list[str] = []
@@ -87,7 +93,7 @@ class FakeRolloutServer(Loopback):
     # --- answers ---------------------------------------------------------------------------------------------
 
     def get(self, to: BaseHTTPRequestHandler) -> None:
-        if self._turned_away(to):
+        if self._turned_away(to) or self._answered(to):
             return
         match (self.api, to.path):
             case (_, "/v1/models"):
@@ -98,10 +104,12 @@ class FakeRolloutServer(Loopback):
                 send(to, 404, {"detail": "Not Found"})
 
     def post(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        if self._turned_away(to):
+        if self._turned_away(to) or self._answered(to):
             return
-        if self.down and not to.path.endswith("/generate"):
-            self.down -= 1
+        control = not to.path.endswith("/generate")
+        if self.cold or (self.down and control):
+            with self.lock:
+                self.cold, self.down = max(self.cold - 1, 0), self.down - (self.down > 0 and control)
             send(to, 503, {"error": {"message": "the server starts"}})
             return
         match (self.api, urlsplit(to.path).path):
@@ -127,6 +135,7 @@ class FakeRolloutServer(Loopback):
             case ("vllm", "/resume") | ("sglang", "/continue_generation"):
                 with self.lock:
                     self.paused = False
+                    self.cold, self.cools = self.cools, 0
                     self.lock.notify_all()
                 send(to, 200, {"status": "resumed"})
             case ("vllm", "/collective_rpc"):
@@ -150,6 +159,12 @@ class FakeRolloutServer(Loopback):
         if refused:
             send(to, 401, {"error": "Unauthorized"})
         return refused
+
+    def _answered(self, to: BaseHTTPRequestHandler) -> bool:
+        path = urlsplit(to.path).path
+        if path in self.instead:
+            send(to, *self.instead[path])
+        return path in self.instead
 
     def _abort(self, names: list[str] | None) -> None:
         with self.lock:
@@ -201,6 +216,8 @@ class FakeRolloutServer(Loopback):
         if fault == "early stop" and len(request.tokens) > 1:
             request.tokens.pop(), request.logps.pop()
             request.finish = "stop"
+        if self.logp is not None:
+            request.logps[-1] = self.logp
         if fault == "foreign token":
             request.tokens[-1] = int(self.lm.config.vocab_size)
         label = "other" if fault == "wrong label" else request.label

@@ -52,6 +52,7 @@ SETTINGS = {
     "split": "data.eval_split",
     **{name: f"data.{name}" for name in ("prompt", "answer", "template", "chat", "system_prompt")},
     "reward": "task.reward",
+    "sandbox": "task.sandbox",
     "limit": "eval.prompts",
     "n": "eval.n",
     "max_tokens": "sampler.max_tokens",

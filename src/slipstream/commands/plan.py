@@ -15,7 +15,7 @@ from slipstream.commands.common import note
 from slipstream.console import Screen
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.reporting.report.titles import short
-from slipstream.run_dir.atomic_files import check_regular, write_atomic, writing
+from slipstream.run_dir.atomic_files import check_page, write_atomic, writing
 from slipstream.runs.display import waiting
 from slipstream.runs.start import opened, planned_on, process_launcher
 
@@ -35,7 +35,7 @@ def run(args: Namespace) -> None:
     if args.to is not None and args.to.exists():
         raise RunDirError(f"{args.to} exists: -o writes a new file")
     for target in filter(None, (args.to, args.report)):
-        check_regular(target)
+        check_page(target)
         if not target.parent.is_dir():
             raise RunDirError(f"{target} cannot be written: there is no {target.parent}")
     costs = costs_of(subject, args.costs, args.measure)
@@ -75,15 +75,18 @@ def costs_of(subject: PlannedConfig, file: Path | None, measure: bool) -> Costs 
     from slipstream.config import costs
     from slipstream.planning import derive
 
-    if file is not None:
-        found = costs.load(file)
-        if subject.config.runtime.kind != "inline" or found.cores == 1:
-            return found
-        note('note: runtime.kind = "inline" has all engines in one process: cores = 1')
-        return found.model_copy(update={"cores": 1.0})
     if measure:
         return measured_costs(subject)
-    return derive.costs_of(subject.run) if subject.run is not None else None
+    if file is not None:
+        found = costs.load(file)
+    elif subject.run is not None:
+        found = derive.costs_of(subject.run)
+    else:
+        return None
+    if subject.config.runtime.kind != "inline" or found.cores == 1:
+        return found
+    note('note: runtime.kind = "inline" has all engines in one process: cores = 1')
+    return found.model_copy(update={"cores": 1.0})
 
 
 def measured_costs(subject: PlannedConfig) -> Costs:

@@ -11,7 +11,7 @@ from slipstream.reporting.report import study as of_study
 from slipstream.reporting.report import study_figures
 from slipstream.reporting.report.page import Page, document
 from slipstream.reporting.report.runs import read
-from slipstream.run_dir.atomic_files import check_regular, private, write_atomic, writing
+from slipstream.run_dir.atomic_files import check_page, private, write_atomic, writing
 from slipstream.studies.results import STUDY_FILE, Sweep
 
 
@@ -27,7 +27,7 @@ def run(args: Namespace) -> None:
 def report(paths: Sequence[Path], output: Path | None) -> Path:
     """Write the page to `output`, or into the first directory if None; return its path."""
     target = output or paths[0] / "report.html"
-    check_regular(target)
+    check_page(target)
     command = ["slipstream", "report", *map(str, paths), *(["--output", str(output)] if output else [])]
     text = document(page_of(paths, shlex.join(command)))
     with private(), writing(target):

@@ -122,6 +122,7 @@ COMMANDS = (
                    help="one or several sets of prompts with answers (without a run: builtin:arithmetic)"),
             option("--split", "--data.eval_split", help="split of the data (without a run: eval)"),
             option("--reward", "--task.reward", type=reward, nargs="+", help="rewards; the first is accuracy (exact)"),
+            option("--sandbox", "--task.sandbox", metavar="NAME", help="sandbox of rewards that ask for one"),
             option("--limit", "--eval.prompts", type=positive, help="use the first N prompts of each set (200)"),
             option("-n", "--eval.n", dest="n", type=positive, help="samples of each prompt (4)"),
             option("-k", type=positive, nargs="+", default=[1], help="values of k in pass@k (1)"),

@@ -76,7 +76,7 @@ class Lengths(Section):
     """Tokens of a prompt."""
     mean: float | None = Field(None, ge=1)
     """Mean tokens of a response; lengths are log-normal, then truncated at sampler.max_tokens."""
-    sigma: float = Field(0.0, ge=0)
+    sigma: float = Field(0.0, ge=0, le=10)
     """Standard deviation of the logarithm of lengths; with 0 all lengths are the mean."""
     responses: tuple[int, ...] = ()
     """Lengths of responses to sample from, instead of mean and sigma."""

@@ -130,7 +130,7 @@ def with_options(config: Config, settings: Mapping[str, Any]) -> Config:
     config = config.with_values(data=data_section(columns | data), **changes.pop("", {}))
     if rewards := changes.get("task", {}).get("reward"):
         idle = {name: None for name in ("format", "overlong", "model", "judge") if name not in rewards}
-        changes["task"] |= idle
+        changes["task"] = {"sandbox": None} | changes["task"] | idle
     return config.with_values(**changes)
 
 

@@ -7,7 +7,6 @@ from statistics import fmean
 from slipstream.config.base import at_first
 from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PublishCost, ScoreCost, quantiles
 from slipstream.errors import RunDirError
-from slipstream.metrics import new_tokens
 from slipstream.planning.fit import Paid, fitted
 from slipstream.run_dir.reading import Line, RunDir
 
@@ -18,6 +17,7 @@ FIRST = 2
 def costs_of(run: RunDir) -> Costs:
     """Return the costs of a run's stages, in wall-clock seconds for each token of a response.
 
+    Rollout and scoring are often ahead of the learner, so their seconds count for the tokens that were drawn meanwhile.
     If all samples of an update are decoded together, its longest response separates the cost of steps from that of
     rows. Otherwise rows get all the cost, which is right only for the same number of rows.
     """
@@ -25,27 +25,41 @@ def costs_of(run: RunDir) -> Costs:
     lines = [line for line in run.metrics if not line.get("sft")][FIRST:]
     if len(lines) < 2:
         raise RunDirError(f"{run.path} has too few updates with rollouts: to derive costs it needs {FIRST + 2} or more")
-    samplers = at_first(config.sampler.replicas)
+    samplers, lengths = at_first(config.sampler.replicas), [n for entry in ledger for n in entry.get("tokens", ())]
+    if not lengths or not sum(map(drawn, lines)):
+        raise RunDirError(
+            f"{run.path} has no {'rollouts after its first updates' if lengths else 'ledger'}, so that no costs can be "
+            "derived from it"
+        )
     loads = [line["publish/load"] + line.get("publish/rebuild", 0.0) for line in lines if "publish/load" in line]
     return Costs(
         decode=decode_cost(run, lines, samplers),
-        score=ScoreCost(token=scoring_seconds(lines) / sum(map(new_tokens, lines))),
+        score=ScoreCost(token=scoring_seconds(lines) / sum(map(drawn, lines))),
         learn=LearnCost(token=spent(lines, "learn", itemgetter("tokens")) * config.learner.ranks),
         publish=PublishCost(load=fmean(loads) if loads else 0.0),
-        lengths=Lengths(responses=quantiles([n for entry in ledger for n in entry.get("tokens", ())])),
+        lengths=Lengths(responses=quantiles(lengths)),
     )
 
 
 def decode_cost(run: RunDir, lines: Sequence[Line], samplers: int) -> DecodeCost:
     config = run.config
-    serial = config.schedule.serial and samplers == 1
-    if not serial or config.learner.batch_size > config.sampler.slots:
-        return DecodeCost(step=0.0, row=spent(lines, "rollout", new_tokens) * samplers)
-    paid = [
-        Paid(line["stage/rollout"] * line["seconds/update"], {"step": line["length/max"], "row": new_tokens(line)})
-        for line in lines
-    ]
-    return DecodeCost(**fitted(paid))
+    fresh = config.schedule.kinds()[0] == "sync" and samplers == 1
+    if not fresh or config.learner.batch_size > config.sampler.slots:
+        return DecodeCost(step=0.0, row=spent(lines, "rollout", drawn) * samplers)
+    return DecodeCost(
+        **fitted(
+            [
+                Paid(line["stage/rollout"] * line["seconds/update"], {"step": line["length/max"], "row": drawn(line)})
+                for line in lines
+                if drawn(line)
+            ]
+        )
+    )
+
+
+def drawn(line: Line) -> float:
+    """Return the tokens of the rollouts that finished in an update."""
+    return float(line.get("tokens_per_s/rollout", 0.0) * line["seconds/update"])
 
 
 def spent(lines: Sequence[Line], stage: str, tokens: Callable[[Line], float]) -> float:

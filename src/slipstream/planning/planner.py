@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from slipstream.config.base import at_first
-from slipstream.config.costs import Costs
+from slipstream.config.costs import Costs, Lengths
 from slipstream.config.engines import devices_of
 from slipstream.config.file import load
 from slipstream.config.schedule import Async, Periodic, ScheduleConfig, StepOff, Sync
@@ -27,24 +28,28 @@ WITHIN, MOST = 0.7, 4
 """Splits are simulated if their estimate is at least WITHIN × the best estimate, at most MOST splits per schedule."""
 SAMPLES, LEAST_UPDATES, MOST_UPDATES = 2500, 10, 25
 """Number of samples of a simulation after warm-up, and least and largest number of its updates."""
+MOST_DEVICES = 512
+"""Largest number of devices of a plan; all their splits are estimated."""
 
 
 ONE_SPLIT = Split(1, 1, 1)
 
 
-def splits(devices: int, scorers: int | None = None, each: Split = ONE_SPLIT) -> Iterator[Split]:
-    """Yield all splits of the devices that give every stage at least one worker.
+def splits(
+    devices: int, scorers: int | None = None, each: Split = ONE_SPLIT, most_ranks: int | None = None
+) -> Iterator[Split]:
+    """Yield all splits of the devices that give every stage at least one worker, and the learner the rest.
 
+    The learner has at most `most_ranks`; further devices stay idle.
     `scorers` is the number of scorers that need no device: endpoints, or 0 without teachers. If it is None, each scorer
     needs devices. `each` has the number of devices of one sampler and of one scorer; a rank of the learner has one.
     """
     for samplers in range(1, devices // each.samplers + 1):
         left = devices - samplers * each.samplers
-        if scorers is None:
-            most = (left - 1) // each.scorers
-            yield from (Split(samplers, own, left - own * each.scorers) for own in range(1, most + 1))
-        elif left:
-            yield Split(samplers, scorers, left)
+        for own in [scorers] if scorers is not None else range(1, (left - 1) // each.scorers + 1):
+            ranks = left if scorers is not None else left - own * each.scorers
+            if ranks:
+                yield Split(samplers, own, ranks if most_ranks is None else min(ranks, most_ranks))
 
 
 def check_enough(devices: int, scorers: int | None, each: Split) -> None:
@@ -110,7 +115,7 @@ def outlook(
     def offers(count: int) -> list[Offer]:
         found = list[Offer]()
         for schedule in schedules:
-            for split in promising_splits(costs, work, list(splits(count, scorers, each)), schedule):
+            for split in promising_splits(costs, work, list(splits(count, scorers, each, work.most_ranks)), schedule):
                 say(f"{schedule.label} on {count} devices, split {split}")
                 seen = forecast(costs, split, schedule, work, updates=simulated)
                 seconds = seen.seconds(updates, work.batch)
@@ -145,8 +150,7 @@ def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig) -
 def per_sample(costs: Costs, work: Work, *, rows: float) -> dict[str, float]:
     """Return the minimum device seconds per sample of each stage, with `rows` rows per step and no cost per pass."""
     lengths, decode, learn = costs.lengths, costs.decode, costs.learn
-    drawn = [min(work.max_tokens, lengths.draw(number, 0)) for number in range(1000)]
-    mean, context = fmean(drawn), fmean(n * (lengths.prompt + n / 2) for n in drawn)
+    mean, context = mean_lengths(lengths, work.max_tokens)
     passed = lengths.prompt + mean
     return {
         "rollout": mean * (decode.step / rows + decode.row)
@@ -156,6 +160,13 @@ def per_sample(costs: Costs, work: Work, *, rows: float) -> dict[str, float]:
         "learn": learn.token * passed * work.epochs + learn.step * work.minibatches * work.epochs / work.batch,
         "coordinator": costs.coordinator,
     }
+
+
+@cache
+def mean_lengths(lengths: Lengths, max_tokens: int) -> tuple[float, float]:
+    """Return the mean length of a response, and its mean sum of the lengths of the context of all tokens."""
+    drawn = [min(max_tokens, lengths.draw(number, 0)) for number in range(1000)]
+    return fmean(drawn), fmean(n * (lengths.prompt + n / 2) for n in drawn)
 
 
 @dataclass(frozen=True)
@@ -179,6 +190,8 @@ class PlannedConfig:
             raise ConfigError(
                 '--devices: runtime.kind = "inline" has all engines in one process: write "local" or "ray"'
             )
+        if devices is not None and devices > MOST_DEVICES:
+            raise ConfigError(f"--devices {devices}: at most {MOST_DEVICES} can be planned")
         if devices is not None:
             check_enough(devices, self.scorers, self.each)
 

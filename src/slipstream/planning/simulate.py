@@ -75,6 +75,11 @@ class Work:
     reuse: ReuseConfig | None = None
     """Store of groups that several updates learn from."""
 
+    @property
+    def most_ranks(self) -> int:
+        """Largest number of learner ranks of which each has a new group in every step."""
+        return max(1, self.batch // self.group // (self.reuse.times if self.reuse else 1) // self.minibatches)
+
     @classmethod
     def of(cls, config: Config) -> Work:
         sampler, learner = config.sampler, config.learner
@@ -115,7 +120,7 @@ class Forecast:
 
     def seconds(self, updates: int, batch: int) -> float:
         """Return the seconds of a run with this number of updates, warm-up included."""
-        return self.first + max(0, updates - WARMUP) * batch / self.samples_per_s
+        return self.first * min(1.0, updates / WARMUP) + max(0, updates - WARMUP) * batch / self.samples_per_s
 
 
 def forecast(costs: Costs, split: Split, schedule: ScheduleConfig, work: Work, *, updates: int = 30) -> Forecast:

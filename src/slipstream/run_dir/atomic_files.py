@@ -26,6 +26,8 @@ MANIFEST = "manifest.json"
 LOCK = "lock"
 TRIES, PAUSE = 20, 0.01
 """Number of tries to get a lock, and seconds between them, because `held` takes the lock for a moment."""
+PAGE = b"<!doctype html"
+"""First bytes of every page of this package."""
 BLOCK = 1 << 20
 Extent = dict[str, Any]
 """Size of a file in bytes, and its SHA-256 checksum."""
@@ -63,6 +65,15 @@ def check_regular(path: Path) -> None:
     if path.is_symlink() or not (path.is_file() or path.is_dir() or not path.exists()):
         what = "a link" if path.is_symlink() else "a device, a pipe or a socket"
         raise RunDirError(f"{path} is {what}, not a regular file: move it away, or name another path")
+
+
+def check_page(path: Path) -> None:
+    """Raise RunDirError if a new page cannot replace this: if it is no regular file, or holds no HTML page."""
+    check_regular(path)
+    if path.is_file():
+        with reading(path) as file:
+            if (begin := file.read(len(PAGE)).lower()) and begin != PAGE:
+                raise RunDirError(f"{path} exists and is no HTML page: move it away, or name another file")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.engines.http.client import Client, Endpoint
+from slipstream.engines.http.client import Client, Endpoint, models_like
 from slipstream.engines.http.scorer import LogProbs, log_probs
 from slipstream.engines.score_checks import MASS, fault_of, first_invalid
 from slipstream.errors import ConfigError, EndpointError
@@ -74,13 +74,13 @@ async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
     listed = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(listed, list):
         raise EndpointError(f"{endpoint.where} gives a wrong answer: no list of models")
-    models = {model.get("id"): model for model in listed if isinstance(model, dict)}
+    models = {each["id"]: each for each in listed if isinstance(each, dict) and isinstance(each.get("id"), str)}
     if not models:
         raise ConfigError(f"{where}.model = {endpoint.model!r}: {endpoint.url} serves no model: load it there")
     if endpoint.model not in models:
         raise ConfigError(
             f"{where}.model = {endpoint.model!r}: {endpoint.url} does not serve it; write one of its models: "
-            f"{', '.join(map(repr, models))}"
+            f"{models_like(endpoint.model, models)}"
         )
     length = models[endpoint.model].get("max_model_len")
     return length if isinstance(length, int) else None
@@ -117,6 +117,7 @@ async def _is_distribution(client: Client, endpoint: Endpoint, need: Requirement
         best = await _ask(client, endpoint, tokens, k)
     except EndpointError as error:
         return f"; its log-probs are not tested, because it returns fewer than {where}.max_logprobs = {k} ({error})"
+    check_log_probs(best, endpoint)
     p_NK = np.exp(best.logp_NK.astype(np.float64))
     least_N = p_NK.sum(1)
     most_N = least_N + p_NK[:, -1] * 2 * (need.highest + 1)  # a model may have more embeddings than the student

@@ -1,7 +1,7 @@
 """HTTP client of one endpoint, with pooled connections, limited concurrency, short retries, and no key in messages.
 
-Short failures (a cut connection, status 5xx or 429) are retried here, after the pause that the server asks for. Other
-and longer failures raise EndpointError; the pipeline then retries whole groups with longer pauses.
+Short failures (a cut connection, status 5xx, 408, 425 or 429) are retried here, after the pause that the server asks
+for. Other and longer failures raise EndpointError; the pipeline then retries whole groups with longer pauses.
 
 Servers are not trusted. At most as many bytes are read as the request can need, and compressed answers are refused. One
 time limit covers a request from connecting to the last byte.
@@ -18,12 +18,13 @@ so an outage costs time but no group, until the retries of the pipeline are used
 
 import asyncio
 import contextlib
+import difflib
 import json
 import os
 import random
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -43,6 +44,10 @@ ENDPOINT_CONNECT_TIMEOUT = 10.0
 """Maximum seconds until the server accepts a connection."""
 KEEPALIVE = 4.0
 """Seconds for which an idle connection is kept, less than the 5 s after which servers close it without notice."""
+ASK_AGAIN = 408, 425, 429
+"""Statuses below 500 after which a request is sent again."""
+MAX_MODELS = 10
+"""Maximum number of models that an error message lists."""
 MAX_QUOTED = 200
 """Maximum characters of an answer in an error message."""
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
@@ -112,14 +117,16 @@ class Client:
         try:
             return await asyncio.to_thread(json.loads, content)
         except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
-            excerpt = self._excerpt(content)
-            raise EndpointError(f"{self.where} gives an answer that is not JSON: {excerpt}") from None
+            excerpt = self._excerpt(content) or "it is empty"
+            raise EndpointError(f"{self.where} gives an answer that is not JSON: {excerpt}", status=200) from None
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> bytes:
         timeout, url, failure = self.endpoint.timeout, self.endpoint.url + path, "cannot be reached"
+        # in ASCII: a text may hold half a surrogate pair, which UTF-8 cannot encode
+        sent = None if body is None else json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         async with self.room:
             try:
-                async with asyncio.timeout(timeout), self.client.stream(method, url, json=body) as response:
+                async with asyncio.timeout(timeout), self.client.stream(method, url, content=sent) as response:
                     failure = "breaks off its answer"
                     status, content = response.status_code, await self._read(response, most)
             except TimeoutError:
@@ -133,25 +140,25 @@ class Client:
         if status == 200:
             return content
         refusal = f"answers {status}: {self._excerpt(content)}"
-        if status == 429 or status >= 500:
-            raise Unavailable(refusal, down=status != 429, after=retry_after(response.headers.get("retry-after")))
+        if status in ASK_AGAIN or status >= 500:
+            raise Unavailable(refusal, down=status >= 500, after=retry_after(response.headers.get("retry-after")))
+        if target := response.headers.get("location"):
+            refusal = f"answers {status} and redirects to {self._excerpt(target.encode())}: write that address instead"
         raise EndpointError(f"{self.where} {refusal}", status=status)
 
     async def _read(self, response: httpx2.Response, most: int) -> bytes:
         """Return the whole answer, or the first bytes of an error answer."""
-        if (packing := response.headers.get("content-encoding", "identity")) != "identity":
-            raise EndpointError(
-                f"{self.where} compresses its answers ({self._excerpt(packing.encode())}): switch compression off there"
-            )
+        if (packing := response.headers.get("content-encoding", "").strip()).lower() not in ("", "identity"):
+            line = f"compresses its answers ({self._excerpt(packing.encode())}): switch compression off there"
+            raise EndpointError(f"{self.where} {line}", status=response.status_code)
         content = bytearray()
         async for part in response.aiter_raw():
             content += part
             if response.status_code != 200 and len(content) > SPARE_BYTES:
                 break
             if len(content) > most:
-                raise EndpointError(
-                    f"{self.where} sends more than {most >> 20} MiB, which is more than the request can need"
-                )
+                line = f"sends more than {most >> 20} MiB, which is more than the request can need"
+                raise EndpointError(f"{self.where} {line}", status=200)
         return bytes(content)
 
     async def _attach(self) -> None:
@@ -161,6 +168,7 @@ class Client:
             return
         self.loop, self.breaker, self.room = loop, Breaker(self.where), asyncio.Semaphore(endpoint.concurrency)
         headers = {"User-Agent": f"slipstream/{slipstream.__version__}", "Accept-Encoding": "identity"}
+        headers["Content-Type"] = "application/json"
         if endpoint.key is not None:
             headers["Authorization"] = f"Bearer {endpoint.key.get_secret_value()}"
         self.client = httpx2.AsyncClient(
@@ -183,6 +191,13 @@ class Client:
             text = text.replace(self.endpoint.key.get_secret_value(), "[key]")
         line = " ".join(text.split())
         return line if len(line) <= MAX_QUOTED else f"{line[:MAX_QUOTED]}…"
+
+
+def models_like(wanted: str, served: Collection[str]) -> str:
+    """Return the names of some models for a message, the most similar first."""
+    near = difflib.get_close_matches(wanted, served, MAX_MODELS, cutoff=0.0)
+    more = f" and {len(served) - len(near)} more" if len(served) > len(near) else ""
+    return ", ".join(map(repr, near)) + more
 
 
 async def retried(

@@ -21,6 +21,10 @@ MAX_QUOTED_SCORE = 80
 """Maximum characters of a judge's answer in a message."""
 
 
+CUT = {"length": "; raise task.judge.max_tokens", "content_filter": ""}
+"""Advice by the finish_reason of an answer that ended before the judge had finished."""
+
+
 class JudgeEndpoint(Endpoint):
     @property
     def where(self) -> str:
@@ -80,11 +84,14 @@ def as_text(question: Any) -> str:
 
 def message_of(answer: Any) -> str:
     try:
-        text = answer["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
-        text = None
+        choice = answer["choices"][0]
+        text, finish = choice["message"]["content"], choice.get("finish_reason")
+    except (LookupError, TypeError, AttributeError):
+        text = finish = None
     if not isinstance(text, str):
         raise Unusable("type", "gives an answer without a message")
+    if finish in CUT:  # what it would have said at last is not known
+        raise Unusable("type", f"was cut off (finish_reason {finish!r}){CUT[finish]}: {text[-MAX_QUOTED_SCORE:]!r}")
     return text
 
 

@@ -8,12 +8,14 @@ import asyncio
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from slipstream.engines.http.client import Client, Endpoint
+from slipstream.engines.http.client import MAX_QUOTED, Client, Endpoint, models_like
 from slipstream.engines.http.scorer import WrongAnswer, number
+from slipstream.engines.score_checks import FLOOR, TOLERANCE
 from slipstream.errors import ConfigError, EndpointError, NonFiniteError
 from slipstream.protocols import Sampling
 
@@ -27,7 +29,7 @@ CERTAIN_LOGP = -1e-3
 """Lowest log-prob of the only token that remains after truncation."""
 NO_BYTES = hashlib.sha256().hexdigest()
 """Checksum of an empty tensor."""
-NO_FIELD = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+NO_FIELD = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
 """Errors of a parser whose answer lacks a field."""
 Body = dict[str, Any]
 
@@ -71,6 +73,8 @@ class Drawn(NamedTuple):
 class Api(ABC):
     path: str
     """Path of generations."""
+    label_path: str
+    """Path of the label of the loaded weights."""
     begin: str
     """Advice for a server that lacks an interface."""
 
@@ -85,26 +89,20 @@ class Api(ABC):
         """Generate one response; `name` identifies the request for `abort`."""
         body = self.request(name, prompt, sampling, ends, seed)
         answer = await self.client.ask("POST", self.path, body, expected=TOKEN_BYTES * sampling.max_tokens)
-        try:
+        with reading(self.where):
             return checked(self.read(answer), sampling, ends, self.vocabulary)
-        except (WrongAnswer, *NO_FIELD) as error:
-            raise EndpointError(f"{self.where} gives a wrong answer: {error_name(error)}") from None
 
     async def log_probs(self, tokens: list[int]) -> list[float]:
         """Return the log-prob of each token but the first, given the tokens before it."""
         answer = await self.control.ask("POST", self.path, self.probe(tokens), expected=TOKEN_BYTES * len(tokens))
-        try:
+        with reading(self.where, "no log-prob of a sent token: "):
             return [number(row[token]) for row, token in zip(self.rows(answer), tokens[1:], strict=True)]
-        except NO_FIELD as error:
-            raise EndpointError(
-                f"{self.where} gives a wrong answer: no log-prob of a sent token ({error_name(error)})"
-            ) from None
 
     async def context(self) -> int | None:
         """Return the server's longest sequence in tokens; None if the server omits it."""
         answer = await self.control.ask("GET", "/v1/models")
-        models = answer.get("data") if isinstance(answer, dict) else None
-        length = models[0].get("max_model_len") if isinstance(models, list) and models else None
+        with reading(self.where):
+            length = answer["data"][0].get("max_model_len") if answer["data"] else None
         return length if isinstance(length, int) else None
 
     async def checksums(self) -> dict[str, tuple[str, ...]]:
@@ -113,6 +111,30 @@ class Api(ABC):
 
     async def do(self, path: str, body: Body | None = None, *, bare: bool = False) -> Any:
         return await self.control.ask("POST", path, body, bare=bare)
+
+    async def label(self) -> str:
+        """Return the label of the loaded weights."""
+        answer = await self.control.ask("GET", self.label_path)
+        with reading(self.where):
+            return str(answer["weight_version"])
+
+    async def first_logp(self, tokens: list[int], sampling: Sampling) -> float:
+        """Return the log-prob of one drawn token."""
+        drawn = await self.draw("check", tokens, sampling, (), 0)
+        with reading(self.where):
+            return drawn.logps[0][1]
+
+    @asynccontextmanager
+    async def paused(self, pause: str, resume: str, body: Body | None = None) -> AsyncIterator[None]:
+        """End all requests and start none meanwhile. An error of the work counts more than one of the resumption."""
+        await self.do(pause, body and {**body, "mode": "abort"})
+        try:
+            yield
+        except BaseException:
+            with suppress(EndpointError):
+                await self.do(resume, body)
+            raise
+        await self.do(resume, body)
 
     @abstractmethod
     def request(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Body: ...
@@ -135,16 +157,12 @@ class Api(ABC):
         """End all requests, load the weights in a directory, clear the prefix cache, and set the label."""
 
     @abstractmethod
-    async def label(self) -> str:
-        """Return the label of the loaded weights."""
-
-    @abstractmethod
     async def unprocessed(self, tokens: list[int], temperature: float) -> str:
         """Return the error message if log-probs do not belong to the sampling distribution, else an empty string."""
 
 
 class VllmApi(Api):
-    path = "/inference/v1/generate"
+    path, label_path = "/inference/v1/generate", "/weight_info"
     begin = "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
 
     def request(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Body:
@@ -172,34 +190,29 @@ class VllmApi(Api):
         await self.do("/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]})
 
     async def load(self, path: str, label: str) -> None:
-        await self.do("/pause?mode=abort")  # also clears the prefix cache
-        try:
+        async with self.paused("/pause?mode=abort", "/resume"):  # also clears the prefix cache
             await self.do("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
             await self.do("/update_weight_version", {"new_version": label})
-        finally:
-            await self.do("/resume")
-
-    async def label(self) -> str:
-        return str((await self.control.ask("GET", "/weight_info"))["weight_version"])
 
     async def checksums(self) -> dict[str, tuple[str, ...]]:
         sums = dict[str, tuple[str, ...]]()
-        for place, sum in (await self.do("/weight_checker", {"action": "checksum"}))["checksums"].items():
-            replica, *_, name = place.split(":")  # dp0:pp0:pcp0:tp0:NAME
-            if sum != NO_BYTES:  # on CPUs vLLM keeps a packed copy in place of some tensors
-                key = f"{replica}:{name}"
-                sums[key] = (*sums.get(key, ()), sum)
+        answer = await self.do("/weight_checker", {"action": "checksum"})
+        with reading(self.where):
+            for place, sum in answer["checksums"].items():
+                replica, *_, name = place.split(":")  # dp0:pp0:pcp0:tp0:NAME
+                if sum != NO_BYTES:  # on CPUs vLLM keeps a packed copy in place of some tensors
+                    key = f"{replica}:{name}"
+                    sums[key] = (*sums.get(key, ()), sum)
         return sums
 
     async def unprocessed(self, tokens: list[int], temperature: float) -> str:
-        drawn = await self.draw("check", tokens, Sampling(max_tokens=1, top_k=1), (), 0)
-        if drawn.logps[0][1] >= CERTAIN_LOGP:
+        if await self.first_logp(tokens, Sampling(max_tokens=1, top_k=1)) >= CERTAIN_LOGP:
             return ""
         return "gives log-probs before temperature and truncation: start vLLM with --logprobs-mode processed_logprobs"
 
 
 class SglangApi(Api):
-    path = "/generate"
+    path, label_path = "/generate", "/get_model_info"
     begin = "start an SGLang with /pause_generation and weight_version (0.5.4 or newer)"
 
     def request(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Body:
@@ -225,21 +238,15 @@ class SglangApi(Api):
         await asyncio.gather(*(self.do("/abort_request", {"rid": name}, bare=True) for name in names))
 
     async def load(self, path: str, label: str) -> None:
-        await self.do("/pause_generation", {"mode": "abort"})
-        try:
+        async with self.paused("/pause_generation", "/continue_generation", {}):
             body = {"model_path": path, "weight_version": label, "flush_cache": True}
             answer = await self.do("/update_weights_from_disk", body)
             if not isinstance(answer, dict) or answer.get("success") is not True:
-                raise EndpointError(f"{self.where} does not load the weights: {answer}", status=400)
-        finally:
-            await self.do("/continue_generation", {})
-
-    async def label(self) -> str:
-        return str((await self.control.ask("GET", "/get_model_info"))["weight_version"])
+                raise EndpointError(f"{self.where} does not load the weights: {str(answer)[:MAX_QUOTED]}", status=400)
 
     async def unprocessed(self, tokens: list[int], temperature: float) -> str:
         options = [Sampling(max_tokens=1, top_k=1, temperature=each) for each in (1.0, temperature)]
-        plain, scaled = [(await self.draw("check", tokens, each, (), 0)).logps[0][1] for each in options]
+        plain, scaled = [await self.first_logp(tokens, each) for each in options]
         if temperature == 1 or plain != scaled or plain >= CERTAIN_LOGP:
             return ""
         return "gives log-probs before temperature: start SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -248,8 +255,17 @@ class SglangApi(Api):
 APIS: dict[str, type[Api]] = {"vllm": VllmApi, "sglang": SglangApi}
 
 
-def error_name(error: Exception) -> str:
-    return str(error) if isinstance(error, WrongAnswer) else f"{type(error).__name__}: {error}"
+@contextmanager
+def reading(where: str, before: str = "") -> Iterator[None]:
+    """Turn errors about an answer that does not fit its request into one that names the server."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{where} gives {error}") from None
+    except (WrongAnswer, *NO_FIELD) as error:
+        name = "" if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
+        line = f"{where} gives a wrong answer: {before}{name}{str(error)[:MAX_QUOTED]}"
+        raise EndpointError(line, status=200) from None
 
 
 def present(found: Any) -> Any:
@@ -259,7 +275,10 @@ def present(found: Any) -> Any:
 
 
 def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int], vocabulary: int) -> Drawn:
-    """Return an answer that fits its request; raise WrongAnswer for others, and NonFiniteError for NaN."""
+    """Return an answer that fits its request; raise WrongAnswer for others, and NonFiniteError for NaN and −∞.
+
+    Log-probs that rounding has put above 0 become 0.
+    """
     tokens, most, known = drawn.tokens, sampling.max_tokens, [token for token, _ in drawn.logps]
     if known != tokens or drawn.used != len(tokens):
         raise WrongAnswer(f"{len(tokens)} token ids, {len(known)} log-probs, and {drawn.used} tokens in its usage")
@@ -267,8 +286,15 @@ def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int], vocabulary: i
         raise WrongAnswer(
             f"token id {foreign[0]!r}, and the student's ids are below {vocabulary}: is it another model?"
         )
-    if any(math.isnan(number(logp)) or logp <= CLAMPED_LOGP for _, logp in drawn.logps):
-        raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
+    for token, logp in drawn.logps:
+        if math.isnan(number(logp)) or logp <= CLAMPED_LOGP:
+            raise NonFiniteError(
+                f"the log-prob {logp:g}, as it does for logits that are not finite: if training has diverged, lower "
+                "learner.lr"
+            )
+        if not FLOOR < logp <= TOLERANCE:
+            raise WrongAnswer(f"the log-prob {logp:g} of the drawn token {token}")
+    drawn = drawn._replace(logps=[(token, min(float(logp), 0.0)) for token, logp in drawn.logps])
     ended = [i for i, token in enumerate(tokens) if token in ends]
     at_end = [len(tokens) - 1]
     fits = {"stop": ended == at_end, "length": ended in ([], at_end) and len(tokens) == most, "abort": not ended}
@@ -288,6 +314,5 @@ def served_name(endpoint: ServerEndpoint, model: str) -> str:
         raise ConfigError(f"--url {endpoint.url}: it does not list its models ({error})") from None
     if model in listed or len(listed) == 1:
         return model if model in listed else listed[0]
-    raise ConfigError(
-        f"--url: {endpoint.url} has the models {', '.join(listed)}: start it with --served-model-name {model}"
-    )
+    known = f"has the models {models_like(model, listed)}" if listed else "serves no model"
+    raise ConfigError(f"--url: {endpoint.url} {known}: start it with --served-model-name {model}")

@@ -37,13 +37,12 @@ from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.request_sampler import FINISHES, OpenGroup, RequestSampler, check_length, finished
 from slipstream.engines.server.api import (
     APIS,
-    NO_FIELD,
     TOKEN_BYTES,
     Drawn,
     Served,
     ServerSettings,
     checked,
-    error_name,
+    reading,
 )
 from slipstream.engines.server.proof import Answers, Checksums, apart, moved, objection, objection_to, texts
 from slipstream.engines.vllm.core import COLDEST
@@ -215,10 +214,10 @@ class ServerSampler(RequestSampler):
                     group.restart()
             await self._load(weights.version)
         except EndpointError as error:
-            self.failure = EngineError(
-                f"publish of version {weights.version}: {error}; the server must read sampler.server.folder = "
-                f"{self.settings.folder!r} under the same path"
-            )
+            line = f"publish of version {weights.version}: {error}"
+            if error.status >= 400:
+                line += f"; the server must read sampler.server.folder = {self.settings.folder!r} under the same path"
+            self.failure = EngineError(line)
             raise self.failure from None
         checksum = await self._here(fingerprint, self.copy.model, weights.manifest[0].dtype)
         return Loaded(checksum, wait=still - called, load=time.perf_counter() - still, thrown=thrown)
@@ -248,10 +247,13 @@ class ServerSampler(RequestSampler):
             file.chmod(0o644)
 
     async def _proven_load(self, label: str) -> None:
+        async def load() -> str:
+            await self.api.load(str(self.folder / label), label)
+            return await self._wrong()
+
         wrong = ""
         for _ in range(LOADS):
-            await patiently(lambda: self.api.load(str(self.folder / label), label))
-            if not (wrong := await self._wrong()):
+            if not (wrong := await patiently(load)):
                 return
         self.failure = EngineError(f"{self.api.where} {wrong}")
         raise self.failure
@@ -293,9 +295,9 @@ class ServerSampler(RequestSampler):
         return {name: checksum(tensor.detach()) for name, tensor in self.copy.model.named_parameters()}
 
 
-async def patiently(work: Callable[[], Awaitable[None]]) -> None:
+async def patiently(work: Callable[[], Awaitable[T]]) -> T:
     """Repeat work while the server is not available; raise its last error, or at once the error of a refusal."""
-    await retried(work, PUBLISH_PAUSES, EndpointError, lambda error: not error.status)
+    return await retried(work, PUBLISH_PAUSES, EndpointError, lambda error: not error.status)
 
 
 @torch.inference_mode()
@@ -355,8 +357,9 @@ class CompletionsSampler(RequestSampler):
         seed = derive_seed(prompt.seed, index, *((prompt.offset,) if prompt.offset else ()))
         body = {"model": self.settings.endpoint.model, "prompt": prompt.tokens.tolist(), **options, "seed": seed}
         body |= {"stop_token_ids": self.stop_ids, "ignore_eos": True, "return_token_ids": True}
-        answer = await self.client.ask("POST", "/completions", body, expected=TOKEN_BYTES * sampling.max_tokens)
-        try:
+        most = TOKEN_BYTES * sampling.max_tokens
+        answer = await patiently(lambda: self.client.ask("POST", "/completions", body, expected=most))
+        with reading(self.client.where):
             (choice,) = answer["choices"]
             if (tokens := choice.get("token_ids")) is None:
                 raise WrongAnswer("no token_ids: the server must support return_token_ids, as vLLM does")
@@ -364,6 +367,4 @@ class CompletionsSampler(RequestSampler):
             drawn = checked(
                 Drawn(tokens, logps, used, choice["finish_reason"], ""), sampling, self.stop_ids, self.vocabulary
             )
-        except (WrongAnswer, *NO_FIELD) as error:
-            raise EndpointError(f"{self.client.where} gives a wrong answer: {error_name(error)}") from None
         group.add(index, rollout_of(prompt, index, drawn, 0, greedy=True))
