@@ -17,7 +17,7 @@ APART := processes or browser
 FAST := not ($(APART) or slow or vllm or agents)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-.PHONY: check demo docs test test-processes test-slow test-lowest test-newer test-newest test-vllm test-agents zoo chaos real real-checks tokenizers gpu lint format clean
+.PHONY: FORCE check demo docs test test-processes test-slow test-lowest test-newer test-newest test-vllm test-agents zoo chaos real real-checks tokenizers gpu lint format clean
 
 demo: .venv/demo
 	$(BIN)/slipstream demo
@@ -111,10 +111,14 @@ $(REAL)/teacher.gguf: | .venv/demo
 $(REAL)/train.jsonl: tools/everyday_prompts.py | .venv/demo
 	$(BIN)/python tools/everyday_prompts.py $(REAL)
 
-$(REAL)/student: | $(REAL)/teacher.gguf $(REAL)/train.jsonl
+# The student is made again if other layers are left out
+$(REAL)/left_out: FORCE | $(REAL)/teacher.gguf
+	@echo $(LEFT_OUT) | cmp -s - $@ || echo $(LEFT_OUT) >$@
+
+$(REAL)/student: $(REAL)/left_out | $(REAL)/teacher.gguf $(REAL)/train.jsonl
 	$(BIN)/python tools/leave_out_layers.py $(REAL)/teacher.gguf $@ --layers $(LEFT_OUT)
 
-$(REAL)/refitted: | $(REAL)/student
+$(REAL)/refitted: $(REAL)/student
 	$(BIN)/python tools/refit.py $(REAL)/teacher.gguf $(REAL)/student $@ --prompts $(REAL)/train.jsonl
 
 # Measurements that need a GPU, in ten minutes; the results are a dated table in runs/gpu. Exit status 2 without a GPU.
