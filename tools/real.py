@@ -88,12 +88,13 @@ def kl(one: LanguageModel, other: LanguageModel, drawn: Sequence[Answer], temper
 def shares(drawn: Sequence[Answer], times: int) -> list[str]:
     """Return two columns of the table: the shares of answers that end, and of 4-grams that repeat an earlier one.
 
-    Each prompt was asked so many times. Its answers count as one value of the standard error, because they are alike.
+    `times` is the number of answers to each prompt. Standard errors are over prompts, because these answers are alike.
     """
     columns = []
     for values in (ended(drawn), repeated(drawn)):
         by_prompt = [fmean(values[i :: len(drawn) // times]) for i in range(len(drawn) // times)]
-        columns.append(f"{fmean(values):.1%} ± {standard_error(by_prompt) or 0:.1%}")
+        error = standard_error(by_prompt)
+        columns.append(f"{fmean(values):.1%}" + (f" ± {error:.1%}" if error is not None else ""))
     return columns
 
 

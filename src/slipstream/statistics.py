@@ -31,7 +31,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean of independent values: None for fewer than two, NaN if one is infinite."""
+    """Return the standard error of the mean of independent values; None for fewer than two, NaN for one not finite."""
     if len(values) < 2:
         return None
     return stdev(values) / sqrt(len(values)) if all(map(isfinite, values)) else nan
@@ -51,13 +51,13 @@ def slope(xs: Sequence[float], ys: Sequence[float], shift: int = 1) -> float:
 
 
 def p_value(difference: Estimate) -> float | None:
-    """Return the two-sided p-value of a mean against 0, by Student's t; None without a standard error.
+    """Return the two-sided p-value of a mean against 0, by Student's t; None without a finite standard error.
 
     The n − 1 degrees of freedom are an integer, so the distribution has a closed form: a finite sum of powers of the
     cosine of atan(|t| / √(n − 1)). Equal differences have no spread to divide by. Their p-value is that of n equal
     signs, 2 / 2ⁿ.
     """
-    if difference.mean is None or difference.se is None:
+    if difference.mean is None or difference.se is None or not isfinite(difference.se):
         return None
     if difference.se <= ROUNDING_ERROR * abs(difference.mean):
         return 2.0 ** (1 - difference.n) if difference.mean else 1.0

@@ -381,6 +381,7 @@ def test_a_sandbox_belongs_to_the_rewards_that_ask_for_it(home: Path, capsys: py
     run = config_of_model("builtin:student", task=TaskConfig(reward=("./own.py:asks",), sandbox="none"))
     assert with_options(run, {"eval.n": 2}).task.sandbox == "none"
     assert with_options(run, {"task.reward": ("exact",)}).task.sandbox is None
+    assert with_options(run, {"task.reward": ("exact", "./own.py:asks")}).task.sandbox == "none"
 
 
 def test_given_words_that_mean_nothing_are_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -262,7 +262,7 @@ LASTING: dict[Fault, str] = {
     "broken": "answers 500: .*internal error",
     "cut": r"breaks off its answer: RemoteProtocolError: peer closed connection",
     "refused": "answers 400: .*the server does not like it",
-    "moved": "answers 307 and redirects to https://elsewhere/v1/completions: write that address instead",
+    "moved": "answers 307 and redirects to https://elsewhere/v1: write that address instead",
     "empty": "gives an answer that is not JSON: it is empty",
     "not json": "gives an answer that is not JSON: <html>It works!</html>",
     "no logprobs": "a wrong answer: no prompt_logprobs: the server must support them",

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -345,14 +346,36 @@ def test_a_publish_outlasts_an_outage_between_a_load_and_its_proof(fake: FakeRol
         assert worst_gap(run(work(sampler)), 2) < 1e-4
 
 
+def test_weights_that_an_outage_took_back_are_old(tmp_path: Path) -> None:
+    """The log-probs of a load are right, its checksums get no answer, and the server comes back with older weights."""
+
+    class Returns(FakeRolloutServer):
+        armed = False
+
+        def post(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+            if self.armed and to.path == "/weight_checker":
+                self.armed, self.cold, self.keeps = False, 4, 1
+                self.restart()
+            super().post(to, body)
+
+    async def work(sampler: ServerSampler) -> None:
+        await sampler.publish(weights(0, by=0), "keep")
+        fake.armed = True
+        await sampler.publish(weights(1, by=1e-5), "keep")
+
+    with Returns(STUDENT, api="vllm") as fake, opened(fake, tmp_path) as sampler:
+        run(work(sampler))
+    assert len(fake.loaded) == 4, "the load after the outage had no effect, and was repeated"
+
+
 def test_an_answer_about_weights_that_lacks_its_field_is_one_line(fake: FakeRolloutServer, tmp_path: Path) -> None:
     label, wrong = {"vllm": "/weight_info", "sglang": "/get_model_info"}[fake.api], "gives a wrong answer: "
     with opened(fake, tmp_path) as sampler:
         for answer in ({}, [], None):
             fake.instead = {label: (200, answer), "/v1/models": (200, answer)}
-            for asked in (sampler.api.label, sampler.api.context):
-                with pytest.raises(EndpointError, match=f"the rollout server at {fake.url} {wrong}"):
-                    run(asked())
+            with pytest.raises(EndpointError, match=f"the rollout server at {fake.url} {wrong}"):
+                run(sampler.api.label())
+            assert run(sampler.api.context()) is None
         fake.instead = {"/weight_checker": (200, [])}
         if fake.api == "vllm":
             with pytest.raises(EngineError, match=f"publish of version 1: .* {wrong}TypeError"):
@@ -363,7 +386,7 @@ def test_an_answer_about_weights_that_lacks_its_field_is_one_line(fake: FakeRoll
 
 def test_of_a_failed_load_and_a_failed_resumption_the_load_is_named(fake: FakeRolloutServer, tmp_path: Path) -> None:
     resume = {"vllm": "/resume", "sglang": "/continue_generation"}[fake.api]
-    fake.refuses, fake.instead = 4, {resume: (500, {"error": "engine dead"})}
+    fake.refuses, fake.instead = 100, {resume: (500, {"error": "engine dead"})}
     with opened(fake, tmp_path) as sampler, pytest.raises(EngineError, match="no weights in .*under the same path"):
         run(sampler.publish(weights(1), "keep"))
 
@@ -385,7 +408,7 @@ def test_a_release_without_the_server_hands_over_what_arrived(fake: FakeRolloutS
 
 def test_a_failed_load_stops_the_sampler(fake: FakeRolloutServer, tmp_path: Path) -> None:
     async def work(sampler: ServerSampler) -> None:
-        fake.refuses = 4
+        fake.refuses = 100
         with pytest.raises(EngineError, match=r"publish of version 1: .*no weights in .*under the same path"):
             await sampler.publish(weights(1), "keep")
         with pytest.raises(EngineError, match="publish of version 1"):

@@ -72,7 +72,7 @@ def test_groups_that_are_used_twice_are_rolled_out_and_scored_once() -> None:
     roll, score = 12 * (0.125 + 4 * 0.0625) + 4 * 4 * 0.015, SCORE / 2
     assert seen.samples_per_s == pytest.approx(8 / (roll + score + LEARN + PUBLISH))
     assert seen.lag == pytest.approx(0.5) and seen.max_lag == 1
-    assert estimate(costs(), work, ONE, Sync()) >= seen.samples_per_s
+    assert estimate(costs(), work, ONE, Sync())[0] >= seen.samples_per_s
 
 
 def test_stages_that_overlap_are_as_fast_as_the_slowest() -> None:
@@ -245,9 +245,15 @@ def test_what_a_run_cost_is_read_off_it(tmp_path: Path) -> None:
         line |= {"sft": 1.0, "stage/rollout": 0.0}
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.0625, rel=0.02), "the rest is supervised"
-    halved = [line | {"tokens_per_s/rollout": line.get("tokens_per_s/rollout", 0.0) / 2} for line in lines]
+    halved = [dict(line) for line in lines]
+    for line in halved:
+        line["reuse/new_tokens"] = line.get("tokens", 0.0) / 2
+        line["tokens_per_s/rollout"] = line.get("tokens_per_s/rollout", 0.0) / 2
     metrics.write_text("".join(json.dumps(line) + "\n" for line in halved))
-    assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.125, rel=0.02), "half of them were drawn"
+    assert costs_of(RunDir(tmp_path / "run")).decode.row == pytest.approx(0.125, rel=0.02), "half of the tokens are new"
+    metrics.write_text("".join(json.dumps(line | {"tokens": line.get("tokens", 0.0) / 2}) + "\n" for line in lines))
+    found = costs_of(RunDir(tmp_path / "run")).decode
+    assert found.step == 0 and found.row > 0.0625, "the longest response may be among those that were left out"
 
 
 @pytest.mark.parametrize("schedule", [{"kind": "async", "tau": 4}, {"kind": "replay", "k": 2}], ids=str)
@@ -280,6 +286,8 @@ def test_a_learner_has_no_more_ranks_than_groups_of_a_step() -> None:
     config(sampler={"group": 4}, learner={"batch_size": 8, "ranks": 2})
     with pytest.raises(ConfigError, match="more than the 2 groups of one step"):
         config(sampler={"group": 4}, learner={"batch_size": 8, "ranks": 3})
+    periodic = [each.split for each in seen.offers if each.schedule == "periodic"]
+    assert periodic[0].samplers > 1 and periodic[0].devices == 8, "the learner is the slowest; the others get the rest"
     assert Split(1, 1, 6) in splits(8) and {split.ranks for split in splits(8, most_ranks=2)} == {1, 2}
 
 
@@ -414,7 +422,7 @@ def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str])
             ],
             "--devices 1: sampler and learner need one each: write 2 or more",
         ),
-        (["train.toml", "--costs", "costs.toml", "--devices", "9999"], "--devices 9999: at most 512 can be planned"),
+        (["train.toml", "--costs", "costs.toml", "--devices", "9999"], "--devices 9999: at most 256 can be planned"),
         (["train.toml", "--costs", "costs.toml", "--report", "costs.toml"], "costs.toml exists and is no HTML page: "),
         (
             ["train.toml", "--costs", "costs.toml", "--devices", "4", "--runtime.kind", "inline"],

@@ -15,13 +15,13 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 from slipstream.config.file import parse
 from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.http import client
-from slipstream.engines.http.judge import Judge, JudgeEndpoint, as_text
+from slipstream.engines.http.judge import Judge, JudgeEndpoint, as_text, message_of
 from slipstream.engines.native.reward_model import encode
 from slipstream.engines.native.reward_process import RewardModel
 from slipstream.errors import ConfigError
 from slipstream.grades import Grades, Ungraded
 from slipstream.plan.plan import fast_checks, plan
-from slipstream.rewards.functions import Answer
+from slipstream.rewards.functions import Answer, Unusable
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import resume, train
 from support.fake_endpoint import FakeEndpoint, table
@@ -170,6 +170,15 @@ def test_a_judge_that_was_cut_off_has_given_no_score(finish: str, advice: str) -
         (found,) = asked(judge(fake), ("2+2", answer("4", 4)))
     line = f"the judge was cut off (finish_reason '{finish}'){advice}: 'clarity has the score: 1'"
     assert found == Ungraded("type", line)
+
+
+def test_an_answer_of_a_judge_may_have_no_text_or_another_reason() -> None:
+    choice: dict[str, Any] = {"message": {"content": None}, "finish_reason": "length"}
+    with pytest.raises(Unusable, match="was cut off .*; raise task.judge.max_tokens: it says nothing"):
+        message_of({"choices": [choice]})
+    assert (
+        message_of({"choices": [{"message": {"content": "score: 1"}, "finish_reason": {"type": "stop"}}]}) == "score: 1"
+    )
 
 
 def test_a_judge_reads_the_template_and_its_last_score_counts() -> None:

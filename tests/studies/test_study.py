@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import tomllib
-from math import atan, pi, sqrt
+from math import atan, inf, pi, sqrt
 from pathlib import Path
 
 import numpy as np
@@ -295,6 +295,11 @@ def test_a_mean_has_its_standard_error() -> None:
     assert estimate([1, 2, 3, 6]) == Estimate(4, 3.0, pytest.approx(sqrt(14 / 12)))
     assert estimate([5]) == Estimate(1, 5.0, None)
     assert estimate([]) == Estimate(0, None, None)
+
+
+def test_a_value_that_is_not_finite_decides_nothing() -> None:
+    found = difference({0: -inf, 1: 5.0, 2: 5.0}, {0: 1.0, 1: 1.0, 2: 1.0})
+    assert p_value(found) is None and verdict(found, p_value(found)) == "open"
 
 
 def test_differences_are_paired_by_seed() -> None:

@@ -127,6 +127,11 @@ class FakeRolloutServer(Loopback):
             case ("sglang", "/abort_request"):
                 self._abort([body["rid"]])
                 send(to, 200, "")
+            case ("vllm", "/pause") | ("sglang", "/pause_generation") if "abort" not in (
+                to.path[-5:],
+                body.get("mode"),
+            ):
+                send(to, 400, {"detail": "requests would stay open"})
             case ("vllm", "/pause") | ("sglang", "/pause_generation"):
                 with self.lock:
                     self.paused = True
@@ -140,7 +145,7 @@ class FakeRolloutServer(Loopback):
                 send(to, 200, {"status": "resumed"})
             case ("vllm", "/collective_rpc"):
                 why = self._load(body["kwargs"]["weights_path"])
-                send(to, *((400, {"error": {"message": why}}) if why else (200, {"results": [None]})))
+                send(to, *((500, {"error": {"message": why}}) if why else (200, {"results": [None]})))
             case ("vllm", "/weight_checker"):
                 found = {f"dp0:pp0:pcp0:tp0:{name}": tensor for name, tensor in self.lm.model.named_parameters("model")}
                 send(to, 200, {"checksums": {name: f"{checksum(tensor.detach()):x}" for name, tensor in found.items()}})

@@ -78,7 +78,7 @@ class JudgeConfig(Section):
     key: str | None = None
     """Key of the score in the JSON object that the judge answers with. None needs `pattern`."""
     max_tokens: int = Field(512, ge=1)
-    """Largest number of tokens of the judge's answer."""
+    """Largest number of tokens of the judge's answer; an answer that is cut off there gives no score."""
     concurrency: int = Field(32, ge=1)
     """Number of concurrent requests of each sampler."""
     timeout: float = Field(120.0, gt=0)

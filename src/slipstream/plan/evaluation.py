@@ -130,7 +130,8 @@ def with_options(config: Config, settings: Mapping[str, Any]) -> Config:
     config = config.with_values(data=data_section(columns | data), **changes.pop("", {}))
     if rewards := changes.get("task", {}).get("reward"):
         idle = {name: None for name in ("format", "overlong", "model", "judge") if name not in rewards}
-        changes["task"] = {"sandbox": None} | changes["task"] | idle
+        own = {} if set(rewards) & set(config.task.reward) else {"sandbox": None}  # a sandbox belongs to the rewards
+        changes["task"] = own | changes["task"] | idle
     return config.with_values(**changes)
 
 

@@ -1,12 +1,12 @@
 """Costs of stages, derived from the metrics of an existing run."""
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
 from statistics import fmean
 
 from slipstream.config.base import at_first
 from slipstream.config.costs import Costs, DecodeCost, LearnCost, Lengths, PublishCost, ScoreCost, quantiles
 from slipstream.errors import RunDirError
+from slipstream.metrics import new_tokens
 from slipstream.planning.fit import Paid, fitted
 from slipstream.run_dir.reading import Line, RunDir
 
@@ -17,16 +17,16 @@ FIRST = 2
 def costs_of(run: RunDir) -> Costs:
     """Return the costs of a run's stages, in wall-clock seconds for each token of a response.
 
-    Rollout and scoring are often ahead of the learner, so their seconds count for the tokens that were drawn meanwhile.
-    If all samples of an update are decoded together, its longest response separates the cost of steps from that of
-    rows. Otherwise rows get all the cost, which is right only for the same number of rows.
+    Rollout and scoring are often ahead of the learner. Their seconds are divided by the tokens that they finished in
+    the same time. If all samples of an update are decoded together, its longest response separates the cost of steps
+    from that of rows. Otherwise rows get all the cost, which is right only for the same number of rows.
     """
     config, ledger = run.config, run.ledger
     lines = [line for line in run.metrics if not line.get("sft")][FIRST:]
     if len(lines) < 2:
         raise RunDirError(f"{run.path} has too few updates with rollouts: to derive costs it needs {FIRST + 2} or more")
     samplers, lengths = at_first(config.sampler.replicas), [n for entry in ledger for n in entry.get("tokens", ())]
-    if not lengths or not sum(map(drawn, lines)):
+    if not lengths or not finished(lines, "rollout"):
         raise RunDirError(
             f"{run.path} has no {'rollouts after its first updates' if lengths else 'ledger'}, so that no costs can be "
             "derived from it"
@@ -34,8 +34,8 @@ def costs_of(run: RunDir) -> Costs:
     loads = [line["publish/load"] + line.get("publish/rebuild", 0.0) for line in lines if "publish/load" in line]
     return Costs(
         decode=decode_cost(run, lines, samplers),
-        score=ScoreCost(token=scoring_seconds(lines) / sum(map(drawn, lines))),
-        learn=LearnCost(token=spent(lines, "learn", itemgetter("tokens")) * config.learner.ranks),
+        score=ScoreCost(token=scoring_seconds(lines) / max(finished(lines, "score"), 1.0)),
+        learn=LearnCost(token=seconds(lines, "learn") / sum(line["tokens"] for line in lines) * config.learner.ranks),
         publish=PublishCost(load=fmean(loads) if loads else 0.0),
         lengths=Lengths(responses=quantiles(lengths)),
     )
@@ -43,29 +43,24 @@ def costs_of(run: RunDir) -> Costs:
 
 def decode_cost(run: RunDir, lines: Sequence[Line], samplers: int) -> DecodeCost:
     config = run.config
-    fresh = config.schedule.kinds()[0] == "sync" and samplers == 1
-    if not fresh or config.learner.batch_size > config.sampler.slots:
-        return DecodeCost(step=0.0, row=spent(lines, "rollout", drawn) * samplers)
-    return DecodeCost(
-        **fitted(
-            [
-                Paid(line["stage/rollout"] * line["seconds/update"], {"step": line["length/max"], "row": drawn(line)})
-                for line in lines
-                if drawn(line)
-            ]
-        )
-    )
+    row = seconds(lines, "rollout") / finished(lines, "rollout") * samplers
+    if config.schedule.kinds()[0] != "sync" or samplers > 1 or config.learner.batch_size > config.sampler.slots:
+        return DecodeCost(step=0.0, row=row)
+    paid = [
+        Paid(seconds([line], "rollout"), {"step": line["length/max"], "row": tokens})
+        for line in lines
+        if 0 < (tokens := finished([line], "rollout")) < 1.01 * new_tokens(line)  # all that was drawn is in the batch
+    ]
+    return DecodeCost(**fitted(paid)) if len(paid) > 1 else DecodeCost(step=0.0, row=row)
 
 
-def drawn(line: Line) -> float:
-    """Return the tokens of the rollouts that finished in an update."""
-    return float(line.get("tokens_per_s/rollout", 0.0) * line["seconds/update"])
+def finished(lines: Sequence[Line], stage: str) -> float:
+    """Return the tokens that a stage finished in these updates."""
+    return float(sum(line.get(f"tokens_per_s/{stage}", 0.0) * line["seconds/update"] for line in lines))
 
 
-def spent(lines: Sequence[Line], stage: str, tokens: Callable[[Line], float]) -> float:
-    """Return the seconds of a stage for each token; `tokens` returns those of an update that pass the stage."""
-    seconds = sum(line[f"stage/{stage}"] * line["seconds/update"] for line in lines)
-    return float(seconds / sum(map(tokens, lines)))
+def seconds(lines: Sequence[Line], stage: str) -> float:
+    return float(sum(line[f"stage/{stage}"] * line["seconds/update"] for line in lines))
 
 
 def scoring_seconds(lines: Sequence[Line]) -> float:

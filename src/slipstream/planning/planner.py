@@ -28,7 +28,7 @@ WITHIN, MOST = 0.7, 4
 """Splits are simulated if their estimate is at least WITHIN × the best estimate, at most MOST splits per schedule."""
 SAMPLES, LEAST_UPDATES, MOST_UPDATES = 2500, 10, 25
 """Number of samples of a simulation after warm-up, and least and largest number of its updates."""
-MOST_DEVICES = 512
+MOST_DEVICES = 256
 """Largest number of devices of a plan; all their splits are estimated."""
 
 
@@ -46,10 +46,10 @@ def splits(
     """
     for samplers in range(1, devices // each.samplers + 1):
         left = devices - samplers * each.samplers
-        for own in [scorers] if scorers is not None else range(1, (left - 1) // each.scorers + 1):
-            ranks = left if scorers is not None else left - own * each.scorers
-            if ranks:
-                yield Split(samplers, own, ranks if most_ranks is None else min(ranks, most_ranks))
+        used = each.scorers if scorers is None else 0
+        for own in range(1, (left - 1) // used + 1) if used else [scorers or 0]:
+            if (ranks := left - own * used) > 0:
+                yield Split(samplers, own, min(ranks, most_ranks or ranks))
 
 
 def check_enough(devices: int, scorers: int | None, each: Split) -> None:
@@ -126,15 +126,17 @@ def outlook(
 
 
 def promising_splits(costs: Costs, work: Work, splits: Sequence[Split], schedule: ScheduleConfig) -> list[Split]:
+    """Return the splits with the best estimates; of equal ones, those whose stages are faster together."""
     estimates = {split: estimate(costs, work, split, schedule) for split in splits}
-    best = max(estimates.values())
-    return sorted((s for s in splits if estimates[s] >= WITHIN * best), key=lambda s: -estimates[s])[:MOST]
+    least = WITHIN * max(estimates.values())[0]
+    return sorted((s for s in splits if estimates[s][0] >= least), key=estimates.__getitem__, reverse=True)[:MOST]
 
 
-def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig) -> float:
-    """Return an upper bound on samples per second, set by the slowest stage, stages in turn, or shared cores.
+def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig) -> tuple[float, float]:
+    """Return upper bounds on samples per second: as far as stages overlap, and if they did not.
 
-    A decoding step is shared by the rows of a batch if whole batches roll out, else by all rows in flight.
+    The first is set by the slowest stage, stages in turn, or shared cores. A decoding step is shared by the rows of a
+    batch if whole batches roll out, else by all rows in flight.
     """
     knobs = schedule_of(schedule, work.batch // work.group, work.reuse)
     together = (knobs.groups if knobs.submit == "batch" else knobs.credits) * work.group
@@ -144,7 +146,7 @@ def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig) -
     workers = {"rollout": split.samplers, "score": max(1, split.scorers), "learn": split.ranks, "coordinator": 1}
     seconds = [each[stage] / count for stage, count in workers.items()]
     cores = sum(each.values()) / costs.cores if costs.cores is not None else 0.0
-    return 1 / max(sum(seconds) if knobs.stages == "turns" else max(seconds), cores)
+    return 1 / max(sum(seconds) if knobs.stages == "turns" else max(seconds), cores), 1 / sum(seconds)
 
 
 def per_sample(costs: Costs, work: Work, *, rows: float) -> dict[str, float]:

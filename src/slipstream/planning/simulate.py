@@ -77,7 +77,7 @@ class Work:
 
     @property
     def most_ranks(self) -> int:
-        """Largest number of learner ranks of which each has a new group in every step."""
+        """Largest number of learner ranks such that each rank has a new group in every step."""
         return max(1, self.batch // self.group // (self.reuse.times if self.reuse else 1) // self.minibatches)
 
     @classmethod

@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 LOCK = "lock"
 TRIES, PAUSE = 20, 0.01
 """Number of tries to get a lock, and seconds between them, because `held` takes the lock for a moment."""
-PAGE = b"<!doctype html"
+HTML_START = b"<!doctype html"
 """First bytes of every page of this package."""
 BLOCK = 1 << 20
 Extent = dict[str, Any]
@@ -68,11 +68,11 @@ def check_regular(path: Path) -> None:
 
 
 def check_page(path: Path) -> None:
-    """Raise RunDirError if a new page cannot replace this: if it is no regular file, or holds no HTML page."""
+    """Raise RunDirError unless the path is missing, an empty file, or an HTML page, which a new page may replace."""
     check_regular(path)
     if path.is_file():
         with reading(path) as file:
-            if (begin := file.read(len(PAGE)).lower()) and begin != PAGE:
+            if (begin := file.read(len(HTML_START)).lower()) and begin != HTML_START:
                 raise RunDirError(f"{path} exists and is no HTML page: move it away, or name another file")
 
 

@@ -122,11 +122,13 @@ class Client:
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> bytes:
         timeout, url, failure = self.endpoint.timeout, self.endpoint.url + path, "cannot be reached"
-        # in ASCII: a text may hold half a surrogate pair, which UTF-8 cannot encode
-        sent = None if body is None else json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         async with self.room:
+            sent: dict[str, Any] = {}
+            if body is not None:  # in ASCII: a text may hold half a surrogate pair, which UTF-8 cannot encode
+                text = json.dumps(body, allow_nan=False, separators=(",", ":"))
+                sent = {"content": text.encode(), "headers": {"Content-Type": "application/json"}}
             try:
-                async with asyncio.timeout(timeout), self.client.stream(method, url, content=sent) as response:
+                async with asyncio.timeout(timeout), self.client.stream(method, url, **sent) as response:
                     failure = "breaks off its answer"
                     status, content = response.status_code, await self._read(response, most)
             except TimeoutError:
@@ -142,13 +144,15 @@ class Client:
         refusal = f"answers {status}: {self._excerpt(content)}"
         if status in ASK_AGAIN or status >= 500:
             raise Unavailable(refusal, down=status >= 500, after=retry_after(response.headers.get("retry-after")))
-        if target := response.headers.get("location"):
-            refusal = f"answers {status} and redirects to {self._excerpt(target.encode())}: write that address instead"
+        if 300 <= status < 400:
+            target = self._excerpt(response.headers.get("location", "").encode()).removesuffix(path)
+            refusal = f"answers {status} and redirects to {target}: write that address instead"
         raise EndpointError(f"{self.where} {refusal}", status=status)
 
     async def _read(self, response: httpx2.Response, most: int) -> bytes:
         """Return the whole answer, or the first bytes of an error answer."""
-        if (packing := response.headers.get("content-encoding", "").strip()).lower() not in ("", "identity"):
+        packing, failed = response.headers.get("content-encoding", "").strip(), response.status_code >= 500
+        if not failed and packing.lower() not in ("", "identity"):
             line = f"compresses its answers ({self._excerpt(packing.encode())}): switch compression off there"
             raise EndpointError(f"{self.where} {line}", status=response.status_code)
         content = bytearray()
@@ -168,7 +172,6 @@ class Client:
             return
         self.loop, self.breaker, self.room = loop, Breaker(self.where), asyncio.Semaphore(endpoint.concurrency)
         headers = {"User-Agent": f"slipstream/{slipstream.__version__}", "Accept-Encoding": "identity"}
-        headers["Content-Type"] = "application/json"
         if endpoint.key is not None:
             headers["Authorization"] = f"Bearer {endpoint.key.get_secret_value()}"
         self.client = httpx2.AsyncClient(

@@ -21,7 +21,7 @@ MAX_QUOTED_SCORE = 80
 """Maximum characters of a judge's answer in a message."""
 
 
-CUT = {"length": "; raise task.judge.max_tokens", "content_filter": ""}
+CUT_OFF_ADVICE = {"length": "; raise task.judge.max_tokens", "content_filter": ""}
 """Advice by the finish_reason of an answer that ended before the judge had finished."""
 
 
@@ -85,13 +85,14 @@ def as_text(question: Any) -> str:
 def message_of(answer: Any) -> str:
     try:
         choice = answer["choices"][0]
-        text, finish = choice["message"]["content"], choice.get("finish_reason")
+        text, finish = choice["message"]["content"], str(choice.get("finish_reason"))
     except (LookupError, TypeError, AttributeError):
-        text = finish = None
+        text, finish = None, ""
+    if finish in CUT_OFF_ADVICE:  # the score may come later in the answer
+        begun = repr(text[-MAX_QUOTED_SCORE:]) if isinstance(text, str) else "it says nothing"
+        raise Unusable("type", f"was cut off (finish_reason {finish!r}){CUT_OFF_ADVICE[finish]}: {begun}")
     if not isinstance(text, str):
         raise Unusable("type", "gives an answer without a message")
-    if finish in CUT:  # what it would have said at last is not known
-        raise Unusable("type", f"was cut off (finish_reason {finish!r}){CUT[finish]}: {text[-MAX_QUOTED_SCORE:]!r}")
     return text
 
 

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ from slipstream.records import Floats, Group, Handle, Ints, Rollout, Scored, gra
 MAX_TOKEN_ID = 1 << 31
 """Upper bound of token ids, exclusive."""
 MAX_LISTED = 5
+
+T = TypeVar("T")
 
 
 class WrongAnswer(Exception):
@@ -161,7 +163,7 @@ class HttpScorer(Probed):
         return {"teacher_logp": best.logp_N, **cached}
 
 
-async def together(calls: Iterable[Coroutine[Any, Any, Handle]]) -> list[Handle]:
+async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run calls concurrently; if one fails, cancel the rest. A TaskGroup would lose a cancellation at that moment."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:

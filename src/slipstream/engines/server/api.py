@@ -101,8 +101,9 @@ class Api(ABC):
     async def context(self) -> int | None:
         """Return the server's longest sequence in tokens; None if the server omits it."""
         answer = await self.control.ask("GET", "/v1/models")
-        with reading(self.where):
-            length = answer["data"][0].get("max_model_len") if answer["data"] else None
+        models = answer.get("data") if isinstance(answer, dict) else None
+        first = models[0] if isinstance(models, list) and models else None
+        length = first.get("max_model_len") if isinstance(first, dict) else None
         return length if isinstance(length, int) else None
 
     async def checksums(self) -> dict[str, tuple[str, ...]]:
@@ -125,16 +126,19 @@ class Api(ABC):
             return drawn.logps[0][1]
 
     @asynccontextmanager
-    async def paused(self, pause: str, resume: str, body: Body | None = None) -> AsyncIterator[None]:
-        """End all requests and start none meanwhile. An error of the work counts more than one of the resumption."""
-        await self.do(pause, body and {**body, "mode": "abort"})
+    async def paused(self, pause: tuple[str, Body | None], resume: tuple[str, Body | None]) -> AsyncIterator[None]:
+        """Let the server end all requests and start none in this context, by requests of a path and a body.
+
+        If both the work in this context and the resumption fail, the error of the work is raised.
+        """
+        await self.do(*pause)
         try:
             yield
         except BaseException:
             with suppress(EndpointError):
-                await self.do(resume, body)
+                await self.do(*resume)
             raise
-        await self.do(resume, body)
+        await self.do(*resume)
 
     @abstractmethod
     def request(self, name: str, prompt: list[int], sampling: Sampling, ends: Sequence[int], seed: int) -> Body: ...
@@ -190,7 +194,7 @@ class VllmApi(Api):
         await self.do("/abort_requests", {"request_ids": [f"generate-tokens-{name}" for name in names]})
 
     async def load(self, path: str, label: str) -> None:
-        async with self.paused("/pause?mode=abort", "/resume"):  # also clears the prefix cache
+        async with self.paused(("/pause?mode=abort", None), ("/resume", None)):  # also clears the prefix cache
             await self.do("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
             await self.do("/update_weight_version", {"new_version": label})
 
@@ -238,7 +242,7 @@ class SglangApi(Api):
         await asyncio.gather(*(self.do("/abort_request", {"rid": name}, bare=True) for name in names))
 
     async def load(self, path: str, label: str) -> None:
-        async with self.paused("/pause_generation", "/continue_generation", {}):
+        async with self.paused(("/pause_generation", {"mode": "abort"}), ("/continue_generation", {})):
             body = {"model_path": path, "weight_version": label, "flush_cache": True}
             answer = await self.do("/update_weights_from_disk", body)
             if not isinstance(answer, dict) or answer.get("success") is not True:
@@ -289,7 +293,7 @@ def checked(drawn: Drawn, sampling: Sampling, ends: Sequence[int], vocabulary: i
     for token, logp in drawn.logps:
         if math.isnan(number(logp)) or logp <= CLAMPED_LOGP:
             raise NonFiniteError(
-                f"the log-prob {logp:g}, as it does for logits that are not finite: if training has diverged, lower "
+                f"the log-prob {logp:g}, which means that logits are not finite: if training has diverged, lower "
                 "learner.lr"
             )
         if not FLOOR < logp <= TOLERANCE:

@@ -31,19 +31,11 @@ import torch
 
 from slipstream.engines.checksums import checksum
 from slipstream.engines.http.client import Client, retried
-from slipstream.engines.http.scorer import WrongAnswer
+from slipstream.engines.http.scorer import WrongAnswer, together
 from slipstream.engines.native.config import vocabulary_of
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.request_sampler import FINISHES, OpenGroup, RequestSampler, check_length, finished
-from slipstream.engines.server.api import (
-    APIS,
-    TOKEN_BYTES,
-    Drawn,
-    Served,
-    ServerSettings,
-    checked,
-    reading,
-)
+from slipstream.engines.server.api import APIS, TOKEN_BYTES, Drawn, Served, ServerSettings, checked, reading
 from slipstream.engines.server.proof import Answers, Checksums, apart, moved, objection, objection_to, texts
 from slipstream.engines.vllm.core import COLDEST
 from slipstream.engines.weights import fingerprint, load_weights
@@ -64,6 +56,8 @@ from slipstream.run_dir.temporary import TemporaryDirectory
 T = TypeVar("T")
 PUBLISH_PAUSES = (1.0, 4.0, 15.0, 30.0)
 """Seconds between the tries of a publish while the server is not available."""
+ANSWER_PAUSES = (1.0, 4.0, 15.0)
+"""Seconds between the tries of an answer for an evaluation while the server is not available."""
 LOADS = 2
 """Number of loads of one version before a publish fails."""
 MAX_LOST = 3
@@ -214,10 +208,10 @@ class ServerSampler(RequestSampler):
                     group.restart()
             await self._load(weights.version)
         except EndpointError as error:
-            line = f"publish of version {weights.version}: {error}"
-            if error.status >= 400:
-                line += f"; the server must read sampler.server.folder = {self.settings.folder!r} under the same path"
-            self.failure = EngineError(line)
+            self.failure = EngineError(
+                f"publish of version {weights.version}: {error}; the server must be there, and read "
+                f"sampler.server.folder = {self.settings.folder!r} under the same path"
+            )
             raise self.failure from None
         checksum = await self._here(fingerprint, self.copy.model, weights.manifest[0].dtype)
         return Loaded(checksum, wait=still - called, load=time.perf_counter() - still, thrown=thrown)
@@ -270,10 +264,10 @@ class ServerSampler(RequestSampler):
         if self.proven is None:
             self.noise = apart(now.served_N, await self._served())
         wrong = objection(now, self.proven, noise=self.noise, dtype=known)
-        if not wrong and (self.proven is None or moved(now, self.proven, noise=self.noise, dtype=known)):
-            self.proven = now
         if not wrong and self.proofs & (self.proofs - 1) == 0:  # 0, 1, 2, 4, …
             wrong = await self._wrong_tensors()
+        if not wrong and (self.proven is None or moved(now, self.proven, noise=self.noise, dtype=known)):
+            self.proven = now
         self.proofs += not wrong
         return wrong
 
@@ -286,7 +280,7 @@ class ServerSampler(RequestSampler):
         return objection_to(sums, self.first_sums)
 
     async def _served(self) -> Floats:
-        return np.concatenate(await asyncio.gather(*map(self.api.log_probs, self.texts)))
+        return np.concatenate(await together(map(self.api.log_probs, self.texts)))
 
     def _log_probs(self) -> Floats:
         return np.concatenate([log_probs_of(self.copy, text, self.first_head) for text in self.texts], axis=1)
@@ -295,9 +289,9 @@ class ServerSampler(RequestSampler):
         return {name: checksum(tensor.detach()) for name, tensor in self.copy.model.named_parameters()}
 
 
-async def patiently(work: Callable[[], Awaitable[T]]) -> T:
+async def patiently(work: Callable[[], Awaitable[T]], pauses: Sequence[float] | None = None) -> T:
     """Repeat work while the server is not available; raise its last error, or at once the error of a refusal."""
-    return await retried(work, PUBLISH_PAUSES, EndpointError, lambda error: not error.status)
+    return await retried(work, pauses or PUBLISH_PAUSES, EndpointError, lambda error: not error.status)
 
 
 @torch.inference_mode()
@@ -358,7 +352,7 @@ class CompletionsSampler(RequestSampler):
         body = {"model": self.settings.endpoint.model, "prompt": prompt.tokens.tolist(), **options, "seed": seed}
         body |= {"stop_token_ids": self.stop_ids, "ignore_eos": True, "return_token_ids": True}
         most = TOKEN_BYTES * sampling.max_tokens
-        answer = await patiently(lambda: self.client.ask("POST", "/completions", body, expected=most))
+        answer = await patiently(lambda: self.client.ask("POST", "/completions", body, expected=most), ANSWER_PAUSES)
         with reading(self.client.where):
             (choice,) = answer["choices"]
             if (tokens := choice.get("token_ids")) is None:

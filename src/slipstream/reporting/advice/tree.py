@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import groupby
+from math import isfinite
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -272,9 +273,15 @@ class Advice:
         return [answer for answer in self.answers if answer.weight == "wrong"]
 
 
+def finite(line: Mapping[str, Any]) -> Line:
+    """Return a line without metrics that are NaN or infinite, of which there is no mean."""
+    return {name: value for name, value in line.items() if not isinstance(value, float) or isfinite(value)}
+
+
 def advise(case: Case) -> Advice:
     if not case.lines:
         return Advice((), 0)
+    case = replace(case, lines=[finite(line) for line in case.lines])
     evidence = {rule.name: each for rule in ADVICE_RULES if (each := rule.test(case)) is not None}
     answers = without_symptoms(answer_of(RULES_BY_NAME[name], each, case.config) for name, each in evidence.items())
     answers.sort(key=lambda answer: WEIGHTS.index(answer.weight))
