@@ -75,6 +75,7 @@ def config_of(seed: int, changes: Config, task: Config = BUILT_IN) -> Config:
 
 
 def merged(tree: Config, changes: Config) -> Config:
+    """Return a tree of settings with changes at any depth; None takes a key away."""
     both = {**tree, **changes}
     for name in tree.keys() & changes.keys():
         if isinstance(tree[name], dict) and isinstance(changes[name], dict):

@@ -31,7 +31,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of the mean of independent values; None for fewer than two, NaN for one not finite."""
+    """Return the standard error of a mean of independent values; None for fewer than two, NaN if one is not finite."""
     if len(values) < 2:
         return None
     return stdev(values) / sqrt(len(values)) if all(map(isfinite, values)) else nan
