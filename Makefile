@@ -89,7 +89,7 @@ build/tokenizers/%:
 
 # A real language model on a laptop: SmolLM2-135M, as a GGUF file from a package, teaches itself without eight of its layers.
 # Its answers before and after stand side by side at the end (docs/real_model.md). The layers that
-# tools/leave_out_layers.py chooses without --layers are others, and as good. It takes 20 minutes
+# tools/leave_out_layers.py chooses without --layers are others, and as good. It takes 20 minutes with AVX512-BF16
 REAL := build/real
 LEFT_OUT := 5 6 7 14 15 16 17 18
 real: $(REAL)/refitted

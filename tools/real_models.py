@@ -47,7 +47,8 @@ def answers(
     chats = [[{"role": "user", "content": each}] for each in asked]
     ids = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
     ends = stop_ids(tokenizer, lm.model.generation_config)
-    sampler = NativeSampler(lm, SamplerSettings(slots=min(len(ids), SLOTS)), stop_ids=ends)
+    settings = SamplerSettings(slots=min(len(ids), SLOTS), threads=torch.get_num_threads())
+    sampler = NativeSampler(lm, settings, stop_ids=ends)
 
     async def draw() -> list[Answer]:
         prompts = [Prompt(id=str(i), number=i, tokens=np.array(each, np.int32), seed=i) for i, each in enumerate(ids)]

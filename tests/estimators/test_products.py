@@ -56,23 +56,34 @@ def test_products_in_parts_are_those_of_whole_matrices(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "autocast", "chosen"),
+    ("dtype", "size", "chosen"),
     [
-        (torch.float32, 400, False, True),
-        (torch.float32, 300, False, False),  # small: both are equally fast
-        (torch.bfloat16, 400, False, False),  # torch uses oneDNN anyway
-        (torch.float32, 400, True, False),
+        (torch.float32, 400, True),
+        (torch.float32, 300, False),  # small: both are equally fast
+        (torch.bfloat16, 400, False),  # torch uses oneDNN anyway
     ],
 )
 def test_only_large_float32_products_on_other_processors_are_oneDNNs(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, autocast: bool, chosen: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, chosen: bool
 ) -> None:
     x, weight = torch.zeros(2, size, dtype=dtype), torch.zeros(size, size, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        monkeypatch.setattr(products, "prefers_onednn", lambda: True)
-        assert products.is_faster(x, weight) == chosen
-        monkeypatch.setattr(products, "prefers_onednn", lambda: False)
-        assert not products.is_faster(x, weight)
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    assert products.is_faster(x, weight) == chosen
+    monkeypatch.setattr(products, "prefers_onednn", lambda: False)
+    assert not products.is_faster(x, weight)
+
+
+@pytest.mark.usefixtures("by_onednn")
+def test_autocast_rounds_layers_but_not_products_into_given_memory() -> None:
+    torch.manual_seed(0)
+    left, right, layer = torch.randn(6, 12), torch.randn(20, 12), FastLinear(12, 20, bias=False)
+    out, total = torch.empty(6, 20), torch.zeros(6, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        products.multiply_into(out, left, right)
+        products.add_product(total, out, right)
+        assert layer(left).dtype == torch.bfloat16
+    torch.testing.assert_close(out, left @ right.T)
+    torch.testing.assert_close(total, left @ right.T @ right)
 
 
 def test_layers_keep_names_weights_and_copies() -> None:

@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.models.resolve import HERE, model_path, shipped_shapes, without_weights
 from slipstream.plan.gpus import Gpus
 from slipstream.plan.placement import GIB, adapted, needs, shape_of
-from slipstream.plan.plan import check_shapes
+from slipstream.plan.plan import check_shapes, plan
 from slipstream.studies.study import Study
 from zoo import families
 
@@ -169,6 +169,13 @@ def test_the_memory_of_a_recipe_is_what_its_shapes_amount_to() -> None:
         "weights": 2 * teacher,
         "~keys and values of one sequence": 18_433 * 48 * 2 * 4 * 128 * 2,  # positions, layers, k and v, heads, width
     }
+
+
+def test_a_learner_with_threads_of_its_own_is_listed_with_them() -> None:
+    tree = {"student": "builtin:student", "data": {"train": "builtin:arithmetic"}, "learner": {"threads": 2}}
+    tree |= {"teachers": {"main": {"model": "builtin:teacher"}}, "sampler": {"max_tokens": 80}}
+    places = {need.name: need.where for need in needs(plan(parse(tree)).engines, gpu=False)}
+    assert places == {"learner": "2 CPU threads", "sampler": "1 CPU thread", "teacher main": "1 CPU thread"}
 
 
 # --- refusals and warnings --------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def measured_costs(subject: PlannedConfig) -> Costs:
 
 def forecast_lines(seen: Outlook, subject: PlannedConfig, costs: Costs) -> list[str | Table]:
     own, best = subject.config.schedule.label, max(seen.best.values(), key=speed)
-    shared = "" if costs.cores is None else f" that share {costs.cores:g} cores"
+    shared = "" if costs.cores is None else f" that share {costs.cores:g} core{'s' * (costs.cores != 1)}"
     title = f"best splits of {seen.devices} devices{shared} into samplers + scorers + learner ranks"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for head in ("schedule", "split", "samples/s", "lag, max", "idle %", "time"):

@@ -44,15 +44,13 @@ def prefers_onednn() -> bool:
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Return True if oneDNN computes this product faster than `torch.mm` does."""
+    """Return True if oneDNN computes this product, in the precision of its operands, faster than `torch.mm` does."""
     return x.dtype == torch.float32 and is_large(x, weight) and prefers_onednn()
 
 
 def is_large(x: Tensor, weight: Tensor) -> bool:
-    """Return True for a product on a CPU in the precision of both operands, with a large weight."""
-    if x.dtype != weight.dtype or weight.numel() < MIN_WEIGHT_SIZE or not x.numel():
-        return False
-    return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    """Return True for a product on a CPU of operands in one precision, with a large weight."""
+    return x.dtype == weight.dtype and weight.numel() >= MIN_WEIGHT_SIZE and bool(x.numel()) and x.device.type == "cpu"
 
 
 def by_onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -63,7 +61,7 @@ def by_onednn(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return x · weightᵀ + bias, differentiable in all three, by the faster library."""
-    if not is_faster(x, weight_OI):
+    if torch.is_autocast_enabled("cpu") or not is_faster(x, weight_OI):
         return nn.functional.linear(x, weight_OI, bias_O)
     out: Tensor = _Linear.apply(x, weight_OI, bias_O)  # type: ignore[no-untyped-call]
     return out
@@ -109,7 +107,8 @@ class PackedLinear(FastLinear):
     """The copy, made by the first pass after a change, and which weight it is of: its address and its version."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not (is_large(x, self.weight) and packs(x.dtype)):
+        computes_as_given = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        if not (computes_as_given and is_large(x, self.weight) and packs(x.dtype)):
             return linear(x, self.weight, self.bias)
         current = self.weight.data_ptr(), self.weight._version
         if self.packed is None or self.packed[1] != current:
@@ -158,11 +157,13 @@ def add_product(into_CW: Tensor, left_CI: Tensor, right_IW: Tensor) -> None:
 
     On CPUs each single product is rounded to bfloat16, in which they multiply several times as fast.
     """
-    if is_faster(left_CI, right_IW) or (left_CI.dtype == torch.bfloat16 and left_CI.device.type == "cpu"):
+    faster = is_faster(left_CI, right_IW)
+    if faster or (left_CI.dtype == torch.bfloat16 and left_CI.device.type == "cpu"):
+        multiply = by_onednn if faster else nn.functional.linear
         for into_PW, left_PI in zip(
             torch.split(into_CW, PRODUCT_COLUMNS), torch.split(left_CI, PRODUCT_COLUMNS), strict=True
         ):
-            into_PW.add_(linear(left_PI, right_IW.T))
+            into_PW.add_(multiply(left_PI, right_IW.T))
     elif into_CW.dtype == left_CI.dtype:
         into_CW.addmm_(left_CI, right_IW)
     elif into_CW.is_cuda:

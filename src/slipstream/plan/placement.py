@@ -209,11 +209,11 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
     """Return the memory that every process needs; `gpu`: on GPUs, or on CPUs, or where this machine would run them."""
     runtime, gpu = plan.runtime, not on_cpu(plan.learner) if gpu is None else gpu
     own = ONE_GPU if runtime.kind == "inline" else "a GPU"
-    where = own if gpu else f"{runtime.threads} CPU thread{'s' * (runtime.threads > 1)}"
+    where, of_learner = (own if gpu else cpu_threads(each) for each in (runtime.threads, plan.learner.threads))
     learns, parked = learner(plan.learner), beside_learner(plan.learner)
     if not gpu:
         learns, parked = {name: learns.get(name, 0) + parked.get(name, 0) for name in learns | parked}, {}
-    found = [Need(name, where, learns, host=parked) for name in names("learner", plan.learner.settings.ranks)]
+    found = [Need(name, of_learner, learns, host=parked) for name in names("learner", plan.learner.settings.ranks)]
 
     def need(name: str, parts: dict[str, float], runs: ModelPlan | Settings, kept: float = 0) -> Need:
         devices = runs.devices if gpu else 1  # on a CPU all devices are the host
@@ -242,6 +242,10 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
             parts, kept = teacher(scorer, scorer.runs), versions_before(scorer, scorer.runs)
             found += [need(each, parts, scorer.runs, kept) for each in names(f"teacher {name}", scorer.replicas)]
     return found
+
+
+def cpu_threads(count: int) -> str:
+    return f"{count} CPU thread{'s' * (count > 1)}"
 
 
 def hidden_states(plan: EnginesPlan, tokens: int | None = None) -> float:
