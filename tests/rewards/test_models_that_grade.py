@@ -288,7 +288,12 @@ def test_a_judge_that_cannot_be_reached_is_refused_before_the_run_and_by_check(t
     with endpoint(lambda text: "score: 1") as fake:
         reachable = {"base_url": fake.url, "model": "judge", "prompt": PROMPT, "pattern": r"score: (\d+)"}
         tree = TREE | {"task": {"reward": "judge", "judge": reachable}}
-        assert f"the judge at {fake.url} serves judge, at most 120 s a request" in plan(parse(tree)).notes
+        serves = f"the judge at {fake.url} serves judge, at most 120 s a request"
+        assert serves in plan(parse(tree)).notes and "no score" not in str(plan(parse(tree)).notes)
+        fake.finish = "length"
+        cut = "the judge was cut off (finish_reason 'length'); raise task.judge.max_tokens: 'score: 1'"
+        notes = list(plan(parse(tree)).notes)
+        assert notes[notes.index(serves) + 1] == f"an empty response got no score: {cut}"
     for command in (plan, lambda config: train(config, Console(file=io.StringIO()), name="x")):
         with pytest.raises(ConfigError, match=r"task\.judge\.base_url: the judge at .* correct the address"):
             command(parse(tree | {"output": str(tmp_path / "run")}))

@@ -81,6 +81,8 @@ def check_judge(config: Config, say: Callable[[str], None]) -> None:
             if isinstance(answer, Ungraded) and answer.cause == "endpoint":
                 raise ConfigError(f"task.judge.base_url: {answer.text}: start it, or correct the address")
             say(f"{judge.endpoint.where} serves {judge.endpoint.model}, at most {judge.endpoint.timeout:g} s a request")
+            if isinstance(answer, Ungraded):
+                say(f"an empty response got no score: {answer.text}")
 
 
 def check_server(config: Config, longest: int, prompt: Sequence[int], say: Callable[[str], None]) -> None:
