@@ -11,7 +11,6 @@ the processor's faster number format.
 """
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -48,7 +47,7 @@ def main() -> None:
     prompts = questions(args.prompts, args.count)
     asked = prompts * args.answers
     dtype = fastest_format()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(2)
     teacher = load_model(args.teacher, dtype=dtype, device="cpu")
     theirs = answers(teacher, tokenizer, asked, TOKENS, TEMPERATURE)
     console, table = Console(), Table("", "forward KL", "reverse KL", "ended", "repeated", box=None)

@@ -209,7 +209,7 @@ def needs(plan: EnginesPlan, *, gpu: bool | None = None) -> list[Need]:
     """Return the memory that every process needs; `gpu`: on GPUs, or on CPUs, or where this machine would run them."""
     runtime, gpu = plan.runtime, not on_cpu(plan.learner) if gpu is None else gpu
     own = ONE_GPU if runtime.kind == "inline" else "a GPU"
-    where, of_learner = (own if gpu else cpu_threads(each) for each in (runtime.threads, plan.learner.threads))
+    where, of_learner = [own if gpu else cpu_threads(count) for count in (runtime.threads, plan.learner.threads)]
     learns, parked = learner(plan.learner), beside_learner(plan.learner)
     if not gpu:
         learns, parked = {name: learns.get(name, 0) + parked.get(name, 0) for name in learns | parked}, {}
