@@ -337,7 +337,7 @@ def test_a_publish_outlasts_a_short_outage_and_names_a_long_one(fake: FakeRollou
 def test_a_publish_outlasts_an_outage_between_a_load_and_its_proof(fake: FakeRolloutServer, tmp_path: Path) -> None:
     async def work(sampler: ServerSampler) -> Any:
         await sampler.publish(weights(1), "keep")
-        fake.cools = 8
+        fake.cools = 6
         await sampler.publish(weights(2), "keep")
         assert fake.cools == fake.cold == 0
         return await sampler.generate(prompts(1)[0], Sampling(max_tokens=8))
