@@ -81,7 +81,7 @@ def students(run: Path) -> dict[str, str]:
 def kl(one: LanguageModel, other: LanguageModel, drawn: Sequence[Answer], temperature: float) -> float:
     """Return KL(one ‖ other) over the whole vocabulary, in nats per token, on answers that `one` has drawn."""
     total, count = 0.0, 0
-    by_length = sorted(drawn, key=lambda each: len(each.ids))
+    by_length = sorted(drawn, key=lambda each: len(each.ids))  # less padding
     for start in range(0, len(drawn), ROWS):
         some = by_length[start : start + ROWS]
         logp, logq = log_probs(one, some, temperature), log_probs(other, some, temperature)

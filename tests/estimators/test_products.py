@@ -79,6 +79,7 @@ def test_autocast_rounds_layers_but_not_products_into_given_memory() -> None:
     left, right, layer = torch.randn(6, 12), torch.randn(20, 12), FastLinear(12, 20, bias=False)
     out, total = torch.empty(6, 20), torch.zeros(6, 12)
     with torch.autocast("cpu", torch.bfloat16):
+        assert products.is_faster(left, right), "autocast does not touch a product into given memory"
         products.multiply_into(out, left, right)
         products.add_product(total, out, right)
         assert layer(left).dtype == torch.bfloat16
