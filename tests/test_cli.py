@@ -161,9 +161,11 @@ def test_the_demo_has_a_prompt_for_each_of_its_samples() -> None:
     assert config.data.limit is not None and used <= config.data.limit < 1.1 * used
 
 
-def test_the_installed_command_is_this_one() -> None:
-    script = Path(sys.executable).parent / "slipstream"
-    done = subprocess.run([script, "train", "no.toml"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "command", [[Path(sys.executable).parent / "slipstream"], [sys.executable, "-m", "slipstream"]]
+)
+def test_the_installed_command_and_module_are_this_one(command: list[str]) -> None:
+    done = subprocess.run([*command, "train", "no.toml"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: no.toml: no such file\n")
 
 
