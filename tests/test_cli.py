@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -364,7 +365,9 @@ def test_a_reward_of_ones_own_is_trained_on_and_what_was_said_is_printed(shell: 
         assert len(quote["teacher_logp"]) == sum(count for _, count in quote["versions"]) == len(quote["tokens"])
     printed = shell("samples", "own", "--update", "1", "-n", "1")
     assert printed.code == 0 and printed.out.startswith(f"update 1: {said[1]['prompt_id']}, answer ")
-    assert f"prompt:\n{said[1]['prompt']}\nresponse:\n{said[1]['response']}\nscored by main" in printed.out
+    gap = fmean(ours - theirs for ours, theirs in zip(said[1]["logp"], said[1]["teacher_logp"], strict=True))
+    scored = f"scored by main: log-probs of its tokens are {abs(gap):.3f} {'lower' if gap > 0 else 'higher'} than the"
+    assert f"prompt:\n{said[1]['prompt']}\nresponse:\n{said[1]['response']}\n{scored} student's" in printed.out
     assert shell("samples", "own", "--update", "7").err == (
         "error: own has no samples of update 7: it has samples of updates 1 to 2\n"
     )

@@ -312,12 +312,14 @@ def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
         "trained 15 tokens/s; busy: rollout 90%, scoring 30%, learner 50%",
         "overlap 1.25 of the three stages over the whole run, 1.70 of all work after warm-up",
         "lag 3.6 updates on average, 8 at most; the learner waited 25% of the time for data, 0% for its turn, 12% for "
-        "a publish",
+        "publishes and evaluations",
         "1 groups dropped or restarted, 7 tokens thrown away",
     ]
     assert summary(digest(lines) | {"lost": 0.0})[-1] == "0 groups dropped or restarted, 7 tokens thrown away"
     assert len(summary(digest(lines) | {"lost": 0.0, "thrown_tokens": 0.0})) == 3
-    assert digest(lines, since=1)["overlap/stages"] == 1.5
+    later = digest(lines, since=1)
+    assert later["overlap/stages"] == 1.5
+    assert summary(later, resumed=True)[1].startswith("overlap 1.50 of the three stages since the resume, ")
     assert digest(lines)["samples_per_s"] == 2 and digest(lines)["seconds"] == 8
     assert digest(lines, since=2)["tokens_per_s"] == 35 / 2, "a part that was gone on with is summed up by itself"
     assert summary(digest(lines[:1])) == []

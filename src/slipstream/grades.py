@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+UNREACHED = "endpoint"
+"""Cause of a failure that no response can bring about: the endpoint of the judge was down, or refused every request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ungraded:
     """Reason why a response has no reward: a cause for the counters, and a line of text for people."""
 
     cause: str
-    """timeout, crash, error, nan, type, length or endpoint."""
+    """timeout, crash, error, nan, type, length, refused or UNREACHED."""
     text: str
 
 

@@ -22,8 +22,8 @@ PLACEHOLDERS = {
         "a reward of task.reward; NAME/PART is a component of that reward; greedy_… is the reward of the greedy answer",
     ),
     "CAUSE": (
-        r"timeout|crash|error|nan|type|length|endpoint",
-        "the reason for a missing answer or reward: timeout, crash, error, nan, type, length, endpoint",
+        r"timeout|crash|error|nan|type|length|refused|endpoint",
+        "the reason for a missing answer or reward: timeout, crash, error, nan, type, length, refused, endpoint",
     ),
     "GUARD": (r"length_surge|ess|entropy|gac", "a guard of the learning rate: length_surge, ess, entropy, gac"),
     "ORIGIN": (r"data|teacher|file", "the origin of a response: data, teacher, file"),

@@ -374,18 +374,19 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     }
 
 
-def summary(run: Mapping[str, float]) -> list[str]:
-    """Describe a run in lines of text, from its digest; [] for an empty digest."""
+def summary(run: Mapping[str, float], *, resumed: bool = False) -> list[str]:
+    """Describe a run, or its part since a resume, in lines of text, from its digest; [] for an empty digest."""
     if not run:
         return []
+    part = "since the resume" if resumed else "over the whole run"
     lines = [
         f"trained {run['tokens_per_s']:,.0f} tokens/s; busy: rollout {run['busy/rollout']:.0%}, scoring "
         f"{run['busy/score']:.0%}, learner {run['busy/learn']:.0%}",
-        f"overlap {run['overlap/stages']:.2f} of the three stages over the whole run, {run['overlap/busy']:.2f} of all "
-        "work after warm-up",
+        f"overlap {run['overlap/stages']:.2f} of the three stages {part}, {run['overlap/busy']:.2f} of all work "
+        "after warm-up",
         f"lag {run['lag/mean']:.1f} updates on average, {run['lag/max']:.0f} at most; the learner waited "
         f"{run['waits/data']:.0%} of the time for data, {run['waits/turn']:.0%} for its turn, "
-        f"{run['waits/weights']:.0%} for a publish",
+        f"{run['waits/weights']:.0%} for publishes and evaluations",
     ]
     if run["lost"] or run["thrown_tokens"]:  # a publish may throw away tokens and keep the groups
         lines.append(f"{run['lost']:.0f} groups dropped or restarted, {run['thrown_tokens']:,.0f} tokens thrown away")

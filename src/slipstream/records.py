@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.grades import Ungraded
+from slipstream.grades import UNREACHED, Ungraded
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
@@ -669,6 +669,13 @@ class Header:
     def oldest(self) -> int:
         """Return the oldest version that drew a token; AGELESS if the student drew none."""
         return AGELESS if self.source else min(self.versions)[0]
+
+    @property
+    def missing(self) -> str:
+        """Reason why an evaluation leaves the sample out, which is no fault of the student; empty if it counts."""
+        if self.finish == "error":
+            return self.cause or "the engine could not answer it"
+        return self.ungraded.text if self.ungraded is not None and self.ungraded.cause == UNREACHED else ""
 
     @property
     def compared_tokens(self) -> int:

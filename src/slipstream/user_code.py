@@ -14,6 +14,9 @@ from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean, first_line
 
+MAX_MESSAGE = 400
+"""Largest number of characters of an exception's message that a description quotes."""
+
 
 def load_object(spec: str, kind: type = FunctionType) -> Any:
     """Import the object named by `./file.py:name` or `module:name`. This runs user code: call it in a child process."""
@@ -93,6 +96,7 @@ def describe_error(error: BaseException, file: str) -> str:
     line = lines[-1] if lines else None
     name = type(error).__name__
     message = error.msg if isinstance(error, SyntaxError) else first_line(error)
+    message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}…"
     description = name if message == name else f"{name}: {message}"
     return f"{description} ({displayed_path(file)}:{line})" if line is not None else description
 

@@ -523,10 +523,27 @@ def test_too_many_requests_are_no_outage_and_neither_is_a_wrong_answer() -> None
             async with gate.passage():
                 raise EndpointError("wrong")
         assert not gate.failures
+
+    virtual.run(work())
+
+
+def test_a_request_is_sent_at_the_latest_two_minutes_after_a_server_said_when() -> None:
+    async def busy(gate: Breaker, seconds: float) -> None:
         with pytest.raises(Unavailable):
-            await ask(gate, Unavailable("is busy", down=False, after=1000))
-        with pytest.raises(EndpointError, match="teacher main at URL asks to wait another 8.. s"):
+            async with gate.passage():
+                await asyncio.sleep(seconds)
+                raise Unavailable("is busy", down=False, after=86_400)
+
+    async def work() -> None:
+        gate, now = Breaker("teacher main at URL"), asyncio.get_running_loop().time
+        later = asyncio.create_task(busy(gate, 60))
+        await busy(gate, 0)
+        with pytest.raises(EndpointError, match="teacher main at URL asks to wait another 60 s"):
             await ask(gate)
+        await later
+        began = now()
+        await ask(gate)
+        assert 60 <= now() - began <= 61
 
     virtual.run(work())
 

@@ -171,6 +171,7 @@ def test_commands_share_a_workspace_and_nothing_else_until_one_submits(
     assert message["content"] == message["extra"]["submission"] == "all\nof it\n"
     assert (workspace / "a" / "new").read_text() == "new\n"
     there.close()
+    hasty.close()
 
 
 @WALLED

@@ -108,6 +108,24 @@ def test_a_serial_run_overlaps_by_one_whatever_its_publishes_take(tmp_path: Path
     assert whole["overlap/stages"] == pytest.approx(36 / (36 + 5 * 0.5))
 
 
+def test_work_that_goes_on_at_a_checkpoint_is_written_up_to_it() -> None:
+    clock, file = [0.0], StringIO()
+    trace = Trace(file, lambda: clock[0])
+    sampler = trace.track("rollout", "sampler")
+    trace.track("learn", "learner")
+    with sampler.busy("group 1"):
+        clock[0] = 3.0
+        trace.write_current()
+        clock[0] = 4.0
+    slices = [
+        event for event in map(json.loads, file.getvalue().replace(",\n", "\n").splitlines()) if event["ph"] == "X"
+    ]
+    assert [(each["ts"], each["dur"], each["name"]) for each in slices] == [
+        (0, 3_000_000, "group 1"),
+        (3_000_000, 1_000_000, "group 1"),
+    ]
+
+
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
     trace = Trace(None, lambda: 0.0)
     with trace.track("rollout", "sampler").busy("group 1"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from roofline import B200, QWEN3_4B, QWEN3_30B_A3B, Reached, costs_on, room
 from slipstream.cli import main
+from slipstream.commands.plan import cells
 from slipstream.config.costs import Costs, load, parse, quantiles
 from slipstream.config.file import parse as parse_config
 from slipstream.config.file import to_toml
@@ -21,7 +22,16 @@ from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.run import Run
 from slipstream.planning.derive import costs_of
 from slipstream.planning.fit import Paid, fitted, fitted_to_fastest
-from slipstream.planning.planner import PlannedConfig, Split, estimate, numbers, outlook, promising_splits, splits
+from slipstream.planning.planner import (
+    Offer,
+    PlannedConfig,
+    Split,
+    estimate,
+    numbers,
+    outlook,
+    promising_splits,
+    splits,
+)
 from slipstream.planning.simulate import Work, engines, forecast, prompts
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog
@@ -110,6 +120,11 @@ def test_mini_batches_and_no_teacher() -> None:
     several = Work(batch=8, max_tokens=100, slots=64, minibatches=4, scored=False)
     seen = forecast(costs(), ONE, Sync(), several, updates=8)
     assert seen.samples_per_s == pytest.approx(8 / (ROLL + LEARN + 3 * 0.5 + PUBLISH))
+    assert seen.idle.keys() == {"rollout", "score", "learn"}
+    unscored = forecast(costs(), Split(1, 0, 1), Sync(), several, updates=8)
+    assert unscored.idle.keys() == {"rollout", "learn"}  # nobody waits where there are no workers
+    offer = Offer(schedule="sync", split=Split(1, 0, 1), forecast=unscored, seconds=60.0)
+    assert cells("sync", offer, offer)[4].split()[1] == "–"
 
 
 def test_a_pass_takes_what_waits_and_comes_no_sooner_than_it_may() -> None:

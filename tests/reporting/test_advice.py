@@ -612,6 +612,29 @@ def test_a_run_that_is_well_and_one_that_is_young(tmp_path: Path, capsys: pytest
     assert verdict("unborn", 0) == "no advice yet: no update is finished"
 
 
+def test_supervised_updates_are_finished_and_give_no_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path / "run", {"sft": 1.0}, updates=7)
+    assert TextScores(capsys, run).out.splitlines()[:2] == [
+        f"{run}: 7 of 100 updates",
+        "no advice yet: only supervised updates are finished",
+    ]
+    assert json.loads(TextScores(capsys, run, "--json").out)["updates"] == 7
+
+
+def test_a_run_is_continued_where_that_is_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path / "run", {"truncated": 0.6})
+
+    def hint() -> str:
+        return TextScores(capsys, run).out.splitlines()[-1]
+
+    assert hint() == "Add the text after `write` to `slipstream train CONFIG`."
+    (run / "checkpoints" / "60").mkdir(parents=True)
+    (run / "checkpoints" / "60" / "state.json").touch()
+    assert hint().endswith(f"continue the run with `slipstream resume {run} --change KEY`.")
+    (run / "final").mkdir()
+    assert hint().endswith(f"`slipstream resume {run} --change KEY --updates N`, with N above 100.")
+
+
 def test_a_machine_is_told_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(TextScores(capsys, run_of(tmp_path / "run", {"truncated": 0.6}), "--json").out)
     (answer,) = found["answers"]

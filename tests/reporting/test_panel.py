@@ -302,7 +302,7 @@ def test_what_was_lost_is_told_with_its_reasons() -> None:
 
 
 def test_what_the_learner_waited_for_is_a_share_of_the_time() -> None:
-    assert wait_text(course_of(LINE)) == "the learner waited 40% for data, 5% for a publish"
+    assert wait_text(course_of(LINE)) == "the learner waited 40% for data, 5% for publishes and evaluations"
     calm = course_of(LINE | {"seconds/data": 0.0, "seconds/weights": 0.0})
     assert wait_text(calm) == "the learner waited for nothing"
     assert wait_text(RunProgress()) == ""

@@ -13,6 +13,7 @@ from slipstream.metric_names import above, below
 from slipstream.reporting.report import charts, figures, timeline
 from slipstream.reporting.report.figures import Series
 from slipstream.reporting.report.runs import Reading, binomial_error, changed_settings, read, unique_names
+from slipstream.reporting.report.sections import held_out_of
 from slipstream.reporting.report.titles import Change, change, course, duration, inside, mean_text, short
 from support.written_runs import write_run
 
@@ -181,6 +182,9 @@ def test_accuracy_has_the_error_of_its_prompts_and_the_clock_of_its_update(tmp_p
     assert of_updates.data[0]["x"] == [0.0, 30.0] and of_time.data[0]["x"] == [0.0, 15.0]
     assert of_updates.title == "Held-out accuracy against updates: 10 % → 50 %"
     assert of_time.title == "Held-out accuracy against wall clock: 50 % after 15 s"
+    once = reading(tmp_path / "once", evaluations=[(0, 0.1)])
+    assert next(iter(charts.held_out([once]))).title == "Held-out accuracy against updates: 10 %"
+    assert held_out_of(once, key) == "10 ± 3 %" and held_out_of(run, key) == "10 → 50 ± 5 %"
 
 
 # --- charts ----------------------------------------------------------------------------------------------------
@@ -200,7 +204,7 @@ def test_what_the_learner_waited_for_adds_up_to_all_its_time(tmp_path: Path) -> 
     assert figure is not None
     parts = {trace["name"]: trace["x"][0] for trace in figure.data}
     assert parts == pytest.approx(
-        {"learning": 0.6, "waiting for scored groups": 0.2, "waiting for a publish": 0.1, "other": 0.1}
+        {"learning": 0.6, "waiting for scored groups": 0.2, "waiting for publishes and evaluations": 0.1, "other": 0.1}
     )
     assert figure.title == "The learner was training 60 % of the time"
     assert charts.waits([reading(tmp_path / "untimed", more={"seconds/update": 0.0})]) is None
@@ -293,6 +297,9 @@ def test_a_gantt_shows_some_updates_of_many_and_is_bounded(tmp_path: Path) -> No
     low, high = figure.layout["xaxis"]["range"]
     assert high - low == pytest.approx(0.5 * timeline.SIGHT)
     assert figure.layout["yaxis"]["categoryarray"] == ["learner", "scorer", "sampler"]
+    short_run = reading(tmp_path / "short", updates=5, evaluations=())
+    assert "see all 24." in str(figure.note)
+    assert "see all 5." in str(timeline.gantt([short_run], [timeline.slices(short_run)]).note)
 
 
 def test_a_gantt_of_many_slices_takes_those_in_the_middle(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from slipstream.engines.http.judge import Judge, JudgeEndpoint, as_text, message
 from slipstream.engines.native.reward_model import encode
 from slipstream.engines.native.reward_process import RewardModel
 from slipstream.errors import ConfigError
-from slipstream.grades import Grades, Ungraded
+from slipstream.grades import UNREACHED, Grades, Ungraded
 from slipstream.plan.plan import fast_checks, plan
 from slipstream.rewards.functions import Answer, Unusable
 from slipstream.run_dir.writing import read_lines
@@ -225,8 +225,8 @@ def test_short_failures_are_retried_and_long_ones_leave_the_answer_ungraded() ->
         (refused,) = asked(judge(fake), ("?", answer("!")))
         fake.always = "broken"
         (down,) = asked(judge(fake), ("?", answer("!")))
-    for found in (refused, down):
-        assert isinstance(found, Ungraded) and found.cause == "endpoint"
+    for found, cause in ((refused, "refused"), (down, UNREACHED)):
+        assert isinstance(found, Ungraded) and found.cause == cause
         assert found.text.startswith(f"the judge at {fake.url} ")
 
 
@@ -255,6 +255,30 @@ def test_a_run_learns_from_it_and_resumes(kind: str, tmp_path: Path) -> None:
     )
     assert [line[f"reward/{kind}"] for line in lines] == [line[f"reward/{kind}"] for line in again]
     assert all(line[f"reward/{kind}"] != 0 and not any("ungraded" in name for name in line) for line in lines)
+
+
+@pytest.mark.parametrize(("fault", "accuracy"), [("broken", None), ("refused", 0.0)])
+def test_an_evaluation_leaves_out_answers_whose_judge_is_down_and_counts_refused_ones_as_wrong(
+    fault: Any, accuracy: float | None, tmp_path: Path
+) -> None:
+    asked_before = 6 + 8  # by the first evaluation and the only update
+
+    def says(text: str) -> str:
+        if len(fake.requests) == asked_before:
+            fake.always = fault
+        return "score: 1"
+
+    console = Console(file=io.StringIO(), width=200)
+    with endpoint(says) as fake:
+        judged = {"base_url": fake.url, "model": "judge", "prompt": PROMPT, "pattern": r"score: (\d+)"}
+        held_out = {"data": {"limit": 24, "eval": "builtin:arithmetic"}, "eval": {"every": 1, "prompts": 6}}
+        tree = TREE | held_out | {"updates": 1, "task": {"reward": "judge", "judge": judged}}
+        run = train(parse(tree | {"output": str(tmp_path / "run")}), console, name="run", checks=False)
+    found = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "eval"]
+    assert [line["accuracy"] for line in found] == [1.0, *([] if accuracy is None else [accuracy])]
+    what = "are missing and left out" if accuracy is None else "have no reward and count as wrong"
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"evaluation at update 1: 6 of 6 answers {what}, one of them because the judge at {fake.url} " in said
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.errors import first_line
 from slipstream.grades import Grades, Ungraded
 from slipstream.rewards.functions import Answer, grade, reward_of
-from slipstream.user_code import load_object
+from slipstream.user_code import MAX_MESSAGE, describe_error, load_object
 
 OWN = '''
 import asyncio
@@ -101,3 +101,7 @@ def test_an_exception_without_a_text_has_the_name_of_its_type(tmp_path: Path) ->
     found = grade([reward_of(f"{written(tmp_path)}:odd")], answer(), 30.0)
     assert isinstance(found, Ungraded) and found.cause == "error" and "Odd" in found.text
     assert first_line(load_object(f"{written(tmp_path)}:Odd", type)()) == "Odd"
+
+
+def test_a_long_message_of_an_exception_is_cut() -> None:
+    assert describe_error(ValueError("x" * 5000), "file.py") == f"ValueError: {'x' * MAX_MESSAGE}…"

@@ -79,13 +79,13 @@ def test_an_answer_that_its_environment_ruins_is_left_out_and_not_counted_as_wro
     assert [(line["update"], line["accuracy"], line["samples"]) for line in evaluations()] == [
         (update, 1.0, 7) for update in range(3)
     ]
-    why = "1 of 8 held-out prompts have no answer and are left out, one of them because start raised ValueError"
+    why = "1 of 8 answers are missing and left out, one of them because start raised ValueError"
     assert said.count(why) == 3
     assert main(["eval", "run", "--json", "-n", "2", "-k", "2"]) == 0
     said, noted = capsys.readouterr()
     (line,) = map(json.loads, said.splitlines())
     assert (line["prompts"], line["avg@2"], line["pass@2"], line["greedy"]) == (7, 1.0, 1.0, 1.0)
-    assert "3 answers could not be made and are left out: start raised ValueError: this row is broken" in noted
+    assert "3 answers are missing and left out: start raised ValueError: this row is broken" in noted
 
 
 def test_an_evaluation_keeps_no_records_which_each_hold_a_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_run_whose_model_card_cannot_be_written_saves_its_student(
 def test_a_set_without_any_answer_has_no_line_and_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     slipstream.train(with_environment([*range(8)]))
     assert evaluations() == []
-    assert "8 of 8 held-out prompts have no answer" in capsys.readouterr().out
+    assert "8 of 8 answers are missing" in capsys.readouterr().out
     assert main(["eval", "run", "--json"]) == 2
     assert "no prompt has an answer: start raised ValueError: this row is broken" in capsys.readouterr().err
     write("healthy.jsonl", [])
@@ -145,7 +145,7 @@ def test_an_answer_that_no_teacher_can_score_is_left_out_of_the_kl(capsys: pytes
         }
     )
     assert [line["samples"] for line in evaluations()] == [6] * 3
-    assert "2 of 8 held-out prompts have no answer" in capsys.readouterr().out
+    assert "2 of 8 answers are missing" in capsys.readouterr().out
 
 
 def test_the_held_out_kl_is_of_the_student_alone_where_a_teacher_replaces_its_draws() -> None:

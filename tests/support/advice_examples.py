@@ -329,7 +329,7 @@ EXAMPLES = [
             weight="speed"),
     Example("slow learner", {"seconds/data": 0.05, "groups/ready": 40},
             {"seconds/data": 0.05, "seconds/weights": 0.2, "groups/ready": 40}, weight="speed"),
-    Example("slow publish", {"seconds/weights": 0.55}, {"seconds/weights": 0.45}, SYNC, weight="speed"),
+    Example("slow publish", {"seconds/weights": 0.55}, {"seconds/weights": 0.85, "seconds/eval": 0.4}, SYNC, weight="speed"),
     Example("slow publish", {"seconds/weights": 0.55}, {"seconds/weights": 0.45}, weight="speed"),
     Example("waiting for the schedule", {"seconds/turn": 0.55}, {"seconds/turn": 0.45},
             {"schedule": {"kind": "async", "order": "submission"}}, weight="speed"),

@@ -14,6 +14,8 @@ from rich.text import Text
 from slipstream.console import Screen
 from slipstream.reporting.advice.measurements import Case
 from slipstream.reporting.advice.tree import Advice, Answer, Weight, advise, read
+from slipstream.run_dir.formats import resumable
+from slipstream.run_dir.reading import RunDir
 
 WEIGHT_LABELS: dict[Weight, tuple[str, str]] = {
     "wrong": ("error", "bold red"),
@@ -27,14 +29,14 @@ def run(args: Namespace) -> None:
     case = read(args.directory)
     advice = advise(case)
     if args.json:
-        print(json.dumps(as_plain_data(args.directory, advice)))
+        print(json.dumps(as_plain_data(args.directory, case, advice)))
     else:
         show(case, advice, args.directory, Screen())
 
 
 def show(case: Case, advice: Advice, path: Path, console: Console) -> None:
-    console.print(Text(f"{path}: {advice.updates} of {case.config.updates} updates"), soft_wrap=True)
-    console.print(Text(verdict(advice)), soft_wrap=True)
+    console.print(Text(f"{path}: {case.finished} of {case.config.updates} updates"), soft_wrap=True)
+    console.print(Text(verdict(case, advice)), soft_wrap=True)
     for answer in advice.answers:
         label, style = WEIGHT_LABELS[answer.weight]
         console.print()
@@ -43,15 +45,22 @@ def show(case: Case, advice: Advice, path: Path, console: Console) -> None:
             console.print(Text.assemble((f"  {name:9}", "dim"), text), soft_wrap=True)
     if any(answer.change for answer in advice.answers):
         console.print()
-        hint = f"Add the text after `write` to `slipstream train CONFIG`. Or change {path}/config.toml and continue "
-        console.print(
-            Text(f"{hint}the run with `slipstream resume {shlex.quote(str(path))} --change KEY`."), soft_wrap=True
-        )
+        hint = f"Add the text after `write` to `slipstream train CONFIG`.{continuation(case, path)}"
+        console.print(Text(hint), soft_wrap=True)
 
 
-def verdict(advice: Advice) -> str:
+def continuation(case: Case, path: Path) -> str:
+    """Return how the run itself goes on with a change; empty if no checkpoint allows it."""
+    if not resumable(path / "checkpoints", case.config.health.proof):
+        return ""
+    more = f" --updates N`, with N above {case.config.updates}" if RunDir(path).finished else "`"
+    command = f"`slipstream resume {shlex.quote(str(path))} --change KEY"
+    return f" Or change {path}/config.toml and continue the run with {command}{more}."
+
+
+def verdict(case: Case, advice: Advice) -> str:
     if not advice.updates:
-        return "no advice yet: no update is finished"
+        return f"no advice yet: {'only supervised updates are' if case.finished else 'no update is'} finished"
     young = "" if advice.enough else f"; too few updates to see changes over time, which needs {advice.needs}"
     if not advice.wrong:
         return f"nothing is wrong{young}"
@@ -71,11 +80,11 @@ def answer_lines(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "explains", ", ".join(answer.explains)
 
 
-def as_plain_data(path: Path, advice: Advice) -> dict[str, Any]:
+def as_plain_data(path: Path, case: Case, advice: Advice) -> dict[str, Any]:
     answers = [asdict(answer) | {"cli": answer.cli, "toml": answer.toml} for answer in advice.answers]
     return {
         "run": str(path),
-        "updates": advice.updates,
+        "updates": case.finished,
         "enough": advice.enough,
         "wrong": bool(advice.wrong),
         "answers": answers,

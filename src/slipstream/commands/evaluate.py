@@ -80,7 +80,7 @@ class Measured:
     ungraded: Counter[str]
     """Number of answers that could not be graded, by cause; they count as 0, or as the lowest reward below 0."""
     failed: Counter[str]
-    """Number of answers that could not be made, by cause; they are left out."""
+    """Number of answers that could not be made, or whose judge was down, by cause; they are left out."""
     metrics: Metrics
     """Metrics of the sampled answers: lengths, truncation, rewards."""
     seconds: float
@@ -135,8 +135,8 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
             if watch:
                 watch.begin(f"{name} {how}".strip(), len(made.sets[name]))
             every = await answers(generate, made.sets[name], sampling)
-            failed.update(h.header.cause for group in every for h in group if h.header.finish == "error")
-            kept = [[h for h in group if h.header.finish != "error"] for group in every]
+            failed.update(h.header.missing for group in every for h in group if h.header.missing)
+            kept = [[h for h in group if not h.header.missing] for group in every]
             if not any(kept):
                 raise UnansweredError(f"no prompt{f' of {name}' if name else ''} has an answer: {min(failed)}")
             return [group for group in kept if group]
@@ -233,7 +233,7 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
         for why, count in each.ungraded.items():
             note(f"{count} answers have no reward and count as wrong: {why}")
         for why, count in each.failed.items():
-            note(f"{count} answers could not be made and are left out: {why}")
+            note(f"{count} answers are missing and left out: {why}")
     show(
         subject, [line_of(subject, asked, name, each, ks) for name, each in found.items()], show_table, console, as_json
     )

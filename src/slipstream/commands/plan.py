@@ -129,7 +129,7 @@ def cells(name: str, offer: Offer, more: Offer) -> list[str]:
         str(offer.split),
         short(seen.samples_per_s),
         f"{seen.lag:.1f}, {seen.max_lag:.0f}",
-        " ".join(f"{100 * seen.idle[stage]:.0f}" for stage in ("rollout", "score", "learn")),
+        " ".join(f"{100 * seen.idle[stage]:.0f}" if stage in seen.idle else "–" for stage in offer.split.workers),
         duration(offer.seconds),
         f"+{gain:.0%} {more.split}" if gain >= 0.005 else "no gain",
     ]

@@ -77,7 +77,8 @@ def against_teacher(quote: dict[str, Any]) -> Iterator[str]:
         return
     largest = sorted(gaps, reverse=True)[:LISTED_TOKENS]
     worst = [f"{token!r} at {place} ({gap:.2f})" for gap, place, token in largest if gap > 0]
-    of = f" by {quote['teacher']}" if quote["teacher"] else ""
-    yield f"scored{of}: log-probs of its tokens are {fmean(gap for gap, *_ in gaps):.3f} lower than the student's"
+    of, mean = f" by {quote['teacher']}" if quote["teacher"] else "", fmean(gap for gap, *_ in gaps)
+    side = "lower" if mean > 0 else "higher"
+    yield f"scored{of}: log-probs of its tokens are {abs(mean):.3f} {side} than the student's"
     if worst:
         yield f"largest gaps: {', '.join(worst)}"

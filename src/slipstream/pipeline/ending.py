@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from slipstream.errors import NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
-from slipstream.metrics import Metrics
 from slipstream.pipeline.checkpoint import Checkpoints, RunState, save_whole
 from slipstream.pipeline.learning import Learning, Save
 from slipstream.pipeline.suites import SuiteRuns
 from slipstream.protocols import Learner
 from slipstream.run_dir.formats import resumable
-from slipstream.run_dir.writing import RunLog
+from slipstream.run_dir.writing import LogPosition, RunLog
 
 T = TypeVar("T")
 HAND_OVER_TIMEOUT = 30.0
@@ -29,17 +28,15 @@ class Ending:
     checkpoints: Checkpoints
     suites: SuiteRuns
     state: Callable[[], RunState]
-    totals: Callable[[], Metrics]
-    """Return counts of the whole run until now, of which the last metrics line may be older."""
-    now: Callable[[], float]
-    """Return the seconds since the run began, also before it goes on after a resume."""
+    mark: Callable[[], LogPosition]
+    """Write what the run's files lack until now, and return their state."""
     patience: float | None
     """Longest time in seconds that the learner may take to save; None: no limit."""
     say: Callable[[str], None]
 
     def capture(self, *, stopping: bool = False, suspect: bool = False) -> Save:
         """Capture the state of the run now, and return the function that saves it as a checkpoint."""
-        state, mark = self.state(), self.log.mark(time=self.now(), totals=self.totals())
+        state, mark = self.state(), self.mark()
 
         async def save() -> Path:
             return await self.checkpoints.save(self.learner, state, mark, stopping=stopping, suspect=suspect)

@@ -17,7 +17,7 @@ from slipstream.pipeline.failures import GivenUp
 from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.pool import Worker
 from slipstream.pipeline.publish import Samplers
-from slipstream.pipeline.stages import Scoring, answered_members
+from slipstream.pipeline.stages import Scoring
 from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.run_dir.writing import RunLog
@@ -50,47 +50,51 @@ class Evaluation:
         due = [name for name in self.held_out if final or update % self.settings.of(name, "every") == 0]
         if not due:
             return
-        began, failures = progress.trace.now(), list[str]()
-        answer = partial(self._answer, failures)
+        began, missing = progress.trace.now(), list[str]()
+        answer = partial(self._answer, missing)
         groups = {name: await answers(answer, self.held_out[name], self.sampling(name)) for name in due}
-        if failures:
-            asked = sum(len(self.held_out[name]) for name in due)
-            self.samplers.say(
-                f"evaluation at update {update}: {len(failures)} of {asked} held-out prompts have no answer and are "
-                f"left out, one of them because {failures[0]}"
-            )
+        asked = sum(len(self.held_out[name]) * self.sampling(name).group for name in due)
+        headers = [handle.header for found in groups.values() for group in found for handle in group]
+        ungraded = [header.ungraded.text for header in headers if header.ungraded is not None]
+        for reasons, what in ((missing, "are missing and left out"), (ungraded, "have no reward and count as wrong")):
+            if reasons:
+                self.samplers.say(
+                    f"evaluation at update {update}: {len(reasons)} of {asked} answers {what}, one of them because "
+                    f"{reasons[0]}"
+                )
         for name in due:  # no await here: a stopped run records all sets or none
             if answered := [group for group in groups[name] if group]:
                 self.log.metrics("eval", summary(answered, self.reward), update=update, of=name)
         self.groups.ledger.add_evaluation(progress.trace.now() - began)
 
-    async def _answer(self, failures: list[str], prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        """Return the answers to a prompt; if all have failed, none, and add the reason to `failures`.
+    async def _answer(self, missing: list[str], prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        """Return the answers to a prompt that count, and add to `missing` why others do not.
 
         Only headers are kept: each record in shared memory would hold a file open until all prompts are answered.
         """
         try:
-            group = [replace(each, body=None) for each in await self._answer_or_give_up(prompt, sampling)]
+            group = await self._answer_or_give_up(prompt, sampling)
         except GivenUp as failure:
-            failures.append(str(failure))
             group = []
+            missing += [str(failure)] * sampling.group
+        missing += [handle.header.missing for handle in group if handle.header.missing]
         self.groups.progress.note_change()
-        return group
+        return [replace(handle, body=None) for handle in group if not handle.header.missing]
 
     async def _answer_or_give_up(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
         async def generate(worker: Worker[Sampler]) -> Group:
-            drawn = await worker.engine.generate(prompt, sampling, group)
-            return drawn if unfinished(drawn) else answered_members(drawn)
+            return await worker.engine.generate(prompt, sampling, group)
 
         group: Group = ()
         while unfinished(group):
             group = await self.samplers.call(f"held-out prompt {prompt.number}", generate)
-        if not self.reward:
+        answered = [handle for handle in group if not handle.header.missing]
+        if answered and not self.reward:
             try:
-                group = await self.scoring.score_other(group, f"answers to held-out prompt {prompt.number}")
+                answered = list(await self.scoring.score_other(answered, f"answers to held-out prompt {prompt.number}"))
             except RecordsLost:  # a worker died with the answers, so they are drawn again
                 return await self._answer_or_give_up(prompt, sampling)
-        return list(group)
+        return [*answered, *(handle for handle in group if handle.header.missing)]
 
 
 async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampling) -> list[list[Handle]]:

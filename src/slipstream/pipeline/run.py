@@ -51,7 +51,7 @@ from slipstream.pipeline.trace import Trace
 from slipstream.processes import RARE_COLLECTIONS, garbage_collection
 from slipstream.protocols import Engines, Sampling, of_teacher
 from slipstream.records import Prompt
-from slipstream.run_dir.writing import RunLog
+from slipstream.run_dir.writing import LogPosition, RunLog
 
 OBJECTS_PER_SAMPLE = 100
 """Upper estimate of the Python objects of a sample in flight; collections among them would free nothing."""
@@ -119,7 +119,7 @@ class Run:
         )
         self.suites = SuiteRuns(config.eval.suite, config.learner.dtype, self.checkpoints.in_use, say)
         files = log, self.checkpoints, self.suites
-        self.ending = Ending(engines.learner, *files, self._state, self._totals, self._now, patience, say)
+        self.ending = Ending(engines.learner, *files, self._state, self._mark, patience, say)
         self.rate = 1.0
         """Factor on the learning rate of the next update."""
         self.steering = Steering(config.schedule, config.guards, config.health, config.new_groups, log)
@@ -239,8 +239,12 @@ class Run:
         kinds = self.memory.state, references, self.choice.state, recorded_settings(self.config), notes
         return RunState(self.admission.state, groups, *kinds)
 
-    def _totals(self) -> Metrics:
-        return self.pipeline.groups.ledger.totals | self.pipeline.canaries.metrics if self.pipeline else {}
+    def _mark(self) -> LogPosition:
+        totals: Metrics = {}
+        if self.pipeline:
+            self.pipeline.trace.write_current()
+            totals = self.pipeline.groups.ledger.totals | self.pipeline.canaries.metrics
+        return self.log.mark(time=self._now(), totals=totals)
 
     def _now(self) -> float:
         return self.pipeline.trace.now() if self.pipeline else self.log.time

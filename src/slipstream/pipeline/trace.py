@@ -191,5 +191,10 @@ class Trace:
         if self.file is not None:
             self.file.write(json.dumps(event) + ",\n")
 
+    def write_current(self) -> None:
+        """Write the current slices so far: a resume from here does not know when they began."""
+        for track in self.tracks:
+            track.relabel(track.label)
+
     def report(self) -> list[str]:
         return [track.report() for track in self.tracks if track.there]

@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,8 +48,13 @@ class Split:
     def devices(self) -> int:
         return self.samplers + self.scorers + self.ranks
 
+    @property
+    def workers(self) -> dict[str, int]:
+        """Number of workers by stage."""
+        return {"rollout": self.samplers, "score": self.scorers, "learn": self.ranks}
+
     def __str__(self) -> str:
-        return f"{self.samplers}+{self.scorers}+{self.ranks}"
+        return "+".join(map(str, self.workers.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +115,7 @@ class Forecast:
     """Mean lag over tokens, in updates."""
     max_lag: float
     idle: dict[str, float]
-    """Share of the time in which a stage's workers are idle, by stage."""
+    """Share of the time in which a stage's workers are idle, by stage that has workers."""
     overlap: float
     """Mean of the metric `overlap/stages`, weighted by time."""
     work: float
@@ -141,7 +146,8 @@ def forecast(costs: Costs, split: Split, schedule: ScheduleConfig, work: Work, *
         with RunLog(Path(path), [], trace=False) as log:
             virtual.run(Run(config, made, prompts(costs), log, say=lambda _: None).train())
         lines = read_lines(Path(path) / "metrics.jsonl")
-    return forecast_of(lines, cores.done, updates=updates)
+    found = forecast_of(lines, cores.done, updates=updates)
+    return replace(found, idle={stage: found.idle[stage] for stage, count in split.workers.items() if count})
 
 
 def ahead(schedule: ScheduleConfig, work: Work) -> int:

@@ -287,7 +287,7 @@ class Start:
                 print_resume_command(log.path, config, self.console)
                 raise
         lines = read_lines(log.path / "metrics.jsonl")
-        for line in filter(None, (from_to(lines), *summary(digest(lines, since=began)))):
+        for line in filter(None, (from_to(lines), *summary(digest(lines, since=began), resumed=began > 0))):
             self.say(line)
 
 

@@ -288,7 +288,7 @@ class Breaker:
         try:
             yield
         except Unavailable as error:
-            self._delay(error.after)
+            self._delay(min(error.after, MAX_OUTAGE))  # servers name days, too, and answer other requests meanwhile
             if error.down:
                 self._count_failure(str(error), probe)
             else:

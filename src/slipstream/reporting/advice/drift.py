@@ -267,8 +267,8 @@ def wrong_direction(case: Case) -> Evidence | None:
         after = teacher_kl(then)
         losses = [values_of(lines, "distill/loss") for lines in (begin, then)]
         rises = len(then) == 3 and all(losses) and fmean(losses[1]) > fmean(losses[0]) and after.above(before)
-        if rises and after.mean >= 1.2 * before.mean:
-            return Evidence("teacher/kl", after.mean, before.mean, [slower(case.config, 0.1)])
+        if rises and after.mean >= (limit := 1.2 * before.mean):
+            return Evidence("teacher/kl", after.mean, limit, [slower(case.config, 0.1)])
     return None
 
 

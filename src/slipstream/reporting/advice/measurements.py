@@ -112,6 +112,11 @@ class Case:
     """True if the student's matrices are large enough for bfloat16 to be faster on some CPUs."""
 
     @property
+    def finished(self) -> int:
+        """Number of finished updates, those of the supervised stage included."""
+        return int((self.lines[-1] if self.lines else self.supervised).get("update", 0))
+
+    @property
     def doctor(self) -> str:
         return f"slipstream doctor {self.at}/config.toml"
 

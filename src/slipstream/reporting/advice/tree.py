@@ -261,6 +261,7 @@ def without_contradictions(
 class Advice:
     answers: Sequence[Answer]
     updates: int
+    """Number of updates after the supervised stage, which the rules read."""
     needs: int = 2 * WINDOW
     """Minimum number of updates for a comparison of the last updates with the first."""
 

@@ -9,7 +9,7 @@ from slipstream.metric_names import Metric, below, describe, patterns
 from slipstream.reporting.report import figures, timeline
 from slipstream.reporting.report.figures import Figure, Series, mean
 from slipstream.reporting.report.runs import Reading, held_out_sets
-from slipstream.reporting.report.titles import course, duration, inside, short
+from slipstream.reporting.report.titles import course, duration, first_and_last, inside, short
 from slipstream.statistics import standard_error
 
 RUN_SECONDS = "seconds since the run began"
@@ -20,7 +20,7 @@ WAITS = {
     "data": "waiting for scored groups",
     "turn": "waiting for the schedule's order or age bound",
     "relabel": "waiting for teachers to score again",
-    "weights": "waiting for a publish",
+    "weights": "waiting for publishes and evaluations",
 }
 LOST_WORK = {"dropped/": "{}", "failed/": "failed: {}", "ungraded/": "no reward: {}", "restarted": "restarted"}
 PUBLISH_PARTS = {"wait": "waiting for requests to pause", "load": "loading weights", "rebuild": "recomputing prefixes"}
@@ -99,7 +99,7 @@ def held_out(runs: Sequence[Reading]) -> Iterator[Figure]:
         label = f"{kind[0].upper()}{kind[1:]} on {name}" if name else f"Held-out {kind}"
         measured = [run for _, run, _ in found]
         series = [Series(run.name, each.updates, each.values, slot, each.errors) for slot, run, each in found]
-        changes = [f"{short(each.y[0], share=share)} → {short(each.y[-1], share=share)}" for each in series]
+        changes = [first_and_last([short(y, share=share) for y in each.y]) for each in series]
         title = f"{label} against updates: {per_run(changes, measured)}"
         yield figures.curves(title, note, series, x="update", y=y, share=share, marks=True)
         series = [replace(each, x=[run.at(u) for u in each.x]) for each, run in zip(series, measured, strict=True)]

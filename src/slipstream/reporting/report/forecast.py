@@ -43,8 +43,10 @@ def figures(seen: Outlook) -> Iterator[Figure]:
         return replace(bars(title, note, names, series, y=y, share=share), wide=True, legend=True, height=FIGURE_HEIGHT)
 
     slowest, fastest = min(offers, key=speed), max(offers, key=speed)
+    ratio = f"{speed(fastest) / speed(slowest):.2g}"
+    times = f"{fastest.schedule} is {ratio} times as fast as {slowest.schedule}"
     yield drawn(
-        f"{fastest.schedule} is {speed(fastest) / speed(slowest):.2g} times as fast as {slowest.schedule}",
+        "All schedules are about equally fast" if ratio == "1" else times,
         "Trained samples per second, also with one more device, which may stay idle.",
         "samples per second",
         {
@@ -61,12 +63,12 @@ def figures(seen: Outlook) -> Iterator[Figure]:
         {"mean": [each.lag for each in forecasts], "largest": [each.max_lag for each in forecasts]},
     )
     idle = fastest.forecast.idle
-    waits = max(STAGE_WORKERS, key=lambda stage: idle[stage])
+    waits = max(idle, key=lambda stage: idle[stage])
     yield drawn(
         f"With {fastest.schedule} the {STAGE_WORKERS[waits]} wait most: {idle[waits]:.0%} of the time",
         "A stage that waits has more devices than it needs.",
         "share of the time",
-        {label: [each.idle[stage] for each in forecasts] for stage, label in STAGE_WORKERS.items()},
+        {STAGE_WORKERS[stage]: [each.idle[stage] for each in forecasts] for stage in idle},
         share=True,
     )
 
@@ -79,6 +81,6 @@ def splits(seen: Outlook) -> Table:
         found = offer.forecast
         speeds = [f"{found.samples_per_s:,.3g}", f"{found.tokens_per_s:,.0f}"]
         lags = [f"{found.lag:.1f}", f"{found.max_lag:.0f}"]
-        shares = [f"{found.idle[stage]:.0%}" for stage in STAGE_WORKERS]
+        shares = [f"{found.idle[stage]:.0%}" if stage in found.idle else "–" for stage in STAGE_WORKERS]
         rows.append([offer.schedule, str(offer.split), *speeds, *lags, *shares, duration(offer.seconds)])
     return Table(head, rows, numbers=True)

@@ -12,7 +12,7 @@ from slipstream.reporting.report.figures import MARKED_POINTS, window
 from slipstream.reporting.report.page import Facts, Folded, Page, Paragraph, Part, Samples, Section, Table
 from slipstream.reporting.report.runs import Reading, changed_settings, held_out_sets, in_use
 from slipstream.reporting.report.samples import STRONGEST, pick, sample_of
-from slipstream.reporting.report.titles import change, duration, setting_text, short
+from slipstream.reporting.report.titles import change, duration, first_and_last, setting_text, short
 from slipstream.run_dir.writing import LEDGER, suite_lines, suite_scores
 
 SAMPLES_SHOWN = 6
@@ -144,9 +144,9 @@ def held_out_of(run: Reading, key: tuple[str, str]) -> str:
         return ""
     _, values, errors = run.held_out[key]
     if key[0] == "kl" or not all(0 <= value <= 1 for value in values):
-        return f"{short(values[0])} → {short(values[-1])}" + (f" ± {errors[-1]:.2g}" if errors[-1] else "")
+        return first_and_last([*map(short, values)]) + (f" ± {errors[-1]:.2g}" if errors[-1] else "")
     error = f" ± {100 * errors[-1]:.2g}" if errors[-1] else ""
-    return f"{100 * values[0]:.3g} → {100 * values[-1]:.3g}{error} %"
+    return f"{first_and_last([f'{100 * value:.3g}' for value in values])}{error} %"
 
 
 def advice(runs: Sequence[Reading]) -> Iterator[Part]:

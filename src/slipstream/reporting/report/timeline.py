@@ -93,9 +93,10 @@ def gantt(runs: Sequence[Reading], found: Sequence[list[Slice]]) -> Figure:
         f"{short(run.digest['overlap/stages'])}" + (f" ({run.name})" if several else "") for run in runs if run.digest
     )
     title = "Activity of workers" + (f": {overlaps} busy stages on average" if overlaps else "")
+    shown = min(UPDATES, max(len(run.metrics) for run in runs))
     note = (
         f"Bars are work, gaps are idle time. The view shows about {SIGHT} updates from the middle of the run; "
-        f"double-click to see all {UPDATES}. For the whole run open trace.json in ui.perfetto.dev."
+        f"double-click to see all {shown}. For the whole run open trace.json in ui.perfetto.dev."
     )
     figure = activities(title, note, rows, bars, "seconds" if several else "seconds since the run began")
     figure.layout["xaxis"]["range"] = numbers([min(start for start, _ in spans), max(end for _, end in spans)])

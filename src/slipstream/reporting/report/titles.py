@@ -48,6 +48,11 @@ def short(value: float, *, share: bool = False) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def first_and_last(texts: Sequence[str]) -> str:
+    """Return the first and the last of several texts; a single one alone."""
+    return " → ".join([*texts[:1], *texts[1:][-1:]])
+
+
 def setting_text(value: Any) -> str:
     return "–" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

@@ -147,7 +147,12 @@ def wait_text(course: RunProgress) -> str:
     if "seconds/data" not in course.numbers:
         return ""
     whole = max(course.sum("seconds/update"), 1e-9)
-    names = {"data": "data", "turn": "its turn", "relabel": "teachers to score again", "weights": "a publish"}
+    names = {
+        "data": "data",
+        "turn": "its turn",
+        "relabel": "teachers to score again",
+        "weights": "publishes and evaluations",
+    }
     shares = {what: course.sum(f"seconds/{kind}") / whole for kind, what in names.items()}
     causes = [f"{share:.0%} for {what}" for what, share in shares.items() if share >= 0.005]
     return f"the learner waited {', '.join(causes) or 'for nothing'}"
