@@ -26,8 +26,9 @@ demo: .venv/demo
 check: lint
 	$(PYTEST) -m "$(FAST)" $(CHECK)
 
+# Three workers on two cores: many tests wait for processes that they have started
 test: .venv/ready
-	$(PYTEST) -m "$(FAST)"
+	$(PYTEST) -n 3 -m "$(FAST)"
 
 # Engines in processes of their own and on Ray, ranks, faults, the notebook, pages in a browser (15 minutes)
 test-processes: .venv/ready
