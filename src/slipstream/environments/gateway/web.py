@@ -25,8 +25,6 @@ KEEP_ALIVE = 600
 """Maximum seconds between two requests of a connection."""
 DISCARD_TIME = 2.0
 """Seconds in which the rest of a too large request is discarded; if cut off, a client would not read the answer."""
-WATCH_DELAY = 0.05
-"""Age of a request in seconds at which a task starts to watch whether the client disconnects."""
 MAX_CONNECTIONS = 4096
 """Maximum connections at a time. A further one closes the oldest that waits for a request, or itself if none does."""
 UVICORN_OPTIONS: dict[str, Any] = {
@@ -153,15 +151,11 @@ async def while_there(request: Request, work: Awaitable[T]) -> T:
             pass
         here.cancel()
 
-    watching = list[asyncio.Task[None]]()
-    loop = asyncio.get_running_loop()
-    begins = loop.call_later(WATCH_DELAY, lambda: watching.append(loop.create_task(watch())))
+    watching = asyncio.create_task(watch())
     try:
         return await work
     finally:
-        begins.cancel()
-        for task in watching:
-            task.cancel()
+        watching.cancel()
 
 
 def error_response(error: Exception) -> Response:
