@@ -7,8 +7,10 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from math import inf
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,6 +20,8 @@ from slipstream.processes import exit_text, kill_group, start_python, wake_with_
 C = TypeVar("C", bound="Child")
 STARTED = 120.0
 """Timeout in seconds for starting a child, which includes the imports of user code."""
+LIFE_SIGN = 0.5
+"""Seconds after which a wait for a message asks whether the process still runs."""
 
 
 def first_message(parent: Connection) -> Any:
@@ -55,9 +59,9 @@ class Child:
         with self.starting:  # several threads may wait here, but only one thread may read the connection
             if self.greeting is None:
                 try:
-                    if not self.connection.poll(STARTED):
-                        raise self.lost(f"{STARTED:.0f} s", late=True)
-                    self.greeting = self.connection.recv()
+                    self.greeting = self.receive(STARTED)
+                except TimeoutError:
+                    raise self.lost(f"{STARTED:.0f} s", late=True) from None
                 except (EOFError, OSError):
                     raise self.lost(self.end(), late=False) from None
                 if not isinstance(self.greeting, Exception):
@@ -65,6 +69,21 @@ class Child:
             if isinstance(self.greeting, Exception):
                 raise self.greeting
             return self.greeting
+
+    def receive(self, timeout: float = inf) -> Any:
+        """Return the next message; raise TimeoutError after `timeout` seconds, and EOFError if the process has ended.
+
+        The end of the connection alone does not show this: a process that it forked may hold the other end.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            ended = self.ended  # asked before the last look at what it has sent
+            if self.connection.poll(0 if ended else max(0.0, min(LIFE_SIGN, until - time.monotonic()))):
+                return self.connection.recv()
+            if ended:
+                raise EOFError
+            if time.monotonic() >= until:
+                raise TimeoutError
 
     def lost(self, how: str, *, late: bool) -> Exception:
         """Return the error of a process that was not ready in time; `how`: its end, or the time limit if `late`."""
@@ -83,7 +102,13 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        return self.connection.closed or self.process.poll() is not None
+        """Return whether the process has ended, but leave its status uncollected: `kill` still needs its group's id."""
+        if self.connection.closed or self.process.returncode is not None:
+            return True
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # another thread has just collected it
+            return True
 
     def end(self) -> str:
         """Kill the process if it still runs, and describe how it ended: exit status or signal."""

@@ -27,7 +27,10 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    return Estimate(len(values), fmean(values) if values else None, standard_error(values))
+    mean, error = fmean(values) if values else None, standard_error(values)
+    if mean and error and abs(mean) <= ROUNDING_ERROR * error:  # differences that cancel, but for rounding
+        mean = 0.0
+    return Estimate(len(values), mean, error)
 
 
 def standard_error(values: Sequence[float]) -> float | None:

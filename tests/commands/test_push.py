@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HFValidationError
@@ -43,7 +44,7 @@ class Hub:
         if "/" not in name:
             raise HFValidationError("Repo id must be in the form 'namespace/repo_name'")
         if name == "nobody/there":
-            raise ConnectionError("no route to the hub")
+            raise httpx2.ConnectError("no route to the hub")
         self.made.append((name, private))
         assert exist_ok
         return f"hub:{name}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from multiprocessing import Pipe
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -797,6 +798,19 @@ def test_a_grading_process_that_is_lost_while_it_starts_costs_nothing(
     grader = PoolGrader(("exact",), decode)
     os.kill(grader.processes.children[0].process.pid, how)
     assert grade_all(grader, group_of(["1"], 1)) == [[{"exact": 1.0}]]
+
+
+def test_a_reward_that_ends_its_process_is_a_crash_also_if_it_forked_before(tmp_path: Path) -> None:
+    code = """
+        import os, time
+        def forks(text):
+            if os.fork() == 0:
+                time.sleep(1000)
+            os._exit(3)
+    """
+    grader = PoolGrader((own(tmp_path, "forks", dedent(code)),), decode, timeout=1000.0)
+    ((found,),) = grade_all(grader, group_of(["1"], 1))
+    assert found == Ungraded("crash", f"{grader.rewards[0]} ended its process: exit status 3")
 
 
 def test_grading_processes_that_cannot_start_end_the_run(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ TOOLS = '''
                 case "raise": raise ValueError("no such thing\\nat all")
                 case "stop": return next(iter([]))
                 case "exit": os._exit(3)
+                case "fork":
+                    if os.fork() == 0: time.sleep(1000)
+                    os._exit(3)
                 case "sleep": time.sleep(1000)
                 case "spin":
                     while True: pass
@@ -231,15 +234,16 @@ def test_an_observation_is_no_longer_than_it_may_be(adder: str) -> None:
     assert shorten("abcdefghi", 3) == "ab\n… (6 characters left out)\ni" and shorten("abc", 3) == "abc"
 
 
-@pytest.mark.parametrize("how", ["exit", "sleep", "spin"])
+@pytest.mark.parametrize("how", ["exit", "fork", "sleep", "spin"])
 def test_what_crashes_or_hangs_takes_no_other_environment_for_good(adder: str, how: str) -> None:
     """Those beside one that hangs go on; those beside one that crashes are told, and a new host takes the next."""
 
     async def main(made: EnvironmentPool) -> None:
         bad, good = await opened(made), await opened(made)
         step = asyncio.create_task(bad.step(call("fail", how=how)))
-        await asyncio.wait([step], timeout=0.3 if how != "exit" else 20)
-        if how == "exit":
+        crashes = how in ("exit", "fork")  # also if a process that it forked holds its end of the connection
+        await asyncio.wait([step], timeout=20 if crashes else 0.3)
+        if crashes:
             assert str(step.exception()) == f"{adder} ended its process: exit status 3"
             with pytest.raises(EnvironmentFailed, match="exit status 3"):
                 await good.step(call("add", a=1))
@@ -704,6 +708,37 @@ def test_a_host_that_is_killed_while_it_starts_is_started_once_more(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"its process ends during the import \(killed by SIGKILL\)"):
         schemas(EnvironmentSettings(spec, None, 200))
     assert starts.read_text() == "xx"
+
+
+def test_what_a_host_has_started_ends_with_the_pool_also_if_the_host_ended_first(tmp_path: Path) -> None:
+    source = """
+        import subprocess
+
+        class Service:
+            def begin(self, command: str) -> int:
+                "Begin."
+                return subprocess.Popen(command.split()).pid
+    """
+
+    async def main(made: EnvironmentPool) -> int:
+        first = await opened(made)
+        begun = await first.step(call("begin", command="sleep 1000"))
+        (host,) = made.children
+        os.kill(host.process.pid, signal.SIGKILL)
+        while not host.ended:
+            await asyncio.sleep(0.01)
+        await opened(made)  # by a new host
+        return int(begun.messages[0]["content"])
+
+    with hosts(written(tmp_path, source, "Service")) as made:
+        service = asyncio.run(main(made))
+    until = time.monotonic() + 20
+    while (status := Path(f"/proc/{service}/stat")).exists() and time.monotonic() < until:
+        if ") Z " in status.read_text():  # killed, and not yet collected by whoever adopted it
+            break
+        time.sleep(0.05)
+    else:
+        assert not status.exists()
 
 
 def test_a_host_ends_with_whoever_started_it(adder: str) -> None:

@@ -492,7 +492,7 @@ def test_results_of_an_arm_that_sets_an_empty_table_say_so(tmp_path: Path) -> No
     tree["sweep"] |= {"claims": [], "measure": ["tokens"]}
     rows = Sweep(write_study(tmp_path / "study", tree)).rows()
     assert {row["arm"]: row["guards.ess"] for row in rows} == {"guarded": {}, "plain": None}
-    assert {row["tokens"] for row in rows} == {1000.0}, "the measure, and not the cost of this name"
+    assert {(row["measure/tokens"], row["tokens"]) for row in rows} == {(1000.0, 30000.0)}
 
 
 def test_an_update_of_a_collapse_is_counted_from_the_start_of_the_run() -> None:

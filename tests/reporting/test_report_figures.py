@@ -121,6 +121,7 @@ def test_a_title_says_where_it_went_or_where_it_ended(runs: dict[str, list[float
 
 def test_numbers_are_written_as_a_person_writes_them() -> None:
     numbers = (0.0, 0.00001234, 0.1234, 12.34, 1234.5, math.nan)
+    assert short(0.2125, share=True) == short((0.2 + 0.225) / 2, share=True) == "21.2 %"
     assert [short(x) for x in numbers] == ["0", "1.2e-5", "0.123", "12.3", "1,234", "unknown"]
     assert short(0.1234, share=True) == "12.3 %"
     assert mean_text(0.62, 0.0058) == "0.6200 ± 0.0058" and mean_text(0.62, 0.0058, share=True) == "62.00 ± 0.58 %"

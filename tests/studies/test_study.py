@@ -295,6 +295,7 @@ def test_a_mean_has_its_standard_error() -> None:
     assert estimate([1, 2, 3, 6]) == Estimate(4, 3.0, pytest.approx(sqrt(14 / 12)))
     assert estimate([5]) == Estimate(1, 5.0, None)
     assert estimate([]) == Estimate(0, None, None)
+    assert estimate([0.1, 0.2, -0.3]).mean == 0  # and not 9e-18
 
 
 def test_a_value_that_is_not_finite_decides_nothing() -> None:
@@ -412,7 +413,8 @@ def written(path: Path, of: Study, values: dict[tuple[str, int, int], float]) ->
             lines = [{"kind": "train", "update": 1, "reward/exact": 9.0, "tokens": 1}] * 3
             lines += [{"kind": "train", "update": n, "reward/exact": value, "tokens": 1} for n in (4, 5)]
             (cell.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            done = {"config": cell.config.model_dump(mode="json"), "seconds": 2.0, "updates": 5}
+            done = {"config": cell.config.model_dump(mode="json"), "seconds": 2.0, "cpu_seconds": 3.0, "updates": 5}
+            done["tokens"] = 7.0
             (cell.path / "cell.json").write_text(json.dumps(done))
             (cell.path / "meta.json").write_text(json.dumps({"config": {}, "prompts": "these"}))
     return Sweep(path)
@@ -551,8 +553,24 @@ def test_no_cell_is_kept_that_was_another_run(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"^builtin:arithmetic has other prompts than .*forward/schedule.k=0"):
         check_prompts(sweep, other)
     (sweep.cells[0].path / "cell.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"seed-1/cell.json is damaged: .*; remove "):
-        check_unchanged(Sweep(sweep.path))
+    for text in ("{", '{"config": {}}', '{"config": {}, "updates": 1, "tokens": 2.0, "seconds": 3.0}'):
+        (sweep.cells[0].path / "cell.json").write_text(text)
+        with pytest.raises(RunDirError, match=r"seed-1/cell.json is damaged: .*; remove "):
+            check_unchanged(Sweep(sweep.path))
+
+
+def test_a_cell_without_its_last_updates_is_damaged(tmp_path: Path) -> None:
+    sweep = written(tmp_path / "study", study(), VALUES)
+    metrics = sweep.cells[0].path / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(RunDirError, match=r"seed-1/metrics.jsonl is damaged: it ends at update \d+, and the cell at"):
+        Sweep(sweep.path).table()
+
+
+def test_a_measure_with_the_name_of_a_cost_has_its_own_column(tmp_path: Path) -> None:
+    sweep = written(tmp_path / "study", study(sweep__measure='["tokens", "lag/mean"]', sweep__claims="[]"), VALUES)
+    (row, *_), (cell, *_) = sweep.rows(), sweep.finished
+    assert row["tokens"] == cell.done["tokens"] != row["measure/tokens"] and "measure/lag/mean" not in row
 
 
 def test_a_measure_that_was_never_written_is_missed(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def card_of(run: Path, repository: str) -> str:
 
 def upload(repository: str, files: Mapping[str, Path], *, private: bool) -> str:
     """Send files in one commit to a repository, which is created if it is missing; return its address."""
+    from httpx2 import HTTPError
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -91,6 +92,6 @@ def upload(repository: str, files: Mapping[str, Path], *, private: bool) -> str:
         hub.create_commit(repository, operations, commit_message="Student trained by Slipstream")
     except HFValidationError as error:
         raise ConfigError(f"--to {repository}: {first_line(error)}") from None
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled, OSError) as error:
         raise ConfigError(f"the hub did not take {repository}: {first_line(error)}") from None
     return str(address)

@@ -50,12 +50,12 @@ class RowMaker(Child):
         )
 
     def chunk(self) -> list[dict[str, Any]]:
-        if not self.connection.poll(STARTED):
+        try:
+            found: list[dict[str, Any]] | DataError = self.receive(STARTED)
+        except TimeoutError:
             raise DataError(
                 f"{self.source}: takes more than {STARTED:.0f} s to make {ROWS_PER_MESSAGE} rows: use another"
-            )
-        try:
-            found: list[dict[str, Any]] | DataError = self.connection.recv()
+            ) from None
         except EOFError:
             raise self.lost(self.end(), late=False) from None
         if isinstance(found, DataError):

@@ -182,7 +182,7 @@ class Episode:
     """Latest pairs of tool calls and answers, to detect loops; empty after a reply without tool calls."""
     looped: bool = False
     silent: bool = False
-    """True if the latest reply has no text."""
+    """True if the latest reply has neither text nor calls."""
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """Name, start time and duration in seconds of each turn and step."""
 
@@ -208,7 +208,7 @@ class Episode:
         )
 
     def record(self, reply: Reply, step: Step) -> None:
-        self.metrics, self.silent = step.metrics, not reply.text.strip()
+        self.metrics, self.silent = step.metrics, not (reply.text.strip() or reply.calls)
         self.turn_rewards.append(step.reward)
         self.latest = [*self.latest[1 - LOOP_LENGTH :], (reply.calls, step.messages)] if reply.calls else []
         self.looped |= len(self.latest) == LOOP_LENGTH and all(each == self.latest[0] for each in self.latest)

@@ -96,7 +96,7 @@ class EnvironmentProcess(Child):
     def _receive(self) -> None:
         try:
             while True:
-                self._settle(*self.connection.recv())
+                self._settle(*self.receive())
         except (EOFError, OSError, pickle.UnpicklingError):
             self.crowd = frozenset(self.live)
             for call, (_, number) in list(self.waiting.items()):

@@ -63,11 +63,11 @@ class GradingProcess(Child):
         try:
             self.connection.send(answers)
             while len(found) < len(answers):
-                if not self.connection.poll(self.timeout * len(self.specs) + REPORT_TIME):
-                    self.close()
-                    limit = f"{self.timeout:g} s (task.timeout) and did not stop"
-                    return [*found, Ungraded("timeout", f"{', '.join(self.specs)} took more than {limit}")]
-                found.append(self.connection.recv())
+                found.append(self.receive(self.timeout * len(self.specs) + REPORT_TIME))
+        except TimeoutError:
+            self.close()
+            limit = f"{self.timeout:g} s (task.timeout) and did not stop"
+            return [*found, Ungraded("timeout", f"{', '.join(self.specs)} took more than {limit}")]
         except (EOFError, OSError):
             return [*found, Ungraded("crash", f"{', '.join(self.specs)} ended its process: {self.end()}")]
         return found

@@ -138,7 +138,8 @@ def summary(sweep: Sweep) -> Iterator[RenderableType]:
         yield Text(f"\n{measure}, mean ± standard error over seeds", style="bold")
         yield estimates(sweep, measure)
         if lacking := [cell.name for cell in sweep.finished if sweep.value(cell, measure) is None]:
-            yield f"{len(lacking)} finished cells have no value of {measure}: {lacking[0]} …"
+            cells = "1 finished cell has" if len(lacking) == 1 else f"{len(lacking)} finished cells have"
+            yield f"{cells} no value of {measure}: {lacking[0]}{' …' * (len(lacking) > 1)}"
         if slopes := sweep.slopes(measure):
             yield Text(f"\nslopes of {measure} against {sweep.doublings}", style="bold")
             yield Columns(["", "slope", "seeds"], [(name, text_of(found), found.n) for name, found in slopes.items()])

@@ -43,6 +43,8 @@ from slipstream.studies.table import Claim
 STUDY_FILE, CELLS, DONE = "study.toml", "cells", "cell.json"
 COSTS = ("updates", "tokens", "seconds", "cpu_seconds", "finished", "version")
 """Keys of cell.json that result rows repeat."""
+NEEDED_COSTS = COSTS[:4]
+"""Those without which a cell.json is damaged."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class SweepCell(Cell):
         path = self.path / DONE
         try:
             found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-            return found | {"config": dict(found["config"])}
+            return found | {name: found[name] for name in NEEDED_COSTS} | {"config": dict(found["config"])}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise RunDirError(f"{path} is damaged: {first_line(error)}; remove {self.path}") from None
 
@@ -138,6 +140,9 @@ class Sweep:
         if key not in self._values:
             run = cell.run
             lines = (run.metrics, run.evaluations)
+            if (last := lines[0][-1]["update"] if lines[0] else 0) != cell.done["updates"]:
+                found = f"it ends at update {last}, and the cell at {cell.done['updates']}"
+                raise RunDirError(f"{cell.path}/metrics.jsonl is damaged: {found}; remove {cell.path}")
             for each in {measure, *self.measures}:
                 self._values[cell.path, each] = value_of_measure(each, *lines, last=self.study.sweep.last)
         return self._values[key]
@@ -240,7 +245,7 @@ class Sweep:
                 | {key: config.get(key, written.get(key)) for key in self.study.varied}
                 | {"seed": cell.seed}
                 | {name: done.get(name) for name in COSTS}
-                | {measure: self.value(cell, measure) for measure in self.measures}
+                | {f"measure/{each}" if each in COSTS else each: self.value(cell, each) for each in self.measures}
                 | {"path": cell.path.relative_to(self.path).as_posix()}
             )
         return found

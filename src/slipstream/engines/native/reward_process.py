@@ -57,8 +57,8 @@ class RewardModelProcess:
             try:
                 self.child.ready()
                 self.child.connection.send(pairs)
-                if self.child.connection.poll(self.settings.timeout * len(pairs)):
-                    return [_grade(score) for score in self.child.connection.recv()]
+                return [_grade(score) for score in self.child.receive(self.settings.timeout * len(pairs))]
+            except TimeoutError:
                 cause, what = "timeout", f"took more than {self.settings.timeout:g} s for a response (task.timeout)"
             except (EOFError, OSError):
                 cause, what = "crash", f"ended its process: {self.child.end()}"

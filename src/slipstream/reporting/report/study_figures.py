@@ -129,7 +129,7 @@ def result_title(sweep: Sweep, measure: str) -> str:
     (least, low), (most, high) = min(rows), max(rows)
     first, last = short(least, share=metric.is_share), short(most, share=metric.is_share)
     if first == last:
-        return f"{metric.title}: {first} everywhere"
+        return f"{metric.title}: {first} on average everywhere"
     return f"{metric.title} from {first} ({low}) to {last} ({high})"
 
 
@@ -196,7 +196,7 @@ def learning_figures(sweep: Sweep, measure: str, x: Any, found: Sequence[Series]
         ends = {row.series: [row.mean] for row in sweep.table(measure) if row.x == x and row.mean is not None}
         values = ends if len(found) > 1 else {found[0].name: found[0].y}  # a single series has its trend as title
         where = f" at {sweep.study.x} = {setting_text(x)}" if sweep.study.x else ""
-        title = course(f"{metric.title}{where}", values, share=metric.is_share)
+        title = course(f"{metric.title}{where}", values, share=metric.is_share, each="every arm's mean")
         axis = RUN_SECONDS if clock else "update"
         yield figures.ribbons(title, "", found, x=axis, y=metric.unit, share=metric.is_share)
 
