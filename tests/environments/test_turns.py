@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slipstream.engines.draws import process
-from slipstream.environments import Reply
-from slipstream.environments.episodes import Episodes
+from slipstream.environments import Call, Reply, Step
+from slipstream.environments.episodes import Episode, Episodes
 from slipstream.errors import EnvironmentFailed
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, GradingSampler, Sampling, TensorSpec, WeightsRef
@@ -19,6 +19,7 @@ from slipstream.records import Handle, Ints, Prompt, Rollout, derive_seed, parts
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual
 from support import tabular_engines as toy
+from support.tiny_models import uniform
 from support.toy_episodes import WIDE, Numbers, World
 from support.toy_runs import PROMPTS, VOCAB, config
 
@@ -361,3 +362,14 @@ def test_whatever_environments_do_every_group_ends_once_and_no_credit_is_lost(tm
     failed = [entry for entry in ledger if entry.get("failed")]
     assert lines[-1]["failed_samples"] >= len(failed)
     assert lines[-1]["failed_samples"] == sum(lines[-1].get(f"failed/{c}", 0) for c in ("timeout", "crash", "error"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "premature"),
+    [(Reply(" \n"), 1), (Reply("4"), 0), (Reply("", (Call("buy", {"n": 1}),)), 0), (Reply("", (), ("not JSON",)), 1)],
+)
+def test_an_episode_is_premature_if_its_last_reply_has_neither_text_nor_a_call(reply: Reply, premature: int) -> None:
+    unused: Any = None
+    episode = Episode(unused, 0, 0, PROMPT, parts=[uniform(PROMPT, 0, [1, 2], finish="eos")])
+    episode.record(reply, Step(done=True))
+    assert (episode.rollout("eos", {}).outcome or {})["premature"] == premature
