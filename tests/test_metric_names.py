@@ -16,7 +16,7 @@ from slipstream.environments.several import SeveralEnvironments
 from slipstream.errors import WorkerDied
 from slipstream.estimators.drift import DRIFT_METRICS
 from slipstream.estimators.tables.correction import RS_MODES
-from slipstream.grades import UNREACHED, Ungraded
+from slipstream.grades import ENDPOINT_DOWN, Ungraded
 from slipstream.pipeline.failures import GivenUp
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, GradingSampler, Sampling
@@ -264,5 +264,5 @@ def test_a_band_is_said_and_holds_the_numbers_that_it_says() -> None:
 def test_every_reason_for_a_missing_reward_is_in_the_vocabulary() -> None:
     code = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
     causes = set(re.findall(r'Ungraded\(\s*"(\w+)"', code))
-    assert causes >= {"timeout", "crash", "length", "refused"}
-    assert [cause for cause in {UNREACHED, *causes} if not vocabulary.find(f"ungraded/{cause}")] == []
+    assert causes >= {"timeout", "crash", "length"}
+    assert [cause for cause in {"refused", ENDPOINT_DOWN, *causes} if not vocabulary.find(f"ungraded/{cause}")] == []

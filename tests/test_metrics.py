@@ -320,6 +320,13 @@ def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
     later = digest(lines, since=1)
     assert later["overlap/stages"] == 1.5
     assert summary(later, resumed=True)[1].startswith("overlap 1.50 of the three stages since the resume, ")
+    counted = [
+        line | {"dropped": n, "thrown_tokens": 5 * n, "restarts/scorer": 2, "restarts/sampler": n}
+        for n, line in enumerate(lines)
+    ]
+    later = digest(counted, since=2)
+    assert (later["lost"], later["thrown_tokens"], later["restarts/sampler"]) == (2, 10, 2)
+    assert "restarts/scorer" not in later and digest(counted)["restarts/scorer"] == 2
     assert digest(lines)["samples_per_s"] == 2 and digest(lines)["seconds"] == 8
     assert digest(lines, since=2)["tokens_per_s"] == 35 / 2, "a part that was gone on with is summed up by itself"
     assert summary(digest(lines[:1])) == []

@@ -20,7 +20,7 @@ from slipstream.processes import exit_text, kill_group, start_python, wake_with_
 C = TypeVar("C", bound="Child")
 STARTED = 120.0
 """Timeout in seconds for starting a child, which includes the imports of user code."""
-LIFE_SIGN = 0.5
+LIVENESS_INTERVAL = 0.5
 """Seconds after which a wait for a message asks whether the process still runs."""
 
 
@@ -78,7 +78,7 @@ class Child:
         until = time.monotonic() + timeout
         while True:
             ended = self.ended  # asked before the last look at what it has sent
-            if self.connection.poll(0 if ended else max(0.0, min(LIFE_SIGN, until - time.monotonic()))):
+            if self.connection.poll(0 if ended else max(0.0, min(LIVENESS_INTERVAL, until - time.monotonic()))):
                 return self.connection.recv()
             if ended:
                 raise EOFError

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-UNREACHED = "endpoint"
-"""Cause of a failure that no response can bring about: the endpoint of the judge was down, or refused every request."""
+ENDPOINT_DOWN = "endpoint"
+"""Cause if the endpoint of the judge was down, or refused every request, which is not due to the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class Ungraded:
     """Reason why a response has no reward: a cause for the counters, and a line of text for people."""
 
     cause: str
-    """timeout, crash, error, nan, type, length, refused or UNREACHED."""
+    """timeout, crash, error, nan, type, length, refused or ENDPOINT_DOWN."""
     text: str
 
 

@@ -345,12 +345,17 @@ def new_tokens(line: Mapping[str, Any]) -> float:
 def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     """Summarise the metrics lines of a run after warm-up; return {} for fewer than two updates after update `since`.
 
-    `overlap/stages` (as in AsyncOPD), `lag/max`, `seconds` and counters include the warm-up.
+    `overlap/stages` (as in AsyncOPD), `lag/max`, `seconds` and counters include the warm-up; counters begin at `since`.
     """
-    made = [line for line in lines if line["kind"] == "train" and line["update"] > since]
-    lines = [{**dict.fromkeys(DIGESTED, 0.0), **line} for line in made]
+    every = [{**dict.fromkeys(DIGESTED, 0.0), **line} for line in lines if line["kind"] == "train"]
+    earlier = [line for line in every if line["update"] <= since]
+    lines, before = every[len(earlier) :], (earlier or [{}])[-1]
     if len(lines) < 2:
         return {}
+
+    def gained(name: str) -> float:
+        return float(lines[-1].get(name, 0.0) - before.get(name, 0.0))
+
     warmup = min(WARMUP, len(lines) // 2)
     late, times = lines[warmup:], [line["time"] for line in lines]
     wall = max(sum(line["seconds/update"] for line in late), 1e-9)
@@ -367,9 +372,9 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
         **{f"waits/{name}": sum(line[f"seconds/{name}"] for line in late) / wall for name in waits},
         "lag/mean": sum(line["lag/mean"] * n for line, n in zip(late, counts, strict=True)) / max(sum(counts), 1.0),
         "lag/max": max(line["lag/max"] for line in lines),
-        "lost": lines[-1]["dropped"] + lines[-1]["restarted"],
-        "thrown_tokens": lines[-1]["thrown_tokens"],
-        **{name: value for name, value in lines[-1].items() if name.startswith("restarts/")},
+        "lost": gained("dropped") + gained("restarted"),
+        "thrown_tokens": gained("thrown_tokens"),
+        **{name: gained(name) for name in lines[-1] if name.startswith("restarts/") and gained(name)},
         "seconds": times[-1],
     }
 

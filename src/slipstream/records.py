@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.grades import UNREACHED, Ungraded
+from slipstream.grades import ENDPOINT_DOWN, Ungraded
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
@@ -671,11 +671,11 @@ class Header:
         return AGELESS if self.source else min(self.versions)[0]
 
     @property
-    def missing(self) -> str:
+    def missing_reason(self) -> str:
         """Reason why an evaluation leaves the sample out, which is no fault of the student; empty if it counts."""
         if self.finish == "error":
             return self.cause or "the engine could not answer it"
-        return self.ungraded.text if self.ungraded is not None and self.ungraded.cause == UNREACHED else ""
+        return self.ungraded.text if self.ungraded is not None and self.ungraded.cause == ENDPOINT_DOWN else ""
 
     @property
     def compared_tokens(self) -> int:

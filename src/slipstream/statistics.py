@@ -13,7 +13,7 @@ Verdict = Literal["holds", "does not hold", "open"]
 SIGNIFICANT = 0.05
 """Largest p-value at which a claim is decided."""
 ROUNDING_ERROR = 1e-9
-"""Largest standard error, relative to the mean, that rounding alone can leave between equal values."""
+"""Largest ratio that rounding alone can leave: of a standard error to its mean, or of a mean to its standard error."""
 BySeed = Mapping[int, float]
 
 

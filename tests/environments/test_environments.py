@@ -48,6 +48,8 @@ TOOLS = '''
                 case "fork":
                     if os.fork() == 0: time.sleep(1000)
                     os._exit(3)
+                case "leave":
+                    if os.fork() == 0: time.sleep(1000)
                 case "sleep": time.sleep(1000)
                 case "spin":
                     while True: pass
@@ -732,13 +734,32 @@ def test_what_a_host_has_started_ends_with_the_pool_also_if_the_host_ended_first
 
     with hosts(written(tmp_path, source, "Service")) as made:
         service = asyncio.run(main(made))
+    assert gone(service)
+
+
+def gone(pid: int) -> bool:
+    """Wait until a process has ended; whoever adopted it may not have collected it yet."""
     until = time.monotonic() + 20
-    while (status := Path(f"/proc/{service}/stat")).exists() and time.monotonic() < until:
-        if ") Z " in status.read_text():  # killed, and not yet collected by whoever adopted it
-            break
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
         time.sleep(0.05)
-    else:
-        assert not status.exists()
+    return False
+
+
+def test_a_step_after_the_death_of_a_host_that_forked_is_a_crash(adder: str) -> None:
+    async def main(made: EnvironmentPool) -> None:
+        episode = await opened(made)
+        await episode.step(call("fail", how="leave"))
+        os.kill(made.children[0].process.pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentFailed, match="ended its process: killed by SIGKILL"):
+            await asyncio.wait_for(episode.step(call("add", a=1)), 20)
+
+    with hosts(adder) as made:
+        asyncio.run(main(made))
 
 
 def test_a_host_ends_with_whoever_started_it(adder: str) -> None:

@@ -595,16 +595,31 @@ def test_a_client_that_goes_away_and_comes_again_is_answered_from_the_first_call
             with socket.create_connection(made.socket.getsockname(), timeout=5) as left:
                 left.sendall(head + body)
                 while not session.running:
-                    await asyncio.sleep(0)
-            for _ in range(100):  # no time passes: an answer may need only milliseconds
-                await asyncio.sleep(0)
-            assert session.lost
+                    await asyncio.sleep(0.01)
+            while not session.lost:
+                await asyncio.sleep(0.01)
             again = asyncio.create_task(sent(chat(url), body))
             while session.lost:
                 await asyncio.sleep(0.01)
             policy.hold.set()
             assert (await again)[0] == 200
             assert len(policy.calls) == 1 and policy.cancelled == 0
+
+    asyncio.run(main())
+
+
+def test_a_client_is_watched_from_the_beginning() -> None:
+    """An answer may need only milliseconds."""
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def main() -> None:
+        request = web.Request({"method": "POST", "path": "/", "headers": []}, receive)
+        waiting = asyncio.create_task(web.while_there(request, asyncio.get_running_loop().create_future()))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert waiting.cancelled()
 
     asyncio.run(main())
 

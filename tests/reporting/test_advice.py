@@ -621,7 +621,7 @@ def test_supervised_updates_are_finished_and_give_no_advice(tmp_path: Path, caps
     assert json.loads(TextScores(capsys, run, "--json").out)["updates"] == 7
 
 
-def test_a_run_is_continued_where_that_is_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_is_proposed_only_if_a_checkpoint_allows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path / "run", {"truncated": 0.6})
 
     def hint() -> str:

@@ -19,7 +19,7 @@ from slipstream.engines.http.judge import Judge, JudgeEndpoint, as_text, message
 from slipstream.engines.native.reward_model import encode
 from slipstream.engines.native.reward_process import RewardModel
 from slipstream.errors import ConfigError
-from slipstream.grades import UNREACHED, Grades, Ungraded
+from slipstream.grades import ENDPOINT_DOWN, Grades, Ungraded
 from slipstream.plan.plan import fast_checks, plan
 from slipstream.rewards.functions import Answer, Unusable
 from slipstream.run_dir.writing import read_lines
@@ -224,8 +224,8 @@ def test_short_failures_are_retried_and_long_ones_leave_the_answer_ungraded() ->
         fake.tell("refused")
         (refused,) = asked(judge(fake), ("?", answer("!")))
         fake.always = "broken"
-        (down,) = asked(judge(fake), ("?", answer("!")))
-    for found, cause in ((refused, "refused"), (down, UNREACHED)):
+        *_, down = asked(judge(fake), *[("?", answer("!"))] * 4)
+    for found, cause in ((refused, "refused"), (down, ENDPOINT_DOWN)):
         assert isinstance(found, Ungraded) and found.cause == cause
         assert found.text.startswith(f"the judge at {fake.url} ")
 

@@ -85,7 +85,9 @@ def test_an_answer_that_its_environment_ruins_is_left_out_and_not_counted_as_wro
     said, noted = capsys.readouterr()
     (line,) = map(json.loads, said.splitlines())
     assert (line["prompts"], line["avg@2"], line["pass@2"], line["greedy"]) == (7, 1.0, 1.0, 1.0)
-    assert "3 answers are missing and left out: start raised ValueError: this row is broken" in noted
+    assert (
+        "3 answers are missing and left out, one of them because start raised ValueError: this row is broken" in noted
+    )
 
 
 def test_an_evaluation_keeps_no_records_which_each_hold_a_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +103,7 @@ def test_an_evaluation_keeps_no_records_which_each_hold_a_file_open(monkeypatch:
 
 
 def test_a_probability_of_several_answers_is_unknown_if_one_of_each_prompt_failed() -> None:
-    measured = Measured(0.0, [[1.0], [0.0, 1.0]], [], Counter(), Counter({"crash": 1}), {}, 1.0, 1)
+    measured = Measured(0.0, [[1.0], [0.0, 1.0]], [], Counter(), ["crash"], {}, 1.0, 1)
     assert measured.passed(2) == [1.0] and measured.passed(3) == []
 
 
@@ -123,12 +125,12 @@ def test_a_set_without_any_answer_has_no_line_and_does_not_end_the_run(capsys: p
     assert evaluations() == []
     assert "8 of 8 answers are missing" in capsys.readouterr().out
     assert main(["eval", "run", "--json"]) == 2
-    assert "no prompt has an answer: start raised ValueError: this row is broken" in capsys.readouterr().err
+    assert "no prompt has an answer that counts: start raised ValueError: this row is broken" in capsys.readouterr().err
     write("healthy.jsonl", [])
     assert main(["eval", "run", "--json", "--data", "broken=eval.jsonl", "healthy=healthy.jsonl"]) == 2
     said, noted = capsys.readouterr()
     assert [json.loads(line)["set"] for line in said.splitlines()] == ["healthy"]
-    assert "error: no prompt of broken has an answer: start raised ValueError: this row is broken" in noted
+    assert "error: no prompt of broken has an answer that counts: start raised ValueError: this row is broken" in noted
     assert len(list(read_lines(Path("run") / "eval.jsonl"))) == 1
 
 

@@ -27,7 +27,7 @@ from slipstream.data.sources import has_splits
 from slipstream.errors import ConfigError, EngineError, RunDirError
 from slipstream.metric_names import SHARE_REWARDS
 from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics
-from slipstream.pipeline.evaluate import answers, correctness
+from slipstream.pipeline.evaluate import answers, by_episode, correctness, reason_ungraded
 from slipstream.plan.environment import environments_of
 from slipstream.plan.evaluation import (
     INHERITED_DATA_KEYS,
@@ -79,8 +79,8 @@ class Measured:
     """Greedy answers, one per prompt."""
     ungraded: Counter[str]
     """Number of answers that could not be graded, by cause; they count as 0, or as the lowest reward below 0."""
-    failed: Counter[str]
-    """Number of answers that could not be made, or whose judge was down, by cause; they are left out."""
+    failed: list[str]
+    """Reasons of answers that could not be made, or whose judge was down; they are left out."""
     metrics: Metrics
     """Metrics of the sampled answers: lengths, truncation, rewards."""
     seconds: float
@@ -135,22 +135,25 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
             if watch:
                 watch.begin(f"{name} {how}".strip(), len(made.sets[name]))
             every = await answers(generate, made.sets[name], sampling)
-            failed.update(h.header.missing for group in every for h in group if h.header.missing)
-            kept = [[h for h in group if not h.header.missing] for group in every]
+            failed.extend(reason for group in every for reason in by_episode(group, lambda h: h.missing_reason))
+            kept = [[h for h in group if not h.header.missing_reason] for group in every]
             if not any(kept):
-                raise UnansweredError(f"no prompt{f' of {name}' if name else ''} has an answer: {min(failed)}")
+                raise UnansweredError(
+                    f"no prompt{f' of {name}' if name else ''} has an answer that counts: {failed[0]}"
+                )
             return [group for group in kept if group]
 
-        began, sampling, failed = time.perf_counter(), made.sampling[name], Counter[str]()
+        began, sampling, failed = time.perf_counter(), made.sampling[name], list[str]()
         sampled = await ask(sampling, "sampled")
         once = sampling.temperature == 0  # all samples are greedy
         best = sampled if once else await ask(replace(sampling, group=1, temperature=0), "greedy")
-        drawn = [handle for group in (sampled if once else sampled + best) for handle in group]
+        asked = sampled if once else sampled + best
+        drawn = [handle for group in asked for handle in group]
         return Measured(
             greedy=avg_at_n(correctness(best, reward)),
             sampled=correctness(sampled, reward),
             best=[group[0] for group in best],
-            ungraded=Counter(handle.header.ungraded.text for handle in drawn if handle.header.ungraded),
+            ungraded=Counter(reason for group in asked for reason in by_episode(group, reason_ungraded)),
             failed=failed,
             metrics=sample_metrics([handle.header for group in sampled for handle in group]),
             seconds=time.perf_counter() - began,
@@ -232,8 +235,8 @@ def evaluate(model: str, console: Console, *, options: Mapping[str, Any], ks: Se
     for each in found.values():
         for why, count in each.ungraded.items():
             note(f"{count} answers have no reward and count as wrong: {why}")
-        for why, count in each.failed.items():
-            note(f"{count} answers are missing and left out: {why}")
+        if each.failed:
+            note(f"{len(each.failed)} answers are missing and left out, one of them because {each.failed[0]}")
     show(
         subject, [line_of(subject, asked, name, each, ks) for name, each in found.items()], show_table, console, as_json
     )

@@ -99,6 +99,7 @@ class EnvironmentProcess(Child):
                 self._settle(*self.receive())
         except (EOFError, OSError, pickle.UnpicklingError):
             self.crowd = frozenset(self.live)
+            self.kill()  # else what it forked could hold the connection, and the next call would wait for an answer
             for call, (_, number) in list(self.waiting.items()):
                 self._settle(call, self._crash(number, acting=True))
 

@@ -19,7 +19,7 @@ from slipstream.pipeline.pool import Worker
 from slipstream.pipeline.publish import Samplers
 from slipstream.pipeline.stages import Scoring
 from slipstream.protocols import Sampler, Sampling
-from slipstream.records import Group, Handle, Prompt, unfinished
+from slipstream.records import Group, Handle, Header, Prompt, unfinished
 from slipstream.run_dir.writing import RunLog
 from slipstream.statistics import standard_error
 
@@ -54,8 +54,9 @@ class Evaluation:
         answer = partial(self._answer, missing)
         groups = {name: await answers(answer, self.held_out[name], self.sampling(name)) for name in due}
         asked = sum(len(self.held_out[name]) * self.sampling(name).group for name in due)
-        headers = [handle.header for found in groups.values() for group in found for handle in group]
-        ungraded = [header.ungraded.text for header in headers if header.ungraded is not None]
+        ungraded = [
+            reason for found in groups.values() for group in found for reason in by_episode(group, reason_ungraded)
+        ]
         for reasons, what in ((missing, "are missing and left out"), (ungraded, "have no reward and count as wrong")):
             if reasons:
                 self.samplers.say(
@@ -77,9 +78,9 @@ class Evaluation:
         except GivenUp as failure:
             group = []
             missing += [str(failure)] * sampling.group
-        missing += [handle.header.missing for handle in group if handle.header.missing]
+        missing += by_episode(group, lambda header: header.missing_reason)
         self.groups.progress.note_change()
-        return [replace(handle, body=None) for handle in group if not handle.header.missing]
+        return [replace(handle, body=None) for handle in group if not handle.header.missing_reason]
 
     async def _answer_or_give_up(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
         async def generate(worker: Worker[Sampler]) -> Group:
@@ -88,13 +89,13 @@ class Evaluation:
         group: Group = ()
         while unfinished(group):
             group = await self.samplers.call(f"held-out prompt {prompt.number}", generate)
-        answered = [handle for handle in group if not handle.header.missing]
+        answered = [handle for handle in group if not handle.header.missing_reason]
         if answered and not self.reward:
             try:
                 answered = list(await self.scoring.score_other(answered, f"answers to held-out prompt {prompt.number}"))
             except RecordsLost:  # a worker died with the answers, so they are drawn again
                 return await self._answer_or_give_up(prompt, sampling)
-        return [*answered, *(handle for handle in group if handle.header.missing)]
+        return [*answered, *(handle for handle in group if handle.header.missing_reason)]
 
 
 async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampling) -> list[list[Handle]]:
@@ -104,6 +105,16 @@ async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampl
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(one(prompt)) for prompt in prompts]
     return [task.result() for task in running]
+
+
+def reason_ungraded(header: Header) -> str:
+    return header.ungraded.text if header.ungraded is not None else ""
+
+
+def by_episode(group: Iterable[Handle], reason: Callable[[Header], str]) -> list[str]:
+    """Return the reason of each episode that has one; an episode may have several rows."""
+    found = {handle.header.episode: reason(handle.header) for handle in group}
+    return list(filter(None, found.values()))
 
 
 def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:

@@ -152,7 +152,7 @@ def answered_members(group: Group) -> list[Handle]:
     """Return the members that have an answer, even one without a reward; raise GivenUp if no member has one."""
     answered = [handle for handle in group if handle.header.finish != "error"]
     if not answered:
-        raise GivenUp(group[0].header.missing)
+        raise GivenUp(group[0].header.missing_reason)
     return answered
 
 

@@ -140,7 +140,7 @@ class Sweep:
         if key not in self._values:
             run = cell.run
             lines = (run.metrics, run.evaluations)
-            if (last := lines[0][-1]["update"] if lines[0] else 0) != cell.done["updates"]:
+            if (last := lines[0][-1]["update"] if lines[0] else 0) < cell.done["updates"]:
                 found = f"it ends at update {last}, and the cell at {cell.done['updates']}"
                 raise RunDirError(f"{cell.path}/metrics.jsonl is damaged: {found}; remove {cell.path}")
             for each in {measure, *self.measures}:

@@ -93,6 +93,11 @@ class Client:
         self.endpoint, self.where = endpoint, endpoint.where
         self.loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def down(self) -> bool:
+        """Return whether the endpoint is down for all requests, or has asked to wait."""
+        return self.breaker.open or asyncio.get_running_loop().time() < self.breaker.earliest
+
     async def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, expected: int = 0, bare: bool = False
     ) -> Any:
@@ -288,7 +293,7 @@ class Breaker:
         try:
             yield
         except Unavailable as error:
-            self._delay(min(error.after, MAX_OUTAGE))  # servers name days, too, and answer other requests meanwhile
+            self._delay(min(error.after, MAX_OUTAGE / 2))  # some servers name hours, and accept requests earlier
             if error.down:
                 self._count_failure(str(error), probe)
             else:

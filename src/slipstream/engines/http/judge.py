@@ -14,11 +14,11 @@ from typing import Any
 
 from slipstream.engines.http.client import Client, Endpoint
 from slipstream.errors import EndpointError
-from slipstream.grades import UNREACHED, Grades, Ungraded
+from slipstream.grades import ENDPOINT_DOWN, Grades, Ungraded
 from slipstream.rewards.functions import Answer, Unusable, number
 
-REFUSING_ONE = 400, 413, 422
-"""Statuses of answers that refuse what one request contains, such as a text that is too long."""
+REFUSING_ALL = 401, 404
+"""Statuses of answers that refuse a request whatever it contains."""
 MAX_QUOTED_SCORE = 80
 """Maximum characters of a judge's answer in a message."""
 
@@ -67,7 +67,8 @@ class OpenJudge:
             message = message_of(await self.client.ask("POST", "/chat/completions", body | {"temperature": 0.0}))
             return {"judge": score_in(message, settings)}
         except EndpointError as error:
-            return Ungraded("refused" if error.status in REFUSING_ONE else UNREACHED, str(error))
+            down = self.client.down or error.status in REFUSING_ALL
+            return Ungraded(ENDPOINT_DOWN if down else "refused", str(error))
         except Unusable as error:
             return Ungraded(error.cause, f"the judge {error}")
 

@@ -53,6 +53,7 @@ class RewardModelProcess:
     def _grades(self, pairs: list[tuple[Any, str]]) -> list[Grades]:
         with self.lock:
             if self.child.ended:
+                self.child.close()
                 self.child = ModelProcess(self.settings)
             try:
                 self.child.ready()

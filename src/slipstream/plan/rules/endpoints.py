@@ -15,7 +15,7 @@ from slipstream.engines.http.judge import Judge
 from slipstream.engines.native.config import vocabulary_of
 from slipstream.engines.server.api import APIS, Served, ServerEndpoint, served_name
 from slipstream.errors import ConfigError, EndpointError
-from slipstream.grades import UNREACHED, Grades, Ungraded
+from slipstream.grades import ENDPOINT_DOWN, Grades, Ungraded
 from slipstream.pipeline.failures import ResponseWatch
 from slipstream.plan.engines import endpoint_of, server_settings
 from slipstream.plan.graders import graders_apart
@@ -78,7 +78,7 @@ def check_judge(config: Config, say: Callable[[str], None]) -> None:
     for judge in graders_apart(config):
         if isinstance(judge, Judge):
             answer = asyncio.run(ask(judge))
-            if isinstance(answer, Ungraded) and answer.cause in ("refused", UNREACHED):
+            if isinstance(answer, Ungraded) and answer.cause in ("refused", ENDPOINT_DOWN):
                 raise ConfigError(f"task.judge.base_url: {answer.text}: start it, or correct the address")
             say(f"{judge.endpoint.where} serves {judge.endpoint.model}, at most {judge.endpoint.timeout:g} s a request")
             if isinstance(answer, Ungraded):

@@ -130,7 +130,7 @@ def slow_learner(case: Case) -> Evidence | None:
 
 
 def slow_publish(case: Case) -> Evidence | None:
-    share, schedule = case.share("seconds/weights") - case.share("seconds/eval"), case.config.schedule
+    share, schedule = case.share("seconds/weights"), case.config.schedule
     if case.too_short or share <= LONG_WAIT:
         return None
     if not isinstance(schedule, Async):  # others publish when no request is running, after every update

@@ -12,7 +12,7 @@ from slipstream.reporting.report.figures import MARKED_POINTS, window
 from slipstream.reporting.report.page import Facts, Folded, Page, Paragraph, Part, Samples, Section, Table
 from slipstream.reporting.report.runs import Reading, changed_settings, held_out_sets, in_use
 from slipstream.reporting.report.samples import STRONGEST, pick, sample_of
-from slipstream.reporting.report.titles import change, duration, first_and_last, setting_text, short
+from slipstream.reporting.report.titles import change, duration, first_and_last, percent, setting_text, short
 from slipstream.run_dir.writing import LEDGER, suite_lines, suite_scores
 
 SAMPLES_SHOWN = 6
@@ -146,7 +146,7 @@ def held_out_of(run: Reading, key: tuple[str, str]) -> str:
     if key[0] == "kl" or not all(0 <= value <= 1 for value in values):
         return first_and_last([*map(short, values)]) + (f" ± {errors[-1]:.2g}" if errors[-1] else "")
     error = f" ± {100 * errors[-1]:.2g}" if errors[-1] else ""
-    return f"{first_and_last([f'{100 * value:.3g}' for value in values])}{error} %"
+    return f"{first_and_last([*map(percent, values)])}{error} %"
 
 
 def advice(runs: Sequence[Reading]) -> Iterator[Part]:

@@ -196,7 +196,7 @@ def learning_figures(sweep: Sweep, measure: str, x: Any, found: Sequence[Series]
         ends = {row.series: [row.mean] for row in sweep.table(measure) if row.x == x and row.mean is not None}
         values = ends if len(found) > 1 else {found[0].name: found[0].y}  # a single series has its trend as title
         where = f" at {sweep.study.x} = {setting_text(x)}" if sweep.study.x else ""
-        title = course(f"{metric.title}{where}", values, share=metric.is_share, each="every arm's mean")
+        title = course(f"{metric.title}{where}", values, share=metric.is_share, where="on average in every arm")
         axis = RUN_SECONDS if clock else "update"
         yield figures.ribbons(title, "", found, x=axis, y=metric.unit, share=metric.is_share)
 

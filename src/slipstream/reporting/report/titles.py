@@ -42,10 +42,14 @@ def short(value: float, *, share: bool = False) -> str:
     if not isfinite(value):
         return "unknown"
     if share:
-        return f"{round(100 * value, 9):.3g} %"  # 21.25 % is no other number for having been computed otherwise
+        return f"{percent(value)} %"
     if value and abs(value) < 1e-4:
         return f"{value:.1e}".replace("e-0", "e-")
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{round(100 * share, 9) + 0.0:.3g}"  # without rounding errors, so that equal shares have equal texts
 
 
 def first_and_last(texts: Sequence[str]) -> str:
@@ -77,8 +81,8 @@ def mean_text(mean: float | None, error: float | None, *, share: bool = False) -
     return f"{mean:,.{digits}f} ± {error:.{digits}f}{unit}" if digits <= 6 else f"{mean:.3g} ± {error:.2g}{unit}"
 
 
-def course(label: str, runs: Mapping[str, Sequence[float]], *, share: bool = False, each: str = "every run") -> str:
-    """Return a title: the trend in a single run, or the final values of several runs, of which `each` is one."""
+def course(label: str, runs: Mapping[str, Sequence[float]], *, share: bool = False, where: str = "in every run") -> str:
+    """Return a title: the trend in a single run, or the final values of several; equal ones end with `where`."""
     say = partial(short, share=share)
     known = {name: values for name, values in runs.items() if values}
     ends = {name: change(values) for name, values in known.items()}
@@ -91,7 +95,7 @@ def course(label: str, runs: Mapping[str, Sequence[float]], *, share: bool = Fal
         return f"{label}: {say(fmean(known[name]))} on average, no clear trend"
     last = {name: end.last for name, end in ends.items()}
     if len(set(map(say, last.values()))) == 1:
-        return f"{label} ended at {say(next(iter(last.values())))} in {each}"
+        return f"{label} ended at {say(next(iter(last.values())))} {where}"
     if len(last) <= 3:
         return f"{label} ended at " + ", ".join(f"{say(value)} ({name})" for name, value in last.items())
     least, most = min(last, key=last.__getitem__), max(last, key=last.__getitem__)
