@@ -216,7 +216,8 @@ def test_a_saved_study_is_read_by_the_new_names(tmp_path: Path) -> None:
         tree = {**BASE, "seed": 1, **settings}
         tree["sampler"] = {**settings.get("sampler", {}), "longest": 300}
         tree["teachers"] = {"main": {"model": "builtin:teacher", "longest": 300}}
-        (cell / "cell.json").write_text(json.dumps({"config": tree}))
+        costs = {"updates": 1, "tokens": 2.0, "seconds": 3.0, "cpu_seconds": 4.0}
+        (cell / "cell.json").write_text(json.dumps({"config": tree, **costs}))
     sweep = Sweep(tmp_path)
     assert sweep.study.x == "sampler.teacher_replaces" and [point.x for point in sweep.study.points] == [2, 3, 0]
     assert [cell.finished for cell in sweep.cells] == [True, False, True]
