@@ -1,6 +1,7 @@
 """Child processes: new Python interpreters, without the memory of the process that starts them, for code that may fail.
 
-If the parent process ends, even by a crash, then its children and all processes that they started end, too.
+If the parent process ends, even by a crash, then its children end, too, and all processes that they started, except
+those that began a session of their own.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ENDPOINT_DOWN = "endpoint"
-"""Cause if the endpoint of the judge was down, or refused every request, which is not due to the response."""
+"""Cause if the endpoint of the judge gave no usable answer, and not because of what the request contains."""
 
 
 @dataclass(frozen=True, slots=True)

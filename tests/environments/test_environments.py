@@ -754,7 +754,9 @@ def test_a_step_after_the_death_of_a_host_that_forked_is_a_crash(adder: str) -> 
     async def main(made: EnvironmentPool) -> None:
         episode = await opened(made)
         await episode.step(call("fail", how="leave"))
-        os.kill(made.children[0].process.pid, signal.SIGKILL)
+        (host,) = made.children
+        os.kill(host.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(host.reader.join, 20)  # the step begins after the death was noticed
         with pytest.raises(EnvironmentFailed, match="ended its process: killed by SIGKILL"):
             await asyncio.wait_for(episode.step(call("add", a=1)), 20)
 

@@ -224,8 +224,10 @@ def test_short_failures_are_retried_and_long_ones_leave_the_answer_ungraded() ->
         fake.tell("refused")
         (refused,) = asked(judge(fake), ("?", answer("!")))
         fake.always = "broken"
-        *_, down = asked(judge(fake), *[("?", answer("!"))] * 4)
-    for found, cause in ((refused, "refused"), (down, ENDPOINT_DOWN)):
+        (down,) = asked(judge(fake), ("?", answer("!")))
+        fake.always, fake.retry_after = "busy", None
+        (busy,) = asked(judge(fake), ("?", answer("!")))
+    for found, cause in ((refused, "refused"), (down, ENDPOINT_DOWN), (busy, ENDPOINT_DOWN)):
         assert isinstance(found, Ungraded) and found.cause == cause
         assert found.text.startswith(f"the judge at {fake.url} ")
 

@@ -96,7 +96,7 @@ class Measured:
 
 
 class UnansweredError(EngineError):
-    """No prompt of a set has an answer."""
+    """No prompt of a set has an answer that counts."""
 
     measured: Mapping[str, Measured] = {}
     """Results of the other sets."""
@@ -135,11 +135,12 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
             if watch:
                 watch.begin(f"{name} {how}".strip(), len(made.sets[name]))
             every = await answers(generate, made.sets[name], sampling)
-            failed.extend(reason for group in every for reason in by_episode(group, lambda h: h.missing_reason))
+            reasons = [reason for group in every for reason in by_episode(group, lambda h: h.missing_reason)]
+            failed.extend(reasons)
             kept = [[h for h in group if not h.header.missing_reason] for group in every]
             if not any(kept):
                 raise UnansweredError(
-                    f"no prompt{f' of {name}' if name else ''} has an answer that counts: {failed[0]}"
+                    f"no prompt{f' of {name}' if name else ''} has an answer that counts: {reasons[0]}"
                 )
             return [group for group in kept if group]
 

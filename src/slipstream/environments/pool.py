@@ -44,6 +44,8 @@ class EnvironmentProcess(Child):
         """Calls for which a caller still waits, by number: the future answer and the number of the environment."""
         self.calls = count()
         self.reader = threading.Thread(target=self._receive, daemon=True)
+        self.reads = True
+        """False once the process has ended: what it forked may still hold the connection, and never answers."""
         self.outgoing = SimpleQueue[tuple[Future[None], Any] | None]()
         """Calls to send, each with a future that is done when it is sent; None after the last one."""
 
@@ -74,8 +76,8 @@ class EnvironmentProcess(Child):
         return result
 
     def _sent(self, message: Any) -> Future[None]:
-        if self.connection.closed:
-            raise OSError("the process has been closed")
+        if self.connection.closed or not self.reads:
+            raise OSError("the process has ended")
         sent = Future[None]()
         self.outgoing.put((sent, message))
         return sent
@@ -98,8 +100,8 @@ class EnvironmentProcess(Child):
             while True:
                 self._settle(*self.receive())
         except (EOFError, OSError, pickle.UnpicklingError):
+            self.reads = False
             self.crowd = frozenset(self.live)
-            self.kill()  # else what it forked could hold the connection, and the next call would wait for an answer
             for call, (_, number) in list(self.waiting.items()):
                 self._settle(call, self._crash(number, acting=True))
 

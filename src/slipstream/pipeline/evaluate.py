@@ -134,7 +134,8 @@ def summary(groups: list[list[Handle]], reward: str) -> Metrics:
     if not reward:
         kl, error = kl_and_error([header for header in headers if header.trained_tokens])
         return {"kl": kl, "kl_error": error, **sample_metrics(headers)}
-    ungraded = Counter(f"ungraded/{header.ungraded.cause}" for header in headers if header.ungraded is not None)
+    causes = (by_episode(group, lambda header: header.ungraded.cause if header.ungraded else "") for group in groups)
+    ungraded = Counter(f"ungraded/{cause}" for found in causes for cause in found)
     rewards = correctness(groups, reward)
     of_mean = standard_error([fmean(each) for each in rewards])
     accuracy = {"accuracy": avg_at_n(rewards), **({} if of_mean is None else {"accuracy_error": of_mean})}

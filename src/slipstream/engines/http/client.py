@@ -6,7 +6,7 @@ for. Other and longer failures raise EndpointError; the pipeline then retries wh
 Servers are not trusted. At most as many bytes are read as the request can need, and compressed answers are refused. One
 time limit covers a request from connecting to the last byte.
 
-A circuit breaker sends no requests during an outage, or before the time in a Retry-After header:
+A circuit breaker sends no requests during an outage, or before the time in a Retry-After header (MAX_RETRY_AFTER):
 
     closed ──OUTAGE_FAILURES in a row──▶ open ──pause──▶ one probe request ──success──▶ closed
                                           ▲                      │
@@ -92,11 +92,6 @@ class Client:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint, self.where = endpoint, endpoint.where
         self.loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def down(self) -> bool:
-        """Return whether the endpoint is down for all requests, or has asked to wait."""
-        return self.breaker.open or asyncio.get_running_loop().time() < self.breaker.earliest
 
     async def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, expected: int = 0, bare: bool = False
@@ -258,6 +253,8 @@ OUTAGE_FAILURES = 5
 """Number of failures in a row that counts as an outage."""
 PROBE_PAUSES = (1.0, 30.0)
 """Seconds before the first probe request, and maximum seconds between two probe requests."""
+MAX_RETRY_AFTER = 60.0
+"""Maximum seconds that a Retry-After header holds requests back: some servers name hours, and accept them earlier."""
 MAX_OUTAGE = 120.0
 """Maximum seconds that a call waits for the end of an outage."""
 PROBE_SPREAD = 0.2
@@ -293,7 +290,7 @@ class Breaker:
         try:
             yield
         except Unavailable as error:
-            self._delay(min(error.after, MAX_OUTAGE / 2))  # some servers name hours, and accept requests earlier
+            self._delay(min(error.after, MAX_RETRY_AFTER))
             if error.down:
                 self._count_failure(str(error), probe)
             else:

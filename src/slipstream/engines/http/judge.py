@@ -17,8 +17,8 @@ from slipstream.errors import EndpointError
 from slipstream.grades import ENDPOINT_DOWN, Grades, Ungraded
 from slipstream.rewards.functions import Answer, Unusable, number
 
-REFUSING_ALL = 401, 404
-"""Statuses of answers that refuse a request whatever it contains."""
+REFUSED_TEXT = 400, 413, 422
+"""Statuses of answers that refuse what one request contains, such as a text that is too long."""
 MAX_QUOTED_SCORE = 80
 """Maximum characters of a judge's answer in a message."""
 
@@ -67,8 +67,7 @@ class OpenJudge:
             message = message_of(await self.client.ask("POST", "/chat/completions", body | {"temperature": 0.0}))
             return {"judge": score_in(message, settings)}
         except EndpointError as error:
-            down = self.client.down or error.status in REFUSING_ALL
-            return Ungraded(ENDPOINT_DOWN if down else "refused", str(error))
+            return Ungraded("refused" if error.status in REFUSED_TEXT else ENDPOINT_DOWN, str(error))
         except Unusable as error:
             return Ungraded(error.cause, f"the judge {error}")
 
