@@ -10,6 +10,7 @@ import pytest
 import slipstream
 from slipstream.cli import main
 from slipstream.commands.evaluate import Measured
+from slipstream.errors import EngineError
 from slipstream.pipeline import evaluate
 from slipstream.run_dir.writing import read_lines
 
@@ -132,6 +133,14 @@ def test_a_set_without_any_answer_has_no_line_and_does_not_end_the_run(capsys: p
     assert [json.loads(line)["set"] for line in said.splitlines()] == ["healthy"]
     assert "error: no prompt of broken has an answer that counts: start raised ValueError: this row is broken" in noted
     assert len(list(read_lines(Path("run") / "eval.jsonl"))) == 1
+
+
+def test_an_evaluation_whose_episodes_all_fail_fifteen_times_in_a_row_ends_the_run() -> None:
+    tree = with_environment([])
+    rows = [{"prompt": f"A{i}B{i}=", "answer": "1", "bad": True} for i in range(16)]
+    Path("eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(EngineError, match="failed at the last 15 tries, and none succeeded: start raised ValueError"):
+        slipstream.train(tree | {"eval": {"every": 1, "prompts": 16}})
 
 
 def test_an_answer_that_no_teacher_can_score_is_left_out_of_the_kl(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from slipstream.pipeline.failures import GivenUp
 from slipstream.pipeline.groups import Groups
 from slipstream.pipeline.pool import Worker
 from slipstream.pipeline.publish import Samplers
-from slipstream.pipeline.stages import Scoring
+from slipstream.pipeline.stages import Scoring, answered_members
 from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Group, Handle, Header, Prompt, unfinished
 from slipstream.run_dir.writing import RunLog
@@ -84,7 +84,10 @@ class Evaluation:
 
     async def _answer_or_give_up(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
         async def generate(worker: Worker[Sampler]) -> Group:
-            return await worker.engine.generate(prompt, sampling, group)
+            drawn = await worker.engine.generate(prompt, sampling, group)
+            if not unfinished(drawn):
+                answered_members(drawn)  # without any answer the call has failed, and several such calls end the run
+            return drawn
 
         group: Group = ()
         while unfinished(group):
