@@ -7,6 +7,7 @@ teacher, two samplers, every schedule in turn. Log-probs of teachers are rounded
 teachers with much noise are configured as what has it, an endpoint.
 """
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -86,7 +87,9 @@ def one(path: Path, seed: int) -> list[str]:
 
 
 def main() -> None:
-    runs, alarms = int(sys.argv[1]) if len(sys.argv) > 1 else 200, 0
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", type=int, nargs="?", default=200, help="number of runs (200)")
+    runs, alarms = parser.parse_args().runs, 0
     with tempfile.TemporaryDirectory() as directory:
         for seed in range(runs):
             for line in (said := one(Path(directory) / str(seed), seed)):

@@ -3,9 +3,9 @@
 Every prompt is a request for a short text about an everyday thing. Held-out prompts are about other things.
 """
 
+import argparse
 import json
 import random
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -58,4 +58,6 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("folder", type=Path, help="where train.jsonl and held_out.jsonl go")
+    write(parser.parse_args().folder)

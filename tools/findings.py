@@ -3,8 +3,8 @@
 The pages are written by `slipstream report STUDY --markdown docs/findings`, or by scripts.
 """
 
+import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -54,4 +54,6 @@ def result(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(index([Path(path) for path in sys.argv[1:]])))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("pages", type=Path, nargs="+", help="the pages of findings, in the order of the index")
+    print("\n".join(index(parser.parse_args().pages)))
