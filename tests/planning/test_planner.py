@@ -361,7 +361,7 @@ def config(**sections: Any) -> Config:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("train.toml").write_text(to_toml(config(learner={"batch_size": 8})))
+    Path("train.toml").write_text(to_toml(config(learner={"batch_size": 8}, updates=6)))
     Path("costs.toml").write_text(costs().to_toml())
     return tmp_path
 
@@ -386,7 +386,7 @@ def test_and_plain_numbers(home: Path, capsys: pytest.CaptureFixture[str], monke
     assert main(["plan", "train.toml", "--costs=costs.toml", "--json", "--learner.batch_size", "4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == 3 and found["best"]["sync"]["split"] == {"samplers": 1, "scorers": 1, "ranks": 1}
-    seen = outlook(costs(), Work.of(config(learner={"batch_size": 4})), devices=3, updates=12, schedules=[Sync()])
+    seen = outlook(costs(), Work.of(config(learner={"batch_size": 4})), devices=3, updates=6, schedules=[Sync()])
     assert found["best"]["sync"] == numbers(seen)["best"]["sync"]
 
 
@@ -396,7 +396,7 @@ def test_engines_of_one_process_share_one_core(home: Path, capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert 'note: runtime.kind = "inline" has all engines in one process: cores = 1' in err
     one = costs().model_copy(update={"cores": 1.0})
-    seen = outlook(one, Work.of(config(learner={"batch_size": 4})), devices=3, updates=12, schedules=[Sync()])
+    seen = outlook(one, Work.of(config(learner={"batch_size": 4})), devices=3, updates=6, schedules=[Sync()])
     assert json.loads(out)["best"]["sync"] == numbers(seen)["best"]["sync"]
 
 
@@ -407,7 +407,7 @@ def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str])
     text = Path("plan.html").read_text()
     again = " ".join(["slipstream", *words[:4], "--report plan.html", *words[4:]])
     assert text.count("<figure") == 3 and f"<code>{again}</code>" in text
-    assert "The config has async(4), and 12 updates" in text and "[decode]" in text
+    assert "The config has async(4), and 6 updates" in text and "[decode]" in text
 
 
 @pytest.mark.parametrize(

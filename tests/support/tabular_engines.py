@@ -94,6 +94,8 @@ class Response:
     versions: list[int] = field(default_factory=list)
     kept: list[Ints] = field(default_factory=list)
     """Sampling support of each token; empty unless `Sampling.keep_mask` is set."""
+    uniform_TM: Tensor | None = None
+    """Uniform numbers of all draws that the response can have; computed with its first token."""
 
 
 def continued_response(place: int, begun: Rollout) -> Response:
@@ -173,10 +175,12 @@ class ToySampler:
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
     def _write(self, row: Response, prompt: Prompt, sampling: Sampling) -> None:
-        seed_N = torch.tensor([derive_seed(prompt.seed, prompt.first + row.place)])
-        uniform_NM = uniforms(seed_N, torch.tensor([prompt.offset + len(row.actions)]), sampling.draws)
+        if row.uniform_TM is None:
+            seed = derive_seed(prompt.seed, prompt.first + row.place)
+            position_T = prompt.offset + torch.arange(sampling.max_tokens)
+            row.uniform_TM = uniforms(torch.full_like(position_T, seed), position_T, sampling.draws)
         logp_NV = process(self.table[row.last][None], sampling)
-        ids_NM, logp_NM = draw(logp_NV, uniform_NM)
+        ids_NM, logp_NM = draw(logp_NV, row.uniform_TM[len(row.actions), None])
         if sampling.keep_mask:
             row.kept += kept_ids(logp_NV)
         row.actions.append(ids_NM[0].numpy().astype(np.int32))
