@@ -241,6 +241,11 @@ MUST: dict[str, tuple[Rule, Synthetic, str]] = {
         lambda n: {"grad_norm": 1e4 if n > 26 else 1.0},
         "the gradient norm of the last 3 updates was",
     ),
+    "exploding again": (
+        exploding,
+        lambda n: {"grad_norm": 1e6 if n > 26 or n in (10, 20) else 1e-4},
+        "the gradient norm of the last 3 updates was 1e.06, the usual one is 0.0001",
+    ),
     "certain": (
         dead,
         lambda n: {"student/entropy": 0.01, "teacher/kl": 2.0},
@@ -269,6 +274,8 @@ MUST_NOT: dict[str, tuple[Rule, Synthetic]] = {
     "two changed": (unusable_scores, lambda n: {"teacher/differed": float(n in (25, 26)), "teacher/rechecked": 0.1}),
     "one spike": (exploding, lambda n: {"grad_norm": 1e6 if n == 29 else 1.0}),
     "noise": (exploding, lambda n: {"grad_norm": 30.0}),
+    "nothing to learn but a few answers": (exploding, lambda n: {"grad_norm": 1.0 if n % 8 == 0 or n > 26 else 1e-4}),
+    "as at the start": (exploding, lambda n: {"grad_norm": 0.3 if n > 26 else 1e-4}),
     "sure, and right": (dead, lambda n: {"student/entropy": 0.01, "teacher/kl": 0.01}),
     "sure, and rewarded": (dead, lambda n: {"student/entropy": 0.01, "reward/exact": 1.0}),
     "far, and rewarded": (dead, lambda n: {"teacher/kl": 9.0, "reward/exact": 1.0}),

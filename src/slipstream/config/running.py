@@ -91,7 +91,8 @@ class HealthConfig(Section):
     """Number of updates between two canary checks: all teachers and samplers process fixed inputs again, and the
     results are compared with those of the start (docs/trust.md). 0 makes no checks."""
     grad_norm: float = Field(100.0, gt=1)
-    """Limit of the gradient norm, as a multiple of its median over `window` updates."""
+    """Limit of the gradient norm, as a multiple of its median over `window` updates. A norm that occurred `updates`
+    times in them and in the run's first updates is never too large."""
     collapse: float = Field(0.05, ge=0, lt=1)
     """Limit below which entropy or response length count as collapsed, as a share of their value at the start. A
     finding also requires that neither KL nor any reward improved."""

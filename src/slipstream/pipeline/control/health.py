@@ -19,6 +19,7 @@ The thresholds are settings of [health]. `Health` reports a finding, or stops th
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from math import hypot
 from statistics import fmean, median
 
@@ -150,11 +151,17 @@ def unusable_scores(history: History, health: HealthConfig) -> Trouble | None:
 
 
 def exploding(history: History, health: HealthConfig) -> Trouble | None:
+    """Return trouble if the last norms are far above the usual one, and above any that the run has had as often.
+
+    Gradients of a student that agrees with its teacher are nearly 0; one wrong answer is then far above their median.
+    """
     last, before = history.recent[-health.updates :], history.recent[-health.window - health.updates : -health.updates]
-    usual = [line["grad_norm"] for line in before if line.get("grad_norm", 0) > 0]
+    usual, at_start = (
+        [line["grad_norm"] for line in lines if line.get("grad_norm", 0) > 0] for lines in (before, history.first)
+    )
     if len(usual) < 2 * health.updates or len(last) < health.updates:
         return None
-    limit = health.grad_norm * median(usual)
+    limit = max(health.grad_norm * median(usual), nlargest(health.updates, usual + at_start)[-1])
     if all(line.get("grad_norm", 0.0) > limit for line in last):
         return Trouble(
             "exploding step",
