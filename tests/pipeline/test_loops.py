@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.grades import Ungraded
+from slipstream.pipeline.evaluate import Evaluation, fall_of
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines, GradingSampler, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt, Rollout, header_of
@@ -283,6 +285,46 @@ def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:
         virtual.run(Run(settings, engines, prompts(), log, held_out={"": held_out}).train())
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
     assert [(line["accuracy"], line["samples"]) for line in lines] == [(1.0, 1.0)] * 2
+
+
+class Worse(toy.ToyGrader):
+    """All answers of the first students are right, and few of the later ones."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self.shares = shares
+
+    async def grade(self, group: Group) -> list[Handle]:
+        share = self.shares[int(group[0].body.versions[0])]
+        right = float(group[0].header.number % 10 < 10 * share)
+        return [Handle(replace(handle.header, rewards={"exact": right}), handle.body) for handle in group]
+
+
+def test_a_held_out_accuracy_that_falls_is_told_once_until_it_is_back(tmp_path: Path) -> None:
+    said, shares = list[str](), [0.9, 0.9, 0.4, 0.3, 0.8, 0.3]
+    held_out = [Prompt(id=str(n), number=-n, tokens=np.array([3], np.int32)) for n in range(40)]
+    sampler = GradingSampler(toy.ToySampler(toy.random_table(VOCAB, seed=0)), Worse(shares))
+    settings = config(updates=5, task={"reward": "exact"}, data={"eval": "x"}, eval={"every": 1})
+    with RunLog.create(settings, tmp_path) as log:
+        engines = replace(toy_engines(), samplers=(sampler,))
+        virtual.run(Run(settings, engines, prompts(), log, held_out={"": held_out}, say=said.append).train())
+        resumed = Evaluation(*[None] * 6, groups=None, log=log)  # type: ignore[arg-type]
+    told = [line for line in said if "fell" in line]
+    assert [line.partition(": ")[0] for line in told] == ["evaluation at update 2", "evaluation at update 5"]
+    assert "held-out accuracy fell from 0.9 ± 0.048 after update 0 to 0.4 ± 0.078: `slipstream advise` " in told[0]
+    assert (resumed.best[""]["update"], resumed.fallen) == (0, {""}), "a resumed run knows it"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "falls"),
+    [((0.5, 0.05), (0.2, 0.05), True), ((0.5, 0.05), (0.25, 0.05), False), ((0.5, 0.001), (0.45, 0.001), False)],
+    ids=["far", "by chance", "a little"],
+)
+def test_an_accuracy_has_not_fallen_by_chance_or_by_little(
+    before: tuple[float, float], now: tuple[float, float], falls: bool
+) -> None:
+    best, line = ({"update": 1, "accuracy": mean, "accuracy_error": error} for mean, error in (before, now))
+    assert bool(fall_of(best, line)) == falls
+    assert not fall_of({"update": 1, "accuracy": 1.0}, line), "one prompt alone has no error"
 
 
 class Observing(toy.ToySampler):

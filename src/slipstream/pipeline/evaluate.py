@@ -6,9 +6,11 @@ With rewards it measures accuracy, without rewards the reverse KL to the teacher
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import hypot, inf
 from statistics import fmean
+from typing import Any
 
 from slipstream.config.running import EvalConfig
 from slipstream.errors import RecordsLost
@@ -23,7 +25,11 @@ from slipstream.records import Group, Handle, Header, Prompt, unfinished
 from slipstream.run_dir.writing import RunLog
 from slipstream.statistics import standard_error
 
+Line = Mapping[str, Any]
+"""An evaluation's metrics, with its update and its held-out set."""
 Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]
+MIN_FALL_ERRORS, MIN_FALL_SHARE = 4.0, 0.2
+"""Smallest fall of the accuracy that is reported: in standard errors, and as a share of the best one before."""
 
 
 @dataclass
@@ -39,6 +45,26 @@ class Evaluation:
     scoring: Scoring
     groups: Groups
     log: RunLog
+    best: dict[str, Line] = field(default_factory=dict)
+    """Best evaluation of each set so far."""
+    fallen: set[str] = field(default_factory=set)
+    """Sets whose accuracy is far below their best one, which was reported."""
+
+    def __post_init__(self) -> None:
+        for line in self.log.lines("eval"):
+            self._compare(line)
+
+    def _compare(self, line: Line) -> str:
+        """Compare an evaluation with the best one of its set, and return what to report."""
+        name = line.get("set", "")
+        best = self.best.get(name, line)
+        if (fall := fall_of(best, line)) and name not in self.fallen:
+            self.fallen.add(name)
+            return f"{name or 'held-out'} {fall}: `slipstream advise` names a likely cause"
+        if not fall:
+            self.fallen.discard(name)
+            self.best[name] = max(best, line, key=lambda each: each.get("accuracy", -inf))
+        return ""
 
     async def evaluate(self) -> None:
         """Evaluate the sets that are due at the current version, unless this version was evaluated before."""
@@ -65,7 +91,10 @@ class Evaluation:
                 )
         for name in due:  # no await here: a stopped run records all sets or none
             if answered := [group for group in groups[name] if group]:
-                self.log.metrics("eval", summary(answered, self.reward), update=update, of=name)
+                numbers = summary(answered, self.reward)
+                self.log.metrics("eval", numbers, update=update, of=name)
+                if fall := self._compare({**numbers, "update": update, "set": name}):
+                    self.samplers.say(f"evaluation at update {update}: {fall}")
         self.groups.ledger.add_evaluation(progress.trace.now() - began)
 
     async def _answer(self, missing: list[str], prompt: Prompt, sampling: Sampling) -> list[Handle]:
@@ -108,6 +137,17 @@ async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampl
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(one(prompt)) for prompt in prompts]
     return [task.result() for task in running]
+
+
+def fall_of(best: Line, line: Line) -> str:
+    """Describe the fall of the accuracy since the best evaluation; empty if chance explains it, or it is small."""
+    if not all("accuracy_error" in each for each in (best, line)):
+        return ""
+    errors = hypot(best["accuracy_error"], line["accuracy_error"])
+    if best["accuracy"] - line["accuracy"] <= max(MIN_FALL_ERRORS * errors, MIN_FALL_SHARE * abs(best["accuracy"])):
+        return ""
+    before, now = (f"{each['accuracy']:.3g} ± {each['accuracy_error']:.2g}" for each in (best, line))
+    return f"accuracy fell from {before} after update {best['update']} to {now}"
 
 
 def reason_ungraded(header: Header) -> str:

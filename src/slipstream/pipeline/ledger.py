@@ -67,7 +67,7 @@ class Ledger:
         """Number of tokens of greedy answers; these answers only give rewards and are not trained on."""
         self.lengths = deque[float](maxlen=TREND_UPDATES)
         """Mean lengths of the last updates; without the first ones, in which only short responses had finished."""
-        for line in log.updates():
+        for line in log.lines("train"):
             self._note_length(line)
         self.publish: Metrics = {}
         """Metrics of the publish since the last update; empty if there was none."""

@@ -32,7 +32,7 @@ class Steering:
             self.controllers.append(self.autopilot)
         self.tau_changes = self.autopilot is not None or guards.kl is not None
         for controller in self.controllers:
-            controller.recall(log.updates())
+            controller.recall(log.lines("train"))
 
     @property
     def tau(self) -> float:

@@ -128,13 +128,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         ends = {name: file.end() for name, file in self.files.items()}
         return {"files": ends, "last": {**self.last, **(totals or {})}, "evaluated": self.evaluated, "time": time}
 
-    def updates(self) -> Iterator[dict[str, Any]]:
-        """Yield the metrics of every update so far, from which a resumed run rebuilds its decisions."""
+    def lines(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Yield all metrics lines of this kind so far, from which a resumed run rebuilds its decisions."""
         number = format_in(self.path)
         with reading(self.path / METRICS) as lines:
             for before, text in enumerate(lines):
                 (line,) = parsed(self.path / METRICS, [text], partial(int, before), number=number)
-                if line["kind"] == "train":
+                if line["kind"] == kind:
                     yield line
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int, of: str = "") -> None:
