@@ -38,6 +38,8 @@ MEDIAN_WEIGHT, ANCHOR_SHARE = 0.5, 0.1
 """Suggested factor of the median sample's drift, and suggested anchor as a share of the distillation loss."""
 KAPPAS = {"kappa_f": "buffer_f", "kappa_roll": "buffer_roll_coverage", "kappa_sup": "buffer_sup_coverage"}
 """Thresholds of a refresh, and the metrics that they apply to (freshness/...)."""
+SLOWER_TEACHER = 20
+"""Suggested factor of the updates between two steps of a teacher that follows the student."""
 LOW_TEMPERATURE = 0.5
 """Temperature below which almost only the most likely tokens are sampled."""
 
@@ -53,6 +55,18 @@ def ruined_at_once(case: Case) -> Evidence | None:
         if entropy < limit and repeats:
             return Evidence("student/entropy", entropy, limit, [slower(case.config, 0.1)])
     return None
+
+
+def follows_down(case: Case) -> Evidence | None:
+    """Find a reward that fell with a following teacher, and that neither large steps nor staleness explain."""
+    follows = {name: each.follow for name, each in case.config.teachers.items() if each.follow is not None}
+    if not follows or case.fall is None or case.moved.over(KL_LIMIT) or case.drift.over(KL_LIMIT):
+        return None
+    changes: list[Change] = [
+        {f"teachers.{name}.follow.{'every' if follow.ema else 'copy_every'}": SLOWER_TEACHER * follow.period}
+        for name, follow in follows.items()
+    ]
+    return Evidence(*case.fall, changes)
 
 
 def too_large(case: Case) -> Evidence | None:

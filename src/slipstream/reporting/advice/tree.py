@@ -72,6 +72,7 @@ TESTS: dict[str, Callable[[Case], Evidence | None]] = {
     "wrong direction": drift.wrong_direction,
     "wrong importance weights": drift.wrong_weights,
     "poor samples": learning.poor_samples,
+    "moving teacher": learning.follows_down,
     "step too large": learning.too_large,
     "staleness": drift.stale,
     "variance blow-up": drift.blown_up,
