@@ -4,9 +4,8 @@ Each engine has its own thread. If stages never overlap and operations are paral
 """
 
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -40,29 +39,32 @@ def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str]
     together = plan.serial and threads == plan.learner.threads > 1
     torch.set_num_threads(1 if together else threads)  # for this thread only; engines set the number for theirs
     with ExitStack() as stack, one_thread(threads) if together else nullcontext():
-        grader = build_grader(plan.grader, tokenizer)
-        stack.callback(grader.close)
+        grader = stack.enter_context(closing(build_grader(plan.grader, tokenizer)))
         say(f"loading student {plan.learner.student.name}")
-        learner = build_learner(plan.learner, tokenizer, kind=kinds.learner)
-        stack.callback(learner.close)
+        learner = stack.enter_context(closing(build_learner(plan.learner, tokenizer, kind=kinds.learner)))
         kinds.built()
-        samplers = [build_sampler(plan.sampler, tokenizer, kinds.sampler) for _ in range(plan.sampler.replicas)]
+        samplers = [
+            stack.enter_context(closing(build_sampler(plan.sampler, tokenizer, kinds.sampler)))
+            for _ in range(plan.sampler.replicas)
+        ]
         kinds.built()
         scorers: dict[str, tuple[AnyScorer, ...]] = {}
         for name, teacher in plan.scorers.items():
             if teacher.here:
                 say(f"loading teacher {teacher.here}")
-            scorers[name] = tuple(build_scorer(teacher, tokenizer, kinds.scorer) for _ in range(teacher.replicas))
+            scorers[name] = tuple(
+                stack.enter_context(closing(build_scorer(teacher, tokenizer, kinds.scorer)))
+                for _ in range(teacher.replicas)
+            )
             kinds.built()
         teacher_samplers: dict[str, tuple[OwnTeacherSampler, ...]] = {}
         for name, own in plan.teacher_samplers.items():
-            replicas = (OwnTeacherSampler(own, tokenizer, kinds.sampler) for _ in range(own.replicas))
+            replicas = (
+                stack.enter_context(closing(OwnTeacherSampler(own, tokenizer, kinds.sampler)))
+                for _ in range(own.replicas)
+            )
             teacher_samplers[name] = tuple(replicas)
             kinds.built()
-        for sampler in (*samplers, *chain.from_iterable(teacher_samplers.values())):
-            stack.callback(sampler.close)
-        for scorer in chain.from_iterable(scorers.values()):
-            stack.callback(scorer.close)
         opened = stack.pop_all()
     return Engines(
         samplers=tuple(GradingSampler(sampler, grader) for sampler in samplers),
