@@ -20,7 +20,7 @@ from slipstream.engines.native.sampling.requests import Lineage, Publish, Reques
 from slipstream.records import Ints
 
 Member = tuple[Request, list[int]]
-"""A request, and the indices of some members (responses) of its group."""
+"""A request, and the indices of some of its members (responses)."""
 
 
 class Move(NamedTuple):
@@ -100,7 +100,7 @@ class Arrivals:
     """Requests that start now. Slot order: members that earlier calls began, new members, cached prefixes."""
 
     requests: Sequence[Request]
-    """All admitted requests. Members in `Request.begun` continue from their last token."""
+    """All admitted requests. Unfinished members in `Request.parts` continue from their last token."""
     fresh: Sequence[Sequence[Member]]
     """New members, which begin after their prompt. Each inner list has one prompt, which is read once for all."""
     resumed: Sequence[tuple[Request, int]]
@@ -113,7 +113,7 @@ class Arrivals:
     def places(self, stop: int) -> dict[Lineage, int]:
         """Return the slot of each continued prefix: the last slots below `stop`."""
         first = stop - len(self.resumed)
-        return {request.lineage(0): slot for slot, (request, _) in enumerate(self.resumed, first)}
+        return {request.lineage(request.prompt.first): slot for slot, (request, _) in enumerate(self.resumed, first)}
 
 
 def admit(
@@ -127,15 +127,15 @@ def admit(
         if request.aborted:
             waiting.popleft()
             continue
-        ids, lineage = request.ids, request.lineage(0)
-        alone = request.sampling.group == 1 and not request.begun and lineage not in resumed
+        ids, lineage = request.ids, request.lineage(request.prompt.first)
+        alone = request.sampling.group == 1 and not request.parts and lineage not in resumed
         known = prefixes.known(lineage, request.prompt.tokens) if alone else 0
         unread = 0 if not known and ids in fresh else len(request.prompt.tokens) - known
         free, room = free - len(request.left), room - unread
         if free < 0 or (admitted and room < 0):
             break
         admitted.append(waiting.popleft())
-        members = [place for place in request.left if place not in request.begun]
+        members = [index for index in request.left if index not in request.parts]
         if known:
             resumed[lineage] = request, known
         elif members:

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.sampler import SpeculationConfig
+from slipstream.engines.request_sampler import OpenGroup
 from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
-from slipstream.records import Group, Handle, Ints, Prompt, Rollout, handed_over, header_of
+from slipstream.records import Handle, Ints
 
 FutureResult = tuple[asyncio.Future[Any], Any]
 """A caller's future, and the result to set in this future."""
 Lineage = tuple[int, int, float]
-"""Identity of a sequence across turns: prompt seed, index in the group, temperature (different for greedy answers)."""
+"""Identity of a sequence across turns: prompt seed, index, temperature (different for greedy answers)."""
 DRAFT_INTERVAL = 32
 """Steps from one with drafts to the next, while few of the proposed tokens are accepted."""
 ACCEPTANCE_MEMORY = 256
@@ -32,15 +33,10 @@ ACCEPTANCE_MEMORY = 256
 
 
 @dataclass(eq=False)
-class Request:
-    prompt: Prompt
-    sampling: Sampling
-    answer: asyncio.Future[list[Handle]]
-    done: dict[int, Rollout] = field(default_factory=dict)
-    """Complete responses, by index in the group."""
-    begun: dict[int, Rollout] = field(default_factory=dict)
-    """Unfinished responses that are not running, by index in the group: to be continued here or returned on release."""
-    released: bool = False
+class Request(OpenGroup):
+    """A group whose `parts` are complete responses, and unfinished ones that do not run in a slot."""
+
+    answer: asyncio.Future[list[Handle]] = field(kw_only=True)
     draws: Sampling = field(init=False)
     """Sampling options that affect the choice of a token; requests with equal options share one object."""
 
@@ -57,26 +53,8 @@ class Request:
         """True if the caller of `generate` was cancelled."""
         return self.answer.cancelled()
 
-    @property
-    def left(self) -> list[int]:
-        return [place for place in range(self.sampling.group) if place not in self.done]
-
-    def lineage(self, place: int) -> Lineage:
-        return self.prompt.seed, self.prompt.first + place, self.sampling.temperature
-
-    def group(self) -> list[Handle]:
-        """Return handles of all responses; if some are incomplete, only responses that exist, marked as released."""
-        if self.left:
-            have = self.done | self.begun
-            return handed_over(have[place] for place in sorted(have))
-        return [Handle(header_of(self.done[place]), self.done[place]) for place in range(self.sampling.group)]
-
-    def forget(self) -> int:
-        """Drop the stored responses so that the request starts again; return their number of tokens."""
-        thrown = sum(len(rollout.tokens) for rollout in (self.done | self.begun).values())
-        self.done.clear()
-        self.begun.clear()
-        return thrown
+    def lineage(self, index: int) -> Lineage:
+        return self.prompt.seed, index, self.sampling.temperature
 
 
 @lru_cache(64)
@@ -84,15 +62,9 @@ def interned(sampling: Sampling) -> Sampling:
     return sampling
 
 
-def new_request(prompt: Prompt, sampling: Sampling, answer: asyncio.Future[list[Handle]], begun: Group = ()) -> Request:
-    members = {handle.body.index - prompt.first: handle.body for handle in begun}
-    done = {place: rollout for place, rollout in members.items() if rollout.finish != "released"}
-    return Request(prompt, sampling, answer, done, {place: r for place, r in members.items() if place not in done})
-
-
 @dataclass(eq=False)
 class Row:
-    """One running response: index in the group, and length in tokens, prompt included."""
+    """One running response: its index, and its length in tokens, prompt included."""
 
     request: Request
     index: int

@@ -40,7 +40,6 @@ from slipstream.engines.native.sampling.requests import (
     Request,
     Row,
     emitted_draws,
-    new_request,
     new_row,
 )
 from slipstream.engines.native.sampling.tape import Tape
@@ -85,9 +84,10 @@ class NativeSampler(Offloading):
         check_length(prompt, sampling, self.lm.max_length)
         if (sampling.teacher_replaces or sampling.fusion) and self.teacher is None:
             raise ValueError("Sampling.teacher_replaces and fusion need a sampler with a teacher")
-        request = new_request(prompt, sampling, asyncio.get_running_loop().create_future(), begun)
+        parts = {handle.body.index: handle.body for handle in begun}
+        request = Request(prompt, sampling, parts, answer=asyncio.get_running_loop().create_future())
         if not request.left:
-            return request.group()
+            return request.handles()
         self.waiting.append(request)
         await self._answered(request)
         return request.answer.result()
@@ -181,12 +181,12 @@ class NativeSampler(Offloading):
         leaving = [request for request in [*running, *list(self.waiting)] if request.released]
         slots = [slot for slot, row in enumerate(self.rows) if row.request.released]
         for row, rollout in self._read(dict.fromkeys(slots, "released")):
-            row.request.begun[row.index] = rollout
+            row.request.parts[row.index] = rollout
         self._vacate(slots)
         for request in leaving:
             if request not in running:
                 self.waiting.remove(request)
-        return [(request.answer, request.group()) for request in leaving]
+        return [(request.answer, request.handles()) for request in leaving]
 
     def _publish(self) -> list[FutureResult]:
         """Load all published weights in order; stop at one with mode "drain" while rows are running."""
@@ -225,7 +225,10 @@ class NativeSampler(Offloading):
         thrown = sum(row.tokens for row in self.rows)
         self.waiting.extendleft(reversed(dict.fromkeys(row.request for row in self.rows)))
         self.rows.clear()
-        return thrown + sum(request.forget() for request in list(self.waiting))
+        for request in list(self.waiting):
+            thrown += request.tokens
+            request.restart()
+        return thrown
 
     def _read_again(self, slots: Sequence[int], decoder: Decoder) -> None:
         """Recompute a decoder's cache of the rows in these slots with its current weights."""
@@ -252,7 +255,7 @@ class NativeSampler(Offloading):
             slots = [slot for request, members in same for slot in self._seat(request, members)]
             reads.append(Read(slots, 0, len(same[0][0].prompt.tokens)))
         for request, known in admitted.resumed:
-            reads.append(Read(self._seat(request, [0]), known, len(request.prompt.tokens)))
+            reads.append(Read(self._seat(request, request.left), known, len(request.prompt.tokens)))
         return reads
 
     def _seat(self, request: Request, members: Sequence[int]) -> Sequence[int]:
@@ -265,7 +268,7 @@ class NativeSampler(Offloading):
 
     def _resume(self, request: Request) -> Sequence[int]:
         """Add rows for responses that an earlier call began, with their tokens; return the slots of these rows."""
-        begun, request.begun = request.begun, {}
+        begun = {index: request.parts.pop(index) for index in request.left if index in request.parts}
         slots = self._seat(request, list(begun)) if begun else ()
         for slot, rollout in zip(slots, begun.values(), strict=True):
             self.tape.write(slot, rollout)
@@ -363,11 +366,11 @@ class NativeSampler(Offloading):
         results, leaving = list[FutureResult](), dict[int, tuple[Lineage, Ints]]()
         finished = self._read({slot: "eos" if stopped[slot] else "length" for slot in ended})
         for slot, (row, rollout) in zip(ended, finished, strict=True):
-            row.request.done[row.index] = rollout
+            row.request.parts[row.index] = rollout
             if row.request.sampling.park and not self.decoder.slots.recurrent:
                 leaving[slot] = row.lineage, np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]])
             if not row.request.left:
-                results.append((row.request.answer, row.request.group()))
+                results.append((row.request.answer, row.request.handles()))
         self._vacate(ended, leaving)
         return results
 

@@ -50,7 +50,7 @@ class Tape:
         at = slice(start, start + len(members))
         self.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
         self.prompt_S[at], self.last_S[at] = q, q - 1
-        seeds = [derive_seed(prompt.seed, prompt.first + index) for index in members]
+        seeds = [derive_seed(prompt.seed, index) for index in members]
         self.seed_S[at], self.offset_S[at] = torch.tensor(seeds, device=device), prompt.offset
 
     def write(self, slot: int, begun: Rollout) -> None:
@@ -116,7 +116,7 @@ class Tape:
             for name, widths in columns_of(row.request.sampling).items():
                 at_of_row: Any = (i, slice(row.tokens), *map(slice, widths))
                 own[name] = columns[name][at_of_row].copy()
-            rollouts.append(one_turn(prompt, prompt.first + row.index, finish=finish, kept=kept, **own))
+            rollouts.append(one_turn(prompt, row.index, finish=finish, kept=kept, **own))
         return rollouts
 
 
