@@ -1,8 +1,8 @@
 """Load a Hugging Face causal LM, split it into backbone and head, pin its positions, and give it adapters."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,16 +177,18 @@ def find_head(name: str, model: PreTrainedModel, backbone: nn.Module) -> Head:
     if not isinstance(layer, nn.Linear):
         raise ModelError(f"{name}: {kind} has no linear head, which is required")
     ids = torch.arange(1, 5, device=model.device)[None] % layer.out_features
+    inputs = list[Tensor]()
     try:
         hidden = getattr(backbone(ids), "last_hidden_state", None)
-        expected = model(ids).logits
+        with layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0])):
+            expected = model(ids).logits
     except Exception as error:  # any exception of the model's code means that it cannot be used
         raise ModelError(f"{name}: {kind} cannot run a forward pass in {model.dtype}: {first_line(error)}") from None
     if hidden is None:
         raise ModelError(f"{name}: the backbone of {kind} returns no hidden states")
     if not expected.isfinite().all():
         raise ModelError(f"{name}: its logits are not finite: the weights are damaged")
-    before, bend = _scale_before(model, layer, ids, hidden), _bend_after(model, layer, ids)
+    before, bend = _scale_of(inputs[0], hidden, layer.weight.dtype), _bend_after(model, layer, ids)
     if before is None:
         raise ModelError(f"{name}: {kind} changes the hidden state before its head")
     if bend is None:
@@ -205,21 +207,15 @@ def tolerance(dtype: torch.dtype) -> float:
     return 1e-4 if dtype.itemsize >= 4 else 0.05
 
 
-def _scale_before(model: PreTrainedModel, layer: nn.Linear, ids: Tensor, hidden: Tensor) -> float | None:
+def _scale_of(inputs: Tensor, hidden: Tensor, dtype: torch.dtype) -> float | None:
     """Return the factor by which the model scales the hidden state before its head; None if it does anything else."""
-    seen: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    try:
-        model(ids)
-    finally:
-        hook.remove()
-    inputs, states = seen[0].double(), hidden.to(seen[0].dtype).double()
+    inputs, states = inputs.double(), hidden.to(inputs.dtype).double()
     if torch.equal(inputs, states):
         return 1.0
     if inputs.shape != states.shape:
         return None
     scale = float((inputs * states).sum() / states.square().sum())
-    explained = (inputs - scale * states).norm() <= tolerance(layer.weight.dtype) * inputs.norm()
+    explained = (inputs - scale * states).norm() <= tolerance(dtype) * inputs.norm()
     return scale if scale > 0 and explained else None
 
 
@@ -232,11 +228,8 @@ def _bend_after(model: PreTrainedModel, layer: nn.Linear, ids: Tensor) -> Bend |
     def planted(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return x_V.expand(output.shape).clone()
 
-    hook = layer.register_forward_hook(planted)
-    try:
+    with layer.register_forward_hook(planted):
         logits_V = model(ids).logits[0, -1].double()
-    finally:
-        hook.remove()
     scale, most = float(logits_V[1] / x_V[1]), float(logits_V[rungs - 1])
     cap = None if most >= 0.5 * scale * float(x_V[rungs - 1]) else most
     if not (scale > 0 and (cap is None or cap > 0)):
@@ -312,11 +305,16 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
 def called_layers(lm: LanguageModel) -> list[str]:
     """Return the linear layers that a pass calls, except the head; Mamba uses some weights without calling a layer."""
     layers = linear_layers(lm.model)
-    called: set[nn.Module] = set()
-    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in layers.values()]
-    try:
-        lm.backbone(torch.zeros(1, 2, dtype=torch.int64, device=lm.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=lm.device)
+    called = called_by(lambda: lm.backbone(ids), layers.values())
     return [name for name, module in layers.items() if module in called and module is not lm.head.linear]
+
+
+def called_by(run: Callable[[], object], modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return those of the modules that `run` calls."""
+    called = set[nn.Module]()
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(lambda module, *_: called.add(module)))
+        run()
+    return called

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from slipstream.config.learner import LearnerConfig, PerturbationConfig
-from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.model import LanguageModel, called_by
 from slipstream.engines.native.over_devices import layers_of
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.resources import keep_on_host
@@ -213,14 +213,9 @@ class Perturbation:
 @torch.no_grad()
 def layers_of_text(lm: LanguageModel, *, packed: bool) -> list[nn.Module]:
     """Return the layers that a pass over text calls, without layers inside of other layers, such as Mamba's mixers."""
-    layers, called = layers_of(lm.model), set[nn.Module]()
+    layers = layers_of(lm.model)
     inner = {module for layer in layers for module in layer.modules() if module is not layer}
-    hooks = [layer.register_forward_hook(lambda layer, *_: called.add(layer)) for layer in layers]
-    try:
-        probe(lm, packed)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    called = called_by(lambda: probe(lm, packed), layers)
     return [layer for layer in layers if layer in called - inner]
 
 
