@@ -144,19 +144,17 @@ class RespellingScorer(Probed):
             own: list[Handle] = await self.engine.score(group)
             return own
         spelled, loss = [self._spell(handle) for handle in group], self.losses[rollouts[0].prompt.supervised]
-        dense = loss.cache == "hidden"
-        needed = [not isinstance(each, Handle) and (dense or each.is_scored) for each in spelled]
-        asked = [
-            with_tokens(handle, rollout, each)
-            for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
-            if needs and not isinstance(each, Handle)
-        ]
-        answers = iter(await self.engine.score(asked) if asked else ())
+        asked = {
+            i: with_tokens(group[i], rollouts[i], each)
+            for i, each in enumerate(spelled)
+            if not isinstance(each, Handle) and (loss.cache == "hidden" or each.is_scored)
+        }
+        answers = dict(zip(asked, await self.engine.score([*asked.values()]) if asked else (), strict=True))
         return [
             each
             if isinstance(each, Handle)
-            else self._scored(handle, rollout, each, next(answers) if needs else None, loss, again=again)
-            for handle, rollout, each, needs in zip(group, rollouts, spelled, needed, strict=True)
+            else self._scored(group[i], rollouts[i], each, answers.get(i), loss, again=again)
+            for i, each in enumerate(spelled)
         ]
 
     def _spell(self, handle: Handle) -> Spelled | Handle:

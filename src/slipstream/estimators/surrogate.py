@@ -207,10 +207,7 @@ def kl_as_reward(
     low, high = clip_bounds(clip)
     loss = find_loss(policy).loss
     loss_NM, acted_NM = loss(tokens, **only({"clip_low": low, "clip_high": high, "dual_clip": dual_clip}, loss))
-    ratio_NM = tokens.ratio.detach()
-    values = {"ratio": ratio_NM, "advantage": advantage_NM, "clip_fraction": acted_NM.to(ratio_NM.dtype)}
-    means = {name: x_NM.mean(-1) for name, x_NM in values.items()}
-    return loss_NM.mean(-1), means | {"ratio_max": ratio_NM.amax(-1), "ratio_p99": ratio_NM}
+    return loss_NM.mean(-1), _metrics(tokens.ratio, advantage_NM, clip_fraction=acted_NM)
 
 
 def clip_bounds(clip: Clip) -> tuple[float, float]:

@@ -59,12 +59,7 @@ def head(config: Tree) -> str:
 
 def metadata_of(student: str) -> dict[str, str]:
     """Return base model and license from the metadata block of the student's own model card, if it has one."""
-    try:
-        file = file_of(student, "README.md")
-        text = file.read_text("utf-8", errors="replace") if file is not None else ""
-    except (ModelError, OSError):  # the student may have been moved since the run began, which must not make it fail
-        return {}
-    block = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    block = re.match(r"---\n(.*?)\n---", text_of(student, "README.md"), re.DOTALL)
     return dict(re.findall(r"^(base_model|license): *(\S+)$", block[1], re.M)) if block else {}
 
 
@@ -198,12 +193,17 @@ def loading(config: Tree, final: Path, repository: str = "") -> str:
 
 def misread(student: str, targets: str | Sequence[str]) -> bool:
     """Return True if PEFT would load adapters of dense layers as adapters of experts (mixture of experts)."""
+    feed_forward = targets == "all-linear" or not FEED_FORWARD.isdisjoint(targets)
+    return feed_forward and "experts" in text_of(student, "config.json")
+
+
+def text_of(student: str, file: str) -> str:
+    """Return the text of one of the student's files; empty if it is not there, or was moved since the run began."""
     try:
-        file = file_of(student, "config.json")
-        experts = file is not None and "experts" in file.read_text("utf-8", errors="replace")
-    except (ModelError, OSError):  # the student may have been moved since the run began, which must not make it fail
-        return False
-    return experts and (targets == "all-linear" or not FEED_FORWARD.isdisjoint(targets))
+        found = file_of(student, file)
+        return "" if found is None else found.read_text("utf-8", errors="replace")
+    except (ModelError, OSError):
+        return ""
 
 
 def section(title: str, names: Sequence[str], rows: Iterable[Row]) -> list[str]:

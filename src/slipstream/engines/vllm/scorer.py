@@ -8,12 +8,12 @@ Shapes: T tokens, N trained tokens, M draws (tokens sampled at the same position
 
 from __future__ import annotations
 
-import asyncio
 from itertools import count
 from typing import Any
 
 import numpy as np
 
+from slipstream.engines.http.scorer import together
 from slipstream.engines.score_checks import Probed, scored
 from slipstream.engines.settings import ScorerSettings
 from slipstream.engines.vllm.core import Core, Settings
@@ -35,15 +35,7 @@ class VllmScorer(Probed):
         self.core.close()
 
     async def score(self, group: Group) -> list[Handle]:
-        return await self.core.call(self._score(group))
-
-    async def _score(self, group: Group) -> list[Handle]:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                scoring = [tasks.create_task(self._one(handle)) for handle in group]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in scoring]
+        return await self.core.call(together(self._one(handle) for handle in group))
 
     async def _one(self, handle: Handle) -> Handle:
         rollout = graded(handle)
