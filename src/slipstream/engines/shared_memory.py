@@ -6,6 +6,7 @@ machine without a further copy. The kernel frees it with the last process that h
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import pickle
@@ -64,8 +65,8 @@ class Records(Mapped):
     """
 
     @classmethod
-    def of_values(cls, values: Any) -> Records:
-        parts = parts_of(values)
+    def of_values(cls, values: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> Records:
+        parts = parts_of(values, pickler)
         index = np.array([len(parts), *(part.nbytes for part in parts)], np.int64)
         *starts, size = aligned_starts([index.nbytes, *index[1:]])
         made = cls.empty(size)
@@ -85,11 +86,11 @@ class Records(Mapped):
         return pickle.loads(head, buffers=buffers)
 
 
-def parts_of(values: Any) -> list[memoryview]:
+def parts_of(values: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> list[memoryview]:
     """Return the pickle of values, and the bytes of each of their arrays, which are not copied."""
-    buffers = list[pickle.PickleBuffer]()
-    head = pickle.dumps(values, protocol=5, buffer_callback=buffers.append)
-    return [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    buffers, head = list[pickle.PickleBuffer](), io.BytesIO()
+    pickler(head, protocol=5, buffer_callback=buffers.append).dump(values)
+    return [head.getbuffer(), *(buffer.raw() for buffer in buffers)]
 
 
 def aligned_starts(sizes: Sequence[int]) -> list[int]:

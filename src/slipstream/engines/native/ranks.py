@@ -4,7 +4,7 @@ Every rank stores a slice of every weight, gradient and optimizer state (FSDP2).
 while the layer computes. Gradients are summed over ranks, not averaged: losses are divided by counts of the whole step.
 """
 
-import io
+import gc
 import os
 import pickle
 import socket
@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from slipstream.engines.checksums import raw
+from slipstream.engines.checksums import Bytes, raw
 from slipstream.engines.native.resources import return_freed_memory
-from slipstream.engines.shared_memory import Mapped
+from slipstream.engines.shared_memory import Records
 from slipstream.engines.weights import on_first_rank
 
 T = TypeVar("T")
@@ -117,21 +116,17 @@ def part_of(tensor: Tensor, own: Tensor) -> Tensor:
 
 # --- shared objects ---------------------------------------------------------------------------------------------------
 #
-# The first process of a machine that asks for an object builds it, and copies its parameters into anonymous shared
-# memory. The others unpickle the rest. All have the same parameters in the same pages, and a write copies the page.
+# The first process of a machine that asks for an object builds it, and writes it into anonymous shared memory. All
+# processes map its parameters there. They have the same pages, and a write copies the page.
 
 
-ALIGNED = 64
-"""Multiple of bytes at which parameters begin."""
 LOADING = timedelta(days=1)
 """Longest wait for another process's object; the death of that process ends the run earlier."""
-Place = tuple[int, torch.dtype, tuple[int, ...], bool]
-"""Offset, dtype and shape of a parameter, and whether it requires a gradient."""
 
 
 class SharedObjects:
     def __init__(self, store: Store) -> None:
-        self.store, self.memory = store, list[Mapped]()
+        self.store, self.memory = store, list[Records]()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self.machine = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -143,59 +138,25 @@ class SharedObjects:
         key = f"{name} on {self.machine}"
         if self.store.add(f"{key}: asked", 1) > 1:
             self.store.wait([key], LOADING)
-            size, path = self.store.get(key).decode().split(maxsplit=1)
-            return cast("T", Reader(np.memmap(path, np.uint8, mode="c"), int(size)).load())
-        made = build()
-        memory, start = move_parameters(made)
-        self.memory.append(memory)
-        self.store.set(key, f"{start} {memory.path}")
-        return made
+            path = self.store.get(key).decode()
+            memory = Records(os.open(path, os.O_RDONLY), Path(path).stat().st_size)
+        else:
+            memory = Records.of_values(build(), ParameterPickler)
+            gc.collect()  # what was built, for modules may refer to themselves
+            return_freed_memory()
+            self.memory.append(memory)
+            self.store.set(key, memory.path)
+        return cast("T", memory.values())
 
 
-def move_parameters(made: object) -> tuple[Mapped, int]:
-    """Move the parameters of an object into shared memory; return it, and the offset of the rest, which is pickled."""
-    file = io.BytesIO()
-    writer = Writer(file)
-    writer.dump(made)
-    rest = np.frombuffer(file.getvalue(), np.uint8)
-    memory = Mapped.empty(writer.size + len(rest))
-    body, pages = memory.array(writable=True), np.memmap(memory.path, np.uint8, mode="c")
-    body[writer.size :] = rest
-    for parameter, place in writer.places.values():
-        body[place[0] : place[0] + parameter.nbytes] = raw(parameter.detach())
-        parameter.data = view(pages, place)
-    return_freed_memory()
-    return memory, writer.size
+class ParameterPickler(pickle.Pickler):
+    """Pickler that leaves the bytes of parameters where they are, as those of arrays."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, nn.Parameter):
+            return NotImplemented
+        return parameter_of, (raw(value.detach()), value.dtype, value.shape, value.requires_grad)
 
 
-class Writer(pickle.Pickler):
-    """Pickles an object without its parameters, and finds a place for each of them."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.places: dict[int, tuple[nn.Parameter, Place]] = {}
-        self.size = 0
-
-    def persistent_id(self, value: Any) -> Place | None:
-        if not isinstance(value, nn.Parameter) or not value.numel():
-            return None
-        if id(value) not in self.places:
-            self.places[id(value)] = value, (self.size, value.dtype, tuple(value.shape), value.requires_grad)
-            self.size += -(-value.nbytes // ALIGNED) * ALIGNED
-        return self.places[id(value)][1]
-
-
-class Reader(pickle.Unpickler):
-    def __init__(self, pages: Any, size: int) -> None:
-        super().__init__(io.BytesIO(pages[size:].tobytes()))
-        self.pages, self.parameters = pages, dict[int, nn.Parameter]()
-
-    def persistent_load(self, place: Place) -> nn.Parameter:
-        if place[0] not in self.parameters:  # tied parameters stay tied
-            self.parameters[place[0]] = nn.Parameter(view(self.pages, place), place[3])
-        return self.parameters[place[0]]
-
-
-def view(pages: Any, place: Place) -> Tensor:
-    offset, dtype, shape, _ = place
-    return torch.frombuffer(pages, dtype=dtype, count=int(np.prod(shape)), offset=offset).view(shape)
+def parameter_of(data: Bytes, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(torch.from_numpy(data).view(dtype).view(shape), requires_grad)
