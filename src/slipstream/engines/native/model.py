@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,23 +259,14 @@ def pin(model: nn.Module, max_length: int) -> None:
     """Make the model always use the rope factors for sequences of `max_length` tokens."""
     for module in model.modules():
         if depends_on_length(getattr(module, "rope_type", None)):
-            module.forward = Pinned(module, max_length - 1)
+            module.forward = partial(_pinned, module, max_length - 1)
 
 
-class Pinned:
-    """Forward pass of a rotary embedding with the position `furthest` in every pass."""
-
-    def __init__(self, module: nn.Module, furthest: int) -> None:
-        self.module, self.furthest = module, furthest
-
-    def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
-        most = position_ids.new_full((*position_ids.shape[:-1], 1), self.furthest)
-        embeddings = type(self.module).forward(self.module, x, torch.cat([position_ids, most], -1), *args, **options)
-        return (
-            tuple(part[..., :-1, :] for part in embeddings)
-            if isinstance(embeddings, tuple)
-            else embeddings[..., :-1, :]
-        )
+def _pinned(module: nn.Module, furthest: int, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+    """Run a rotary embedding with the position `furthest` after the others."""
+    most = position_ids.new_full((*position_ids.shape[:-1], 1), furthest)
+    found = type(module).forward(module, x, torch.cat([position_ids, most], -1), *args, **options)
+    return tuple(part[..., :-1, :] for part in found) if isinstance(found, tuple) else found[..., :-1, :]
 
 
 def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> LanguageModel:

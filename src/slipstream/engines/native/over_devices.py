@@ -5,6 +5,7 @@ starts and ends on the first device.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -87,7 +88,7 @@ def spread(name: str, model: nn.Module, devices: Sequence[torch.device]) -> None
         raise ModelError(f"{name}: its {len(layers)} layers cannot be split over {len(devices)} devices")
     for layer, index in zip(layers, split_of(outside, sizes, len(devices)), strict=True):
         layer.to(devices[index])
-        layer.register_forward_pre_hook(_Entry(devices[index]), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_move_inputs, devices[index]), with_kwargs=True)
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:
@@ -95,14 +96,8 @@ def spread(name: str, model: nn.Module, devices: Sequence[torch.device]) -> None
     layers[-1].register_forward_hook(lambda module, inputs, output: moved(output, devices[0]))
 
 
-class _Entry:
-    """Hook that moves a layer's inputs to the device of the layer."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, module: nn.Module, inputs: Any, options: Any) -> tuple[Any, Any]:
-        return moved(inputs, self.device), moved(options, self.device)
+def _move_inputs(device: torch.device, module: nn.Module, inputs: Any, options: Any) -> tuple[Any, Any]:
+    return moved(inputs, device), moved(options, device)
 
 
 def moved(value: Any, device: torch.device) -> Any:
