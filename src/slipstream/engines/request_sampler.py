@@ -45,9 +45,12 @@ class OpenGroup:
         """Add the tokens of a request to a member."""
         self.parts[index] = continued(self.parts[index], rest) if index in self.parts else rest
 
-    def restart(self) -> None:
+    def restart(self) -> int:
+        """Drop all tokens, so that the group starts again, and return their number."""
+        thrown = self.tokens
         self.parts.clear()
         self.restarts += 1
+        return thrown
 
     def handles(self) -> list[Handle]:
         """Return all members; if some are incomplete, only those that have tokens, marked as released."""

@@ -198,9 +198,7 @@ class ServerSampler(RequestSampler):
                 await patiently(lambda: self._end(lambda _: True))
                 still = time.perf_counter()
             if mode == "restart":
-                thrown = sum(group.tokens for group in self.open)
-                for group in self.open:
-                    group.restart()
+                thrown = sum(group.restart() for group in self.open)
             await self._load(weights.version)
         except EndpointError as error:
             self.failure = EngineError(

@@ -225,10 +225,7 @@ class NativeSampler(Offloading):
         thrown = sum(row.tokens for row in self.rows)
         self.waiting.extendleft(reversed(dict.fromkeys(row.request for row in self.rows)))
         self.rows.clear()
-        for request in list(self.waiting):
-            thrown += request.tokens
-            request.restart()
-        return thrown
+        return thrown + sum(request.restart() for request in list(self.waiting))
 
     def _read_again(self, slots: Sequence[int], decoder: Decoder) -> None:
         """Recompute a decoder's cache of the rows in these slots with its current weights."""
