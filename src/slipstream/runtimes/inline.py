@@ -3,8 +3,8 @@
 Each engine has its own thread. If stages never overlap and operations are parallel, all engines share one thread.
 """
 
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -83,31 +83,15 @@ def sharing_time() -> NativeKinds:
         for engine in engines:
             engine.thread.submit(engine.move_to_host).result()
 
-    def in_turn(kind: Callable[..., Any], *methods: str) -> Callable[..., Any]:
-        """Return a function that builds an engine, whose `methods` wait for the engine's turn first."""
+    def in_turn(kind: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that builds an engine, which shares its device with the others."""
 
         def build(*args: Any, **given: Any) -> Any:
             engine = kind(*args, **given)
+            engine.turn = partial(share.turn, engine)
             engines.append(engine)
-            for name in methods:
-                setattr(engine, name, with_turn(partial(share.turn, engine), getattr(engine, name)))
             return engine
 
         return build
 
-    return NativeKinds(
-        sampler=in_turn(NativeSampler, "generate", "publish"),
-        scorer=in_turn(NativeScorer, "publish", "_call"),
-        learner=in_turn(NativeLearner, "_run"),
-        built=offload_all,
-    )
-
-
-def with_turn(
-    turn: Callable[[], AbstractAsyncContextManager[None]], method: Callable[..., Awaitable[Any]]
-) -> Callable[..., Awaitable[Any]]:
-    async def wrapped(*args: Any, **options: Any) -> Any:
-        async with turn():
-            return await method(*args, **options)
-
-    return wrapped
+    return NativeKinds(in_turn(NativeSampler), in_turn(NativeScorer), in_turn(NativeLearner), offload_all)

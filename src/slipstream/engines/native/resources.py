@@ -13,9 +13,9 @@ both are host memory. The same code moves the values, so that tests need no GPU.
 
 import asyncio
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, cached_property
 from typing import Any
@@ -102,6 +102,8 @@ class Offloading:
 
     thread: ThreadPoolExecutor
     """Thread of the engine. Tensors move on it, so never during the engine's work."""
+    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """Context in which the engine may use a device that it shares with others."""
 
     @cached_property
     def spaces(self) -> Spaces:

@@ -92,7 +92,8 @@ class NativeScorer(Probed, Offloading):
         return await self._call(group, again=True)
 
     async def publish(self, weights: WeightsRef) -> Loaded:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self._load, weights)
+        async with self.turn():
+            return await asyncio.get_running_loop().run_in_executor(self.thread, self._load, weights)
 
     def on_device(self) -> Iterable[Tensor]:
         parameters: Iterable[Tensor] = self.lm.model.parameters()
@@ -105,16 +106,15 @@ class NativeScorer(Probed, Offloading):
     async def _call(self, group: Group, *, again: bool) -> list[Handle]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[Handle]] = loop.create_future()
-        self.waiting.append(Call(group, again, answer))
-        if self.driver is None or self.driver.done():
-            self.enough = asyncio.Event()  # must belong to the current event loop
-            self.driver = loop.create_task(self._drive())
-        if (
-            sum(handle.header.tokens for call in self.waiting for handle in call.group)
-            > self.plan.token_budget // PASS_SHARE
-        ):
-            self.enough.set()
-        return await answer
+        async with self.turn():
+            self.waiting.append(Call(group, again, answer))
+            if self.driver is None or self.driver.done():
+                self.enough = asyncio.Event()  # must belong to the current event loop
+                self.driver = loop.create_task(self._drive())
+            tokens = sum(handle.header.tokens for call in self.waiting for handle in call.group)
+            if tokens > self.plan.token_budget // PASS_SHARE:
+                self.enough.set()
+            return await answer
 
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()

@@ -186,7 +186,8 @@ class NativeLearner(Offloading):
         return await self._run(self._restore, path)
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work, *args)
+        async with self.turn():
+            return await asyncio.get_running_loop().run_in_executor(self.thread, work, *args)
 
     def on_device(self) -> Iterable[Tensor]:
         """Return weights, gradients, moments, snapshots and the teachers' heads, if they are on the device."""

@@ -88,8 +88,9 @@ class NativeSampler(Offloading):
         request = Request(prompt, sampling, parts, answer=asyncio.get_running_loop().create_future())
         if not request.left:
             return request.handles()
-        self.waiting.append(request)
-        await self._answered(request)
+        async with self.turn():
+            self.waiting.append(request)
+            await self._answered(request)
         return request.answer.result()
 
     async def release(self, numbers: Collection[int] = ()) -> None:
@@ -103,10 +104,11 @@ class NativeSampler(Offloading):
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         answer: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
-        publish = Publish(weights, mode, answer, time.perf_counter())
-        self.publishing.append(publish)
-        await self._answered(publish)
-        return publish.answer.result()
+        async with self.turn():
+            publish = Publish(weights, mode, answer, time.perf_counter())
+            self.publishing.append(publish)
+            await self._answered(publish)
+        return answer.result()
 
     async def _answered(self, item: Request | Publish) -> None:
         self.open.add(item)
