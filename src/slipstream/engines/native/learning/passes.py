@@ -152,7 +152,7 @@ class Passes:
     ) -> list[Tensor]:
         """Return `compute`'s results at the trained tokens of each sample, in float64."""
         results: dict[int, Tensor] = {}
-        for members, chosen, found_N in self._run(samples, compute, version):
+        for _, members, chosen, found_N in self._run(samples, compute, version):
             results |= zip(members, by_sample(found_N.cpu().double(), chosen), strict=True)
         return [results[i] for i in range(len(samples))]
 
@@ -162,12 +162,11 @@ class Passes:
         samples: Sequence[Scored],
         compute: Callable[[Tensor, Head, Sequence[Rollout]], T],
         version: Version | None = None,
-    ) -> list[tuple[list[int], list[Rollout], T]]:
+    ) -> Iterator[tuple[Rows, list[int], list[Rollout], T]]:
         """Make passes without gradient and dropout, with the weights of this version (None: the current weights).
 
-        Return, per micro-batch, the indices of its samples, their rollouts and the result of `compute`.
+        Yield, per micro-batch, its rows, the indices of its samples, their rollouts and the result of `compute`.
         """
-        results = []
         own = version is None or version == OLD or isinstance(version, int)
         weights = nullcontext() if version is None else self.snapshots.under(version)
         with weights, deterministic(self.lm.model), self.precision():
@@ -177,8 +176,7 @@ class Passes:
                     continue
                 chosen = [samples[i].rollout for i in members]
                 result = self.student(rows, lambda h, head, chosen=chosen: compute(h, head, chosen))
-                results.append((members, chosen, result))
-        return results
+                yield rows, members, chosen, result
 
     def gradient_norms(self, episodes: Sequence[Sequence[Scored]]) -> list[float]:
         """Return ‖∂ log π(y)/∂θ‖² of each episode y, over the trained weights θ. Gradients stay as they are."""
@@ -213,17 +211,12 @@ class Passes:
             self.routing.old |= zip(samples, experts, strict=True)
         return experts
 
-    @torch.no_grad()
     def experts(self, samples: Sequence[Scored], version: Version | None = None) -> list[Ints]:
         """Return for each sample the experts that its pass uses, for each token before its last, [T, R, X]."""
         experts: dict[int, Ints] = {}
         assert self.routing is not None
-        weights = nullcontext() if version is None else self.snapshots.under(version)
-        with weights, deterministic(self.lm.model), self.precision():
-            for rows, members in self.micro_batches(samples):
-                self.student(rows, lambda hidden_NH, head: hidden_NH.sum())
-                if members:
-                    experts |= zip(members, self.routing.used(rows), strict=True)
+        for rows, members, _, _ in self._run(samples, lambda hidden_NH, head, chosen: hidden_NH.sum(), version):
+            experts |= zip(members, self.routing.used(rows), strict=True)
         return [experts[i] for i in range(len(samples))]
 
     def rollout_kl(self, samples: Sequence[Scored], version: int, *, kinds: Sequence[Kind]) -> list[Tensor]:
@@ -252,8 +245,8 @@ class Passes:
 
         kl: dict[int, Tensor] = {}
         # in host memory, since they are those of the whole update and not of a pass
-        current = [hidden_NH.cpu() for _, _, hidden_NH in self._run(samples, keep)]
-        for members, chosen, kl_N in self._run(samples, kl_to, version):
+        current = [hidden_NH.cpu() for _, _, _, hidden_NH in self._run(samples, keep)]
+        for _, members, chosen, kl_N in self._run(samples, kl_to, version):
             kl |= zip(members, over_tokens(kl_N.cpu(), chosen), strict=True)
         return [kl[i] for i in range(len(samples))]
 
