@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -169,12 +170,7 @@ class ServerSampler(RequestSampler):
         await self.api.abort(names)
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
-        called = time.perf_counter()
-
-        async def work() -> Loaded:
-            return await self._publish(weights, mode, called)
-
-        return await self._alone(work)
+        return await self._alone(partial(self._publish, weights, mode, time.perf_counter()))
 
     async def _alone(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run work while no request starts; work that has begun ends, even if the caller is cancelled."""
