@@ -179,7 +179,16 @@ def kill_at_home(home: str) -> None:
 
     Processes that left their session are found; processes that changed their HOME are not.
     """
-    entry = f"\0HOME={home}\0"
+    _kill_with(f"\0HOME={home}\0")
+
+
+def kill_below(directory: Path) -> None:
+    """Kill all processes whose HOME is below this directory."""
+    _kill_with(f"\0HOME={directory}/")
+
+
+def _kill_with(entry: str) -> None:
+    """Kill all processes whose environment contains this text."""
     for _ in range(MAX_SEARCHES):
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (names are all that is needed)
         found = [pid for pid in pids if entry in f"\0{read_proc(f'/proc/{pid}/environ')}"]

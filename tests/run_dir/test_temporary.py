@@ -1,9 +1,15 @@
 """Temporary directories of a killed process are removed by the next; those of a living one are not."""
 
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from slipstream.environments.gateway.agent_processes import Agent, Programs
+from slipstream.environments.gateway.server import Server
 from slipstream.run_dir.temporary import TemporaryDirectory
 
 HOLD = """
@@ -32,3 +38,40 @@ def test_a_directory_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) 
     mine = TemporaryDirectory("kind-", str(tmp_path))
     mine.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kind-link", "kindred"]
+
+
+def test_what_a_killed_process_left_of_agents_ends_before_its_directory_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    home = tmp_path / "slipstream-agents-old" / "agent-x" / "home"
+    home.mkdir(parents=True)
+    sleeping = [sys.executable, "-S", "-c", "print(flush=True); import time; time.sleep(60)"]
+    left, other = (
+        subprocess.Popen(sleeping, env={"HOME": str(place)}, stdout=subprocess.PIPE) for place in (home, tmp_path)
+    )
+    for each in (left, other):
+        assert each.stdout is not None and each.stdout.readline()
+    try:
+        Programs(Agent(command=("true",), workspace=None, verify=None)).close()
+        assert left.wait(10) == -signal.SIGKILL and not home.exists()
+        assert other.poll() is None, "its HOME is not below the directory"
+    finally:
+        for each in (left, other):
+            each.kill()
+            each.communicate()
+
+
+def test_a_gateway_for_sandboxed_agents_removes_the_directory_of_a_killed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "slipstream-gateway-old").mkdir()
+    server = Server("student", walled=True)
+    try:
+        assert [path.name for path in tmp_path.iterdir()] == [Path(server.walled_at).parent.name]
+    finally:
+        server.close()
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,15 +15,20 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TemporaryDirectory:
-    def __init__(self, prefix: str, parent: str | None = None) -> None:
-        """Make a directory of this prefix, which no other kind of directory may have, and remove abandoned ones."""
+    def __init__(
+        self, prefix: str, parent: str | None = None, *, before_removal: Callable[[Path], object] | None = None
+    ) -> None:
+        """Make a directory of this prefix, which no other kind of directory may have, and remove abandoned ones.
+
+        `before_removal` is called with each abandoned directory before it is removed.
+        """
         where = Path(parent or tempfile.gettempdir())
         # one that is not locked yet could be new: its maker holds the lock of the parent meanwhile
         guard = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with suppress(OSError):  # a file system without locks: nothing is locked or removed
                 fcntl.flock(guard, fcntl.LOCK_EX)
-                remove_abandoned(where, prefix)
+                remove_abandoned(where, prefix, before_removal)
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
             self.lock = os.open(self.path, DIRECTORY)
             with suppress(OSError):
@@ -37,13 +43,15 @@ class TemporaryDirectory:
             self.lock = -1
 
 
-def remove_abandoned(where: Path, prefix: str) -> None:
+def remove_abandoned(where: Path, prefix: str, before_removal: Callable[[Path], object] | None = None) -> None:
     """Remove the directories of this prefix that no process locks and this user may remove."""
     for each in where.glob(f"{prefix}*"):
         with suppress(OSError):
             descriptor = os.open(each, DIRECTORY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if before_removal is not None:
+                    before_removal(each)
                 shutil.rmtree(each, ignore_errors=True)
             finally:
                 os.close(descriptor)

@@ -57,8 +57,8 @@ class Programs:
     def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0, step_seconds: float = 60.0) -> None:
         """Limit each sandboxed process to `seconds` of CPU time per core; `step_seconds` is the time of the judge."""
         self.agent, self.socket, self.seconds, self.step_seconds = agent, socket, seconds, step_seconds
-        self.made = TemporaryDirectory("slipstream-agents-")
-        """Directory of all episodes."""
+        self.made = TemporaryDirectory("slipstream-agents-", before_removal=processes.kill_below)
+        """Directory of all episodes. What agents of a killed process started ends before its directory is removed."""
 
     @asynccontextmanager
     async def playing(

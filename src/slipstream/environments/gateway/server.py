@@ -9,10 +9,8 @@ GET  /sessions/ID/v1/models
 
 import asyncio
 import secrets
-import shutil
 import socket
 import sys
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
@@ -38,6 +36,7 @@ from slipstream.environments.gateway.sessions import (
 from slipstream.environments.gateway.web import Request, Response, while_there
 from slipstream.errors import ConfigError, first_line
 from slipstream.processes import garbage_collection
+from slipstream.run_dir.temporary import TemporaryDirectory
 
 KEEP_ALIVE_INTERVAL = 10.0
 """Seconds between keep-alive lines of a stream that waits for its answer."""
@@ -76,7 +75,7 @@ class Server:
             raise ConfigError(f"environment.gateway.listen: cannot listen at {host}:{port}: {why}") from None
         # connections inherit the option; uvicorn writes head and body of an answer separately
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.place = Path(tempfile.mkdtemp(prefix="slipstream-gateway-")) if walled else None
+        self.made = TemporaryDirectory("slipstream-gateway-") if walled else None
         self.listening: uvicorn.Server | None = None
         self.collections = ExitStack()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -93,17 +92,17 @@ class Server:
         self._end()
         self.collections.enter_context(garbage_collection(*SERVER_COLLECTIONS))
         self.loop, sockets = asyncio.get_running_loop(), [self.socket.dup()]
-        if self.place is not None:
+        if self.made is not None:
             sockets.append(socket.socket(socket.AF_UNIX))
             Path(self.walled_at).unlink(missing_ok=True)
             sockets[1].bind(self.walled_at)
-            self.place.chmod(0o711)  # any user may connect: a request needs the secret name of a session
+            self.made.path.chmod(0o711)  # any user may connect: a request needs the secret name of a session
             Path(self.walled_at).chmod(0o666)
         self.listening = await web.listening(self.app(), sockets)
 
     @property
     def walled_at(self) -> str:
-        return str(self.place / "socket") if self.place is not None else ""
+        return str(self.made.path / "socket") if self.made is not None else ""
 
     def open(self, session: Session) -> str:
         name = secrets.token_urlsafe(24)
@@ -124,8 +123,8 @@ class Server:
             self.shut(name)
         self._end()
         self.socket.close()
-        if self.place is not None:
-            shutil.rmtree(self.place, ignore_errors=True)
+        if self.made is not None:
+            self.made.close()
 
     def _end(self) -> None:
         self.collections.close()
