@@ -38,6 +38,7 @@ from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.request_sampler import FINISHES, OpenGroup, RequestSampler, check_length, finished
 from slipstream.engines.server.api import APIS, TOKEN_BYTES, Drawn, Served, ServerSettings, checked, reading
 from slipstream.engines.server.proof import Answers, Checksums, apart, moved, objection, objection_to, texts
+from slipstream.engines.vllm.core import COLDEST
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ConfigError, EndpointError, EngineError
 from slipstream.estimators.logprobs.tiles import Head
@@ -107,6 +108,10 @@ class ServerSampler(RequestSampler):
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         check_length(prompt, sampling, self.copy.max_length)
+        if sampling.draws > 1 or sampling.best or sampling.keep_mask:
+            raise EngineError("a rollout server returns one token per position, without draws, best ids and supports")
+        if 0 < sampling.temperature < COLDEST:
+            raise EngineError(f"a rollout server samples at temperature 0, or at least {COLDEST}")
         if not self.label and self.failure is None:
             await self._alone(self._load_first)
         return await self._group(prompt, sampling, begun)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from slipstream.engines.native.config import vocabulary_of
 from slipstream.engines.request_sampler import FINISHES, OpenGroup, RequestSampler, check_length, finished
 from slipstream.engines.settings import SamplerSettings
-from slipstream.engines.vllm.core import Core, Settings, failed, known, version
+from slipstream.engines.vllm.core import COLDEST, Core, Settings, failed, known, version
 from slipstream.engines.vllm.loading import Loading
 from slipstream.engines.weights import check_fits
 from slipstream.errors import EngineError, NonFiniteError
@@ -102,8 +102,17 @@ class VllmSampler(RequestSampler):
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         check_length(prompt, sampling, self.core.context)
+        if sampling.draws > self.draws or sampling.best > self.best:
+            raise EngineError(
+                f"a call needs {sampling.draws} draws and {sampling.best} best ids, but the engine was started for "
+                f"{self.draws} and {self.best}"
+            )
         if sampling.keep_mask and (sampling.draws, sampling.top_k) != (self.draws, self.top_k):
             raise EngineError(f"Sampling.keep_mask needs {self.draws} draws and top_k = {self.top_k}, as at the start")
+        if 0 < sampling.temperature < COLDEST:
+            raise EngineError(
+                f"vLLM does not sample at temperature {sampling.temperature}: write 0, or at least {COLDEST}"
+            )
         return await self.core.call(self._group(prompt, sampling, begun))
 
     async def release(self, numbers: Collection[int] = ()) -> None:
