@@ -307,6 +307,15 @@ def test_a_sound_run_is_found_sound_however_short(length: int) -> None:
     assert list(find_troubles(run_of(lambda n: {}, sound=length, then=0), HEALTH)) == []
 
 
+@pytest.mark.parametrize("before", [[50, 50, *[0.1] * 20], [50, *[0.1] * 10, 50, *[0.1] * 10]])
+def test_two_large_norms_before_do_not_make_three_usual(before: list[float]) -> None:
+    """The first updates count once, also while they are in the window."""
+    lines = [{"grad_norm": float(norm)} for norm in [*before, 40, 40, 40]]
+    assert exploding(History(lines[:3], lines), HealthConfig()) is not None
+    more = [{"grad_norm": 50.0}, *lines]
+    assert exploding(History(more[:3], more), HealthConfig()) is None
+
+
 def test_a_teacher_that_lies_is_found_though_many_updates_lack_it() -> None:
     """Each third update has responses to teacher a alone, so that no three updates in a row have both teachers."""
     a, b = ({f"teacher/{name}/kl": kl, f"teacher/{name}/kl_error": 0.01} for name, kl in (("a", 0.1), ("b", -2.0)))

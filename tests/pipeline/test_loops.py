@@ -322,8 +322,12 @@ def test_a_held_out_accuracy_that_falls_is_told_once_until_it_is_back(tmp_path: 
 def test_an_accuracy_has_not_fallen_by_chance_or_by_little(
     before: tuple[float, float], now: tuple[float, float], falls: bool
 ) -> None:
-    best, line = ({"update": 1, "accuracy": mean, "accuracy_error": error} for mean, error in (before, now))
+    best, line = (
+        {"update": 1, "accuracy": mean, "accuracy_error": error, "samples": 400.0} for mean, error in (before, now)
+    )
     assert bool(fall_of(best, line)) == falls
+    few = {"update": 1, "accuracy_error": 0.0, "samples": 2.0}
+    assert not fall_of(few | {"accuracy": 1.0}, few | {"accuracy": 0.0}), "two answers"
     assert not fall_of({"update": 1, "accuracy": 1.0}, line), "one prompt alone has no error"
 
 

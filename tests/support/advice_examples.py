@@ -82,6 +82,7 @@ POLICY = {
     "sampler": {"group": 4},
     "task": {"reward": "exact"},
 }
+DOWN: dict[str, Value] = {"reward/exact": rising(0.5, 0.3), "teacher/kl": rising(0.1, 0.6)}
 FOLLOWED = {"teachers": {"main": {"model": "self", "context": "{ground_truth}{prompt}", "follow": {"ema": 0.9}}}}
 ALONE: dict[str, Value] = {name: None for name in WELL if name.startswith(("teacher/", "distill/"))}
 
@@ -245,10 +246,10 @@ EXAMPLES = [
             {**AWAY, "teacher/kl": rising(0.4, 4.0), "distill/loss": rising(4.0, 0.4)}),
     Example("wrong direction", {**AWAY, "teacher/kl": after(9, 1.2, before=0.4)},
             {**AWAY, "teacher/kl": after(12, 1.2, before=0.4)}, SYNC),
-    Example("moving teacher", {"reward/exact": rising(0.5, 0.3), "teacher/kl": rising(0.1, 0.6)},
-            {"reward/exact": rising(0.5, 0.47), "teacher/kl": rising(0.1, 0.6)}, FOLLOWED),
-    Example("moving teacher", {"reward/exact": rising(0.5, 0.3), "teacher/kl": rising(0.1, 0.6)},
-            {"reward/exact": rising(0.5, 0.3), "teacher/kl": rising(0.1, 0.6), "drift/kl/lag_1": 0.08}, FOLLOWED),
+    Example("moving teacher", DOWN, {**DOWN, "reward/exact": rising(0.5, 0.47)}, FOLLOWED),
+    Example("moving teacher", DOWN, {**DOWN, "drift/kl/lag_1": 0.08}, FOLLOWED),
+    Example("step too large", {**FRESH, **RUINED, **DOWN}, {**FRESH, **RUINED, "student/entropy": 0.5},
+            FOLLOWED | SYNC),
     Example("step too large", {"drift/kl/lag_1": 0.08, **GETS_WORSE}, {"drift/kl/lag_1": 0.04}),
     Example("step too large", {"drift/kl/lag_1": 0.08}, {"drift/kl/lag_1": 0.04}, weight="watch"),
     Example("step too large", {**FRESH, **GETS_WORSE}, {**FRESH, "teacher/kl": 0.4, "reward/exact": 0.3}, SYNC),

@@ -143,7 +143,8 @@ def fall_of(best: Line, line: Line) -> str:
     """Describe the fall of the accuracy since the best evaluation; empty if chance explains it, or it is small."""
     if not all("accuracy_error" in each for each in (best, line)):
         return ""
-    errors = hypot(best["accuracy_error"], line["accuracy_error"])
+    # equal answers have an error of 0, also if there are few of them
+    errors = hypot(*(max(each["accuracy_error"], 1 / each["samples"]) for each in (best, line)))
     if best["accuracy"] - line["accuracy"] <= max(MIN_FALL_ERRORS * errors, MIN_FALL_SHARE * abs(best["accuracy"])):
         return ""
     before, now = (f"{each['accuracy']:.3g} ± {each['accuracy_error']:.2g}" for each in (best, line))

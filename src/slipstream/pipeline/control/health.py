@@ -156,8 +156,9 @@ def exploding(history: History, health: HealthConfig) -> Trouble | None:
     Gradients of a student that agrees with its teacher are nearly 0; one wrong answer is then far above their median.
     """
     last, before = history.recent[-health.updates :], history.recent[-health.window - health.updates : -health.updates]
+    earlier = [line for line in history.first if all(line is not each for each in before)]
     usual, at_start = (
-        [line["grad_norm"] for line in lines if line.get("grad_norm", 0) > 0] for lines in (before, history.first)
+        [line["grad_norm"] for line in lines if line.get("grad_norm", 0) > 0] for lines in (before, earlier)
     )
     if len(usual) < 2 * health.updates or len(last) < health.updates:
         return None

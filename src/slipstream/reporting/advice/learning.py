@@ -60,7 +60,7 @@ def ruined_at_once(case: Case) -> Evidence | None:
 def follows_down(case: Case) -> Evidence | None:
     """Find a reward that fell with a following teacher, and that neither large steps nor staleness explain."""
     follows = {name: each.follow for name, each in case.config.teachers.items() if each.follow is not None}
-    if not follows or case.fall is None or case.moved.over(KL_LIMIT) or case.drift.over(KL_LIMIT):
+    if not follows or case.fall is None or large_step(case) is not None or case.drift.over(KL_LIMIT):
         return None
     changes: list[Change] = [
         {f"teachers.{name}.follow.{'every' if follow.ema else 'copy_every'}": SLOWER_TEACHER * follow.period}
@@ -69,21 +69,28 @@ def follows_down(case: Case) -> Evidence | None:
     return Evidence(*case.fall, changes)
 
 
-def too_large(case: Case) -> Evidence | None:
+def large_step(case: Case) -> Evidence | None:
+    """Find a step that is measured to be too large, or that ruined the student at once."""
     if (ruined := ruined_at_once(case)) is not None:
         return ruined
     moved, harm = case.moved, worse(case)
-    leaps = moved.over(KL_LIMIT)
-    # the KL of a step grows with the square of its size; without a measured KL, try a tenth of the learning rate
-    changes: list[Change] = [slower(case.config, sqrt(KL_WARNING / moved.mean) if leaps else 0.1)]
-    if leaps:
-        return Evidence("drift/kl/lag_1", moved.mean, KL_LIMIT, changes, error=harm)
+    if moved.over(KL_LIMIT):  # which grows with the square of a step's size
+        slow = slower(case.config, sqrt(KL_WARNING / moved.mean))
+        return Evidence("drift/kl/lag_1", moved.mean, KL_LIMIT, [slow], error=harm)
     first, last = case.now("drift/k3_kl_first"), case.now("drift/k3_kl_last")
     if case.steps > 1 and last.above(first) and last.mean - first.mean > KL_LIMIT:
         once: Change = {"learner.epochs": 1} if case.config.learner.epochs > 1 else {"learner.minibatches": 1}
-        return Evidence("drift/k3_kl_last", last.mean, first.mean + KL_LIMIT, [once, *changes], error=harm)
-    if not harm or case.drift.over(KL_LIMIT):
+        slow = slower(case.config, 0.1)
+        return Evidence("drift/k3_kl_last", last.mean, first.mean + KL_LIMIT, [once, slow], error=harm)
+    return None
+
+
+def too_large(case: Case) -> Evidence | None:
+    if (found := large_step(case)) is not None:
+        return found
+    if not worse(case) or case.drift.over(KL_LIMIT):
         return None
+    changes: list[Change] = [slower(case.config, 0.1)]
     if case.fall is not None:
         return Evidence(*case.fall, changes)
     return Evidence("teacher/kl", case.kl_now.mean, min(risen(case)), changes)
