@@ -28,6 +28,7 @@ from slipstream.config.running import RuntimeConfig
 from slipstream.config.sampler import SamplerConfig
 from slipstream.config.schema import Config
 from slipstream.config.teacher import TeacherConfig
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.shared_memory import Mapped, Records, empty
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
 from slipstream.objective.method import method_of
@@ -170,6 +171,17 @@ def test_what_cannot_start_takes_all_with_it(runtime: Any, tokenizer: PreTrained
         with pytest.raises(Exception, match="nowhere/there"):
             runtime.open_engines(plan, tokenizer, say=silent)
         assert children() == before
+
+
+def test_inline_engines_are_closed_if_a_later_one_cannot_be_loaded(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = list[str](), NativeSampler.close
+    monkeypatch.setattr(NativeSampler, "close", lambda sampler: (closed.append("sampler"), close(sampler)))
+    plan = planned(settings(student="builtin:student", teachers={"main": TeacherConfig(model="nowhere/there")}))
+    with pytest.raises(Exception, match="nowhere/there"):
+        inline.open_engines(plan, tokenizer, say=silent)
+    assert closed == ["sampler"]
 
 
 def test_what_a_killed_run_left_of_ray_is_removed_by_the_next_and_what_is_in_use_is_not(
