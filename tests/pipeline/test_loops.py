@@ -288,7 +288,7 @@ def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:
 
 
 class Worse(toy.ToyGrader):
-    """All answers of the first students are right, and few of the later ones."""
+    """Grader whose share of right answers depends on the version that wrote them."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.shares = shares

@@ -60,7 +60,7 @@ SPARE_BYTES = 1 << 20
 
 @cache
 def certificates() -> ssl.SSLContext:
-    """Return the trusted certificates, which all clients of endpoints share: they take 20 ms to load."""
+    """Return the trusted certificates, which all clients of endpoints share: they take 20 to 40 ms to load."""
     return httpx2.create_ssl_context()
 
 
