@@ -24,6 +24,8 @@ RARE_COLLECTIONS = (50_000, 20, 100)
 """Thresholds of garbage collection where most objects stay in use, such as imports: it took a third of the time."""
 OPEN_CONTEXTS: dict[object, tuple[int, ...]] = {}
 """Thresholds of each open context of `garbage_collection`, the newest last; None has those from before the first."""
+WITH_PARENT = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--")
+"""Command prefix that kills a program when its parent dies."""
 GRACE = 10.0
 """Seconds in which a process that must end may end by itself, before it is killed."""
 MAX_SEARCHES = 1000

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -144,11 +146,18 @@ def running(mark: str) -> list[int]:
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if mark.encode() in each.read_bytes() and b"sleep" in each.read_bytes():
+            if f"sleep\0{mark}\0".encode() in each.read_bytes():
                 found.append(int(each.parts[2]))
         except OSError:
             pass
     return found
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 30
+    while not true() and time.monotonic() < until:
+        time.sleep(0.02)
+    return true()
 
 
 @pytest.mark.parametrize("how", ["ends", "waits"])
@@ -157,10 +166,23 @@ def test_without_isolation_what_a_program_starts_ends_with_it(how: str) -> None:
     code = f"sleep {mark} & sleep {mark} & " + ("sleep 60" if how == "waits" else "true")
     ran = with_one("none", lambda sandbox: sandbox.run(["sh", "-c", code], limits=Limits(seconds=0.5)))
     assert ran.status == ("timeout" if how == "waits" else "ok")
-    until = time.monotonic() + 5
-    while running(mark) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not running(mark)
+    assert eventually(lambda: not running(mark))
+
+
+def test_without_isolation_a_program_is_killed_with_the_process_that_started_it() -> None:
+    mark = f"43.{os.getpid()}"
+    code = f"""
+import asyncio
+from slipstream.sandbox.none import Unconfined
+asyncio.run(Unconfined().run(["sleep", "{mark}"]))
+"""
+    ours = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        assert eventually(lambda: len(running(mark)) == 1)
+    finally:
+        ours.kill()
+        ours.wait()
+    assert eventually(lambda: not running(mark))
 
 
 @pytest.mark.parametrize("place", ["call", "session"])

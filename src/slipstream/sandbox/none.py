@@ -2,7 +2,7 @@
 
 Limited are the time, output and memory of a call, and the files in its working directory. Not limited are the number of
 processes, the memory of sockets and files elsewhere. When a program ends, its descendants are killed unless they
-changed HOME.
+changed HOME. If this process is killed, a program is killed, too, but what it started may remain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.sandbox.limits import check_installed, environment, finish, hold
 
 class Unconfined(Sandbox):
     def __init__(self) -> None:
-        check_installed(("prlimit",), "apt install util-linux")
+        check_installed(("prlimit", "setpriv"), "apt install util-linux")
         self.path = system()[0]
 
     async def execute(self, program: Program) -> Ran:
@@ -43,7 +43,7 @@ class Unconfined(Sandbox):
 
         with stdin_file(program.stdin) as stdin:
             process = await processes.start_program(
-                with_limits(program.argv, limits, processes=False, space=True),
+                [*processes.WITH_PARENT, *with_limits(program.argv, limits, processes=False, space=True)],
                 stdin=stdin,
                 env=environment(self.path, work),
                 cwd=work,

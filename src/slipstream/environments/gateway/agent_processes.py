@@ -33,8 +33,6 @@ REWARD_FILE = "reward.json"
 VERDICT_FILE = "verdict.json"
 MAX_REWARD_BYTES = 1 << 20
 """Maximum bytes of a file with rewards."""
-WITH_PARENT = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--")
-"""Command prefix that ends the process when its parent ends."""
 JUDGE_ONLY = "ground_truth"
 """Field of the row that only the judge gets, not the agent."""
 COPY_SHARE, SOLUTION_SHARE = 0.25, 0.5
@@ -161,7 +159,7 @@ class Program:
         self.home = env["HOME"]
         try:
             if self.walls is None:
-                self.process = await processes.start_program([*WITH_PARENT, *words], env=env, cwd=str(place / cwd))
+                self.process = await processes.start_program([*processes.WITH_PARENT, *words], env=env, cwd=str(place / cwd))
             else:
                 around = self.walls.wrap(words, command, place, cwd, env, socket, self.kind.seconds)
                 with around as (inside, descriptors):
