@@ -23,13 +23,9 @@ from slipstream.engines.score_checks import Probed, scored
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.resolve import DEMO, model_path
 from slipstream.plan.checks import (
-    KL,
-    PEARSON,
-    PERPLEXITY,
     PROMPTS,
     CheckFailed,
     Finding,
-    Limits,
     agreement,
     episode_finding,
     failure_findings,
@@ -211,8 +207,7 @@ def test_rounding_of_a_sensitive_student_is_named_as_rounding(
     rounding: Any, changes: dict[str, float], same: bool
 ) -> None:
     numbers = {f"drift/{name}": value for name, value in (COARSE | changes).items()}
-    limits = Limits(PEARSON[rounding], KL[rounding], PERPLEXITY[rounding], 0.5, rounding)
-    (found,) = agreement(numbers, limits, [[Handle(_header(0), None)]])
+    (found,) = agreement(numbers, rounding, [[Handle(_header(0), None)]])
     assert found.ok is same and ("16 bits round this student coarsely" in found.detail) is same
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import exp
@@ -748,7 +749,7 @@ def test_a_group_that_a_wrong_sampler_has_begun_before_begins_again_once() -> No
         asked.append(5 in worker.since)
         samplers.retired.add(worker)
 
-    ledger, samplers = SimpleNamespace(thrown_tokens=0), SimpleNamespace(version=8, retired=set())
+    ledger, samplers = SimpleNamespace(counts=Counter()), SimpleNamespace(version=8, retired=set())
     live = {5: SimpleNamespace(version=8)}
     groups: Any = SimpleNamespace(
         admission=SimpleNamespace(live=live, schedule=SimpleNamespace(publish="keep")),
@@ -762,14 +763,14 @@ def test_a_group_that_a_wrong_sampler_has_begun_before_begins_again_once() -> No
     rollouts = Rollouts(groups, samplers, {}, sampling, lambda _: sampling, canaries, None, lambda _: False)  # type: ignore[arg-type]
     worker: Any = Hashed(engine=Engine(), since={5: 0, 6: 0})
     assert asyncio.run(rollouts._generate(prompt, worker)) == ()
-    assert asked == [False] and not groups.responses and ledger.thrown_tokens == 4 and worker.since == {6: 0}
+    assert asked == [False] and not groups.responses and ledger.counts["thrown_tokens"] == 4 and worker.since == {6: 0}
 
 
 def test_a_sampler_that_is_retired_while_it_answers_costs_tokens_and_counts_nothing_else() -> None:
     """Another sampler answers the same group from where it was begun, and that answer is counted."""
     prompt = PROMPTS.at(5)
     begun, rolled = drawn_by_version(prompt, 8, 2), drawn_by_version(prompt, 8, 6)
-    ledger, samplers = SimpleNamespace(thrown_tokens=0), SimpleNamespace(version=8, retired=set())
+    ledger, samplers = SimpleNamespace(counts=Counter()), SimpleNamespace(version=8, retired=set())
     groups: Any = SimpleNamespace(
         admission=SimpleNamespace(live={5: SimpleNamespace(version=8)}, schedule=SimpleNamespace(publish="keep")),
         ledger=ledger,
@@ -788,7 +789,7 @@ def test_a_sampler_that_is_retired_while_it_answers_costs_tokens_and_counts_noth
     rollouts = Rollouts(groups, samplers, {}, sampling, lambda _: sampling, canaries, None, lambda _: False)  # type: ignore[arg-type]
     worker: Any = Hashed(engine=Engine(), since={})
     assert asyncio.run(rollouts._generate(prompt, worker)) == ()
-    assert groups.responses == {5: begun} and ledger.thrown_tokens == 4
+    assert groups.responses == {5: begun} and ledger.counts["thrown_tokens"] == 4
 
 
 def drawn_by_version(prompt: Prompt, version: int, tokens: int) -> list[Handle]:

@@ -150,7 +150,7 @@ def test_tokens_thrown_away_since_the_last_update_count_after_a_stop_in_the_next
     def remembered(self: Ledger, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         ledgers.append(self)
-        starts.append(self.thrown_tokens)
+        starts.append(self.counts["thrown_tokens"])
 
     monkeypatch.setattr(Ledger, "__init__", remembered)
     go(tmp_path, Async(tau=3, **changes), until=8.0)

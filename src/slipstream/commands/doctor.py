@@ -18,7 +18,7 @@ from slipstream.console import Screen
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
-from slipstream.plan.checks import Finding, Limits
+from slipstream.plan.checks import Finding
 from slipstream.plan.notes import sandbox_notes
 from slipstream.plan.plan import Plan, changed, fast_checks, plan_with_texts
 from slipstream.plan.rules.memory import check_room
@@ -103,7 +103,7 @@ async def check_publish(made: Plan, engines: Engines, prompts: Sequence[Prompt])
     if not moved.ok:
         return [replace(moved, fix="the gradient was zero: check the loss, and that rewards in a group differ")]
     groups = await checks.sample_groups(made, engines, prompts)
-    again = checks.agreement(await checks.compared(engines, groups, update=2), Limits.of(made.engines), groups)[0]
+    again = checks.agreement(await checks.compared(engines, groups, update=2), made.engines.rounding, groups)[0]
     fix = "" if again.ok else f"the sampler does not run the published weights; {again.fix}"
     return [moved, replace(again, name="sampler and learner, after a publish", fix=fix)]
 
@@ -138,4 +138,4 @@ async def check_self_taught(made: Plan, engines: Engines, prompts: Sequence[Prom
     if not checks.without_failed(groups):  # an earlier finding reports it
         return []
     numbers = await checks.compared(engines, groups, update=1)
-    return [checks.self_taught_finding(numbers, Limits.of(made.engines))]
+    return [checks.self_taught_finding(numbers, made.engines.rounding)]

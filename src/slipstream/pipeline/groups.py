@@ -86,7 +86,7 @@ class Groups:
         dropped, begun = self.admission.refill()
         for number in dropped:
             self.choice.note(self.responses[number])
-            self.ledger.refilled_tokens += tokens_of(self.responses[number])
+            self.ledger.counts["refilled_tokens"] += tokens_of(self.responses[number])
             self.discard(number)
             self.ledger.write_dropped(self.prompt(number), NO_ADVANTAGE)
         self._roll(begun)
@@ -132,7 +132,7 @@ class Groups:
 
     def discard(self, number: int) -> None:
         """Discard the responses of a group, and cancel its rollout or scoring."""
-        self.ledger.thrown_tokens += tokens_of(self.responses.pop(number, ()))
+        self.ledger.counts["thrown_tokens"] += tokens_of(self.responses.pop(number, ()))
         task = self.tasks.pop(number, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()

@@ -224,11 +224,11 @@ class Learning:
     def _refresh(self, buffer: Buffer, refresh: Refresh) -> None:
         """Restart all groups that began under older weights than those of this update."""
         admission, ledger = self.groups.admission, self.groups.ledger
-        before = ledger.thrown_tokens
+        before = ledger.counts["thrown_tokens"]
         if stale := admission.refresh(self.groups.responses):
             for number in stale:
                 self.groups.discard(number)
-            buffer.record_refresh(admission.version, tokens=ledger.thrown_tokens - before)
+            buffer.record_refresh(admission.version, tokens=ledger.counts["thrown_tokens"] - before)
             groups = f"{len(stale)} groups begin again"
             self.say(f"refresh after update {admission.version}: {groups}, {refresh.why}")
 

@@ -28,6 +28,9 @@ from slipstream.protocols import Quote, SampleFreshness
 from slipstream.records import Batch, Group, Header, Prompt
 from slipstream.run_dir.writing import RunLog
 
+TOTALS = ("thrown_tokens", "refilled_tokens", "greedy_tokens", "failed_samples", "failed/", "ungraded/")
+"""Names of the counts of a whole run, or their beginnings; `metric_names` describes each."""
+
 
 class Ledger:
     def __init__(
@@ -50,21 +53,10 @@ class Ledger:
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
         self.controllers, self.traffic, self.devices, self.size = controllers, traffic, devices, size
         self.several_teachers = several_teachers
-        self.thrown_tokens = round(log.last.get("thrown_tokens", 0))
-        """Tokens of responses that were rolled out and never learned from, in the whole run."""
-        self.refilled_tokens = round(log.last.get("refilled_tokens", 0))
-        """Part of them in groups without any advantage, which `policy.refill` replaced."""
-        self.failed_samples = round(log.last.get("failed_samples", 0))
-        """Number of group members that an engine failed to answer, in the whole run."""
-        self.failures = Counter[str]({name: round(n) for name, n in log.last.items() if name.startswith("failed/")})
-        """Number of failed members by metric name, for failures of an environment."""
+        self.counts = Counter[str]({name: round(n) for name, n in log.last.items() if name.startswith(TOTALS)})
+        """Counts of the whole run by metric name."""
         self.failed_in = Counter[str]()
         """Number of failed members by environment, since the last update."""
-        before = {name.partition("/")[2]: round(n) for name, n in log.last.items() if name.startswith("ungraded/")}
-        self.unrewarded = Counter[str](before)
-        """Number of members without a reward because grading failed, by cause; they are not learned from."""
-        self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
-        """Number of tokens of greedy answers; these answers only give rewards and are not trained on."""
         self.lengths = deque[float](maxlen=TREND_UPDATES)
         """Mean lengths of the last updates; without the first ones, in which only short responses had finished."""
         for line in log.lines("train"):
@@ -146,12 +138,12 @@ class Ledger:
         for header in members:
             if header.finish != "error":
                 continue
-            self.failed_samples += 1
+            self.counts["failed_samples"] += 1
             kinds = [name for name in header.outcome if name.startswith("failed/")]
             for kind in kinds:
-                if kind not in self.failures:
+                if kind not in self.counts:
                     say(f"an episode of {header.prompt} is left out: {header.cause}")
-                self.failures[kind] += 1
+                self.counts[kind] += 1
             if kinds:
                 self.failed_in[header.environment] += 1
                 self.causes.setdefault(number, []).append(header.cause)
@@ -162,10 +154,10 @@ class Ledger:
         for header in members:
             if header.ungraded is None:
                 continue
-            if header.ungraded.cause not in self.unrewarded:
+            if (name := f"ungraded/{header.ungraded.cause}") not in self.counts:
                 say(f"an answer to {header.prompt} has no reward and is dropped: {header.ungraded.text}")
-            self.unrewarded[header.ungraded.cause] += 1
-            self.thrown_tokens += header.tokens
+            self.counts[name] += 1
+            self.counts["thrown_tokens"] += header.tokens
             self.failed_in[header.environment] += 1
             self.causes.setdefault(number, []).append(header.ungraded.text)
 
@@ -174,7 +166,7 @@ class Ledger:
         failed = [handle.header for handle in group if handle.header.finish == "error"]
         self.unusable.update(header.teacher for header in failed)
         if len(failed) < len(group):  # else the whole group is dropped, and `Groups.discard` counts its tokens
-            self.thrown_tokens += sum(header.tokens for header in failed)
+            self.counts["thrown_tokens"] += sum(header.tokens for header in failed)
         for header in failed:
             if header.teacher not in self.reported:
                 self.reported.add(header.teacher)
@@ -202,7 +194,7 @@ class Ledger:
 
     def add_publish(self, numbers: Metrics) -> None:
         self.publish = numbers
-        self.thrown_tokens += round(numbers.pop("thrown_tokens"))
+        self.counts["thrown_tokens"] += round(numbers.pop("thrown_tokens"))
 
     def add_evaluation(self, seconds: float) -> None:
         """Record the duration of the evaluation after a publish, for which the learner waited."""
@@ -224,15 +216,8 @@ class Ledger:
     @property
     def totals(self) -> Metrics:
         """Counts of the whole run until now."""
-        return {
-            "thrown_tokens": float(self.thrown_tokens),
-            "failed_samples": float(self.failed_samples),
-            **{kind: float(count) for kind, count in sorted(self.failures.items())},
-            **{f"ungraded/{cause}": float(count) for cause, count in sorted(self.unrewarded.items())},
-            **({"refilled_tokens": float(self.refilled_tokens)} if self.refilled_tokens else {}),
-            **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
-            **self.restarts.metrics,
-        }
+        counts = {name: float(count) for name, count in sorted(self.counts.items()) if count}
+        return {"thrown_tokens": 0.0, "failed_samples": 0.0, **counts, **self.restarts.metrics}
 
     def write_update(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
         """Write and return the metrics of an update, including how long each worker was busy since the last update."""

@@ -100,13 +100,13 @@ class Rollouts:
             return begun
         older = admission.schedule.publish == "restart" and any(handle.header.oldest < newest for handle in begun)
         if older or any(handle.header.source != prompt.source for handle in begun):
-            ledger.thrown_tokens += tokens_of(groups.responses.pop(number))
+            ledger.counts["thrown_tokens"] += tokens_of(groups.responses.pop(number))
             begun = ()
         self.generating.add(number)
         try:
             rolled = await worker.engine.generate(prompt, self.options(prompt), begun)
         except RecordsLost:  # the partial rollout is lost, so the group starts again
-            ledger.thrown_tokens += tokens_of(begun)
+            ledger.counts["thrown_tokens"] += tokens_of(begun)
             return ()
         finally:
             self.generating.discard(number)
@@ -117,11 +117,11 @@ class Rollouts:
             worker.since.pop(number, None)  # this call itself begins the group again, if the sampler is retired
             self.canaries.distrust(worker, wrong)
             if worker in self.samplers.retired:
-                ledger.thrown_tokens += tokens_of(rolled)
+                ledger.counts["thrown_tokens"] += tokens_of(rolled)
                 groups.responses.pop(number, None)
                 return ()
         if worker in self.samplers.retired:  # while it answered; another sampler continues from `begun`
-            ledger.thrown_tokens += tokens_of(rolled) - tokens_of(begun)
+            ledger.counts["thrown_tokens"] += tokens_of(rolled) - tokens_of(begun)
             return ()
         worker.track.tokens -= tokens_of(begun)
         if unfinished(rolled):
@@ -130,7 +130,7 @@ class Rollouts:
         headers = [handle.header for handle in rolled]
         greedy_tokens = sum(header.greedy_tokens for header in headers)
         worker.track.tokens += greedy_tokens + tokens_of(rolled)
-        ledger.greedy_tokens += greedy_tokens
+        ledger.counts["greedy_tokens"] += greedy_tokens
         ledger.count_ungraded(number, headers, self.samplers.say)
         ledger.count_failed(number, headers, self.samplers.say)
         group = gradable_members(rolled)

@@ -22,7 +22,6 @@ from slipstream.pipeline.control.canary import HALF_KL, HALF_PERPLEXITY, KL, PER
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.ends import EndProbe, end_advice, names_of_ends
-from slipstream.plan.engine_plans import EnginesPlan
 from slipstream.plan.known_texts import judged
 from slipstream.plan.plan import Plan
 from slipstream.plan.templates import FAR, TemplateProbe, mean_logps
@@ -58,24 +57,6 @@ class Finding:
 
 class CheckFailed(ModelError):
     """A start check failed: training would crash, or would use wrong numbers."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Allowed differences between the log-probs of two engines that have the same weights."""
-
-    pearson: float
-    k3: float
-    ppl: float
-    teacher: float
-    rounding: Rounding = "exact"
-
-    @classmethod
-    def of(cls, plan: EnginesPlan) -> Limits:
-        rounding = plan.rounding
-        return cls(
-            PEARSON[rounding], KL[rounding], PERPLEXITY[rounding], 0.02 if rounding == "exact" else 0.5, rounding
-        )
 
 
 def first_prompts(plan: Plan) -> list[Prompt]:
@@ -117,7 +98,7 @@ async def start_checks(plan: Plan, engines: Engines, prompts: Sequence[Prompt], 
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
     ends = [await same_end(plan, engines, teacher) for teacher in plan.teachers.ends]
     ends += [await known_template(plan, engines, teacher) for teacher in plan.teachers.templates]
-    same = agreement(numbers, Limits.of(plan.engines), groups)
+    same = agreement(numbers, plan.engines.rounding, groups)
     taught = [await known_scores(plan, engines, teacher, headers) for teacher in plan.engines.scorers]
     return [*same, *taught, *ends, *returned, *failed]
 
@@ -211,7 +192,7 @@ async def scored(engines: Engines, groups: Sequence[Group]) -> list[Group]:
     return list(await asyncio.gather(*[s.score(group) for s, group in zip(scorers, groups, strict=True)]))
 
 
-def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list[Finding]:
+def agreement(numbers: Metrics, rounding: Rounding, groups: Sequence[Group]) -> list[Finding]:
     longest = max(handle.header.prompt_tokens + handle.header.tokens for group in groups for handle in group)
     pearson, k3, ppl = (numbers[f"drift/{name}"] for name in ("probs_pearson", "k3_kl", "ppl_ratio"))
     detail = (
@@ -219,18 +200,12 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
         f"perplexity ratio {ppl:.4f}, sequences of up to {longest} tokens"
     )
     # if all tokens are nearly certain, rounding errors dominate the correlation
-    alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
-    same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
-    if not same and limits.rounding == "half" and rounds_coarsely(numbers):
+    alike = pearson >= PEARSON[rounding] or k3 <= KL[rounding] / 100
+    same = alike and k3 <= KL[rounding] and abs(ppl - 1) <= PERPLEXITY[rounding]
+    if not same and rounding == "half" and rounds_coarsely(numbers):
         same, detail = True, f"{detail}; {COARSE}"
-    return [
-        Finding(
-            "sampler and learner, one checkpoint",
-            same,
-            detail,
-            "" if same else mismatch_cause(numbers, limits.rounding),
-        )
-    ]
+    fix = "" if same else mismatch_cause(numbers, rounding)
+    return [Finding("sampler and learner, one checkpoint", same, detail, fix)]
 
 
 def rounds_coarsely(numbers: Metrics) -> bool:
@@ -303,7 +278,7 @@ def reward_finding(groups: Sequence[Group]) -> Finding:
     return Finding("rewards of a few short answers", not why, "; ".join(detail), fix, fatal=fatal)
 
 
-def mismatch_cause(numbers: Metrics, rounding: Rounding = "exact") -> str:
+def mismatch_cause(numbers: Metrics, rounding: Rounding) -> str:
     if numbers["drift/probs_pearson"] < 0.8:
         return "these are different models: check that weights arrive, and that sampler and learner load one student"
     if abs(numbers["drift/sharpness"] - 1) > TREND:
@@ -345,12 +320,13 @@ def impossible_finding(name: str, headers: Sequence[Header]) -> Finding | None:
     return Finding(f"teacher {name}", False, detail, "its log-probs are not of these tokens, or are no log-probs")
 
 
-def self_taught_finding(numbers: Metrics, limits: Limits) -> Finding:
+def self_taught_finding(numbers: Metrics, rounding: Rounding) -> Finding:
     """Return a finding on the student as its own teacher: the scores must equal the learner's log-probs."""
     (gap,) = [value for name, value in numbers.items() if name.endswith("/difference_max")]
     name, detail = "a teacher equal to the student teaches nothing", f"largest difference of a log-prob {gap:.2g}"
-    fix = "" if gap <= limits.teacher else "sampler, scorer and learner differ in tokens or temperature"
-    return Finding(name, gap <= limits.teacher, detail, fix)
+    same = gap <= (0.02 if rounding == "exact" else 0.5)
+    fix = "" if same else "sampler, scorer and learner differ in tokens or temperature"
+    return Finding(name, same, detail, fix)
 
 
 def raise_fatal(findings: Sequence[Finding]) -> None:

@@ -159,7 +159,9 @@ class Program:
         self.home = env["HOME"]
         try:
             if self.walls is None:
-                self.process = await processes.start_program([*processes.WITH_PARENT, *words], env=env, cwd=str(place / cwd))
+                self.process = await processes.start_program(
+                    [*processes.WITH_PARENT, *words], env=env, cwd=str(place / cwd)
+                )
             else:
                 around = self.walls.wrap(words, command, place, cwd, env, socket, self.kind.seconds)
                 with around as (inside, descriptors):
