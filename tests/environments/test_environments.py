@@ -285,6 +285,39 @@ def test_a_host_with_what_hangs_takes_nothing_new_and_ends_with_the_last(
         asyncio.run(main(made))
 
 
+def test_a_tool_may_have_parameters_that_are_named_like_methods_of_pydantic(tmp_path: Path) -> None:
+    source = """
+        from typing import Annotated
+        from pydantic import Field
+
+        class Odd:
+            def f(self, json: Annotated[str, Field(description="Text.")], model_config: int, model_dump: int = 3):
+                '''F.'''
+                return f"{json} {model_config} {model_dump}"
+    """
+    spec = written(tmp_path, source, "Odd")
+
+    async def main(made: EnvironmentPool) -> None:
+        episode = await opened(made)
+        (seen,) = (await episode.step(call("f", json="a", model_config=2))).messages
+        assert seen["content"] == "a 2 3"
+        (seen,) = (await episode.step(call("f", json="a"))).messages
+        assert "model_config: Field required" in seen["content"]
+
+    with hosts(spec) as made:
+        (schema,) = made.schemas()
+        assert schema["function"]["parameters"] == {
+            "type": "object",
+            "properties": {
+                "json": {"type": "string", "description": "Text."},
+                "model_config": {"type": "integer"},
+                "model_dump": {"type": "integer", "default": 3},
+            },
+            "required": ["json", "model_config"],
+        }
+        asyncio.run(main(made))
+
+
 def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
     source = """
         from slipstream.environments import Step

@@ -11,6 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     ConfigDict,
+    Field,
     PydanticSchemaGenerationError,
     PydanticUserError,
     create_model,
@@ -132,7 +133,11 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
             raise ConfigError(f"the tool {name!r} has a parameter {each.name!r}: begin the name with a letter")
         if each.name not in hints:
             raise ConfigError(f"the tool {name!r} has a parameter {each.name!r} without a type: write {each.name}: str")
-        fields[each.name] = (hints[each.name], ... if each.default is each.empty else each.default)
+        default = ... if each.default is each.empty else each.default
+        fields[f"parameter_{each.name}"] = (
+            hints[each.name],
+            Field(default, alias=each.name),
+        )  # a model has a `json`, too
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         arguments.model_json_schema()

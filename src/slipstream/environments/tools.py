@@ -27,7 +27,7 @@ class Tool:
             given = self.arguments.model_validate(arguments)
         except ValidationError as error:
             raise InvalidArguments(*((each["loc"], each["msg"]) for each in error.errors())) from None
-        fields = {name: getattr(given, name) for name in self.arguments.model_fields}
+        fields = {str(info.alias): getattr(given, name) for name, info in self.arguments.model_fields.items()}
         return partial(getattr(instance, self.name), **fields)
 
 
