@@ -291,9 +291,9 @@ def test_a_tool_may_have_parameters_that_are_named_like_methods_of_pydantic(tmp_
         from pydantic import Field
 
         class Odd:
-            def f(self, json: Annotated[str, Field(description="Text.")], model_config: int, model_dump: int = 3):
+            def f(self, json: Annotated[str, Field(description="A.")], model_config: int, copy: int = Field(3, ge=1)):
                 '''F.'''
-                return f"{json} {model_config} {model_dump}"
+                return f"{json} {model_config} {copy}"
     """
     spec = written(tmp_path, source, "Odd")
 
@@ -309,9 +309,9 @@ def test_a_tool_may_have_parameters_that_are_named_like_methods_of_pydantic(tmp_
         assert schema["function"]["parameters"] == {
             "type": "object",
             "properties": {
-                "json": {"type": "string", "description": "Text."},
+                "json": {"type": "string", "description": "A."},
                 "model_config": {"type": "integer"},
-                "model_dump": {"type": "integer", "default": 3},
+                "copy": {"type": "integer", "default": 3, "minimum": 1},
             },
             "required": ["json", "model_config"],
         }

@@ -11,7 +11,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     ConfigDict,
-    Field,
     PydanticSchemaGenerationError,
     PydanticUserError,
     create_model,
@@ -19,7 +18,7 @@ from pydantic import (
 
 from slipstream.config.integrations import integration_of
 from slipstream.environments import Call, Message, Reply, Start, Step, ToolError
-from slipstream.environments.tools import InvalidArguments, ServedTool, Tool, schema_of
+from slipstream.environments.tools import FIELD_PREFIX, InvalidArguments, ServedTool, Tool, schema_of
 from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
 from slipstream.rewards.functions import LARGEST_METRIC, LARGEST_REWARD, Unusable, awaited, number, rewards_of
 from slipstream.user_code import describe_error, field_names, file_of, load_object, parameters, short_repr
@@ -133,13 +132,10 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
             raise ConfigError(f"the tool {name!r} has a parameter {each.name!r}: begin the name with a letter")
         if each.name not in hints:
             raise ConfigError(f"the tool {name!r} has a parameter {each.name!r} without a type: write {each.name}: str")
-        default = ... if each.default is each.empty else each.default
-        fields[f"parameter_{each.name}"] = (
-            hints[each.name],
-            Field(default, alias=each.name),
-        )  # a model has a `json`, too
+        fields[FIELD_PREFIX + each.name] = (hints[each.name], ... if each.default is each.empty else each.default)
     try:
-        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        config = ConfigDict(extra="forbid", alias_generator=lambda field: field.removeprefix(FIELD_PREFIX))
+        arguments = create_model(name, __config__=config, **fields)
         arguments.model_json_schema()
     except (PydanticUserError, PydanticSchemaGenerationError, NameError) as error:
         raise ConfigError(f"the tool {name!r} has a type that JSON cannot represent: {first_line(error)}") from None

@@ -7,6 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+FIELD_PREFIX = "parameter_"
+"""Beginning of the names of fields for parameters, because `json` or `model_config` alone is pydantic's own."""
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -27,7 +30,7 @@ class Tool:
             given = self.arguments.model_validate(arguments)
         except ValidationError as error:
             raise InvalidArguments(*((each["loc"], each["msg"]) for each in error.errors())) from None
-        fields = {str(info.alias): getattr(given, name) for name, info in self.arguments.model_fields.items()}
+        fields = {name.removeprefix(FIELD_PREFIX): getattr(given, name) for name in self.arguments.model_fields}
         return partial(getattr(instance, self.name), **fields)
 
 
