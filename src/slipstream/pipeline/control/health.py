@@ -252,8 +252,8 @@ def still_reward(history: History, health: HealthConfig) -> Trouble | None:
         no_penalty = name == "reward/overlong" and not last[-1][name]  # its best value
         if len({line.get(name) for line in last}) == 1 and not no_penalty:
             message = (
-                f"{name} has been {last[-1][name]:g} for {len(last)} updates: are all answers as good, or only graded "
-                "alike?"
+                f"{name} has been {last[-1][name]:g} for {len(last)} updates: are all answers equally good, or only "
+                "graded alike?"
             )
             return Trouble("still reward", message, stops=False)
     return None
