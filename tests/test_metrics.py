@@ -313,9 +313,9 @@ def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
         "overlap 1.25 of the three stages over the whole run, 1.70 of all work after warm-up",
         "lag 3.6 updates on average, 8 at most; the learner waited 25% of the time for data, 0% for its turn, 12% for "
         "publishes and evaluations",
-        "1 groups dropped or restarted, 7 tokens thrown away",
+        "groups dropped or restarted: 1, tokens thrown away: 7",
     ]
-    assert summary(digest(lines) | {"lost": 0.0})[-1] == "0 groups dropped or restarted, 7 tokens thrown away"
+    assert summary(digest(lines) | {"lost": 0.0})[-1] == "groups dropped or restarted: 0, tokens thrown away: 7"
     assert len(summary(digest(lines) | {"lost": 0.0, "thrown_tokens": 0.0})) == 3
     later = digest(lines, since=1)
     assert later["overlap/stages"] == 1.5

@@ -394,7 +394,7 @@ def summary(run: Mapping[str, float], *, resumed: bool = False) -> list[str]:
         f"{run['waits/weights']:.0%} for publishes and evaluations",
     ]
     if run["lost"] or run["thrown_tokens"]:  # a publish may throw away tokens and keep the groups
-        lines.append(f"{run['lost']:.0f} groups dropped or restarted, {run['thrown_tokens']:,.0f} tokens thrown away")
+        lines.append(f"groups dropped or restarted: {run['lost']:.0f}, tokens thrown away: {run['thrown_tokens']:,.0f}")
     again = [f"{name.removeprefix('restarts/')} {n:.0f} ×" for name, n in run.items() if name.startswith("restarts/")]
     if again:
         lines.append(f"workers died and were restarted: {', '.join(again)}")
