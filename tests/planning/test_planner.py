@@ -192,6 +192,11 @@ def test_costs_go_through_their_file() -> None:
         ({"decode": {"step": 0}}, "decode: a decoding step must take time: write step or row"),
         ({"cores": 0}, "cores: input should be greater than or equal to 0.01, got 0"),
         ({"score": {"token": -1}}, "score.token: input should be greater than or equal to 0, got -1"),
+        ({"publish": {"export": 1e30}}, "publish.export: input should be less than or equal to 1000000, got 1e+30"),
+        (
+            {"lengths": {"prompt": 10**12}},
+            "lengths.prompt: input should be less than or equal to 10000000, got 1000000000000",
+        ),
         ({"lengths": {"prompt": 1}}, "lengths: write either mean (with sigma) or responses"),
         ({"lengths": {"mean": 5, "responses": [5]}}, "lengths: write either mean (with sigma) or responses"),
         (

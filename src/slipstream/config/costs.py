@@ -18,7 +18,7 @@ from slipstream.config.base import Section
 from slipstream.config.file import explain, read
 from slipstream.errors import ConfigError
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
 BUILTIN = Path(__file__).parents[1] / "models" / "builtin" / "costs.toml"
 """Costs of the built-in models: seconds of one CPU core."""
 RESTART_KEYS = ("apart", "enough")
@@ -72,9 +72,9 @@ class PublishCost(Section):
 
 
 class Lengths(Section):
-    prompt: int = Field(1, ge=1)
+    prompt: int = Field(1, ge=1, le=10_000_000)
     """Tokens of a prompt."""
-    mean: float | None = Field(None, ge=1)
+    mean: float | None = Field(None, ge=1, le=1e7)
     """Mean tokens of a response; lengths are log-normal, then truncated at sampler.max_tokens."""
     sigma: float = Field(0.0, ge=0, le=10)
     """Standard deviation of the logarithm of lengths; with 0 all lengths are the mean."""
