@@ -16,8 +16,8 @@ import pytest
 from slipstream.cli import main, split_overrides
 from slipstream.config.file import parse, to_toml
 from slipstream.metric_names import find, names
+from slipstream.reporting.advice import drift, running
 from slipstream.reporting.advice import measurements as readings
-from slipstream.reporting.advice import running
 from slipstream.reporting.advice.drift import engines_differ as differs
 from slipstream.reporting.advice.drift import rejection
 from slipstream.reporting.advice.measurements import Case, Level, level
@@ -672,3 +672,17 @@ def is_known(name: str) -> bool:
 
 def test_examples_are_about_metrics_that_exist() -> None:
     assert {name for example in EXAMPLES for name in example.beyond if not is_known(name)} == set()
+
+
+def test_a_curriculum_whose_kl_rises_is_no_wrong_direction() -> None:
+    lines = lines_of({"teacher/kl": rising(1.0, 9.0), "distill/loss": rising(1.0, 9.0), "reward/exact": None}, 12)
+    small = {"learner": {"lr": 1e-4}}
+    assert drift.wrong_direction(Case(config_of(small), lines)) is not None
+    harder = {"data": {"order": "curriculum", "curriculum": {"column": "level"}}}
+    assert drift.wrong_direction(Case(config_of({**small, **harder}), lines)) is None
+
+
+def test_of_workers_that_died_equally_often_the_first_by_name_is_shown() -> None:
+    lines = lines_of({"restarts/sampler": 3.0, "restarts/learner": 3.0, "restarts/scorer": 3.0}, noise=0)
+    found = running.restarted_workers(Case(config_of({}), lines))
+    assert found is not None and found.metric == "restarts/learner"

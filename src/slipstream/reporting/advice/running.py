@@ -69,7 +69,7 @@ def discarded_tokens(case: Case) -> Evidence | None:
 
 def restarted_workers(case: Case) -> Evidence | None:
     names = {name for line in case.lines for name in line if name.startswith("restarts/")}
-    worst = max(names, key=case.last, default=None)
+    worst = max(sorted(names), key=case.last, default=None)
     if worst is None or case.last(worst) < 2:
         return None
     return Evidence(worst, case.last(worst), 1.0, run=f"cat {case.at}/meta.json")
