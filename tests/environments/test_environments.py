@@ -287,10 +287,20 @@ def test_a_host_with_what_hangs_takes_nothing_new_and_ends_with_the_last(
 
 def test_a_tool_may_have_parameters_that_are_named_like_methods_of_pydantic(tmp_path: Path) -> None:
     source = """
+        from dataclasses import dataclass
         from typing import Annotated
         from pydantic import Field
 
+        @dataclass
+        class Query:
+            parameter_name: str
+            name: str = "n"
+
         class Odd:
+            def g(self, query: Query):
+                '''G.'''
+                return query.parameter_name + query.name
+
             def f(self, json: Annotated[str, Field(description="A.")], model_config: int, copy: int = Field(3, ge=1)):
                 '''F.'''
                 return f"{json} {model_config} {copy}"
@@ -303,9 +313,11 @@ def test_a_tool_may_have_parameters_that_are_named_like_methods_of_pydantic(tmp_
         assert seen["content"] == "a 2 3"
         (seen,) = (await episode.step(call("f", json="a"))).messages
         assert "model_config: Field required" in seen["content"]
+        (seen,) = (await episode.step(call("g", query={"parameter_name": "x", "name": "y"}))).messages
+        assert seen["content"] == "xy"
 
     with hosts(spec) as made:
-        (schema,) = made.schemas()
+        _, schema = made.schemas()
         assert schema["function"]["parameters"] == {
             "type": "object",
             "properties": {

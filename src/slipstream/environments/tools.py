@@ -7,8 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-FIELD_PREFIX = "parameter_"
-"""Beginning of the names of fields for parameters, because `json` or `model_config` alone is pydantic's own."""
+FIELD_PREFIX = "slipstream_parameter_"
+"""Beginning of the names of fields for parameters, because `json` or `model_config` alone is pydantic's own.
+
+Pydantic removes it from the fields of a user's dataclass, too, so no user may have a field of such a name.
+"""
 
 
 @dataclass(frozen=True)
